@@ -1,0 +1,55 @@
+# Everything is set up by whichever target you call first: `make demo` or `make test` on a fresh clone just works.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+DATA   ?= data/weather-32x64
+NAME   ?= default
+
+.PHONY: help env demo test lint lab doctor clean
+
+help:
+	@echo "make demo    make a small atmosphere, train a forecast model on it, score and draw its forecasts (minutes)"
+	@echo "make test    run the tests          make lint    check style and types"
+	@echo "make lab     start JupyterLab       make doctor  say what this machine has"
+	@echo "make env     set up $(VENV) only      make clean   remove $(VENV) and caches; runs and data stay"
+
+env: $(VENV)/.ready
+$(VENV)/.ready: pyproject.toml constraints.txt
+	@echo "== Setting up $(VENV): the course with its tests, in the versions of constraints.txt (once, a few minutes)"
+	@$(PYTHON) -c 'import sys; sys.exit(None if (3, 11) <= sys.version_info < (3, 14) else "Python 3.11, 3.12 or 3.13 is needed, this is " + sys.version.split()[0] + ": run make with PYTHON=python3.12, say")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,era5]'
+	@touch $@
+
+$(VENV)/.lab: $(VENV)/.ready
+	@echo "== Adding JupyterLab to $(VENV)"
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[lab]'
+	@touch $@
+
+demo: env
+	@echo "== 1/3 Making an atmosphere: course data weather path=$(DATA)"
+	$(BIN)/course data weather path=$(DATA)
+	@echo "== 2/3 Training a forecast model on it: course train vit-demo"
+	$(BIN)/course train vit-demo data.path=$(DATA) log.name=$(NAME)
+	@echo "== 3/3 Scoring it on a year it has not seen: course evaluate"
+	$(BIN)/course evaluate runs/vit-demo/$(NAME)
+
+test: env
+	@echo "== Running the tests (those marked slow run in .ci/run)"
+	$(BIN)/python -m pytest -m "not slow"
+
+lint: env
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+lab: $(VENV)/.lab
+	@echo "== Starting JupyterLab on this machine; open the address with the token that it prints"
+	$(BIN)/jupyter lab --ip=127.0.0.1 --no-browser
+
+doctor: env
+	$(BIN)/course doctor
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

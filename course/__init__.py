@@ -1,0 +1,1 @@
+"""Deep Learning at Scale: from one GPU to model parallelism."""

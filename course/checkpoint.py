@@ -1,0 +1,207 @@
+"""Checkpoints in a logical format: what is written says nothing of the layout that wrote it.
+
+    checkpoints/step_000128/
+        index.json               what is where, the state of the run, its config, a checksum of each file
+        rank00000.safetensors    the pieces that rank 0 owned
+
+`index.json` maps each serial parameter name (and `name.exp_avg` and so on for optimizer states) to its
+global shape, dtype and pieces; a piece is a box of the global tensor in one file. A reader in any layout
+takes from the pieces the box that it needs. Nothing is pickled: reading a checkpoint executes nothing.
+A folder appears under its name only when all of it is on the disk.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from course.errors import CourseError
+from course.files import atomic, flush, remove, sha256
+from course.parallel.mesh import Axis
+from course.parallel.placement import Box, placement
+
+FORMAT = 1
+
+
+class Damaged(CourseError):
+    """A checkpoint that is not what was written."""
+
+
+def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any],
+         config: dict[str, Any], everyone: Axis) -> Path:
+    """Write `folder/step_N` (N is state["step"]); every rank calls it and writes the pieces that it owns.
+
+    Raises `CourseError` on every rank if any of them cannot write; earlier checkpoints are untouched.
+    """
+    final = folder / f"step_{state['step']:06d}"
+    together(everyone, lambda: remove(temporary(final)) if everyone.rank == 0 else None)
+    entries = together(everyone, lambda: write_pieces(temporary(final), model, optimizer, everyone.rank))
+    together(everyone, lambda: publish(final, entries, state, config) if everyone.rank == 0 else None)
+    return final
+
+
+def together(everyone: Axis, action: Callable[[], Any]) -> list[Any]:
+    """Each rank's result of `action`; if it fails on one rank, all raise that rank's error and none waits for it."""
+    result, error = None, None
+    try:
+        result = action()
+    except CourseError as failure:
+        error = str(failure)
+    if everyone.size == 1:
+        answers = [(result, error)]
+    else:
+        answers = [(None, None)] * everyone.size
+        dist.all_gather_object(answers, (result, error), group=everyone.group)
+    for rank, (_, sentence) in enumerate(answers):
+        if sentence:
+            raise CourseError(sentence if everyone.size == 1 else f"rank {rank}: {sentence}")
+    return [answer for answer, _ in answers]
+
+
+def temporary(final: Path) -> Path:
+    """Where a checkpoint is gathered before it gets its name."""
+    return final.with_name(f".{final.name}.partial")
+
+
+def owned(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor, tuple[int, ...], Box]]:
+    """(name, tensor here, global shape, box) of every parameter and optimizer state that this rank owns."""
+    for parameter in model.parameters():
+        place = placement(parameter)
+        if place.owner:
+            yield place.name, parameter.data, place.global_shape, place.box
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if torch.is_tensor(value):
+                    scalar = value.ndim == 0
+                    yield f"{place.name}.{key}", value, () if scalar else place.global_shape, () if scalar else place.box
+
+
+def write_pieces(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> dict[str, Any]:
+    """Write this rank's file into `folder`; return its part of the index."""
+    pieces, tensors = {}, {}
+    name = f"rank{rank:05d}.safetensors"
+    for key, tensor, shape, box in owned(model, optimizer):
+        tensors[key] = tensor.detach().cpu().contiguous()
+        pieces[key] = {"shape": list(shape), "dtype": str(tensor.dtype).removeprefix("torch."),
+                       "pieces": [{"file": name, "key": key, "box": [list(side) for side in box], "flat": None}]}
+    if not tensors:
+        return {"tensors": {}, "files": {}}
+    with atomic(folder / name) as file:
+        try:
+            save_file(tensors, file)
+        except SafetensorError as error:             # how safetensors reports what the system refused
+            raise OSError(str(error)) from error
+    return {"tensors": pieces, "files": {name: {"bytes": (folder / name).stat().st_size, "sha256": sha256(folder / name)}}}
+
+
+def publish(final: Path, entries: list[dict[str, Any]], state: dict[str, Any], config: dict[str, Any]) -> None:
+    """Join the ranks' entries to the index and give the folder its name."""
+    tensors: dict[str, Any] = {}
+    for entry in entries:
+        for key, found in entry["tensors"].items():
+            tensors.setdefault(key, {**found, "pieces": []})["pieces"] += found["pieces"]
+    index = {"format": FORMAT, "state": state, "config": config, "tensors": tensors,
+             "files": {name: found for entry in entries for name, found in entry["files"].items()}}
+    with atomic(temporary(final) / "index.json") as file:
+        file.write_text(json.dumps(index, indent=1))
+    remove(final)                                    # the same step again: after a resume from an older one
+    temporary(final).rename(final)
+    flush(final.parent)
+
+
+def prune(folder: Path, keep: int) -> None:
+    """Remove all but the newest `keep` checkpoints, and what an interrupted write left behind."""
+    for old in steps(folder)[:-keep]:
+        remove(old)
+    for partial in folder.glob(".step_*.partial"):
+        remove(partial)
+
+
+def steps(folder: Path) -> list[Path]:
+    """The finished checkpoints, oldest first."""
+    return sorted(folder.glob("step_*"), key=lambda path: int(path.name[5:]) if path.name[5:].isdigit() else -1)
+
+
+def read_index(checkpoint: Path) -> dict[str, Any]:
+    """The index of a checkpoint whose files are whole; raises `Damaged` with the reason otherwise."""
+    try:
+        index = json.loads((checkpoint / "index.json").read_text())
+        files, written = index["files"], index["format"]
+        _ = index["tensors"], index["state"], index["config"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise Damaged(f"{checkpoint}/index.json is missing or damaged: remove {checkpoint}") from error
+    if written != FORMAT:
+        raise Damaged(f"{checkpoint} is of format {written}, this version reads {FORMAT}: read it with the version that wrote it")
+    for name, found in files.items():
+        file = checkpoint / name
+        if Path(name).name != name or not file.is_file():
+            raise Damaged(f"{checkpoint} lacks {name}: restore it, or remove {checkpoint}")
+        if file.stat().st_size != found["bytes"] or sha256(file) != found["sha256"]:
+            raise Damaged(f"{file} is damaged (its checksum does not match): remove {checkpoint}")
+    return index
+
+
+def newest(folder: Path, say: Callable[[str], None]) -> tuple[Path, dict[str, Any]] | None:
+    """The newest undamaged checkpoint and its index, None if there is none; says which it passes over.
+
+    Raises `CourseError` if there are checkpoints but all are damaged: starting afresh would overwrite the run.
+    """
+    found = steps(folder)
+    for checkpoint in reversed(found):
+        try:
+            return checkpoint, read_index(checkpoint)
+        except Damaged as damage:
+            say(f"passing over a checkpoint: {damage}")
+    if found:
+        raise CourseError(f"every checkpoint in {folder} is damaged: restore one, or start again under another log.name")
+    return None
+
+
+def load(checkpoint: Path, index: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Fill the model's parameters, and the optimizer's states, each rank reading only its boxes.
+
+    Raises `CourseError` if the checkpoint is of another model, before anything is changed.
+    """
+    parameters = list(model.parameters())
+    fits(checkpoint, index, parameters)
+    for parameter in parameters:
+        place = placement(parameter)
+        parameter.data.copy_(read_box(checkpoint, index, place.name, place.box))
+        for key in index["tensors"] if optimizer is not None else ():
+            stem, _, leaf = key.rpartition(".")
+            if stem == place.name and optimizer is not None:
+                box = place.box if index["tensors"][key]["shape"] else ()
+                optimizer.state[parameter][leaf] = read_box(checkpoint, index, key, box).to(parameter.device)
+
+
+def fits(checkpoint: Path, index: dict[str, Any], parameters: list[nn.Parameter]) -> None:
+    """Raise `CourseError` naming the first parameter that the checkpoint lacks or has in another shape."""
+    for parameter in parameters:
+        place = placement(parameter)
+        found = index["tensors"].get(place.name)
+        shape = None if found is None else tuple(found["shape"])
+        if shape != place.global_shape:
+            has = "does not have it" if shape is None else f"has it as {list(shape)}"
+            raise CourseError(f"{checkpoint} is of another model: {place.name} is {list(place.global_shape)} here, "
+                              f"but the checkpoint {has}; use the model's own settings, or another log.name")
+
+
+def read_box(checkpoint: Path, index: dict[str, Any], name: str, box: Box) -> Tensor:
+    """The part `box` of a global tensor, put together from the pieces that overlap it."""
+    found = index["tensors"][name]
+    whole = torch.empty([stop - start for start, stop in box], dtype=getattr(torch, found["dtype"]))
+    for piece in found["pieces"]:
+        overlap = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, piece["box"], strict=True)]
+        if all(start < stop for start, stop in overlap):
+            with safe_open(checkpoint / piece["file"], "pt") as file:
+                if not box:
+                    return file.get_tensor(piece["key"])
+                source = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(overlap, piece["box"], strict=True))
+                target = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(overlap, box, strict=True))
+                whole[target] = file.get_slice(piece["key"])[source]
+    return whole

@@ -1,0 +1,258 @@
+"""Configuration: frozen dataclasses hold the defaults, YAML presets change some, `key=value` the rest.
+
+    config = load("vit-short", ["train.steps=64", "optim.lr=1e-3"])
+
+A preset is a file in `course/configs` or a path of your own; `base:` in it names one to start from.
+"""
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import yaml
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
+
+from course.errors import CourseError
+from course.files import atomic
+from course.models.vit import ViTConfig
+
+PRESETS = Path(__file__).parent / "configs"
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Data:
+    source: Literal["files", "mock"] = "files"      # mock: random batches made once on the device, to measure speed
+    path: str = "data/era5"                         # a folder laid out as data/README.md says
+    lead: int = 1                                   # forecast step, in entries of six hours
+    workers: int = 4                                # processes that read and normalise; 0: the training process itself
+    train_samples: int = 0                          # use the first so many; 0: all
+    valid_samples: int = 0
+
+
+@dataclass(frozen=True)
+class Optim:
+    name: Literal["adam", "sgd"] = "adam"
+    lr: float = 5e-4                                # the peak of the schedule
+    betas: tuple[float, float] = (0.9, 0.999)       # adam's
+    eps: float = 1e-8                               # adam's
+    momentum: float = 0.0                           # sgd's
+    weight_decay: float = 0.0                       # added to the gradient, as L2 regularisation
+    schedule: Literal["cosine", "constant"] = "cosine"
+    warmup: int = 0                                 # steps of linear rise before the schedule
+    min_lr: float = 0.0                             # where the cosine ends
+    clip: float = 0.0                               # largest global gradient norm; 0: no clipping
+
+
+@dataclass(frozen=True)
+class Train:
+    steps: int = 22_000
+    global_batch: int = 16                          # samples in one optimizer step, over all ranks
+    micro_batch: int = 0                            # samples in one forward pass of one rank; 0: its whole share
+    eval_every: int = 0                             # steps between validations; 0: only at the end
+    seed: int = 0                                   # weights, data order, dropout
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: int = 0                                # CPU threads for tensor operations; 0: PyTorch's choice
+
+
+@dataclass(frozen=True)
+class Parallel:
+    pp: int = 1                                     # pipeline stages
+    dp: int = 0                                     # data-parallel ranks; 0: what the other axes leave
+    cp: int = 1                                     # context-parallel ranks
+    tp: int = 1                                     # tensor-parallel ranks
+    order: str = "pp-dp-cp-tp"                      # slowest first: the last axis joins neighbouring ranks
+
+
+@dataclass(frozen=True)
+class Log:
+    dir: str = "runs"                               # a run lives in dir/preset/name
+    name: str = "default"
+    every: int = 10                                 # steps between lines
+    tensorboard: bool = True
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    every: int = 1000                               # steps between checkpoints; one is always written at the end
+    keep: int = 3                                   # how many of the newest stay
+    resume: bool = True                             # go on where the run of this name stopped
+
+
+@dataclass(frozen=True)
+class Config:
+    preset: str = "custom"                          # set by `load`: names the folder of the run
+    model: ViTConfig = field(default_factory=ViTConfig)
+    data: Data = field(default_factory=Data)
+    optim: Optim = field(default_factory=Optim)
+    train: Train = field(default_factory=Train)
+    parallel: Parallel = field(default_factory=Parallel)
+    precision: Literal["fp64", "fp32", "tf32", "bf16", "fp16"] = "tf32"
+    log: Log = field(default_factory=Log)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    compile: bool = False                           # torch.compile the model
+    graphs: bool = False                            # capture the step in a CUDA graph
+
+
+def load(preset: str, overrides: Iterable[str] = ()) -> Config:
+    """The configuration of a preset (its name, or the path of a YAML file) with `key=value` overrides.
+
+    Raises `CourseError` for an unknown preset or key, naming the nearest right one, and for a wrong value.
+    """
+    path = preset_path(preset)
+    values = {"preset": path.stem, **read_preset(path)}
+    return check(build(Config, merge(values, parse(overrides)), f"preset {path.stem}"))
+
+
+def presets() -> list[str]:
+    """The names of the presets that come with the course."""
+    return sorted(path.stem for path in PRESETS.glob("*.yaml"))
+
+
+def preset_path(preset: str) -> Path:
+    """Where a preset lies: a file of the user's if it ends in .yaml, else one of the course's."""
+    if preset.endswith((".yaml", ".yml")):
+        if Path(preset).is_file():
+            return Path(preset)
+        raise CourseError(f"there is no file {preset}: give the path of a YAML file, or a preset ({', '.join(presets())})")
+    if preset not in presets():
+        raise CourseError(f"there is no preset {preset!r}{nearest(preset, presets())}; the presets are {', '.join(presets())}")
+    return PRESETS / f"{preset}.yaml"
+
+
+def read_preset(path: Path) -> dict[str, Any]:
+    """The values of a YAML file on top of those of its `base`."""
+    try:
+        values = yaml.safe_load(path.read_text()) or {}
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise CourseError(f"{path} is not readable YAML ({' '.join(str(error).split())[:160]}): mend that line") from error
+    if not isinstance(values, dict):
+        raise CourseError(f"{path} holds a {type(values).__name__}, not `section:` and `key: value` lines")
+    base = values.pop("base", None)
+    if base is None:
+        return values
+    origin = preset_path(str(base))
+    if origin.resolve() == path.resolve():
+        raise CourseError(f"{path} names itself as its base: remove that line")
+    return merge(read_preset(origin), values)
+
+
+def parse(overrides: Iterable[str]) -> dict[str, Any]:
+    """`["train.steps=5"]` as `{"train": {"steps": 5}}`; values are read as YAML."""
+    values: dict[str, Any] = {}
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals or not key:
+            raise CourseError(f"{override!r} is not of the form key=value, such as train.steps=100")
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise CourseError(f"the value in {override!r} cannot be read: quote it, as in '{key}=\"...\"'") from error
+        for part in reversed(key.split(".")):
+            value = {part: value}
+        values = merge(values, value)
+    return values
+
+
+def merge(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of `old` with the leaves of `new` in place of its own."""
+    merged = dict(old)
+    for key, value in new.items():
+        both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
+        merged[key] = merge(merged[key], value) if both else value
+    return merged
+
+
+def build(kind: type[T], values: Mapping[str, Any], what: str) -> T:
+    """A dataclass from nested plain values; wrong ones are a `CourseError` that names the key and the cure."""
+    try:
+        return TypeAdapter(strict(kind)).validate_python(values)
+    except ValidationError as error:
+        raise CourseError(f"{what}: " + "; ".join(_explain(kind, found) for found in error.errors())) from error
+
+
+def strict(kind: Any) -> Any:
+    """The dataclass itself, set up so that an unknown key is an error in it and its sections; a run may be called 7."""
+    kind.__pydantic_config__ = ConfigDict(extra="forbid", coerce_numbers_to_str=True)
+    for entry in dataclasses.fields(kind):
+        if dataclasses.is_dataclass(entry.type):
+            strict(entry.type)
+    return kind
+
+
+def flat_keys(kind: type, prefix: str = "") -> list[str]:
+    """Every dotted key of a dataclass, sections included."""
+    keys = []
+    for entry in dataclasses.fields(kind):
+        keys.append(prefix + entry.name)
+        if isinstance(entry.type, type) and dataclasses.is_dataclass(entry.type):
+            keys += flat_keys(entry.type, f"{prefix}{entry.name}.")
+    return keys
+
+
+def save(config: Config, path: Path) -> None:
+    """Write every value to a YAML file that `load` reads back."""
+    with atomic(path) as temporary:
+        temporary.write_text(yaml.safe_dump(as_plain(config), sort_keys=False))
+
+
+def as_plain(config: Any) -> dict[str, Any]:
+    """A configuration as nested dicts of lists, numbers and strings."""
+    return TypeAdapter(type(config)).dump_python(config, mode="json")
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Lines such as `train.steps: 10 -> 20` for the leaves in which two plain configurations differ."""
+    lines = []
+    for key in {**old, **new}:
+        a, b = old.get(key), new.get(key)
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
+            lines += differences(a, b, f"{prefix}{key}.")
+        elif a != b:
+            lines.append(f"{prefix}{key}: {a} -> {b}")
+    return lines
+
+
+def check(config: Config) -> Config:
+    """Refuse what no single key shows to be wrong."""
+    c = config.model
+    height, width = c.grid
+    if height % c.patch or width % c.patch:
+        raise CourseError(f"the grid {height}x{width} is not divisible by model.patch={c.patch}: choose a patch that divides both sides")
+    if c.dim % c.heads:
+        raise CourseError(f"model.dim={c.dim} is not divisible by model.heads={c.heads}: change one of them")
+    for key in ("train.steps", "train.global_batch", "data.lead", "log.every", "checkpoint.every", "checkpoint.keep",
+                "parallel.pp", "parallel.cp", "parallel.tp", "model.patch", "model.depth", "model.channels"):
+        section, name = key.split(".")
+        if getattr(getattr(config, section), name) < 1:
+            raise CourseError(f"{key} must be at least 1, not {getattr(getattr(config, section), name)}")
+    if sorted(config.parallel.order.split("-")) != ["cp", "dp", "pp", "tp"]:
+        raise CourseError(f"parallel.order={config.parallel.order} must name pp, dp, cp and tp once each, such as pp-dp-cp-tp")
+    if config.graphs:
+        raise CourseError("graphs=true: this version does not capture CUDA graphs yet; set graphs=false")
+    return config
+
+
+def nearest(word: str, candidates: Iterable[str]) -> str:
+    """` (did you mean 'x'?)` for the most similar candidate, or nothing."""
+    found = difflib.get_close_matches(word, list(candidates), 1, cutoff=0.5)
+    return f" (did you mean {found[0]!r}?)" if found else ""
+
+
+def _explain(kind: type, found: ErrorDetails) -> str:
+    key = ".".join(str(part) for part in found["loc"])
+    if found["type"] == "unexpected_keyword_argument":
+        keys = flat_keys(kind)
+        return f"there is no key {key!r}{nearest(key, keys) or _same_leaf(key, keys)}"
+    given = str(found["input"])
+    return f"{key}={given[:60]}: {found['msg'][0].lower()}{found['msg'][1:]}"
+
+
+def _same_leaf(key: str, keys: list[str]) -> str:
+    """`steps` alone means `train.steps`."""
+    leaf = key.rsplit(".", 1)[-1]
+    return nearest(next((k for k in keys if k.endswith(f".{leaf}")), key), keys)

@@ -1,0 +1,197 @@
+"""The layout of a weather data set on disk, the same for the made atmosphere and for ERA5.
+
+    PATH/train/1979.h5 ...    dataset `fields`, float32, (time, channel, latitude, longitude), 6-hourly
+    PATH/valid/2016.h5        the same, to watch while training
+    PATH/test/2018.h5         the same, never looked at until the end
+    PATH/stats/global_means.npy, global_stds.npy      float32 (1, channel, 1, 1), of the training years
+    PATH/stats/time_means.npy                         float32 (channel, latitude, longitude): the climatology
+
+Latitudes run from north to south, longitudes eastwards from 0. A file may carry the attributes
+`channels` (names) and `latitude`, `longitude` (degrees); where they are absent, the twenty channels
+below on an equally spaced grid are meant.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import h5py
+import numpy as np
+
+from course.errors import CourseError
+from course.files import atomic
+
+HOURS = 6                                        # between two entries of a file
+SPLITS = ("train", "valid", "test")
+
+# Name and unit of each channel, in file order: that of the ERA5 course data (FourCastNet's twenty).
+CHANNELS = {
+    "u10": "m/s", "v10": "m/s", "t2m": "K", "sp": "Pa", "msl": "Pa", "t850": "K",
+    "u1000": "m/s", "v1000": "m/s", "z1000": "m²/s²",
+    "u850": "m/s", "v850": "m/s", "z850": "m²/s²",
+    "u500": "m/s", "v500": "m/s", "z500": "m²/s²", "t500": "K",
+    "z50": "m²/s²", "r500": "%", "r850": "%", "tcwv": "kg/m²",
+}
+
+
+@dataclass(frozen=True)
+class Year:
+    """One opened-and-checked data file: where it is and the shape of its `fields`."""
+
+    path: Path
+    shape: tuple[int, int, int, int]             # (time, channel, latitude, longitude)
+
+
+def latitudes(rows: int) -> np.ndarray:
+    """Centres of `rows` equal bands from north to south, in degrees: 90 - 90/rows ... -90 + 90/rows."""
+    return 90 - (np.arange(rows) + 0.5) * 180 / rows
+
+
+def longitudes(columns: int) -> np.ndarray:
+    """`columns` equally spaced longitudes eastwards from 0, in degrees."""
+    return np.arange(columns) * 360 / columns
+
+
+def create_year(file: h5py.File, times: int, channels: Iterable[str], lat: np.ndarray, lon: np.ndarray) -> h5py.Dataset:
+    """Add an empty `fields` to an open file, contiguous on disk, with the names of its axes.
+
+    Contiguous, uncompressed: a loader can then compute where a sample lies and read just that.
+    """
+    names = list(channels)
+    fields = file.create_dataset("fields", (times, len(names), len(lat), len(lon)), "float32")
+    file.attrs["channels"] = names
+    file.attrs["latitude"] = np.asarray(lat, "float64")
+    file.attrs["longitude"] = np.asarray(lon, "float64")
+    file.attrs["hours"] = HOURS
+    return fields
+
+
+def find_years(path: Path, split: str) -> list[Year]:
+    """The files of one split in the order of their names, each opened once and checked.
+
+    Raises `CourseError` for a missing folder, a file that is truncated or not HDF5, one without
+    `fields`, or files that differ in channels or grid.
+    """
+    folder = path / split
+    files = sorted(folder.glob("*.h5"))
+    if not files:
+        what = "holds no .h5 file" if folder.is_dir() else "does not exist"
+        raise CourseError(f"{folder} {what}: make data with `course data weather path={path}`, "
+                          "or set data.path to a folder laid out as data/README.md says")
+    years = [inspect_year(file) for file in files]
+    for year in years:
+        if year.shape[1:] != years[0].shape[1:]:
+            raise CourseError(f"{year.path} has (channel, lat, lon) {year.shape[1:]} but {years[0].path} has "
+                              f"{years[0].shape[1:]}: all files of a data set must agree; remove or remake one")
+    return years
+
+
+def inspect_year(file: Path) -> Year:
+    """Open one data file, check that its `fields` can be read, and return its shape."""
+    try:
+        with h5py.File(file, "r") as opened:
+            if "fields" not in opened:
+                raise CourseError(f"{file} has no dataset `fields` (it has {sorted(opened)}): "
+                                  "convert it as data/README.md says")
+            fields = opened["fields"]
+            if fields.ndim != 4 or fields.shape[0] < 2 or fields.dtype != np.float32:
+                raise CourseError(f"{file}: `fields` is {fields.dtype} {fields.shape}, but float32 "
+                                  "(time, channel, latitude, longitude) with at least 2 times is needed")
+            fields[-1, -1, -1, -1]               # the last bytes are there
+            return Year(file, fields.shape)
+    except OSError as error:
+        raise CourseError(f"{file} cannot be read ({first_line(error)}): it is truncated or not HDF5; "
+                          "remove it and make or copy it again") from error
+
+
+def channel_names(year: Year) -> list[str]:
+    """The file's channel names, or those of the standard twenty where it names none."""
+    with h5py.File(year.path, "r") as opened:
+        if "channels" in opened.attrs:
+            return [str(name) for name in opened.attrs["channels"]]
+    if year.shape[1] == len(CHANNELS):
+        return list(CHANNELS)
+    return [f"channel{i}" for i in range(year.shape[1])]
+
+
+def grid_latitudes(year: Year) -> np.ndarray:
+    """The file's latitudes in degrees, north to south; equal bands where it states none."""
+    with h5py.File(year.path, "r") as opened:
+        stated = opened.attrs.get("latitude")
+        return latitudes(year.shape[2]) if stated is None else np.asarray(stated)
+
+
+def write_statistics(path: Path, years: list[Year]) -> None:
+    """Means and standard deviations per channel, and the time mean per grid point, of the given years.
+
+    Every point of the grid counts alike, as in the ERA5 course data. One pass, a few samples in memory.
+    """
+    count = 0
+    total = np.zeros(years[0].shape[1:])
+    squares = np.zeros(years[0].shape[1])
+    shift: np.ndarray | None = None              # subtract a first guess: z50 is 200,000 ± 1,000
+    for year in years:
+        with h5py.File(year.path, "r") as opened:
+            fields = opened["fields"]
+            for start in range(0, len(fields), 8):
+                block = fields[start:start + 8].astype("float64")
+                if shift is None:
+                    shift = block.mean((0, 2, 3))
+                block -= shift[:, None, None]
+                total += block.sum(0)
+                squares += (block**2).sum((0, 2, 3))
+                count += len(block)
+    assert shift is not None
+    time_means = total / count
+    means = time_means.mean((1, 2))
+    points = total.shape[1] * total.shape[2]
+    stds = np.sqrt(np.maximum(squares / (count * points) - means**2, 1e-12))
+    for name, value in {"global_means": (means + shift).reshape(1, -1, 1, 1),
+                        "global_stds": stds.reshape(1, -1, 1, 1),
+                        "time_means": time_means + shift[:, None, None]}.items():
+        with atomic(path / "stats" / f"{name}.npy") as temporary, open(temporary, "wb") as file:
+            np.save(file, value.astype("float32"))
+
+
+def read_statistics(path: Path, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Means and standard deviations, each float32 (channel, 1, 1), for data of (channel, lat, lon) `shape`.
+
+    Raises `CourseError` where they are missing, damaged, or belong to other data.
+    """
+    found = []
+    for name in ("global_means", "global_stds"):
+        file = path / "stats" / f"{name}.npy"
+        value = load_array(file)
+        if value.shape != (1, shape[0], 1, 1) or not np.isfinite(value).all() or (name == "global_stds" and (value <= 0).any()):
+            raise CourseError(f"{file} does not match the data: it must be finite{', positive' * (name == 'global_stds')} "
+                              f"and of shape {(1, shape[0], 1, 1)}, not {value.shape}; "
+                              f"remake it with `course data stats {path}`")
+        found.append(value[0].astype("float32"))
+    return found[0], found[1]
+
+
+def read_climatology(path: Path, shape: tuple[int, ...]) -> np.ndarray:
+    """The mean over the training years at each grid point, float32 (channel, latitude, longitude)."""
+    file = path / "stats" / "time_means.npy"
+    value = load_array(file)
+    value = value[0] if value.ndim == 4 else value           # the ERA5 course data has a leading 1
+    if value.shape != tuple(shape):
+        raise CourseError(f"{file} has shape {value.shape} but the data has {tuple(shape)}; "
+                          f"remake it with `course data stats {path}`")
+    return value.astype("float32")
+
+
+def load_array(file: Path) -> np.ndarray:
+    """A .npy file, never unpickled."""
+    try:
+        return np.load(file, allow_pickle=False)
+    except FileNotFoundError as error:
+        raise CourseError(f"{file} is missing: make it with `course data stats {file.parents[1]}`") from error
+    except (ValueError, OSError, EOFError) as error:
+        raise CourseError(f"{file} is not a readable .npy file ({first_line(error)}): "
+                          f"remake it with `course data stats {file.parents[1]}`") from error
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an exception's text, short enough for one sentence."""
+    return str(error).splitlines()[0][:160] if str(error) else type(error).__name__

@@ -1,0 +1,173 @@
+"""`course evaluate RUN`: how good a trained model is on years that it never saw."""
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+from course import checkpoint, config, pictures, random
+from course.baselines import Regression
+from course.config import Config
+from course.data import Pairs, layout, open_pairs
+from course.errors import CourseError
+from course.files import atomic
+from course.metrics import latitude_weights, squared_error
+from course.models import build_model
+from course.parallel import place_serial
+from course.precision import parameter_dtype, set_matmul
+from course.validate import PICTURED, forward_only
+
+DAYS = 5                                             # how far the model is rolled forward
+State = Callable[[Tensor], Tensor]                   # normalised state -> normalised state one step later
+
+
+@dataclass
+class Scores:
+    """RMSE in each channel's unit, (leads, C), of every method; and one forecast to look at."""
+
+    hours: list[int]
+    rmse: dict[str, np.ndarray]
+    truth: np.ndarray                                # (1 + leads, H, W) of the pictured channel, in its unit
+    forecast: np.ndarray
+
+
+def main(run: Path, split: str = "test", samples: int = 64, animate: bool = False) -> dict[str, Any]:
+    """Score the newest checkpoint of a run; write scores.json and pictures to `run/evaluation`, print the table."""
+    settings = read_config(run)
+    if settings.data.source == "mock":
+        raise CourseError(f"{run} was trained on mock data, which has no weather to forecast: train with data.source=files")
+    device = torch.device("cuda" if torch.cuda.is_available() and settings.train.device != "cpu" else "cpu")
+    model, step = load_model(run, settings, device)
+    pairs, training = open_pairs(settings, split), open_pairs(settings, "train")
+    channels = layout.channel_names(pairs.years[0])
+    pictured = channels.index(PICTURED) if PICTURED in channels else 0
+    methods: dict[str, State] = {"model": state_to_state(model, settings), "regression": Regression(training)}
+    scores = score(methods, pairs, starts(pairs, samples, DAYS), settings, device, pictured)
+    result = write(run, scores, channels, pictured, step, split, animate)
+    show(scores, channels, pictured, result)
+    return result
+
+
+def read_config(run: Path) -> Config:
+    """The configuration of a run."""
+    if not (run / "config.yaml").is_file():
+        raise CourseError(f"{run} is not the folder of a run (it has no config.yaml): give one such as runs/vit-demo/default")
+    return config.load(str(run / "config.yaml"))
+
+
+def load_model(run: Path, settings: Config, device: torch.device) -> tuple[nn.Module, int]:
+    """The model of the newest good checkpoint, and the step it was written at."""
+    found = checkpoint.newest(run / "checkpoints", print)
+    if found is None:
+        raise CourseError(f"{run} has no checkpoint yet: let it train to its first one, or lower checkpoint.every")
+    set_matmul(settings.precision)
+    model = place_serial(build_model(settings.model, settings.train.seed))
+    random.initialize(model, settings.train.seed, device, parameter_dtype(settings.precision))
+    checkpoint.load(*found, model)
+    return model, int(found[1]["state"]["step"])
+
+
+def state_to_state(model: nn.Module, settings: Config) -> State:
+    """The model as a function of the normalised state alone, (B, C, H, W)."""
+    forward = forward_only(model, settings.precision)
+    dtype = parameter_dtype(settings.precision)
+    return lambda x: forward({"input": x.to(dtype), "sample": torch.arange(len(x), device=x.device)})
+
+
+def starts(pairs: Pairs, samples: int, days: int) -> list[int]:
+    """Evenly spaced samples from which a whole forecast fits in the same file; those of a short file, what fits."""
+    entries = days * 24 // layout.HOURS
+    fits = [int(first) + i for first, year in zip(pairs.first, pairs.years, strict=False)
+            for i in range(max(0, year.shape[0] - entries))]
+    if not fits:
+        raise CourseError(f"no file in {pairs.years[0].path.parent} is {days} days long: evaluation needs {entries + 1} entries in a file")
+    return [fits[i] for i in np.linspace(0, len(fits) - 1, min(samples, len(fits))).astype(int)]
+
+
+def score(methods: dict[str, State], pairs: Pairs, first: list[int], settings: Config, device: torch.device,
+          pictured: int) -> Scores:
+    """Roll every method forward from each start; root of the mean over starts and, by area, over the globe."""
+    leads = DAYS * 24 // layout.HOURS // settings.data.lead
+    climate = layout.read_climatology(Path(settings.data.path), pairs.shape)
+    average = torch.from_numpy((climate - pairs.mean) / pairs.std).to(device)
+    weights = latitude_weights(torch.from_numpy(layout.grid_latitudes(pairs.years[0])).float()).to(device)
+    squares = {name: torch.zeros(leads, pairs.shape[0], device=device) for name in (*methods, "persistence", "climatology")}
+    movie: list[tuple[np.ndarray, np.ndarray]] = []
+    for begin in range(0, len(first), 8):
+        group = first[begin:begin + 8]
+
+        def truth_at(lead: int, group: list[int] = group) -> Tensor:
+            return torch.from_numpy(np.stack([pairs.state(s, lead * settings.data.lead) for s in group])).to(device)
+
+        start = truth_at(0)
+        states = {**dict.fromkeys(methods, start), "persistence": start, "climatology": average.expand_as(start)}
+        if not movie:
+            movie.append((start[0, pictured].cpu().numpy(),) * 2)
+        for lead in range(1, leads + 1):
+            truth = truth_at(lead)
+            states |= {name: method(states[name]) for name, method in methods.items()}
+            for name, state in states.items():
+                squares[name][lead - 1] += squared_error(state, truth, weights).sum(0)
+            if begin == 0:
+                movie.append((truth[0, pictured].cpu().numpy(), states["model"][0, pictured].float().cpu().numpy()))
+    hours = [layout.HOURS * settings.data.lead * lead for lead in range(1, leads + 1)]
+    rmse = {name: (sums / len(first)).sqrt().cpu().numpy() * pairs.std[:, 0, 0] for name, sums in squares.items()}
+    shown = [np.stack(fields) * pairs.std[pictured] + pairs.mean[pictured] for fields in zip(*movie, strict=True)]
+    return Scores(hours, rmse, *shown)
+
+
+def write(run: Path, scores: Scores, channels: list[str], pictured: int, step: int, split: str, animate: bool) -> dict[str, Any]:
+    """scores.json and the pictures; returns what scores.json holds."""
+    folder, name = run / "evaluation", channels[pictured]
+    unit = layout.CHANNELS.get(name, "")
+    first, last = scores.hours[0], len(scores.hours) - 1
+    one_day = min(24 // first, len(scores.hours))
+    pictures.save(pictures.truth_forecast_error(scores.truth[one_day], scores.forecast[one_day],
+                                                f"{name} ({unit}), forecast of {scores.hours[one_day - 1]} hours", scores.truth[0]),
+                  folder / "forecast.png")
+    curves = {method: values[:, pictured].tolist() for method, values in scores.rmse.items()}
+    pictures.save(pictures.skill(scores.hours, {k: v for k, v in curves.items() if k != "regression"},
+                                 f"{name}: forecast error against lead time", unit), folder / "skill.png")
+    if animate:
+        pictures.animate(scores.truth, scores.forecast, [0, *scores.hours], f"{name} ({unit})", folder / "forecast.gif")
+    model, persistence = (scores.rmse[method][0, pictured] for method in ("model", "persistence"))
+    result = {"step": step, "split": split, "channel": name, "unit": unit, "hours": scores.hours, "channels": channels,
+              "rmse": {method: values.tolist() for method, values in scores.rmse.items()},
+              "better_than_persistence": float(1 - model / persistence), "lead_days": scores.hours[last] / 24,
+              "files": sorted(str(path) for path in folder.glob("*.[pg][ni][gf]"))}
+    with atomic(folder / "scores.json") as file:
+        file.write_text(json.dumps(result, indent=1))
+    return result
+
+
+def show(scores: Scores, channels: list[str], pictured: int, result: dict[str, Any]) -> None:
+    """The table of all channels, and the headline."""
+    first = scores.hours[0]
+    later = [h for h in (24, 72, 120) if h in scores.hours]
+    table = Table(title=f"RMSE on the {result['split']} years, checkpoint of step {result['step']}")
+    heads = [f"{first} h: model", "regression", "persistence", "climatology", *(f"{h} h: model" for h in later)]
+    for head in ("channel", *heads):
+        table.add_column(head, justify="left" if head == "channel" else "right")
+    for i, name in enumerate(channels):
+        now = [scores.rmse[method][0, i] for method in ("model", "regression", "persistence", "climatology")]
+        table.add_row(f"{name} ({layout.CHANNELS.get(name, '')})",
+                      *figures([*now, *(scores.rmse["model"][scores.hours.index(h), i] for h in later)]))
+    Console().print(table)
+    model, regression, persistence = (scores.rmse[method][0, pictured] for method in ("model", "regression", "persistence"))
+    print(f"linear regression on neighbouring grid points: {result['channel']} RMSE {first} h {regression:.3g}")
+    for file in result["files"]:
+        print(f"picture: {file}")
+    print(f"{result['channel']} RMSE {first} h: model {model:.3g}, persistence {persistence:.3g}, "
+          f"{100 * result['better_than_persistence']:.0f}% better", flush=True)
+
+
+def figures(values: Iterable[float]) -> list[str]:
+    """Numbers with three significant digits, large ones whole."""
+    return [f"{v:.0f}" if abs(v) >= 100 else f"{v:.3g}" for v in values]

@@ -1,0 +1,96 @@
+"""The transformer block that all models share. It knows nothing of parallelism: heads are inferred from
+the width it meets, so the same lines run on a shard."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from course import random
+
+
+class Dropout(nn.Module):
+    """Zero each number with probability `p`, scale the others by 1/(1-p).
+
+    Which ones is a function of the sample's key, this layer's name and the position in the sample, so
+    that every layout and every replay drops the same. Without keys (in evaluation) it does nothing.
+    """
+
+    def __init__(self, p: float, site: str):
+        super().__init__()
+        self.p, self.site = p, random.key(site)
+
+    def forward(self, x: Tensor, keys: Tensor | None) -> Tensor:        # (B, T, D), (B,)
+        if self.p == 0 or keys is None:
+            return x
+        position = torch.arange(x[0].numel(), device=x.device).view(x.shape[1:])       # (T, D)
+        site = random.fold(self.site, keys)[:, None, None]                              # (B, 1, 1)
+        keep = random.uniform(site, position) >= self.p                                 # (B, T, D)
+        return x * keep / (1 - self.p)
+
+
+class DropPath(nn.Module):
+    """Stochastic depth (Huang et al. 2016): drop a sample's whole residual branch with probability `p`."""
+
+    def __init__(self, p: float, site: str):
+        super().__init__()
+        self.p, self.site = p, random.key(site)
+
+    def forward(self, x: Tensor, keys: Tensor | None) -> Tensor:        # (B, T, D), (B,)
+        if self.p == 0 or keys is None:
+            return x
+        keep = random.uniform(self.site, keys) >= self.p                # (B,)
+        return x * keep[:, None, None] / (1 - self.p)
+
+
+class Attend(nn.Module):
+    """Scaled dot-product attention of all queries with all keys, head by head."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:       # 3 x (B, h, T, d)
+        return F.scaled_dot_product_attention(q, k, v)                  # (B, h, T, d)
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention. The rows of `qkv.weight` are (3, heads, head_dim)."""
+
+    def __init__(self, dim: int, heads: int):
+        super().__init__()
+        self.head_dim = dim // heads
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.core = Attend()
+        self.out = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:                             # (B, T, D)
+        B, T, _ = x.shape
+        qkv = self.qkv(x).view(B, T, 3, -1, self.head_dim)              # (B, T, 3, h, d)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)                            # 3 x (B, h, T, d)
+        y = self.core(q, k, v)                                          # (B, h, T, d)
+        return self.out(y.transpose(1, 2).reshape(B, T, -1))            # (B, T, D)
+
+
+class MLP(nn.Module):
+    """Two linear maps with GELU between them."""
+
+    def __init__(self, dim: int, hidden: int):
+        super().__init__()
+        self.up = nn.Linear(dim, hidden)
+        self.down = nn.Linear(hidden, dim)
+
+    def forward(self, x: Tensor) -> Tensor:                             # (B, T, D)
+        return self.down(F.gelu(self.up(x)))                            # (B, T, D)
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block: attention, then MLP, each added to its input."""
+
+    def __init__(self, dim: int, heads: int, hidden: int, dropout: float, drop_path: float, name: str):
+        super().__init__()
+        self.norm1 = nn.LayerNorm(dim)
+        self.attn = Attention(dim, heads)
+        self.drop1, self.path1 = Dropout(dropout, f"{name}.drop1"), DropPath(drop_path, f"{name}.path1")
+        self.norm2 = nn.LayerNorm(dim)
+        self.mlp = MLP(dim, hidden)
+        self.drop2, self.path2 = Dropout(dropout, f"{name}.drop2"), DropPath(drop_path, f"{name}.path2")
+
+    def forward(self, x: Tensor, keys: Tensor | None = None) -> Tensor:                 # (B, T, D), (B,)
+        x = x + self.path1(self.drop1(self.attn(self.norm1(x)), keys), keys)            # (B, T, D)
+        return x + self.path2(self.drop2(self.mlp(self.norm2(x)), keys), keys)          # (B, T, D)

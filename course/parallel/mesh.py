@@ -1,0 +1,125 @@
+"""The process mesh: who this process is and whom it talks to.
+
+The only file that reads the environment of a launcher or creates process groups. What it makes are
+values, passed to whoever needs them.
+"""
+
+import os
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from course.errors import CourseError
+
+if TYPE_CHECKING:
+    from course.config import Parallel
+
+AXES = ("pp", "dp", "cp", "tp")
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One direction of the mesh, as seen from this rank. An axis of size 1 makes every mapping the identity."""
+
+    name: str
+    size: int = 1
+    rank: int = 0                                  # my position along the axis
+    ranks: tuple[int, ...] = (0,)                  # the global ranks along it, in order
+    group: dist.ProcessGroup | None = None
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all: its global rank, their number, and the device it computes on."""
+
+    rank: int = 0
+    size: int = 1
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The four axes, the joint axis over which gradients are averaged, and the whole world as an axis."""
+
+    world: World
+    pp: Axis
+    dp: Axis
+    cp: Axis
+    tp: Axis
+    dp_cp: Axis
+    all: Axis
+
+
+def join(device: str = "auto") -> World:
+    """Find out who this process is (torchrun, srun, or alone), pick its device, and meet the others."""
+    rank, size, local = _identity()
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        if not torch.cuda.is_available():
+            raise CourseError("train.device=cuda, but PyTorch sees no GPU: use train.device=cpu, or see `course doctor`")
+        if local >= torch.cuda.device_count():
+            raise CourseError(f"this is process {local} of its node but PyTorch sees {torch.cuda.device_count()} GPU(s): "
+                              "start as many processes per node as it has GPUs, or use train.device=cpu")
+        torch.cuda.set_device(local)
+        chosen = torch.device("cuda", local)
+    else:
+        chosen = torch.device("cpu")
+    if size > 1 and not dist.is_initialized():
+        # gloo for tensors on the host beside NCCL for those on the GPU: stop signals are agreed on the host
+        backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
+        dist.init_process_group(backend, rank=rank, world_size=size, device_id=chosen if chosen.type == "cuda" else None)
+    return World(rank, size, chosen)
+
+
+def leave() -> None:
+    """Part from the other processes; does nothing in a process that is alone."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def build_mesh(parallel: "Parallel", world: World) -> Mesh:
+    """Lay the ranks out along pp, dp, cp and tp in the configured order.
+
+    `parallel.order` names the axes slowest first: in `pp-dp-cp-tp` neighbouring ranks differ in tp, so
+    tensor-parallel groups sit on neighbouring GPUs. dp=0 takes whatever the other axes leave.
+
+    Raises `CourseError` where the sizes do not multiply to the number of processes.
+    """
+    sizes = {name: getattr(parallel, name) for name in AXES}
+    others = sizes["pp"] * sizes["cp"] * sizes["tp"]
+    sizes["dp"] = sizes["dp"] or max(1, world.size // others)
+    product = others * sizes["dp"]
+    if product != world.size:
+        arithmetic = " x ".join(f"{name}={size}" for name, size in sizes.items())
+        raise CourseError(f"parallel: {arithmetic} = {product}, but there are {world.size} processes: "
+                          f"start {product} with torchrun or srun, or change an axis")
+    if world.size == 1:
+        return Mesh(world, **{name: Axis(name) for name in (*AXES, "dp_cp", "all")})
+    order = parallel.order.split("-")
+    ranks = torch.arange(world.size).view([sizes[name] for name in order])
+    grid = DeviceMesh(world.device.type, ranks.permute([order.index(name) for name in AXES]), mesh_dim_names=AXES)
+    joint = grid["dp", "cp"]._flatten("dp_cp")
+    whole = Axis("all", world.size, world.rank, tuple(range(world.size)), dist.group.WORLD)
+    axes = {name: _axis(name, grid[name]) for name in AXES}
+    return Mesh(world, **axes, dp_cp=_axis("dp_cp", joint), all=whole)
+
+
+def _axis(name: str, mesh: DeviceMesh) -> Axis:
+    return Axis(name, mesh.size(), mesh.get_local_rank(), tuple(mesh.mesh.flatten().tolist()), mesh.get_group())
+
+
+def _identity() -> tuple[int, int, int]:
+    """(rank, number of processes, rank on this node) from torchrun's or srun's variables, else (0, 1, 0)."""
+    env = os.environ
+    if "RANK" in env and "WORLD_SIZE" in env:
+        return int(env["RANK"]), int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", 0))
+    # SLURM_STEP_NUM_TASKS is set by srun alone; SLURM_NTASKS also in the batch script, which is one process
+    if int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+        env.setdefault("MASTER_ADDR", env.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1"))
+        env.setdefault("MASTER_PORT", str(20000 + int(env["SLURM_JOB_ID"]) % 20000))
+        return int(env["SLURM_PROCID"]), int(env["SLURM_STEP_NUM_TASKS"]), int(env["SLURM_LOCALID"])
+    return 0, 1, 0

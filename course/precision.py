@@ -1,0 +1,36 @@
+"""Number formats: in which one the matmuls run, and how fp16's gradients are kept from vanishing."""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+FIRST_SCALE = {"fp16": 2.0**16}                     # everything else needs no scaling: 1
+GROW_AFTER = 2000                                   # good steps until fp16's scale doubles (Micikevicius et al. 2018)
+
+
+def parameter_dtype(precision: str) -> torch.dtype:
+    """What parameters, gradients and optimizer states are kept in."""
+    return torch.float64 if precision == "fp64" else torch.float32
+
+
+def set_matmul(precision: str) -> None:
+    """Let float32 matmuls use TF32 tensor cores, or not. Process-wide, because PyTorch's switch is."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision != "fp32"
+
+
+def autocast(precision: str, device: torch.device) -> AbstractContextManager:
+    """The context for forward passes: matmuls and attention in 16 bits, sums and norms in 32."""
+    if precision in LOW:
+        return torch.autocast(device.type, LOW[precision])
+    return nullcontext()
+
+
+def next_scale(precision: str, scale: Tensor, good: Tensor, bad: Tensor) -> tuple[Tensor, Tensor]:
+    """The loss scale and the count of good steps after a step: halve after a bad one, double after many good ones."""
+    if precision != "fp16":
+        return scale, good
+    good = torch.where(bad > 0, 0, good + 1)
+    scale = torch.where(bad > 0, scale / 2, torch.where(good == GROW_AFTER, scale * 2, scale))
+    return scale, torch.where(good == GROW_AFTER, 0, good)

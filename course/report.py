@@ -1,0 +1,157 @@
+"""What a run tells: a progress bar or plain lines, metrics.jsonl, TensorBoard. Rank 0 speaks, the others are silent."""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from matplotlib.figure import Figure
+from tqdm.auto import tqdm
+
+from course.files import atomic
+
+
+class Report:
+    """Use as a context: `log` writes one record of scalars, `say` a line of text, `picture` a figure."""
+
+    def __init__(self, folder: Path, steps: int, start: int, speaks: bool, tensorboard: bool):
+        self.folder, self.steps, self.start, self.speaks = folder, steps, start, speaks
+        self._bar: Any = None
+        self._file: IO[str] | None = None
+        self._board: Any = None
+        if not speaks:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        drop_after(folder / "metrics.jsonl", start)
+        self._file = open(folder / "metrics.jsonl", "a", buffering=1)    # line by line: a killed run keeps its lines
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter  # slow to import: only where wanted
+
+            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1, flush_secs=10)
+        if interactive():
+            self._bar = tqdm(total=steps, initial=start, unit="step", dynamic_ncols=True)
+
+    def __enter__(self) -> "Report":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for thing in (self._bar, self._file, self._board):
+            if thing is not None:
+                thing.close()
+
+    def say(self, text: str) -> None:
+        """One line of text that does not break the progress bar."""
+        if self.speaks:
+            tqdm.write(text, file=sys.stdout)
+            sys.stdout.flush()
+
+    def log(self, record: dict[str, Any]) -> None:
+        """One line of metrics.jsonl; its numbers go to TensorBoard, a few of them to the terminal."""
+        if not self.speaks or self._file is None:
+            return
+        self._file.write(json.dumps(finite(record)) + "\n")
+        if self._board is not None:
+            for name, value in scalars(record):
+                self._board.add_scalar(name, value, record["step"])
+        if self._bar is None:
+            self.say(line(record, self.steps))
+        else:
+            self._bar.update(record["step"] - self._bar.n)
+            self._bar.set_postfix_str(f"loss {record['loss']:.4f}, {record['samples_per_s']:.1f} samples/s")
+            if "valid_loss" in record:
+                self.say(line(record, self.steps))
+
+    def picture(self, name: str, figure: Figure, step: int) -> None:
+        """A figure for TensorBoard's image tab."""
+        if self._board is not None:
+            self._board.add_figure(name, figure, step)
+
+
+def interactive() -> bool:
+    """Whether a progress bar can be drawn: a terminal or a notebook, not a batch job's log file."""
+    return sys.stderr.isatty() or "ipykernel" in sys.modules
+
+
+def line(record: dict[str, Any], steps: int) -> str:
+    """A record as one line for a log file."""
+    text = (f"step {record['step']:>{len(str(steps))}}/{steps}  loss {record['loss']:.4f}  lr {record['lr']:.2e}  "
+            f"grad norm {record['grad_norm']:.3g}  {record['step_ms']:.0f} ms  {record['samples_per_s']:.1f} samples/s")
+    if record["skipped_steps"]:
+        text += f"  skipped {record['skipped_steps']}"
+    if "valid_loss" in record:
+        first = next(iter(record["valid_rmse"].items()))
+        text += f"  | validation: loss {record['valid_loss']:.4f}, {first[0]} RMSE {first[1]:.4f}"
+    return text
+
+
+def scalars(record: dict[str, Any]) -> list[tuple[str, float]]:
+    """(name, value) of every number of a record, nested ones as `group/name`."""
+    found = []
+    for name, value in record.items():
+        if isinstance(value, dict):
+            found += [(f"{name}/{inner}", number) for inner, number in scalars(value)]
+        elif isinstance(value, (int, float)):
+            found.append((name, float(value)))
+    return found
+
+
+def finite(record: dict[str, Any]) -> dict[str, Any]:
+    """The record with infinities and NaN as strings: JSON has no such numbers."""
+    return {name: finite(value) if isinstance(value, dict)
+            else str(value) if isinstance(value, float) and not abs(value) < float("inf") else value
+            for name, value in record.items()}
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The records of a metrics.jsonl; a last line cut off by a crash is left out."""
+    records = []
+    for text in path.read_text().splitlines() if path.is_file() else []:
+        try:
+            records.append(json.loads(text))
+        except ValueError:
+            break
+    return records
+
+
+def drop_after(path: Path, step: int) -> None:
+    """Remove the records of steps that a resumed run will do again."""
+    records = read_metrics(path)
+    kept = [record for record in records if record["step"] <= step]
+    if path.is_file():
+        with atomic(path) as temporary:
+            temporary.write_text("".join(json.dumps(record) + "\n" for record in kept))
+
+
+def memory_gb(device: torch.device) -> float:
+    """The peak memory of this process so far, in GB: of the GPU if it uses one, else of the host."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 1e9 if sys.platform == "darwin" else peak * 1024 / 1e9    # bytes there, KiB on Linux
+
+
+class Stopwatch:
+    """Seconds per step, with what is not training left out."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.restart()
+
+    def restart(self) -> None:
+        self._begin, self._steps = time.perf_counter(), 0
+
+    def tick(self) -> None:
+        """Count one step."""
+        self._steps += 1
+
+    def lap(self) -> float:
+        """Mean seconds of the steps since the last lap or restart; waits for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        seconds = (time.perf_counter() - self._begin) / max(1, self._steps)
+        self.restart()
+        return seconds

@@ -1,0 +1,172 @@
+"""One optimizer step, the same for every model, layout and precision.
+
+What varies between layouts is `compute(batch) -> loss`, forward and backward; it leaves `loss_scale`
+times the gradients of this rank's share of the loss in `.grad`. `train_step` finishes the gradients,
+clips and updates. Nothing in a step is decided on the host, so nothing waits for the device.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from course.config import Config
+from course.data import Batch
+from course.parallel import Axis, Mesh
+from course.parallel.data import average_gradients
+from course.precision import FIRST_SCALE, autocast, next_scale
+
+Compute = Callable[[Batch], Tensor]
+Step = Callable[[Batch], tuple[Tensor, Tensor]]
+
+
+@dataclass
+class Progress:
+    """What changes from step to step besides weights, as tensors on the device: reading one on the host waits for it."""
+
+    step: Tensor
+    lr: Tensor
+    loss_scale: Tensor
+    good_steps: Tensor                               # since the loss scale last changed
+    skipped_steps: Tensor                            # updates left out because a gradient was not finite
+    nan_steps: Tensor                                # steps whose loss was not finite
+    streak: Tensor                                   # skipped steps in a row, up to now
+    longest_streak: Tensor                           # and the most so far
+
+    @classmethod
+    def start(cls, config: Config, device: torch.device) -> "Progress":
+        def count() -> Tensor:
+            return torch.zeros((), dtype=torch.int64, device=device)
+
+        def number(value: float) -> Tensor:
+            return torch.tensor(value, dtype=torch.float32, device=device)
+
+        scale = FIRST_SCALE.get(config.precision, 1.0)
+        return cls(count(), number(config.optim.lr), number(scale), count(), count(), count(), count(), count())
+
+    def state(self) -> dict[str, float]:
+        """The values, on the host."""
+        return {entry.name: getattr(self, entry.name).item() for entry in fields(self)}
+
+    def restore(self, state: dict[str, float]) -> None:
+        """Take the values of a checkpoint; the tensors stay the same objects. Skipped steps are no longer in a row."""
+        for entry in fields(self):
+            getattr(self, entry.name).fill_(state[entry.name])
+        self.streak.zero_()
+        self.longest_streak.zero_()
+
+
+def eager(model: nn.Module, progress: Progress, config: Config, mesh: Mesh) -> Compute:
+    """Forward and backward through the whole model on this rank, one micro-batch after another.
+
+    The loss of the global batch is sum / W over all its samples. Each rank back-propagates its own
+    sum times dp / W, so that the average over the data-parallel ranks is the gradient of that mean.
+    """
+    def compute(batch: Batch) -> Tensor:
+        weight = global_weight(model, batch, mesh.dp)
+        loss = torch.zeros((), device=weight.device, dtype=weight.dtype)
+        for micro in split(batch, config.train.micro_batch):
+            with autocast(config.precision, weight.device):
+                output = model(micro)
+            total, _ = model.loss(output, micro)      # type: ignore[operator]
+            (total * (mesh.dp.size / weight) * progress.loss_scale).backward()
+            loss += total.detach() / weight
+        return loss                                   # this rank's share of the global mean
+
+    return compute
+
+
+def global_weight(model: nn.Module, batch: Batch, dp: Axis) -> Tensor:
+    """W: what the samples of the global batch weigh together."""
+    weight = model.loss.weight(batch).sum()           # type: ignore[operator, union-attr]
+    if dp.size > 1:
+        dist.all_reduce(weight, group=dp.group)
+    return weight
+
+
+def split(batch: Batch, size: int) -> Iterator[Batch]:
+    """Micro-batches of `size` samples; 0: the batch as it is."""
+    samples = len(batch["sample"])
+    for start in range(0, samples, size or samples):
+        yield {name: tensor[start:start + (size or samples)] for name, tensor in batch.items()}
+
+
+def train_step(compute: Compute, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress,
+               config: Config, mesh: Mesh) -> Step:
+    """compute, finish the gradients, clip, update: no decision is taken on the host, nothing waits for the device.
+
+    A loss or gradient that is not finite on any rank makes every rank keep its old state: the fused
+    optimizers take the flag `found_inf`, and with `grad_scale` they undo loss scaling and clip in the
+    same pass over the gradients.
+    """
+    parameters = list(model.parameters())
+
+    def step(batch: Batch) -> tuple[Tensor, Tensor]:
+        batch = model.prepare(batch, progress.step)   # type: ignore[operator]
+        loss = compute(batch)
+        average_gradients(parameters, mesh.dp_cp)
+        norm = gradient_norm(parameters) / progress.loss_scale
+        bad = ~(loss.isfinite() & norm.isfinite())
+        bad = anywhere(bad, mesh.all)
+        progress.lr.copy_(learning_rate(progress.step, config))
+        optimizer.grad_scale = progress.loss_scale / clip_factor(norm, config.optim.clip)    # type: ignore[attr-defined]
+        optimizer.found_inf = bad                     # type: ignore[attr-defined]
+        optimizer.step()
+        optimizer.zero_grad()
+        advance(progress, loss, bad, config.precision)
+        return loss, norm
+
+    return step
+
+
+def gradient_norm(parameters: list[nn.Parameter]) -> Tensor:
+    """The 2-norm of all gradients, each logical element counted once."""
+    return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]).float()
+
+
+def clip_factor(norm: Tensor, most: float) -> Tensor:
+    """What to multiply the gradients with so that their norm is at most `most` (0: any)."""
+    return (most / (norm + 1e-6)).clamp(max=1.0) if most else torch.ones_like(norm)
+
+
+def anywhere(flag: Tensor, everyone: Axis) -> Tensor:
+    """1.0 if the flag is set on any rank, else 0.0, the same on all."""
+    value = flag.float()
+    if everyone.size > 1:
+        dist.all_reduce(value, dist.ReduceOp.MAX, group=everyone.group)
+    return value
+
+
+def advance(progress: Progress, loss: Tensor, bad: Tensor, precision: str) -> None:
+    """Count the step."""
+    p, skipped = progress, (bad > 0).long()
+    scale, good = next_scale(precision, p.loss_scale, p.good_steps, bad)
+    p.loss_scale.copy_(scale)
+    p.good_steps.copy_(good)
+    p.step += 1
+    p.skipped_steps += skipped
+    p.nan_steps += (~loss.isfinite()).long()
+    p.streak.copy_((p.streak + 1) * skipped)
+    p.longest_streak.copy_(torch.maximum(p.longest_streak, p.streak))
+
+
+def learning_rate(step: Tensor, config: Config) -> Tensor:
+    """Linear warm-up, then half a cosine to `min_lr` at the last step (Loshchilov and Hutter 2017)."""
+    o = config.optim
+    if o.schedule == "constant":
+        rate = torch.full_like(step, o.lr, dtype=torch.float32)
+    else:
+        done = (step - o.warmup) / max(1, config.train.steps - o.warmup)
+        rate = o.min_lr + (o.lr - o.min_lr) * 0.5 * (1 + torch.cos(math.pi * done.clamp(0, 1)))
+    return torch.minimum(rate, o.lr * (step + 1) / o.warmup) if o.warmup else rate
+
+
+def build_optimizer(model: nn.Module, progress: Progress, config: Config) -> torch.optim.Optimizer:
+    """PyTorch's fused optimizer with the learning rate as a tensor, which the step sets."""
+    o = config.optim
+    if o.name == "sgd":
+        return torch.optim.SGD(model.parameters(), progress.lr, o.momentum, weight_decay=o.weight_decay, fused=True)
+    return torch.optim.Adam(model.parameters(), progress.lr, o.betas, o.eps, o.weight_decay, fused=True)

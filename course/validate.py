@@ -1,0 +1,86 @@
+"""Validation while training, and the forward pass that serves evaluation."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from course import pictures
+from course.data import Batch, Pairs, eval_loader, layout, open_pairs
+from course.metrics import latitude_weights, squared_error
+from course.parallel.mesh import Mesh
+from course.precision import autocast
+from course.report import Report
+
+if TYPE_CHECKING:
+    from course.config import Config
+
+PICTURED = "u10"                                     # the headline channel
+
+
+def forward_only(model: nn.Module, precision: str) -> Callable[[Batch], Tensor]:
+    """The model's output for a batch, without gradients or dropout, in float32."""
+    @torch.no_grad()
+    def forward(batch: Batch) -> Tensor:
+        was_training = model.training
+        model.eval()
+        device = batch["sample"].device
+        batch = model.prepare(batch, torch.zeros((), dtype=torch.int64, device=device))   # type: ignore[operator]
+        with autocast(precision, device):
+            output = model(batch)
+        model.train(was_training)
+        return output.float() if precision != "fp64" else output
+
+    return forward
+
+
+@dataclass(frozen=True)
+class Validation:
+    """One pass over the validation years: loss and RMSE per channel, in units of each channel's standard deviation."""
+
+    config: "Config"
+    mesh: Mesh
+    pairs: Pairs
+    channels: list[str]
+    weights: Tensor                                  # of the latitudes, (H,)
+
+    @classmethod
+    def of(cls, config: "Config", mesh: Mesh) -> "Validation | None":
+        """The validation that a run needs; None with mock data, where there is nothing to forecast."""
+        if config.data.source == "mock":
+            return None
+        pairs = open_pairs(config, "valid")
+        lat = torch.from_numpy(layout.grid_latitudes(pairs.years[0])).float()
+        weights = latitude_weights(lat).to(mesh.world.device)
+        return cls(config, mesh, pairs, layout.channel_names(pairs.years[0]), weights)
+
+    def run(self, model: nn.Module, report: Report, step: int) -> dict[str, Any]:
+        """`valid_loss` and `valid_rmse` over all samples and ranks; a picture of the first forecast goes to the report."""
+        device, dp = self.mesh.world.device, self.mesh.dp
+        forward = forward_only(model, self.config.precision)
+        sums = torch.zeros(2 + len(self.channels), dtype=torch.float64, device=device)     # loss, weight, squared errors
+        for number, batch in enumerate(eval_loader(self.config, dp, device, self.pairs)):
+            output = forward(batch)
+            loss, weight = model.loss(output, batch)                                       # type: ignore[operator]
+            real = (batch["sample"] >= 0)[:, None]                                         # (B, 1)
+            errors = squared_error(output, batch["target"], self.weights).where(real, 0)   # (B, C)
+            sums += torch.cat([loss[None], weight[None], errors.sum(0)])
+            if number == 0 and report.speaks:
+                report.picture(f"forecast/{self._name}", self._picture(batch, output), step)
+        if dp.size > 1:
+            dist.all_reduce(sums, group=dp.group)
+        rmse = (sums[2:] / sums[1]).sqrt().tolist()
+        ordered = dict(zip(self.channels, rmse, strict=True))
+        return {"valid_loss": (sums[0] / sums[1]).item(), "valid_rmse": {self._name: ordered[self._name]} | ordered}
+
+    @property
+    def _name(self) -> str:
+        return PICTURED if PICTURED in self.channels else self.channels[0]
+
+    def _picture(self, batch: Batch, output: Tensor) -> Any:
+        number = self.channels.index(self._name)
+        truth, forecast = (x[0, number].cpu().numpy() for x in (batch["target"], output))
+        return pictures.truth_forecast_error(truth, forecast, f"{self._name} (standard deviations), next state")

@@ -1,0 +1,57 @@
+"""What many tests share: a small data set, and settings for a model that trains on it in a second."""
+
+import os
+import shutil
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import torch
+
+from course.data import layout
+
+torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"                  # for the processes that tests start
+
+GRID = (8, 16)
+TIMES = {"train/1979": 20, "train/1980": 20, "valid/1981": 11, "test/1982": 24}
+
+
+def fields(times: int, seed: int) -> np.ndarray:
+    """Waves that travel eastwards, each channel its own, and a little noise: (times, 20, 8, 16)."""
+    rng = np.random.default_rng(seed)
+    t, c, y, x = np.ogrid[:times, :20, :GRID[0], :GRID[1]]
+    wave = np.sin(2 * np.pi * (x / GRID[1] * (1 + c % 3) - t / 12 + seed / 7) + c) * np.cos(np.pi * (y + 0.5) / GRID[0] - np.pi / 2)
+    return (10 * (c + 1) + (c + 1) * (wave + 0.05 * rng.standard_normal((times, 20, *GRID)))).astype("float32")
+
+
+@pytest.fixture(scope="session")
+def small_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data set of 8x16 points; do not change it, copy it (`own_data`)."""
+    path = tmp_path_factory.mktemp("data")
+    for seed, (name, times) in enumerate(TIMES.items()):
+        file = path / f"{name}.h5"
+        file.parent.mkdir(exist_ok=True)
+        with h5py.File(file, "w") as opened:
+            layout.create_year(opened, times, layout.CHANNELS, layout.latitudes(GRID[0]), layout.longitudes(GRID[1]))[:] = fields(times, seed)
+    layout.write_statistics(path, layout.find_years(path, "train"))
+    return path
+
+
+@pytest.fixture
+def own_data(small_data: Path, tmp_path: Path) -> Path:
+    """A copy of the small data set that a test may damage."""
+    return Path(shutil.copytree(small_data, tmp_path / "data"))
+
+
+@pytest.fixture
+def tiny(small_data: Path, tmp_path: Path) -> list[str]:
+    """Overrides of vit-demo: a tiny model on the small data, writing under tmp_path."""
+    return tiny_settings(small_data, tmp_path / "runs")
+
+
+def tiny_settings(data: Path, runs: Path) -> list[str]:
+    return ["model.grid=[8,16]", "model.dim=16", "model.depth=2", "model.heads=2", f"data.path={data}", f"log.dir={runs}",
+            "train.steps=12", "train.global_batch=4", "train.device=cpu", "log.every=1", "log.tensorboard=false",
+            "checkpoint.every=5", "optim.warmup=2"]

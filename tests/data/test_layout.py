@@ -1,0 +1,105 @@
+import h5py
+import numpy as np
+import pytest
+
+from course.data import layout
+from course.errors import CourseError
+from tests.conftest import TIMES, fields
+
+
+def test_twenty_channels_with_units():
+    assert len(layout.CHANNELS) == 20 and next(iter(layout.CHANNELS)) == "u10"
+
+
+def test_grid_goes_south_and_east():
+    assert layout.latitudes(4).tolist() == [67.5, 22.5, -22.5, -67.5]
+    assert layout.longitudes(4).tolist() == [0, 90, 180, 270]
+
+
+def test_years_are_found_in_order(small_data):
+    years = layout.find_years(small_data, "train")
+    assert [year.path.name for year in years] == ["1979.h5", "1980.h5"]
+    assert years[0].shape == (TIMES["train/1979"], 20, 8, 16)
+    assert layout.channel_names(years[0]) == list(layout.CHANNELS)
+    np.testing.assert_array_equal(layout.grid_latitudes(years[0]), layout.latitudes(8))
+
+
+def test_statistics_equal_numpys_over_all_years(small_data):
+    data = np.concatenate([fields(20, 0), fields(20, 1)]).astype("float64")
+    stats = {name: np.load(small_data / "stats" / f"{name}.npy") for name in ("global_means", "global_stds", "time_means")}
+    np.testing.assert_allclose(stats["global_means"][0, :, 0, 0], data.mean((0, 2, 3)), rtol=1e-6)
+    np.testing.assert_allclose(stats["global_stds"][0, :, 0, 0], data.std((0, 2, 3)), rtol=1e-5)
+    np.testing.assert_allclose(stats["time_means"], data.mean(0), rtol=1e-5)
+
+
+def test_statistics_of_a_large_offset_keep_their_digits(tmp_path):
+    data = (2e5 + np.random.default_rng(0).standard_normal((30, 1, 8, 8))).astype("float32")
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        layout.create_year(file, 30, ["z50"], layout.latitudes(8), layout.longitudes(8))[:] = data
+    layout.write_statistics(tmp_path, [layout.inspect_year(tmp_path / "a.h5")])
+    assert np.load(tmp_path / "stats" / "global_stds.npy").item() == pytest.approx(data.astype("float64").std(), rel=1e-4)
+
+
+def test_the_reference_files_without_attributes_are_understood(tmp_path):
+    with h5py.File(tmp_path / "1979.h5", "w") as file:
+        file["fields"] = np.zeros((3, 20, 8, 16), "float32")
+    year = layout.inspect_year(tmp_path / "1979.h5")
+    assert layout.channel_names(year)[:2] == ["u10", "v10"] and len(layout.grid_latitudes(year)) == 8
+
+
+def test_fields_lie_contiguous_on_disk(small_data):
+    with h5py.File(small_data / "train" / "1979.h5") as file:
+        assert file["fields"].chunks is None and file["fields"].id.get_offset() is not None
+
+
+def damage_statistics(path, value):
+    np.save(path / "stats" / "global_stds.npy", value)
+
+
+@pytest.mark.parametrize(("break_it", "words"), [
+    (lambda p: (p / "stats" / "global_means.npy").unlink(), ["global_means.npy is missing", "course data stats"]),
+    (lambda p: (p / "stats" / "global_means.npy").write_bytes(b"junk"), ["not a readable .npy"]),
+    (lambda p: damage_statistics(p, np.ones((1, 19, 1, 1))), ["does not match", "(1, 20, 1, 1)"]),
+    (lambda p: damage_statistics(p, np.zeros((1, 20, 1, 1))), ["positive"]),
+    (lambda p: damage_statistics(p, np.full((1, 20, 1, 1), np.nan)), ["finite"]),
+])
+def test_statistics_that_do_not_match_are_refused(own_data, break_it, words):
+    break_it(own_data)
+    with pytest.raises(CourseError) as caught:
+        layout.read_statistics(own_data, (20, 8, 16))
+    assert all(word in str(caught.value) for word in words)
+
+
+def truncate(file):
+    with open(file, "r+b") as opened:
+        opened.truncate(file.stat().st_size - 5000)
+
+
+def other_channels(file):
+    file.unlink()
+    with h5py.File(file, "w") as opened:
+        opened["fields"] = np.zeros((3, 19, 8, 16), "float32")
+
+
+def no_fields(file):
+    file.unlink()
+    with h5py.File(file, "w") as opened:
+        opened["other"] = np.zeros(3)
+
+
+@pytest.mark.parametrize(("break_it", "words"), [
+    (truncate, ["1980.h5 cannot be read", "truncated"]),
+    (lambda file: file.write_bytes(b"junk"), ["1980.h5 cannot be read", "not HDF5"]),
+    (other_channels, ["1980.h5", "must agree"]),
+    (no_fields, ["no dataset `fields`", "other"]),
+])
+def test_bad_files_are_named(own_data, break_it, words):
+    break_it(own_data / "train" / "1980.h5")
+    with pytest.raises(CourseError) as caught:
+        layout.find_years(own_data, "train")
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_a_missing_folder_says_how_to_make_data(tmp_path):
+    with pytest.raises(CourseError, match="course data weather"):
+        layout.find_years(tmp_path, "train")

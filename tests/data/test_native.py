@@ -1,0 +1,73 @@
+import h5py
+import numpy as np
+import pytest
+import torch
+
+from course import config
+from course.data import native, open_pairs, train_loader
+from course.data.native import Pairs
+from course.errors import CourseError
+from course.parallel import Axis
+from tests.conftest import GRID, fields, tiny_settings
+
+CPU = torch.device("cpu")
+
+
+def test_a_pair_is_a_state_and_the_next_one_normalised(small_data):
+    pairs = Pairs(str(small_data), "train", 20, GRID)
+    assert len(pairs) == 19 + 19                                        # a pair never crosses the end of a file
+    raw = [fields(20, 0), fields(20, 1)]
+    for sample, (year, time) in {0: (0, 0), 18: (0, 18), 19: (1, 0), 37: (1, 18)}.items():
+        batch = pairs.__getitems__([sample])
+        for name, offset in (("input", 0), ("target", 1)):
+            expected = (raw[year][time + offset] - pairs.mean) / pairs.std
+            np.testing.assert_allclose(batch[name][0], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_statistics_normalise_the_training_years(small_data):
+    pairs = Pairs(str(small_data), "train", 20, GRID)
+    states = np.stack([pairs.state(19 * year, time) for year in range(2) for time in range(20)])
+    np.testing.assert_allclose(states.mean((0, 2, 3)), 0, atol=1e-4)
+    np.testing.assert_allclose(states.std((0, 2, 3)), 1, atol=1e-4)
+
+
+def test_lead_limit_and_padding(small_data):
+    assert len(Pairs(str(small_data), "train", 20, GRID, lead=4)) == 16 + 16
+    assert len(Pairs(str(small_data), "train", 20, GRID, limit=7)) == 7
+    batch = Pairs(str(small_data), "train", 20, GRID).__getitems__([3, -1])
+    assert batch["sample"].tolist() == [3, -1] and (batch["input"][1] == 0).all()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_loader_gives_the_same_batches_whatever_the_workers(small_data, tmp_path, workers):
+    settings = config.load("vit-demo", [*tiny_settings(small_data, tmp_path), f"data.workers={workers}"])
+    batches = train_loader(settings, Axis("dp"), CPU, 8, lambda n, device: {})
+    pairs = open_pairs(settings, "train")
+    for _, ids in zip(range(12), native_ids(settings, len(pairs)), strict=False):
+        batch, expected = next(batches), pairs.__getitems__(ids)
+        assert all(torch.equal(batch[name], expected[name]) for name in expected)
+
+
+def native_ids(settings, n):
+    from course.data import order
+
+    return order.train_batches(settings.train.seed, n, settings.train.global_batch, 1, 0, 8)
+
+
+def test_a_file_that_breaks_while_training_is_named(own_data):
+    pairs = Pairs(str(own_data), "train", 20, GRID)
+    (own_data / "train" / "1979.h5").unlink()
+    with pytest.raises(CourseError, match=r"1979\.h5.*restore"):
+        list(native.loader(pairs, [[0]], workers=0, pin=False))
+    with pytest.raises(CourseError, match=r"1979\.h5"):
+        list(native.loader(pairs, [[0]], workers=1, pin=False))
+
+
+def test_chunked_and_compressed_files_read_the_same(own_data):
+    file = own_data / "train" / "1979.h5"
+    data = h5py.File(file)["fields"][:]
+    before = Pairs(str(own_data), "train", 20, GRID).state(3)
+    file.unlink()
+    with h5py.File(file, "w") as opened:
+        opened.create_dataset("fields", data=data, chunks=(1, 20, 8, 16), compression="gzip")
+    assert np.array_equal(Pairs(str(own_data), "train", 20, GRID).state(3), before)

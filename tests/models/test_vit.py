@@ -1,0 +1,92 @@
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from course import random
+from course.models import ViTConfig, build_model
+from course.parallel import place_serial
+
+CONFIG = ViTConfig(grid=(8, 16), channels=3, patch=2, dim=24, depth=2, heads=3, mlp_ratio=2.0)
+
+
+def make(**changes):
+    import dataclasses
+
+    model = place_serial(build_model(dataclasses.replace(CONFIG, **changes)))
+    return random.initialize(model, 1, torch.device("cpu"), torch.float64)
+
+
+def batch(n=2):
+    x = torch.randn(n, 3, 8, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    return {"input": x, "target": x.flip(0), "sample": torch.arange(n)}
+
+
+def by_hand(model, x):
+    """The same formulas, written once more with nothing of the model but its weights."""
+    w = dict(model.named_parameters())
+    patches = F.unfold(x, 2, stride=2).transpose(1, 2)                  # (B, T, C·p·p), row by row
+    h = patches @ w["embed.proj.weight"].T + w["embed.proj.bias"] + w["embed.pos"]
+    for i in range(2):
+        n = F.layer_norm(h, (24,), w[f"blocks.{i}.norm1.weight"], w[f"blocks.{i}.norm1.bias"])
+        q, k, v = (n @ w[f"blocks.{i}.attn.qkv.weight"].T + w[f"blocks.{i}.attn.qkv.bias"]).split(24, -1)
+        heads = []
+        for s in (slice(0, 8), slice(8, 16), slice(16, 24)):
+            heads.append(torch.softmax(q[..., s] @ k[..., s].transpose(1, 2) / math.sqrt(8), -1) @ v[..., s])
+        h = h + torch.cat(heads, -1) @ w[f"blocks.{i}.attn.out.weight"].T + w[f"blocks.{i}.attn.out.bias"]
+        n = F.layer_norm(h, (24,), w[f"blocks.{i}.norm2.weight"], w[f"blocks.{i}.norm2.bias"])
+        up = F.gelu(n @ w[f"blocks.{i}.mlp.up.weight"].T + w[f"blocks.{i}.mlp.up.bias"])
+        h = h + up @ w[f"blocks.{i}.mlp.down.weight"].T + w[f"blocks.{i}.mlp.down.bias"]
+    h = F.layer_norm(h, (24,), w["head.norm.weight"], w["head.norm.bias"])
+    h = h @ w["head.proj.weight"].T + w["head.proj.bias"]
+    return F.fold(h.transpose(1, 2), (8, 16), 2, stride=2)
+
+
+def test_output_equals_the_formulas_written_again():
+    model, b = make(), batch()
+    with torch.no_grad():
+        for p in model.parameters():                                    # so that no bias or gain is trivial
+            p += 0.3 * torch.randn_like(p)
+        torch.testing.assert_close(model(b), by_hand(model, b["input"]), rtol=1e-10, atol=1e-10)
+
+
+def test_residual_starts_as_persistence():
+    b = batch()
+    assert torch.equal(make(residual=True)(b), b["input"])
+
+
+def test_loss_is_the_sum_of_relative_errors():
+    model, b = make(), batch(3)
+    output = model(b)
+    expected = sum(((output[i] - b["target"][i]).norm() / b["target"][i].norm()).item() for i in range(3))
+    total, weight = model.loss(output, b)
+    assert total.item() == pytest.approx(expected) and weight.item() == 3
+
+
+def test_dropout_keeps_the_mean_and_the_rate_and_is_off_in_evaluation():
+    from course.models.layers import Dropout, DropPath
+
+    x, keys = torch.ones(64, 50, 20), random.sample_keys(0, torch.tensor(3), torch.arange(64))
+    for layer, rate in ((Dropout(0.3, "a"), 64 * 50 * 20), (DropPath(0.3, "b"), 64)):
+        y = layer(x, keys)
+        assert (y == 0).float().mean().item() == pytest.approx(0.3, abs=3 * (0.21 / rate) ** 0.5)
+        assert y.max().item() == pytest.approx(1 / 0.7)
+        assert torch.equal(layer(x, None), x)
+    assert not torch.equal(Dropout(0.3, "a")(x, keys), Dropout(0.3, "b")(x, keys))
+    model = make(dropout=0.5)
+    assert "keys" in model.prepare(batch(), torch.tensor(0)) and "keys" not in model.eval().prepare(batch(), torch.tensor(0))
+
+
+def test_the_reference_model_has_the_size_of_the_reference():
+    model = build_model(ViTConfig())
+    count = sum(p.numel() for p in model.parameters())
+    blocks = 12 * (4 * 384**2 + 2 * 4 * 384**2 + 9 * 384 + 4 * 384)
+    assert count == blocks + 2 * 1280 * 384 + 384 + 1280 + 4050 * 384 + 2 * 384
+    assert ViTConfig().tokens == 4050
+
+
+def test_example_has_the_shapes_of_a_batch():
+    made = build_model(CONFIG).example(5, torch.device("cpu"))
+    assert made["input"].shape == made["target"].shape == (5, 3, 8, 16) and made["sample"].tolist() == list(range(5))
+    assert made["input"].std().item() == pytest.approx(1, abs=0.05) and not torch.equal(made["input"], made["target"])

@@ -1,0 +1,52 @@
+import pytest
+
+from course.config import Parallel
+from course.errors import CourseError
+from course.parallel import Axis, World, build_mesh, join, parallelize, placement
+from course.models import ViTConfig, build_model
+
+
+def test_alone_every_axis_is_trivial():
+    mesh = build_mesh(Parallel(), World())
+    assert mesh.dp == Axis("dp") and mesh.all == Axis("all") and mesh.tp.size == 1
+
+
+@pytest.mark.parametrize(("parallel", "size", "words"), [
+    (Parallel(tp=2), 1, "tp=2 = 2, but there are 1 processes"),
+    (Parallel(dp=2, pp=2), 8, "pp=2 x dp=2 x cp=1 x tp=1 = 4, but there are 8 processes"),
+    (Parallel(tp=3), 4, "= 3, but there are 4 processes"),
+])
+def test_sizes_that_do_not_multiply_are_refused(parallel, size, words):
+    with pytest.raises(CourseError, match=words):
+        build_mesh(parallel, World(size=size))
+
+
+@pytest.mark.parametrize(("environment", "expected"), [
+    ({}, (0, 1, 0)),
+    ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}, (3, 4, 1)),
+    ({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "7"}, (2, 4, 0)),
+    ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_JOB_ID": "7"}, (0, 1, 0)),      # the batch script itself, without srun
+])
+def test_a_process_knows_who_it_is(monkeypatch, environment, expected):
+    from course.parallel import mesh
+
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_JOB_ID",
+                 "SLURM_NTASKS", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert mesh._identity() == expected
+
+
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(CourseError, match="no GPU"):
+        join("cuda")
+
+
+def test_every_parameter_knows_its_place():
+    model = parallelize(build_model(ViTConfig()), build_mesh(Parallel(), World()))
+    for name, parameter in model.named_parameters():
+        place = placement(parameter)
+        assert place.name == name and place.global_shape == tuple(parameter.shape) and place.owner
+        assert place.box == tuple((0, n) for n in parameter.shape)

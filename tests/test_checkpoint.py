@@ -1,0 +1,155 @@
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from course import checkpoint, random
+from course.checkpoint import Damaged
+from course.errors import CourseError
+from course.models import ViTConfig, build_model
+from course.parallel import Axis, place_serial
+
+ALONE = Axis("all")
+STATE = {"step": 7, "samples": 28}
+
+
+def make(seed=0, **changes):
+    model = place_serial(build_model(ViTConfig(**{"grid": (8, 16), "channels": 3, "patch": 2, "dim": 16, "depth": 2, "heads": 2, **changes})))
+    random.initialize(model, seed, torch.device("cpu"))
+    optimizer = torch.optim.Adam(model.parameters(), torch.tensor(1e-3), fused=True)
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 0.1 * (seed + 1))
+    optimizer.step()
+    return model, optimizer
+
+
+def save(folder, step=7, seed=0):
+    model, optimizer = make(seed)
+    return checkpoint.save(folder, model, optimizer, STATE | {"step": step}, {"a": 1}, ALONE), model, optimizer
+
+
+def test_what_is_loaded_is_what_was_saved(tmp_path):
+    path, model, optimizer = save(tmp_path)
+    other, other_optimizer = make(seed=1)
+    index = checkpoint.read_index(path)
+    checkpoint.load(path, index, other, other_optimizer)
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+        for key in ("exp_avg", "exp_avg_sq", "step"):
+            assert torch.equal(optimizer.state[a][key], other_optimizer.state[b][key])
+    assert index["state"] == STATE and index["config"] == {"a": 1}
+
+
+def test_the_format_is_the_contract(tmp_path):
+    path, *_ = save(tmp_path)
+    assert path.name == "step_000007"
+    index = json.loads((path / "index.json").read_text())
+    weight = index["tensors"]["blocks.1.attn.qkv.weight"]
+    assert weight == {"shape": [48, 16], "dtype": "float32",
+                      "pieces": [{"file": "rank00000.safetensors", "key": "blocks.1.attn.qkv.weight", "box": [[0, 48], [0, 16]], "flat": None}]}
+    assert index["tensors"]["blocks.1.attn.qkv.weight.exp_avg"]["shape"] == [48, 16]
+    assert set(p.name for p in path.iterdir()) == {"index.json", *index["files"]}
+    assert len(index["files"]["rank00000.safetensors"]["sha256"]) == 64
+
+
+def test_a_box_is_put_together_from_the_pieces_that_overlap_it(tmp_path):
+    from safetensors.torch import save_file
+
+    whole = torch.arange(60.0).view(6, 10)
+    cuts = {"a": ((0, 4), (0, 7)), "b": ((0, 4), (7, 10)), "c": ((4, 6), (0, 10))}
+    save_file({key: whole[r[0]:r[1], c[0]:c[1]].contiguous() for key, (r, c) in cuts.items()}, tmp_path / "f.safetensors")
+    index = {"tensors": {"w": {"shape": [6, 10], "dtype": "float32", "pieces": [
+        {"file": "f.safetensors", "key": key, "box": [list(r), list(c)], "flat": None} for key, (r, c) in cuts.items()]}}}
+    for box in [((0, 6), (0, 10)), ((2, 6), (3, 9)), ((5, 6), (0, 1)), ((0, 1), (6, 8))]:
+        (a, b), (c, d) = box
+        assert torch.equal(checkpoint.read_box(tmp_path, index, "w", box), whole[a:b, c:d])
+
+
+def flip_a_byte(path):
+    file = path / "rank00000.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 1
+    file.write_bytes(data)
+
+
+DAMAGES = {
+    "a flipped bit": flip_a_byte,
+    "a truncated file": lambda path: (path / "rank00000.safetensors").write_bytes(b"12"),
+    "a missing file": lambda path: (path / "rank00000.safetensors").unlink(),
+    "no index": lambda path: (path / "index.json").unlink(),
+    "half an index": lambda path: (path / "index.json").write_text('{"format": 1, "tens'),
+    "an index of nothing": lambda path: (path / "index.json").write_text("[]"),
+    "another format": lambda path: (path / "index.json").write_text(json.dumps({**json.loads((path / "index.json").read_text()), "format": 9})),
+    "a path outside": lambda path: (path / "index.json").write_text((path / "index.json").read_text().replace("rank00000", "../rank00000")),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_newest_checkpoint_is_passed_over_with_a_message(tmp_path, damage):
+    old, new = save(tmp_path, 5)[0], save(tmp_path, 10)[0]
+    DAMAGES[damage](new)
+    with pytest.raises(Damaged):
+        checkpoint.read_index(new)
+    said = []
+    path, index = checkpoint.newest(tmp_path, said.append)
+    assert path == old and index["state"]["step"] == 5
+    assert "step_000010" in said[0]
+
+
+def test_only_damaged_checkpoints_stop_the_run(tmp_path):
+    flip_a_byte(save(tmp_path)[0])
+    with pytest.raises(CourseError, match="every checkpoint"):
+        checkpoint.newest(tmp_path, lambda text: None)
+    assert checkpoint.newest(tmp_path / "nothing", print) is None
+
+
+def test_the_last_k_stay(tmp_path):
+    for step in (5, 10, 15, 20, 100):
+        save(tmp_path, step)
+    (tmp_path / ".step_000200.partial").mkdir()
+    checkpoint.prune(tmp_path, 2)
+    assert [p.name for p in checkpoint.steps(tmp_path)] == ["step_000020", "step_000100"]
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"dim": 32}, ["another model", "embed.pos", "[1, 32, 32]", "[1, 32, 16]"]),
+    ({"depth": 3}, ["another model", "blocks.2.norm1.weight", "does not have it"]),
+])
+def test_a_checkpoint_of_another_model_is_refused_and_nothing_changed(tmp_path, changes, words):
+    path, *_ = save(tmp_path)
+    model, optimizer = make(seed=1, **changes)
+    before = [p.clone() for p in model.parameters()]
+    with pytest.raises(CourseError) as caught:
+        checkpoint.load(path, checkpoint.read_index(path), model, optimizer)
+    assert all(word in str(caught.value) for word in words)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("where", ["course.checkpoint.save_file", "course.files.flush"])
+def test_a_full_disk_loses_nothing(tmp_path, monkeypatch, where):
+    old, model, optimizer = save(tmp_path, 5)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(where, full)
+    with pytest.raises(CourseError, match="disk is full"):
+        checkpoint.save(tmp_path, model, optimizer, STATE | {"step": 10}, {}, ALONE)
+    monkeypatch.undo()
+    assert checkpoint.newest(tmp_path, print)[0] == old
+    checkpoint.save(tmp_path, model, optimizer, STATE | {"step": 10}, {}, ALONE)   # with space again it works
+    assert [p.name for p in checkpoint.steps(tmp_path)] == ["step_000005", "step_000010"]
+
+
+def test_nothing_is_pickled(tmp_path, monkeypatch):
+    path, model, optimizer = save(tmp_path)
+
+    def refuse(*_, **__):
+        raise AssertionError("unpickled something")
+
+    for name in ("pickle.load", "pickle.loads", "torch.load"):
+        monkeypatch.setattr(name, refuse)
+    checkpoint.load(path, checkpoint.read_index(path), model, optimizer)
+    assert all(np.frombuffer(file.read_bytes()[:2], "uint8").tolist() != [0x80, 4] for file in path.iterdir())

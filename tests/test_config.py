@@ -1,0 +1,86 @@
+import dataclasses
+
+import pytest
+
+from course import config
+from course.errors import CourseError
+
+
+def test_defaults_come_from_the_dataclasses_alone():
+    loaded = config.load("vit-base")
+    assert loaded.optim == config.Optim() and loaded.model == config.ViTConfig()
+    assert loaded.preset == "vit-base" and loaded.train.steps == 22_000
+
+
+@pytest.mark.parametrize("name", config.presets())
+def test_every_preset_loads(name):
+    assert config.load(name).preset == name
+
+
+@pytest.mark.parametrize(("batch", "lr"), [(16, 5e-4), (64, 1e-3), (256, 2e-3), (2048, 5.66e-3)])
+def test_learning_rate_grows_with_the_root_of_the_batch(batch, lr):
+    loaded = config.load(f"vit-bs{batch}")
+    assert loaded.train.global_batch == batch and loaded.optim.lr == pytest.approx(lr, rel=2e-3)
+
+
+def test_reference_values():
+    short, mp = config.load("vit-short"), config.load("vit-mp")
+    assert (short.data.train_samples, short.data.valid_samples, short.train.steps) == (512, 128, 128)
+    assert (mp.model.dim, mp.train.global_batch) == (1024, 64)
+    m = short.model
+    assert (m.patch, m.dim, m.depth, m.heads, m.mlp_ratio, m.grid) == (8, 384, 12, 8, 4.0, (360, 720))
+
+
+def test_overrides_are_read_as_yaml():
+    loaded = config.load("vit-demo", ["optim.lr=1e-3", "model.grid=[16, 32]", "compile=true", "log.name=7", "optim.betas=[0.9,0.95]"])
+    assert (loaded.optim.lr, loaded.model.grid, loaded.compile, loaded.log.name) == (1e-3, (16, 32), True, "7")
+    assert loaded.optim.betas == (0.9, 0.95)
+
+
+def test_configuration_is_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.load("vit-demo").train.steps = 3
+
+
+def test_save_and_load_give_the_same(tmp_path):
+    loaded = config.load("vit-demo", ["train.steps=7", "optim.lr=3e-4"])
+    config.save(loaded, tmp_path / "config.yaml")
+    assert config.load(str(tmp_path / "config.yaml")) == loaded
+
+
+@pytest.mark.parametrize(("preset", "override", "words"), [
+    ("vit-shrt", "", ["vit-shrt", "did you mean 'vit-short'"]),
+    ("mine.yaml", "", ["no file mine.yaml"]),
+    ("vit-demo", "train.step=5", ["train.step", "did you mean 'train.steps'"]),
+    ("vit-demo", "steps=5", ["'steps'", "did you mean 'train.steps'"]),
+    ("vit-demo", "optm.lr=5", ["optm", "did you mean 'optim'"]),
+    ("vit-demo", "train.steps=ten", ["train.steps=ten", "integer"]),
+    ("vit-demo", "train.steps=0", ["train.steps", "at least 1"]),
+    ("vit-demo", "optim.name=adamw", ["optim.name=adamw", "'adam'"]),
+    ("vit-demo", "train=5", ["train=5"]),
+    ("vit-demo", "model.grid=[32]", ["model.grid.1"]),
+    ("vit-demo", "model.patch=5", ["32x64", "not divisible", "model.patch=5"]),
+    ("vit-demo", "model.heads=5", ["model.heads=5"]),
+    ("vit-demo", "parallel.order=pp-dp", ["parallel.order"]),
+    ("vit-demo", "train.steps", ["key=value"]),
+    ("vit-demo", "log.name='", ["quote"]),
+    ("vit-demo", "graphs=true", ["graphs"]),
+])
+def test_bad_settings_are_explained(preset, override, words):
+    with pytest.raises(CourseError) as caught:
+        config.load(preset, [override] if override else [])
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["train: [", "- a\n- b", "base: base.yaml", "\x00"])
+def test_bad_preset_files_are_explained(tmp_path, monkeypatch, text):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "base.yaml").write_text(text)
+    with pytest.raises(CourseError):
+        config.load("base.yaml")
+
+
+def test_differences_name_the_leaves():
+    old, new = (config.as_plain(config.load("vit-demo", [f"train.steps={n}"])) for n in (5, 6))
+    assert config.differences(old, new) == ["train.steps: 5 -> 6"]

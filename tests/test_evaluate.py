@@ -1,0 +1,68 @@
+import json
+
+import matplotlib.image
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from course import config, evaluate, train
+from course.data import Pairs, layout
+from course.errors import CourseError
+from tests.conftest import GRID, fields
+
+
+@pytest.fixture
+def run(tiny):
+    return train.main(config.load("vit-demo", [*tiny, "train.steps=30", "optim.lr=1e-2"]))
+
+
+def test_scores_and_pictures(run, capsys):
+    result = evaluate.main(run, samples=3, animate=True)
+    folder = run / "evaluation"
+    assert json.loads((folder / "scores.json").read_text()) == result
+    assert {p.name for p in folder.iterdir()} == {"scores.json", "forecast.png", "skill.png", "forecast.gif"}
+    assert matplotlib.image.imread(folder / "forecast.png").shape[0] > 200
+    with Image.open(folder / "forecast.gif") as movie:
+        assert movie.n_frames == 21
+    assert result["hours"] == list(range(6, 121, 6)) and result["channels"] == list(layout.CHANNELS)
+    last = capsys.readouterr().out.strip().splitlines()[-1]
+    m, p = result["rmse"]["model"][0][0], result["rmse"]["persistence"][0][0]
+    assert last == f"u10 RMSE 6 h: model {m:.3g}, persistence {p:.3g}, {100 * (1 - m / p):.0f}% better"
+
+
+def test_persistence_and_climatology_equal_numpy(run, small_data):
+    result = evaluate.main(run, samples=100)
+    data = fields(24, 3).astype("float64")                              # the test year
+    starts = np.arange(24 - 20)
+    weights = np.cos(np.deg2rad(layout.latitudes(GRID[0])))
+    weights = (weights / weights.mean())[:, None]
+    climate = np.load(small_data / "stats" / "time_means.npy")
+    for lead in (1, 7, 20):
+        truth = data[starts + lead]
+        for name, forecast in (("persistence", data[starts]), ("climatology", climate[None])):
+            expected = np.sqrt((weights * (forecast - truth) ** 2).mean((0, 2, 3)))
+            np.testing.assert_allclose(result["rmse"][name][lead - 1], expected, rtol=2e-4)
+
+
+def test_rolling_feeds_the_forecast_back(small_data, tiny):
+    settings = config.load("vit-demo", tiny)
+    pairs = Pairs(str(small_data), "test", 20, GRID)
+    scores = evaluate.score({"model": lambda x: x + 1.0}, pairs, [0, 1], settings, torch.device("cpu"), 0)
+    shift = (scores.forecast[5] - scores.forecast[0]) / pairs.std[0]
+    np.testing.assert_allclose(shift, 5.0, atol=1e-3)
+    np.testing.assert_allclose(scores.truth[5], fields(24, 3)[5, 0], rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    (lambda run: run.parent, "not the folder of a run"),
+    (lambda run: [file.unlink() for d in (run / "checkpoints").iterdir() for file in d.iterdir()] and run, "damaged"),
+])
+def test_bad_runs_are_explained(run, change, words):
+    with pytest.raises(CourseError, match=words):
+        evaluate.main(change(run))
+
+
+def test_a_split_that_is_too_short_is_explained(run):
+    with pytest.raises(CourseError, match="5 days long"):
+        evaluate.main(run, split="valid")

@@ -1,0 +1,45 @@
+import os
+
+import pytest
+
+from course.errors import CourseError
+from course.files import atomic
+
+
+def test_a_file_appears_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "folder" / "file.txt"
+    with atomic(path) as temporary:
+        temporary.write_text("new")
+        assert not path.exists()
+    assert path.read_text() == "new"
+    with pytest.raises(ValueError), atomic(path) as temporary:
+        temporary.write_text("half")
+        raise ValueError
+    assert path.read_text() == "new" and os.listdir(path.parent) == ["file.txt"]
+
+
+def test_a_folder_appears_whole(tmp_path):
+    with atomic(tmp_path / "a") as temporary:
+        temporary.mkdir()
+        (temporary / "b").write_text("c")
+    assert (tmp_path / "a" / "b").read_text() == "c"
+
+
+@pytest.mark.parametrize(("error", "words"), [
+    (OSError(28, "No space left on device"), "disk is full"),
+    (OSError("Unable to write (errno = 28, error message = 'No space left on device')"), "disk is full"),   # HDF5's way
+    (PermissionError(13, "Permission denied"), "cannot write"),
+])
+def test_what_the_system_refuses_is_explained(tmp_path, error, words):
+    path = tmp_path / "file"
+    path.write_text("old")
+    with pytest.raises(CourseError, match=words), atomic(path) as temporary:
+        temporary.write_text("half")
+        raise error
+    assert path.read_text() == "old" and os.listdir(tmp_path) == ["file"]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="only Linux has /dev/full")
+def test_a_disk_that_is_really_full(tmp_path):
+    with pytest.raises(CourseError, match="disk is full"), atomic(tmp_path / "file"), open("/dev/full", "w") as full:
+        full.write("x" * 100_000)

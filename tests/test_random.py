@@ -1,0 +1,79 @@
+import numpy as np
+import pytest
+import torch
+
+from course import random
+from course.models import ViTConfig, build_model
+from course.parallel import place_serial
+
+
+def test_uniform_is_uniform_and_open():
+    for dtype in (torch.float32, torch.float64):
+        u = random.uniform(random.key(1, "u"), torch.arange(200_000), dtype)
+        assert 0 < u.min() and u.max() < 1
+        counts = torch.histc(u.double(), 50, 0, 1)
+        assert ((counts - 4000).square() / 4000).sum() < 49 + 5 * 98**0.5          # chi-square, five sigma
+
+
+def test_uniform_reaches_neither_end_even_for_extreme_bits():
+    whole = torch.tensor([0, 2**23 - 1])
+    assert ((whole.float() + 0.5) * 2.0**-23 < 1).all()
+
+
+def test_normal_has_the_right_moments():
+    x = random.normal(random.key(2, "n"), torch.arange(400_000), torch.float64)
+    assert abs(x.mean()) < 0.01 and abs(x.var() - 1) < 0.01 and abs(x.pow(4).mean() - 3) < 0.1
+
+
+def test_neighbouring_keys_and_counters_are_unrelated():
+    n = torch.arange(50_000)
+    streams = torch.stack([random.normal(random.key(seed, "w"), n) for seed in range(4)] + [random.normal(random.key(0, "w"), n + 1)])
+    assert (torch.corrcoef(streams) - torch.eye(5)).abs().max() < 0.025
+
+
+def test_known_values_never_change():
+    """A run of last year resumes only if these stay."""
+    assert random.key(0, "weights", "a") == random.key(0, "weights", "a") != random.key(0, "weights", "b")
+    assert random.fold(5, torch.arange(3)).tolist() == KNOWN
+
+
+KNOWN = [-5278393320434088484, 7134611160154358618, -4569129087685675272]
+
+
+def test_key_distinguishes_how_its_parts_are_cut():
+    assert random.key("ab", "c") != random.key("a", "bc") != random.key("a", 1) != random.key("a", "1")
+
+
+def test_permutation_is_one():
+    order = random.permutation(random.key(3, "epoch", 0), 1000)
+    assert sorted(order) == list(range(1000)) and not np.array_equal(order, np.arange(1000))
+
+
+def test_a_box_draws_what_the_whole_has_there():
+    whole = random.element_index((5, 4, 3), ((0, 5), (0, 4), (0, 3)), torch.device("cpu"))
+    assert torch.equal(whole.flatten(), torch.arange(60))
+    part = random.element_index((5, 4, 3), ((1, 4), (2, 4), (0, 2)), torch.device("cpu"))
+    assert torch.equal(part, whole[1:4, 2:4, 0:2])
+
+
+@pytest.fixture
+def model():
+    made = place_serial(build_model(ViTConfig(grid=(8, 16), patch=2, dim=32, depth=2, heads=4)))
+    return random.initialize(made, 7, torch.device("cpu"))
+
+
+def test_initialize_follows_the_plan(model):
+    parameters = dict(model.named_parameters())
+    assert not any(p.is_meta for p in parameters.values())
+    assert (parameters["blocks.0.norm1.weight"] == 1).all() and (parameters["blocks.1.mlp.up.bias"] == 0).all()
+    assert parameters["blocks.0.mlp.up.weight"].std().item() == pytest.approx(0.02, rel=0.1)
+    assert not torch.equal(parameters["blocks.0.mlp.up.weight"], parameters["blocks.1.mlp.up.weight"])
+
+
+def test_initialize_is_a_function_of_seed_and_name(model):
+    again = random.initialize(place_serial(build_model(ViTConfig(grid=(8, 16), patch=2, dim=32, depth=1, heads=4))), 7, torch.device("cpu"))
+    deeper = dict(model.named_parameters())
+    for name, p in again.named_parameters():                            # another depth: the same weights by name
+        assert torch.equal(p, deeper[name])
+    other = random.initialize(place_serial(build_model(ViTConfig(grid=(8, 16), patch=2, dim=32, depth=1, heads=4))), 8, torch.device("cpu"))
+    assert not torch.equal(other.embed.proj.weight, model.embed.proj.weight)

@@ -1,0 +1,193 @@
+"""Whole runs: resumed, interrupted, poisoned, spread over ranks."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import h5py
+import pytest
+import torch
+
+from course import checkpoint, config, train
+from course.errors import CourseError
+from course.report import read_metrics
+from tests.conftest import tiny_settings
+
+FIELDS = {"step", "samples", "global_batch", "loss", "lr", "grad_norm", "step_ms", "samples_per_s", "tflops_per_gpu", "mfu",
+          "memory_gb", "loss_scale", "skipped_steps", "nan_steps"}
+
+
+def run(settings: list[str]) -> Path:
+    return train.main(config.load("vit-demo", settings))
+
+
+def losses(folder: Path) -> list[float]:
+    return [record["loss"] for record in read_metrics(folder / "metrics.jsonl")]
+
+
+def final_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    path, index = checkpoint.newest(folder / "checkpoints", print)
+    return {name: checkpoint.read_box(path, index, name, tuple((0, n) for n in found["shape"])) for name, found in index["tensors"].items()}
+
+
+def assert_same_run(a: Path, b: Path) -> None:
+    assert losses(a) == losses(b)                                       # bit for bit
+    one, two = final_tensors(a), final_tensors(b)
+    assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_a_run_learns_and_leaves_what_it_promises(tiny):
+    folder = run([*tiny, "train.eval_every=6", "log.tensorboard=true"])
+    records = read_metrics(folder / "metrics.jsonl")
+    assert [record["step"] for record in records] == list(range(1, 13))
+    assert set(records[0]) == FIELDS and records[3]["samples"] == 16
+    assert records[-1]["loss"] < 0.9 * records[0]["loss"]
+    assert set(records[5]) - FIELDS == {"valid_loss", "valid_rmse"} and next(iter(records[5]["valid_rmse"])) == "u10"
+    assert records[-1]["valid_loss"] < records[5]["valid_loss"]
+    assert (folder / "config.yaml").is_file() and list((folder / "tensorboard").iterdir())
+    assert [p.name for p in checkpoint.steps(folder / "checkpoints")] == ["step_000005", "step_000010", "step_000012"]
+
+
+@pytest.mark.parametrize("name", ["adam", "sgd"])
+def test_resumed_in_mid_epoch_gives_the_same_losses_bit_for_bit(tiny, name):
+    extra = [f"optim.name={name}", "optim.momentum=0.9", "model.dropout=0.1", "train.micro_batch=2"]
+    whole = run([*tiny, *extra, "log.name=whole"])
+    part = run([*tiny, *extra, "log.name=part"])
+    for newer in checkpoint.steps(part / "checkpoints")[1:]:            # as if killed after step 7 of 12, saved at 5
+        for file in newer.iterdir():
+            file.unlink()
+        newer.rmdir()
+    records = read_metrics(part / "metrics.jsonl")[:7]
+    (part / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records) + '{"step": 8, "lo')
+    assert_same_run(run([*tiny, *extra, "log.name=part"]), whole)
+
+
+def test_a_damaged_newest_checkpoint_costs_only_the_steps_since_the_one_before(tiny, capsys):
+    whole, part = (run([*tiny, f"log.name={name}"]) for name in ("whole", "part"))
+    newest = checkpoint.steps(part / "checkpoints")[-1]
+    (newest / "rank00000.safetensors").write_bytes(b"damaged")
+    assert_same_run(run([*tiny, "log.name=part"]), whole)
+    out = capsys.readouterr().out
+    assert "passing over a checkpoint" in out and "step_000012" in out and "at step 10" in out
+
+
+def test_a_finished_run_is_left_alone_and_can_be_prolonged(tiny, capsys):
+    folder = run([*tiny, "optim.schedule=constant"])
+    before = losses(folder)
+    assert run([*tiny, "optim.schedule=constant"]) == folder and losses(folder) == before
+    assert "finished" in capsys.readouterr().out
+    run([*tiny, "optim.schedule=constant", "train.steps=14"])
+    assert len(losses(folder)) == 14
+    assert "train.steps: 12 -> 14" in capsys.readouterr().out
+
+
+def test_an_old_run_is_never_overwritten(tiny):
+    folder = run(tiny)
+    before = (folder / "config.yaml").read_text()
+    with pytest.raises(CourseError, match="choose another log.name"):
+        run([*tiny, "checkpoint.resume=false"])
+    with pytest.raises(CourseError, match="another model"):
+        run([*tiny, "model.dim=32"])
+    assert (folder / "config.yaml").read_text() == before
+
+
+def test_ten_bad_steps_in_a_row_stop_the_run(tiny, own_data):
+    with h5py.File(own_data / "train" / "1979.h5", "r+") as file:
+        file["fields"][:, 3] = float("nan")
+    with h5py.File(own_data / "train" / "1980.h5", "r+") as file:
+        file["fields"][:, 3] = float("nan")
+    with pytest.raises(CourseError, match="10 steps in a row"):
+        run([*tiny, f"data.path={own_data}"])
+
+
+def test_a_few_bad_samples_are_skipped_and_counted(tiny, own_data):
+    with h5py.File(own_data / "train" / "1979.h5", "r+") as file:
+        file["fields"][10, 3, 2, 2] = float("nan")
+    folder = run([*tiny, f"data.path={own_data}", "train.steps=9"])     # an epoch: 38 pairs, 2 of them bad
+    last = read_metrics(folder / "metrics.jsonl")[-1]
+    assert 1 <= last["skipped_steps"] == last["nan_steps"] <= 2
+    assert all(tensor.isfinite().all() for tensor in final_tensors(folder).values())
+
+
+def test_mock_data_needs_no_files(tiny):
+    folder = run([*tiny, "data.source=mock", "data.path=nowhere"])
+    assert losses(folder)[-1] < losses(folder)[0]
+
+
+@pytest.mark.slow
+def test_compiled_gives_the_same(tiny):
+    eager, compiled = (losses(run([*tiny, "train.steps=3", f"compile={c}", f"log.name=compile-{c}"])) for c in ("false", "true"))
+    assert compiled == pytest.approx(eager, rel=1e-5)
+
+
+def start(arguments: list[str], ranks: int = 1) -> subprocess.Popen:
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    return subprocess.Popen([sys.executable, *launcher, "-m", "course.cli", "train", "vit-demo", *arguments],
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def wait_for_step(process: subprocess.Popen, folder: Path, step: int) -> None:
+    limit = time.time() + 60
+    while time.time() < limit:
+        assert process.poll() is None, process.communicate()[0]
+        if any(record["step"] >= step for record in read_metrics(folder / "metrics.jsonl")):
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"no step {step} within a minute")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_saves_and_ends_cleanly_and_nothing_is_lost(small_data, tmp_path, number):
+    settings = [*tiny_settings(small_data, tmp_path / "runs"), "train.steps=400", "checkpoint.every=1000", "model.depth=1"]
+    process = start([*settings, "log.name=stopped"])
+    folder = tmp_path / "runs" / "vit-demo" / "stopped"
+    wait_for_step(process, folder, 20)
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0 and f"stopped by {number.name}" in out
+    done = losses(folder)
+    assert 20 <= len(done) < 400
+    assert checkpoint.steps(folder / "checkpoints")[-1].name == f"step_{len(done):06d}"
+    whole = run([*settings, "log.name=whole"])
+    assert_same_run(run([*settings, "log.name=stopped"]), whole)
+
+
+def test_two_ranks_train_as_one(small_data, tmp_path):
+    """float64 and SGD: the sum of gradients is exact to rounding, and SGD shows every wrong factor."""
+    settings = [*tiny_settings(small_data, tmp_path / "runs"), "precision=fp64", "optim.name=sgd", "optim.lr=0.1", "train.eval_every=6",
+                "model.dropout=0.1", "train.micro_batch=1", "optim.clip=0.5"]
+    process = start([*settings, "log.name=two"], ranks=2)
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, out
+    one, two = run([*settings, "log.name=one"]), tmp_path / "runs" / "vit-demo" / "two"
+    assert losses(two) == pytest.approx(losses(one), rel=1e-12)
+    for a, b in zip(read_metrics(one / "metrics.jsonl"), read_metrics(two / "metrics.jsonl"), strict=True):
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-10)
+        if "valid_rmse" in a:
+            assert a["valid_rmse"] == pytest.approx(b["valid_rmse"], rel=1e-10)
+            assert a["valid_loss"] == pytest.approx(b["valid_loss"], rel=1e-10)
+    first, second = final_tensors(one), final_tensors(two)
+    assert all((first[name] - second[name]).abs().max() < 1e-12 for name in first)
+
+
+def test_a_signal_to_one_rank_stops_both_at_the_same_step(small_data, tmp_path):
+    settings = [*tiny_settings(small_data, tmp_path / "runs"), "train.steps=2000", "checkpoint.every=10000"]
+    process = start([*settings, "log.name=pair"], ranks=2)
+    folder = tmp_path / "runs" / "vit-demo" / "pair"
+    wait_for_step(process, folder, 5)
+    children = subprocess.run(["pgrep", "-P", str(process.pid), "-f", "course.cli"], capture_output=True, text=True).stdout.split()
+    os.kill(int(children[-1]), signal.SIGUSR1)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, out
+    assert "stopped by" in out
+    assert len(checkpoint.steps(folder / "checkpoints")) == 1
+
+
+def test_processes_that_the_axes_do_not_fill_are_refused_with_the_arithmetic(small_data, tmp_path):
+    process = start([*tiny_settings(small_data, tmp_path), "parallel.dp=3"], ranks=2)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode != 0 and "pp=1 x dp=3 x cp=1 x tp=1 = 3, but there are 2 processes" in out
