@@ -17,7 +17,8 @@ app.add_typer(data, name="data")
 
 
 @app.command()
-def train(preset: Annotated[str, typer.Argument(help="a preset, or the path of a YAML file")], settings: Overrides = None) -> None:
+def train(preset: Annotated[str, typer.Argument(help="a preset, or the path of a YAML file")],
+          settings: Overrides = None) -> None:
     """Train a model, or go on where the run of this name stopped. Also under torchrun and srun."""
     from course import config
     from course import train as training
@@ -49,7 +50,7 @@ def presets() -> None:
 
 
 @app.command()
-def doctor(need: Annotated[str, typer.Option(help="comma-separated: fail if one of these is missing, such as fp8,dali")] = "") -> None:
+def doctor(need: Annotated[str, typer.Option(help="fail if one of these is missing, such as fp8,dali")] = "") -> None:
     """What this machine has: versions, GPUs, precisions, and the cure for what does not work."""
     from course import doctor as examination
 

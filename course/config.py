@@ -222,7 +222,8 @@ def check(config: Config) -> Config:
     c = config.model
     height, width = c.grid
     if height % c.patch or width % c.patch:
-        raise CourseError(f"the grid {height}x{width} is not divisible by model.patch={c.patch}: choose a patch that divides both sides")
+        raise CourseError(f"the grid {height}x{width} is not divisible by model.patch={c.patch}: "
+                          "choose a patch that divides both sides")
     if c.dim % c.heads:
         raise CourseError(f"model.dim={c.dim} is not divisible by model.heads={c.heads}: change one of them")
     for key in ("train.steps", "train.global_batch", "data.lead", "log.every", "checkpoint.every", "checkpoint.keep",

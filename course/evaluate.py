@@ -87,7 +87,8 @@ def starts(pairs: Pairs, samples: int, days: int) -> list[int]:
     fits = [int(first) + i for first, year in zip(pairs.first, pairs.years, strict=False)
             for i in range(max(0, year.shape[0] - entries))]
     if not fits:
-        raise CourseError(f"no file in {pairs.years[0].path.parent} is {days} days long: evaluation needs {entries + 1} entries in a file")
+        raise CourseError(f"no file in {pairs.years[0].path.parent} is {days} days long: "
+                          f"evaluation needs {entries + 1} entries in a file")
     return [fits[i] for i in np.linspace(0, len(fits) - 1, min(samples, len(fits))).astype(int)]
 
 
@@ -129,9 +130,9 @@ def write(run: Path, scores: Scores, channels: list[str], pictured: int, step: i
     unit = layout.CHANNELS.get(name, "")
     first, last = scores.hours[0], len(scores.hours) - 1
     one_day = min(24 // first, len(scores.hours))
-    pictures.save(pictures.truth_forecast_error(scores.truth[one_day], scores.forecast[one_day],
-                                                f"{name} ({unit}), forecast of {scores.hours[one_day - 1]} hours", scores.truth[0]),
-                  folder / "forecast.png")
+    title = f"{name} ({unit}), forecast of {scores.hours[one_day - 1]} hours"
+    maps = pictures.truth_forecast_error(scores.truth[one_day], scores.forecast[one_day], title, scores.truth[0])
+    pictures.save(maps, folder / "forecast.png")
     curves = {method: values[:, pictured].tolist() for method, values in scores.rmse.items()}
     pictures.save(pictures.skill(scores.hours, {k: v for k, v in curves.items() if k != "regression"},
                                  f"{name}: forecast error against lead time", unit), folder / "skill.png")

@@ -25,7 +25,8 @@ def truth_forecast_error(truth: np.ndarray, forecast: np.ndarray, title: str, st
     figure.colorbar(image, ax=axes[:-1].tolist(), orientation="horizontal", shrink=0.4, aspect=40)
     error = forecast - truth
     most = max(float(np.percentile(abs(error), 99)), 1e-6)
-    figure.colorbar(draw(axes[-1], error, "forecast - truth", ERROR, -most, most), ax=axes[-1], orientation="horizontal", shrink=0.9)
+    image = draw(axes[-1], error, "forecast - truth", ERROR, -most, most)
+    figure.colorbar(image, ax=axes[-1], orientation="horizontal", shrink=0.9)
     figure.suptitle(title)
     return figure
 

@@ -25,7 +25,8 @@ class Report:
             return
         folder.mkdir(parents=True, exist_ok=True)
         drop_after(folder / "metrics.jsonl", start)
-        self._file = open(folder / "metrics.jsonl", "a", buffering=1)    # line by line: a killed run keeps its lines
+        # line by line, so that a killed run keeps its lines; __exit__ closes it
+        self._file = open(folder / "metrics.jsonl", "a", buffering=1)    # noqa: SIM115
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter  # slow to import: only where wanted
 

@@ -56,8 +56,8 @@ def fit(step: Step, model: nn.Module, optimizer: torch.optim.Optimizer, progress
     if start >= t.steps:
         speak(mesh, f"{run} is finished ({start} steps): for a new run set log.name=..., to go on set train.steps higher")
         return run
-    validation = Validation.of(config, mesh)
     batches = train_loader(config, mesh.dp, mesh.world.device, samples, model.example)   # type: ignore[arg-type]
+    validation = Validation.of(config, mesh)
     watch = Stopwatch(mesh.world.device)
     with Report(run, t.steps, start, mesh.world.rank == 0, config.log.tensorboard) as report, Stop(mesh.all) as stop:
         report.say(opening(config, model, mesh, run))
@@ -145,8 +145,8 @@ def opening(config: Config, model: nn.Module, mesh: Mesh, run: Path) -> str:
     """What is about to happen, in one line."""
     count = sum(math.prod(placement(p).global_shape) for p in model.parameters())
     device = torch.cuda.get_device_name(mesh.world.device) if mesh.world.device.type == "cuda" else "CPU"
-    return (f"{config.preset}: {count / 1e6:.1f} million parameters, {config.train.steps} steps of {config.train.global_batch} samples, "
-            f"{config.precision}, {mesh.world.size} x {device}; writing {run}")
+    return (f"{config.preset}: {count / 1e6:.2f} million parameters, {config.train.steps} steps of "
+            f"{config.train.global_batch} samples, {config.precision}, {mesh.world.size} x {device}; writing {run}")
 
 
 def speak(mesh: Mesh, text: str) -> None:

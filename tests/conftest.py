@@ -22,7 +22,8 @@ def fields(times: int, seed: int) -> np.ndarray:
     """Waves that travel eastwards, each channel its own, and a little noise: (times, 20, 8, 16)."""
     rng = np.random.default_rng(seed)
     t, c, y, x = np.ogrid[:times, :20, :GRID[0], :GRID[1]]
-    wave = np.sin(2 * np.pi * (x / GRID[1] * (1 + c % 3) - t / 12 + seed / 7) + c) * np.cos(np.pi * (y + 0.5) / GRID[0] - np.pi / 2)
+    north = np.cos(np.pi * (y + 0.5) / GRID[0] - np.pi / 2)
+    wave = np.sin(2 * np.pi * (x / GRID[1] * (1 + c % 3) - t / 12 + seed / 7) + c) * north
     return (10 * (c + 1) + (c + 1) * (wave + 0.05 * rng.standard_normal((times, 20, *GRID)))).astype("float32")
 
 
@@ -34,7 +35,8 @@ def small_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         file = path / f"{name}.h5"
         file.parent.mkdir(exist_ok=True)
         with h5py.File(file, "w") as opened:
-            layout.create_year(opened, times, layout.CHANNELS, layout.latitudes(GRID[0]), layout.longitudes(GRID[1]))[:] = fields(times, seed)
+            made = layout.create_year(opened, times, layout.CHANNELS, layout.latitudes(GRID[0]), layout.longitudes(GRID[1]))
+            made[:] = fields(times, seed)
     layout.write_statistics(path, layout.find_years(path, "train"))
     return path
 

@@ -15,7 +15,8 @@ STATE = {"step": 7, "samples": 28}
 
 
 def make(seed=0, **changes):
-    model = place_serial(build_model(ViTConfig(**{"grid": (8, 16), "channels": 3, "patch": 2, "dim": 16, "depth": 2, "heads": 2, **changes})))
+    small = {"grid": (8, 16), "channels": 3, "patch": 2, "dim": 16, "depth": 2, "heads": 2}
+    model = place_serial(build_model(ViTConfig(**{**small, **changes})))
     random.initialize(model, seed, torch.device("cpu"))
     optimizer = torch.optim.Adam(model.parameters(), torch.tensor(1e-3), fused=True)
     for p in model.parameters():
@@ -47,9 +48,10 @@ def test_the_format_is_the_contract(tmp_path):
     index = json.loads((path / "index.json").read_text())
     weight = index["tensors"]["blocks.1.attn.qkv.weight"]
     assert weight == {"shape": [48, 16], "dtype": "float32",
-                      "pieces": [{"file": "rank00000.safetensors", "key": "blocks.1.attn.qkv.weight", "box": [[0, 48], [0, 16]], "flat": None}]}
+                      "pieces": [{"file": "rank00000.safetensors", "key": "blocks.1.attn.qkv.weight",
+                                  "box": [[0, 48], [0, 16]], "flat": None}]}
     assert index["tensors"]["blocks.1.attn.qkv.weight.exp_avg"]["shape"] == [48, 16]
-    assert set(p.name for p in path.iterdir()) == {"index.json", *index["files"]}
+    assert {p.name for p in path.iterdir()} == {"index.json", *index["files"]}
     assert len(index["files"]["rank00000.safetensors"]["sha256"]) == 64
 
 
@@ -73,6 +75,10 @@ def flip_a_byte(path):
     file.write_bytes(data)
 
 
+def edit_index(path, old, new):
+    (path / "index.json").write_text((path / "index.json").read_text().replace(old, new))
+
+
 DAMAGES = {
     "a flipped bit": flip_a_byte,
     "a truncated file": lambda path: (path / "rank00000.safetensors").write_bytes(b"12"),
@@ -80,8 +86,8 @@ DAMAGES = {
     "no index": lambda path: (path / "index.json").unlink(),
     "half an index": lambda path: (path / "index.json").write_text('{"format": 1, "tens'),
     "an index of nothing": lambda path: (path / "index.json").write_text("[]"),
-    "another format": lambda path: (path / "index.json").write_text(json.dumps({**json.loads((path / "index.json").read_text()), "format": 9})),
-    "a path outside": lambda path: (path / "index.json").write_text((path / "index.json").read_text().replace("rank00000", "../rank00000")),
+    "another format": lambda path: edit_index(path, '"format": 1', '"format": 9'),
+    "a path outside": lambda path: edit_index(path, "rank00000", "../rank00000"),
 }
 
 

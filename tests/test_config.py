@@ -32,7 +32,8 @@ def test_reference_values():
 
 
 def test_overrides_are_read_as_yaml():
-    loaded = config.load("vit-demo", ["optim.lr=1e-3", "model.grid=[16, 32]", "compile=true", "log.name=7", "optim.betas=[0.9,0.95]"])
+    loaded = config.load("vit-demo", ["optim.lr=1e-3", "model.grid=[16, 32]", "compile=true", "log.name=7",
+                                      "optim.betas=[0.9,0.95]"])
     assert (loaded.optim.lr, loaded.model.grid, loaded.compile, loaded.log.name) == (1e-3, (16, 32), True, "7")
     assert loaded.optim.betas == (0.9, 0.95)
 

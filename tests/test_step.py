@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 import torch
-import torch.nn.functional as F
 
-from course import config, random, step as stepping
+from course import config, random
+from course import step as stepping
 from course.models import build_model
 from course.parallel import Mesh, World, build_mesh, parallelize
 from course.step import Progress, build_optimizer, eager, learning_rate, train_step
@@ -25,7 +25,8 @@ def assemble(*overrides):
     random.initialize(model, settings.train.seed, CPU, dtype)
     progress = Progress.start(settings, CPU)
     optimizer = build_optimizer(model, progress, settings)
-    return settings, model, progress, optimizer, train_step(eager(model, progress, settings, mesh), model, optimizer, progress, settings, mesh)
+    compute = eager(model, progress, settings, mesh)
+    return settings, model, progress, optimizer, train_step(compute, model, optimizer, progress, settings, mesh)
 
 
 def batches(count, dtype=torch.float64):
@@ -101,14 +102,14 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(name, poison):
     assert torch.equal(weights(model), before)
     for p, state in zip(model.parameters(), states, strict=True):
         assert all(torch.equal(optimizer.state[p][key], value) for key, value in state.items())
-    assert (progress.skipped_steps.item(), progress.nan_steps.item(), progress.streak.item(), progress.step.item()) == (1, 1, 1, 2)
+    assert (progress.skipped_steps, progress.nan_steps, progress.streak, progress.step) == (1, 1, 1, 2)
     step(good[2])
     assert not torch.equal(weights(model), before)
     assert (progress.streak.item(), progress.longest_streak.item()) == (0, 1)
 
 
 def test_fp16_scale_halves_after_overflow_and_doubles_after_many_good_steps():
-    _, model, progress, _, step = assemble("precision=fp16", "optim.lr=0")
+    _, _, progress, _, step = assemble("precision=fp16", "optim.lr=0")
     good = batches(1, torch.float32)[0]
     bad = {**good, "target": good["target"] * float("inf")}
     start = progress.loss_scale.item()
@@ -120,7 +121,7 @@ def test_fp16_scale_halves_after_overflow_and_doubles_after_many_good_steps():
 
 
 def test_loss_scale_does_not_reach_the_update():
-    _, model, progress, _, step = assemble("optim.name=sgd")
+    _, model, _, _, step = assemble("optim.name=sgd")
     _, other, scaled, _, step_scaled = assemble("optim.name=sgd")
     scaled.loss_scale.fill_(1024.0)
     for batch in batches(3):
@@ -164,7 +165,8 @@ def test_low_precision_follows_fp32(precision):
 
 
 def test_dropout_is_a_function_of_step_and_sample_not_of_the_split():
-    whole, split = (assemble("model.dropout=0.3", "model.drop_path=0.3", "optim.name=sgd", f"train.micro_batch={m}")[1:] for m in (0, 1))
+    dropping = ["model.dropout=0.3", "model.drop_path=0.3", "optim.name=sgd"]
+    whole, split = (assemble(*dropping, f"train.micro_batch={m}")[1:] for m in (0, 1))
     for batch in batches(3):
         whole[-1](batch)
         split[-1](batch)

@@ -31,7 +31,8 @@ def losses(folder: Path) -> list[float]:
 
 def final_tensors(folder: Path) -> dict[str, torch.Tensor]:
     path, index = checkpoint.newest(folder / "checkpoints", print)
-    return {name: checkpoint.read_box(path, index, name, tuple((0, n) for n in found["shape"])) for name, found in index["tensors"].items()}
+    return {name: checkpoint.read_box(path, index, name, tuple((0, n) for n in found["shape"]))
+            for name, found in index["tensors"].items()}
 
 
 def assert_same_run(a: Path, b: Path) -> None:
@@ -88,7 +89,7 @@ def test_a_finished_run_is_left_alone_and_can_be_prolonged(tiny, capsys):
 def test_an_old_run_is_never_overwritten(tiny):
     folder = run(tiny)
     before = (folder / "config.yaml").read_text()
-    with pytest.raises(CourseError, match="choose another log.name"):
+    with pytest.raises(CourseError, match=r"choose another log\.name"):
         run([*tiny, "checkpoint.resume=false"])
     with pytest.raises(CourseError, match="another model"):
         run([*tiny, "model.dim=32"])
@@ -158,8 +159,8 @@ def test_a_signal_saves_and_ends_cleanly_and_nothing_is_lost(small_data, tmp_pat
 
 def test_two_ranks_train_as_one(small_data, tmp_path):
     """float64 and SGD: the sum of gradients is exact to rounding, and SGD shows every wrong factor."""
-    settings = [*tiny_settings(small_data, tmp_path / "runs"), "precision=fp64", "optim.name=sgd", "optim.lr=0.1", "train.eval_every=6",
-                "model.dropout=0.1", "train.micro_batch=1", "optim.clip=0.5"]
+    settings = [*tiny_settings(small_data, tmp_path / "runs"), "precision=fp64", "optim.name=sgd", "optim.lr=0.1",
+                "train.eval_every=6", "model.dropout=0.1", "train.micro_batch=1", "optim.clip=0.5"]
     process = start([*settings, "log.name=two"], ranks=2)
     out, _ = process.communicate(timeout=120)
     assert process.returncode == 0, out
@@ -179,8 +180,8 @@ def test_a_signal_to_one_rank_stops_both_at_the_same_step(small_data, tmp_path):
     process = start([*settings, "log.name=pair"], ranks=2)
     folder = tmp_path / "runs" / "vit-demo" / "pair"
     wait_for_step(process, folder, 5)
-    children = subprocess.run(["pgrep", "-P", str(process.pid), "-f", "course.cli"], capture_output=True, text=True).stdout.split()
-    os.kill(int(children[-1]), signal.SIGUSR1)
+    children = subprocess.run(["pgrep", "-P", str(process.pid), "-f", "course.cli"], capture_output=True, text=True).stdout
+    os.kill(int(children.split()[-1]), signal.SIGUSR1)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 0, out
     assert "stopped by" in out

@@ -29,20 +29,21 @@ def train_loader(config: "Config", dp: "Axis", device: torch.device, consumed: i
     t = config.train
     if config.data.source == "mock":
         mine = order.my_slice(t.global_batch, dp.size, dp.rank)
-        return to_device(repeat(example(mine.stop - mine.start, device)), device, parameter_dtype(config.precision))
+        return to_device(repeat(example(mine.stop - mine.start, device)), device, config)
     pairs = open_pairs(config, "train")
     ids = order.train_batches(t.seed, len(pairs), t.global_batch, dp.size, dp.rank, consumed)
-    return to_device(native.loader(pairs, ids, config.data.workers, pin=device.type == "cuda"), device, parameter_dtype(config.precision))
+    return to_device(native.loader(pairs, ids, config.data.workers, pin=device.type == "cuda"), device, config)
 
 
 def eval_loader(config: "Config", dp: "Axis", device: torch.device, pairs: Pairs) -> Iterator[Batch]:
     """This rank's part of one pass over `pairs` in order; padding has sample id -1."""
     ids = order.eval_batches(len(pairs), config.train.global_batch, dp.size, dp.rank)
-    return to_device(native.loader(pairs, ids, min(config.data.workers, 2), pin=device.type == "cuda"), device, parameter_dtype(config.precision))
+    return to_device(native.loader(pairs, ids, min(config.data.workers, 2), pin=device.type == "cuda"), device, config)
 
 
-def to_device(batches: Iterable[Batch], device: torch.device, dtype: torch.dtype) -> Iterator[Batch]:
+def to_device(batches: Iterable[Batch], device: torch.device, config: "Config") -> Iterator[Batch]:
     """Copy each batch to the device, its fields in the parameters' format; from pinned memory the host need not wait."""
+    dtype = parameter_dtype(config.precision)
     for batch in batches:
         yield {name: tensor.to(device, dtype if tensor.is_floating_point() else None, non_blocking=True)
                for name, tensor in batch.items()}

@@ -66,8 +66,10 @@ def create_year(file: h5py.File, times: int, channels: Iterable[str], lat: np.nd
     return fields
 
 
-def find_years(path: Path, split: str) -> list[Year]:
+def find_years(path: Path, split: str, grid: tuple[int, int] | None = None) -> list[Year]:
     """The files of one split in the order of their names, each opened once and checked.
+
+    Where there are none, the error's cure names the `grid` that the caller needs.
 
     Raises `CourseError` for a missing folder, a file that is truncated or not HDF5, one without
     `fields`, or files that differ in channels or grid.
@@ -75,8 +77,9 @@ def find_years(path: Path, split: str) -> list[Year]:
     folder = path / split
     files = sorted(folder.glob("*.h5"))
     if not files:
+        wanted = f" grid=[{grid[0]},{grid[1]}]" if grid else ""
         what = "holds no .h5 file" if folder.is_dir() else "does not exist"
-        raise CourseError(f"{folder} {what}: make data with `course data weather path={path}`, "
+        raise CourseError(f"{folder} {what}: make data with `course data weather path={path}{wanted}`, "
                           "or set data.path to a folder laid out as data/README.md says")
     years = [inspect_year(file) for file in files]
     for year in years:

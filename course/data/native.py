@@ -27,7 +27,7 @@ class Pairs(Dataset[Batch]):
     """
 
     def __init__(self, path: str, split: str, channels: int, grid: tuple[int, int], lead: int = 1, limit: int = 0):
-        self.years = layout.find_years(Path(path), split)
+        self.years = layout.find_years(Path(path), split, grid)
         self.lead = lead
         self.shape = self.years[0].shape[1:]                            # (C, H, W)
         self._check(channels, grid)
@@ -44,7 +44,8 @@ class Pairs(Dataset[Batch]):
         if channels != C:
             raise CourseError(f"{file} has {C} channels but model.channels={channels}: set model.channels={C} or use other data")
         if tuple(grid) != (H, W):
-            raise CourseError(f"{file} has a grid of {H}x{W} but model.grid={list(grid)}: set model.grid=[{H},{W}] or use other data")
+            raise CourseError(f"{file} has a grid of {H}x{W} but model.grid={list(grid)}: "
+                              f"set model.grid=[{H},{W}] or use other data")
 
     def __len__(self) -> int:
         return int(self.size)
@@ -68,7 +69,8 @@ class Pairs(Dataset[Batch]):
             try:
                 self._open[number] = h5py.File(path, "r")["fields"]
             except OSError as error:
-                raise CourseError(f"{path} cannot be opened ({layout.first_line(error)}): restore the file and run again") from error
+                raise CourseError(f"{path} cannot be opened ({layout.first_line(error)}): "
+                                  "restore the file and run again") from error
         return self._open[number]
 
     def __getitems__(self, samples: list[int]) -> Batch:

@@ -1,12 +1,12 @@
 """Spherical harmonics: between values on a grid of the sphere and coefficients up to a triangular truncation.
 
-A field is f(longitude, mu) = sum over l, m of f[m, l] P[m, l](mu) exp(i m longitude), with mu = sin(latitude),
+A field is f(longitude, mu) = sum over l, m of f[l, m] P[l, m](mu) exp(i m longitude), with mu = sin(latitude),
 l = 0 ... T and |m| <= l; a real field needs only m >= 0. The associated Legendre functions P are scaled to
 a mean square of one over the sphere, so that f[0, 0] is the global mean. Derivatives are exact: along
 longitude a factor i m, along latitude the functions
 
-    H[m, l] = (1 - mu²) dP[m, l]/dmu = (l + 1) e[m, l] P[m, l - 1] - l e[m, l + 1] P[m, l + 1],
-    e[m, l] = sqrt((l² - m²) / (4 l² - 1)),
+    H[l, m] = (1 - mu²) dP[l, m]/dmu = (l + 1) e[l, m] P[l - 1, m] - l e[l + 1, m] P[l + 1, m],
+    e[l, m] = sqrt((l² - m²) / (4 l² - 1)),
 
 and the Laplacian a factor -l (l + 1) / a². On a Gaussian grid, with at least (3 T + 1) / 2 latitudes and
 3 T + 1 longitudes, products of two fields are transformed back exactly, free of aliasing.
@@ -44,8 +44,8 @@ def gaussian(truncation: int) -> tuple[np.ndarray, np.ndarray, int]:
     """The smallest alias-free grid: sines of latitude north to south, weights of sum 1, number of longitudes."""
     mu, weights = np.polynomial.legendre.leggauss((3 * truncation + 2) // 2)
     columns = 3 * truncation + 1
-    while any(columns % prime and columns > 1 for prime in (2,)) or not smooth(columns):
-        columns += 1                             # the fast Fourier transform likes small factors
+    while not smooth(columns):                   # the fast Fourier transform likes small factors
+        columns += 1
     return mu[::-1].copy(), weights / 2, columns
 
 
@@ -58,7 +58,7 @@ def smooth(number: int) -> bool:
 
 
 class Sphere:
-    """Transforms on one grid. Spectra are complex (..., m, l), fields real (..., latitude, longitude).
+    """Transforms on one grid. Spectra are complex (..., l, m), fields real (..., latitude, longitude).
 
     `mu` are the sines of the latitudes. With quadrature `weights` (those of `gaussian`) fields can be analysed;
     without them the grid can only be synthesised on. Lengths in metres, derivatives per metre.
@@ -66,56 +66,70 @@ class Sphere:
 
     def __init__(self, truncation: int, mu: np.ndarray, columns: int, weights: np.ndarray | None = None,
                  dtype: torch.dtype = torch.float64, device: torch.device | str = "cpu"):
-        p, h = legendre(truncation, mu)                                     # (m, l, lat)
-        slope = np.concatenate([p, h], 1) / (RADIUS * np.sqrt(1 - mu**2))   # (m, 2 l, lat): d/dx, d/dy
-
         def constant(value: np.ndarray) -> Tensor:
             return torch.as_tensor(np.ascontiguousarray(value), dtype=dtype, device=device)
 
-        wavenumbers = np.arange(truncation + 1)
+        p, h = legendre(truncation, mu)
+        metric = RADIUS * np.sqrt(1 - mu**2)     # a cos(latitude): a difference of longitude in metres
+        m = np.arange(truncation + 1)
+        l = m[:, None]
         self.truncation, self.columns = truncation, columns
-        self.mu = constant(mu[:, None])                                     # (lat, 1)
-        self.cosine = constant(np.sqrt(1 - mu**2)[:, None])                 # (lat, 1)
-        self.i_m = 1j * constant(wavenumbers[:, None])                      # (m, 1)
-        self.laplacian = constant(-wavenumbers * (wavenumbers + 1) / RADIUS**2)            # (l,)
-        self.inverse_laplacian = constant(np.append(0, -RADIUS**2 / (wavenumbers * (wavenumbers + 1))[1:]))
-        self.p, self.slope = constant(p), constant(slope)
+        self.mu = constant(mu[:, None])                                              # (lat, 1)
+        self.i_m = 1j * constant(m)                                                  # (m,)
+        self.laplacian = constant(-l * (l + 1) / RADIUS**2)                          # (l, 1)
+        self.inverse_laplacian = constant(np.where(l > 0, -RADIUS**2 / np.maximum(l * (l + 1), 1), 0))  # (l, 1)
+        self.p = constant(p)                                                         # (m, l, lat)
+        self.slope = constant(np.concatenate([p, h], 1) / metric)                    # (m, 2 l, lat)
         if weights is not None:
-            self.weights = constant(weights[:, None])                       # (lat, 1), sum 1
-            self.p_weighted = constant((p * weights).transpose(0, 2, 1))    # (m, lat, l)
-            back = np.concatenate(np.split(slope * weights, 2, 1), 2)       # (m, l, 2 lat)
-            self.slope_weighted = constant(back.transpose(0, 2, 1))         # (m, 2 lat, l)
+            back = np.concatenate([p, h], 2) * np.tile(weights / metric, 2)          # (m, l, 2 lat)
+            self.weights = constant(weights[:, None])                                # (lat, 1), of sum 1
+            self.p_back = constant((p * weights).transpose(0, 2, 1))                 # (m, lat, l)
+            self.slope_back = constant(back.transpose(0, 2, 1))                      # (m, 2 lat, l)
 
     def synthesise(self, spectra: Tensor) -> Tensor:
-        """Coefficients (..., m, l) to values (..., lat, lon)."""
-        return self.to_grid(along_latitude(spectra, self.p))
+        """Coefficients (..., l, m) to values (..., lat, lon)."""
+        return self.along_longitude(per_wave(spectra, self.p))
 
     def analyse(self, fields: Tensor) -> Tensor:
-        """Values (..., lat, lon) to coefficients (..., m, l), dropping what lies beyond the truncation."""
-        return along_latitude(self.to_waves(fields), self.p_weighted)
+        """Values (..., lat, lon) to coefficients (..., l, m), dropping what lies beyond the truncation."""
+        return per_wave(self.waves(fields), self.p_back)
 
-    def wind(self, vorticity: Tensor, divergence: Tensor) -> tuple[Tensor, Tensor]:
-        """Eastward and northward wind (m/s) on the grid from coefficients of vorticity and divergence (1/s)."""
+    def wind(self, vorticity: Tensor, divergence: Tensor) -> Tensor:
+        """Eastward and northward wind (2, ..., lat, lon) in m/s from coefficients of vorticity and divergence (1/s)."""
         stream, potential = vorticity * self.inverse_laplacian, divergence * self.inverse_laplacian
-        u = torch.cat([self.i_m * potential, -stream], -1)                  # (..., m, 2 l)
-        v = torch.cat([self.i_m * stream, potential], -1)
-        return self.to_grid(along_latitude(torch.stack([u, v]), self.slope)).unbind(0)  # type: ignore[return-value]
+        u = torch.cat([self.i_m * potential, -stream], -2)                           # (..., 2 l, m)
+        v = torch.cat([self.i_m * stream, potential], -2)
+        return self.along_longitude(per_wave(torch.stack([u, v]), self.slope))
 
-    def gradient(self, spectra: Tensor) -> tuple[Tensor, Tensor]:
-        """Eastward and northward derivative on the grid, per metre."""
-        zero = torch.zeros_like(spectra)
-        both = torch.stack([torch.cat([self.i_m * spectra, zero], -1), torch.cat([zero, spectra], -1)])
-        return self.to_grid(along_latitude(both, self.slope)).unbind(0)     # type: ignore[return-value]
+    def gradient(self, spectra: Tensor) -> Tensor:
+        """Eastward and northward derivative (2, ..., lat, lon), per metre: the wind of that velocity potential."""
+        return self.wind(torch.zeros_like(spectra), spectra * self.laplacian)
 
     def divergence(self, u: Tensor, v: Tensor) -> Tensor:
-        """Coefficients of du/dx + dv/dy of a vector field on the grid; the mean (0, 0) is zero to the bit."""
-        u_waves, v_waves = self.to_waves(torch.stack([u, v]))               # (..., lat, m)
-        return self.slope_back(u_waves, v_waves)
+        """Coefficients of du/dx + dv/dy of a vector field (..., lat, lon); the mean, (0, 0), is zero to the bit."""
+        both = torch.cat([self.i_m * self.waves(u), -self.waves(v)], -2)             # (..., 2 lat, m)
+        return per_wave(both, self.slope_back)
 
     def curl(self, u: Tensor, v: Tensor) -> Tensor:
-        """Coefficients of dv/dx - du/dy of a vector field on the grid."""
+        """Coefficients of dv/dx - du/dy of a vector field (..., lat, lon)."""
         return self.divergence(v, -u)
 
     def mean(self, fields: Tensor) -> Tensor:
-        """Area mean (...,) of values (..., lat, lon)."""
+        """Area mean (...) of values (..., lat, lon)."""
         return (fields * self.weights).sum(-2).mean(-1)
+
+    def waves(self, fields: Tensor) -> Tensor:
+        """Values (..., lat, lon) to the amplitudes (..., lat, m) of exp(i m longitude), 0 <= m <= T."""
+        return torch.fft.rfft(fields, norm="forward")[..., :self.truncation + 1]
+
+    def along_longitude(self, waves: Tensor) -> Tensor:
+        """Amplitudes (..., lat, m) to values (..., lat, lon)."""
+        return torch.fft.irfft(waves, self.columns, norm="forward")
+
+
+def per_wave(x: Tensor, matrices: Tensor) -> Tensor:
+    """For every wave number m a real matrix times complex vectors: (..., j, m) and (m, j, k) to (..., k, m)."""
+    m, j, k = matrices.shape
+    rows = torch.view_as_real(x.reshape(-1, j, m)).permute(2, 0, 3, 1)               # (m, n, 2, j)
+    product = torch.bmm(rows.reshape(m, -1, j), matrices).view(m, -1, 2, k)          # (m, n, 2, k)
+    return torch.view_as_complex(product.permute(1, 3, 0, 2).contiguous()).view(*x.shape[:-2], k, m)

@@ -26,7 +26,7 @@ def take(batches, count):
 def test_ranks_take_contiguous_slices_of_the_same_global_batch(ranks):
     serial = take(order.train_batches(0, 30, 8, 1, 0, consumed=0), 10)
     shards = [take(order.train_batches(0, 30, 8, ranks, rank, consumed=0), 10) for rank in range(ranks)]
-    assert [sum((shard[k] for shard in shards), []) for k in range(10)] == serial
+    assert [[sample for shard in shards for sample in shard[k]] for k in range(10)] == serial
 
 
 def test_resuming_goes_on_with_the_next_sample():

@@ -2,8 +2,8 @@ import pytest
 
 from course.config import Parallel
 from course.errors import CourseError
-from course.parallel import Axis, World, build_mesh, join, parallelize, placement
 from course.models import ViTConfig, build_model
+from course.parallel import Axis, World, build_mesh, join, parallelize, placement
 
 
 def test_alone_every_axis_is_trivial():

@@ -27,7 +27,8 @@ def test_peak_is_unknown_on_a_cpu():
 
 
 @pytest.mark.parametrize(("name", "precision", "peak"), [
-    ("NVIDIA H200", "bf16", 989.0), ("NVIDIA H20", "bf16", 148.0), ("NVIDIA A100-SXM4-40GB", "tf32", 156.0), ("Tesla K80", "bf16", None),
+    ("NVIDIA H200", "bf16", 989.0), ("NVIDIA H20", "bf16", 148.0), ("NVIDIA A100-SXM4-40GB", "tf32", 156.0),
+    ("Tesla K80", "bf16", None),
     ("NVIDIA H200", "fp32", None)])
 def test_peaks_go_by_the_devices_name(monkeypatch, name, precision, peak):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)

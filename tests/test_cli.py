@@ -1,0 +1,134 @@
+"""The command line, as a user meets it: what it prints when something is wrong, and its exit status."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from course import cli, config, train
+from tests.conftest import tiny_settings
+
+
+def call(monkeypatch, capsys, *arguments: str) -> tuple[int, str]:
+    monkeypatch.setattr(sys, "argv", ["course", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    code = ended.value.code
+    out = capsys.readouterr()
+    if isinstance(code, str):                                           # what Python prints, exiting with status 1
+        return 1, code
+    return code or 0, out.out + out.err
+
+
+def truncate(data: Path) -> None:
+    file = data / "train" / "1980.h5"
+    with open(file, "r+b") as opened:
+        opened.truncate(file.stat().st_size // 2)
+
+
+def wrong_statistics(data: Path) -> None:
+    np.save(data / "stats" / "global_means.npy", np.zeros((1, 7, 1, 1), "float32"))
+
+
+def other_grid(data: Path) -> None:
+    for year in ("1979", "1980"):
+        (data / "train" / f"{year}.h5").unlink()
+        with h5py.File(data / "train" / f"{year}.h5", "w") as file:
+            file["fields"] = np.zeros((5, 20, 10, 20), "float32")
+
+
+BAD_INPUT = {
+    "unknown preset": (None, ["vit-dmeo"], ["did you mean 'vit-demo'"]),
+    "unknown key": (None, ["vit-demo", "train.stps=5"], ["did you mean 'train.steps'"]),
+    "wrong type": (None, ["vit-demo", "train.steps=many"], ["train.steps=many", "integer"]),
+    "missing data folder": (None, ["vit-demo", "data.path=nowhere"],
+                            ["nowhere/train does not exist", "course data weather path=nowhere grid=[32,64]"]),
+    "truncated HDF5": (truncate, [], ["1980.h5 cannot be read", "truncated", "remove it"]),
+    "wrong channel count": (None, ["model.channels=19"], ["20 channels", "model.channels=20"]),
+    "wrong grid": (other_grid, [], ["10x20", "model.grid=[10,20]"]),
+    "statistics that do not match": (wrong_statistics, [], ["global_means.npy", "does not match", "course data stats"]),
+    "image not divisible by the patch": (None, ["vit-demo", "model.patch=7"], ["not divisible by model.patch=7"]),
+    "more ranks than processes": (None, ["parallel.dp=2"], ["dp=2", "there are 1 processes", "torchrun"]),
+    "an axis of a later version": (None, ["parallel.tp=2"], ["tp=2"]),
+    "no GPU": (None, ["train.device=cuda"], ["no GPU"]),
+    "global batch smaller than it may be": (None, ["train.global_batch=0"], ["at least 1"]),
+    "not key=value": (None, ["vit-demo", "fast"], ["key=value"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD_INPUT)
+def test_bad_input_is_one_sentence_with_the_cure(monkeypatch, capsys, tmp_path, own_data, case):
+    import torch
+
+    if case == "no GPU":
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    break_it, arguments, words = BAD_INPUT[case]
+    if break_it:
+        break_it(own_data)
+    if not arguments or not arguments[0].startswith("vit-"):
+        arguments = ["vit-demo", *tiny_settings(own_data, tmp_path / "runs"), *arguments]
+    monkeypatch.chdir(tmp_path)
+    status, text = call(monkeypatch, capsys, "train", *arguments)
+    assert status == 1
+    assert "Traceback" not in text and len(text.strip().splitlines()) == 1
+    for word in words:
+        assert word in text, text
+
+
+def test_a_checkpoint_of_another_model(monkeypatch, capsys, tmp_path, tiny):
+    train.main(config.load("vit-demo", tiny))
+    status, text = call(monkeypatch, capsys, "train", "vit-demo", *tiny, "model.dim=32")
+    assert status == 1 and "another model" in text and "embed" in text
+
+
+def test_a_full_disk_while_saving(monkeypatch, capsys, tiny):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("course.checkpoint.save_file", full)
+    status, text = call(monkeypatch, capsys, "train", "vit-demo", *tiny)
+    assert status == 1 and "the disk is full while writing" in text and "rank00000.safetensors" in text
+
+
+def test_a_worker_that_fails_gives_the_sentence_alone(monkeypatch, capsys, tmp_path, own_data):
+    from course.data.native import Pairs
+
+    original = Pairs.state
+
+    def broken(self, sample, ahead=0):
+        if sample > 10:
+            (own_data / "train" / "1980.h5").unlink(missing_ok=True)
+        return original(self, sample, ahead)
+
+    monkeypatch.setattr(Pairs, "state", broken)
+    status, text = call(monkeypatch, capsys, "train", "vit-demo", *tiny_settings(own_data, tmp_path / "runs"), "data.workers=1")
+    assert status == 1 and text.startswith("course: ") and "1980.h5 cannot be opened" in text and "Traceback" not in text
+
+
+def test_train_evaluate_and_presets(monkeypatch, capsys, tiny, tmp_path):
+    assert call(monkeypatch, capsys, "train", "vit-demo", *tiny)[0] == 0
+    status, text = call(monkeypatch, capsys, "evaluate", tmp_path / "runs" / "vit-demo" / "default", "--samples", "2")
+    assert status == 0 and "u10 RMSE 6 h: model" in text.splitlines()[-1]
+    status, text = call(monkeypatch, capsys, "presets")
+    assert text.split() == config.presets()
+    assert call(monkeypatch, capsys, "evaluate", tmp_path, "--split", "tset")[1].startswith("course: --split tset")
+
+
+def test_statistics_are_made_again(monkeypatch, capsys, own_data):
+    before = np.load(own_data / "stats" / "global_stds.npy")
+    (own_data / "stats" / "global_stds.npy").unlink()
+    assert call(monkeypatch, capsys, "data", "stats", own_data)[0] == 0
+    np.testing.assert_array_equal(np.load(own_data / "stats" / "global_stds.npy"), before)
+
+
+def test_help_is_quick_and_names_the_commands():
+    done = subprocess.run([sys.executable, "-X", "importtime", "-m", "course.cli", "--help"], capture_output=True, text=True,
+                          env={**os.environ, "COLUMNS": "100"})
+    assert done.returncode == 0
+    for command in ("train", "evaluate", "data", "doctor", "presets"):
+        assert command in done.stdout
+    assert "| torch" not in done.stderr.replace("|   ", "| ")            # imported only by the commands that need it
