@@ -17,13 +17,13 @@ SMALL = ["model.grid=[8,16]", "model.dim=16", "model.depth=2", "model.heads=2", 
          "train.steps=20", "precision=fp64", "optim.clip=0", "optim.lr=0.1"]
 
 
-def assemble(*overrides):
+def assemble(*overrides, device=CPU):
     settings = config.load("vit-demo", [*SMALL, *overrides])
     mesh: Mesh = build_mesh(settings.parallel, World())
     model = parallelize(build_model(settings.model, settings.train.seed), mesh)
     dtype = torch.float64 if settings.precision == "fp64" else torch.float32
-    random.initialize(model, settings.train.seed, CPU, dtype)
-    progress = Progress.start(settings, CPU)
+    random.initialize(model, settings.train.seed, device, dtype)
+    progress = Progress.start(settings, device)
     optimizer = build_optimizer(model, progress, settings)
     compute = eager(model, progress, settings, mesh)
     return settings, model, progress, optimizer, train_step(compute, model, optimizer, progress, settings, mesh)

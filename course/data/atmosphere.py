@@ -19,6 +19,7 @@ heat the air. No seasons, no day and night, no randomness: the next state follow
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -103,17 +104,20 @@ class Atmosphere:
         self.mountains = self.sphere.analyse(mountains(lat, lon) * physics.mountains)    # (l, m)
         drag = (1 - ground) / physics.drag_days + ground / physics.drag_land_days
         self.drag = torch.stack([torch.zeros_like(drag), drag]) / DAY                    # (layer, lat, lon), 1/s
-        self.jet = (physics.jet * torch.sin(2 * torch.deg2rad(lat)) ** 4).expand_as(ground).contiguous()
-        self.balance = self.sphere.analyse(self.balanced_slope(lat).expand_as(ground).contiguous())      # (l, m)
-        self.balance[0, 0] = DEPTH
+        self.jet = (physics.jet * torch.sin(2 * torch.deg2rad(lat)) ** POW).expand_as(ground).contiguous()
+        self.slope = self.balance()                                                      # (l, m), m²/s²
         self.warmth = still_temperature(lat, ground)                                     # (lat, lon), K
         self.evaporation = (1 - 0.75 * ground) / (2 * DAY)                               # (lat, lon), 1/s
         self.damping = (self.sphere.laplacian / self.sphere.laplacian[-1]) ** 3          # (l, 1)
 
-    def balanced_slope(self, lat: Tensor) -> Tensor:
-        """Upper thickness (lat, 1), up to a constant, in geostrophic balance with a shear of jet · sin⁴(2 latitude)."""
-        c = torch.deg2rad(lat).cos()
-        return 32 * RADIUS * OMEGA * self.physics.jet / BUOYANCY * (c**5 / 5 - 2 * c**7 / 7 + c**9 / 9)
+    def balance(self) -> Tensor:
+        """Upper thickness, as a spectrum (l, m), that keeps the jet above in balance over a lower layer at rest."""
+        sphere, still = self.sphere, torch.zeros_like(self.jet)
+        spin = sphere.synthesise(sphere.curl(self.jet, still)) + self.coriolis
+        slope = sphere.divergence(still, -spin * self.jet) * sphere.inverse_laplacian - sphere.analyse(self.jet**2 / 2)
+        slope = slope / BUOYANCY
+        slope[0, 0] = DEPTH
+        return slope
 
     def start(self, seed: int, years: list[int]) -> Tensor:
         """Balanced jets with random eddies of some 1000 km, another draw for each (seed, year): (years, 8, l, m)."""
@@ -127,8 +131,8 @@ class Atmosphere:
             eddies[:, 0] = 0                                                                  # zonal waves only
             state[i, 0:2, :len(l), :len(l)] = torch.as_tensor(eddies).to(state)
         state[:, 0] += upper
-        state[:, 4] = self.balance
-        state[:, 5] = -(1 - BUOYANCY) * self.balance - self.mountains
+        state[:, 4] = self.slope
+        state[:, 5] = -(1 - BUOYANCY) * self.slope - self.mountains
         state[:, 5, 0, 0] = DEPTH - self.mountains[0, 0]
         state[:, 6] = sphere.analyse(self.warmth)
         state[:, 7] = sphere.analyse(0.6 * saturation(self.warmth))
@@ -163,7 +167,7 @@ class Atmosphere:
 
     def exchange(self, thickness: Tensor) -> Tensor:
         """Mass that passes from one layer to the other as their boundary relaxes: spectra (years, 2, l, m), of sum zero."""
-        upward = (self.balance - thickness[:, 0]) * (self.physics.forced / (self.physics.relax_days * DAY))
+        upward = (self.slope - thickness[:, 0]) * (self.physics.forced / (self.physics.relax_days * DAY))
         return torch.stack([upward, -upward], 1)
 
     def sources(self, tracers: Tensor) -> tuple[Tensor, Tensor]:

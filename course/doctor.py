@@ -1,0 +1,272 @@
+"""`course doctor`: what this machine has, what it lacks, and the cure.
+
+Transformer Engine and DALI are imported in processes of their own: one that crashes or hangs there is a
+row of the table here.
+"""
+
+import ctypes.util
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from course.config import nearest
+from course.errors import CourseError
+
+LIMIT = 60.0                                         # seconds that an import may take
+TE_CURE = 'pip install --no-build-isolation "transformer-engine[pytorch]" (see README), or conda env create -f environment.yml'
+DALI_CURE = "pip install nvidia-dali-cuda130"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table. `ok` is None for a plain fact, or for something absent that nobody asked for."""
+
+    what: str
+    found: str
+    ok: bool | None = None
+    cure: str = ""
+    need: str = ""                                   # the name under which `--need` asks for it
+
+
+def main(need: str = "") -> int:
+    """Print the table; the exit status is 1 if something in the comma-separated `need` is missing."""
+    rows = examine()
+    wanted = [name.strip() for name in need.split(",") if name.strip()]
+    lacking = missing(rows, wanted)
+    show(rows)
+    for sentence in lacking:
+        print(f"missing: {sentence}")
+    return 1 if lacking else 0
+
+
+def examine() -> list[Row]:
+    """Every row; the slow ones at the same time."""
+    with ThreadPoolExecutor() as pool:
+        slow = [pool.submit(part) for part in (package_rows, gpu_rows, tool_rows)]
+        quick = python_rows() + host_rows()
+        packages, gpus, tools = (task.result() for task in slow)
+    return [*quick[:5], *gpus, *precision_rows(), *packages, *quick[5:], *tools]
+
+
+def missing(rows: list[Row], wanted: list[str]) -> list[str]:
+    """A sentence for each thing asked for that is not there; an unknown name is a `CourseError`."""
+    known = {row.need: row for row in rows if row.need}
+    for name in wanted:
+        if name not in known:
+            raise CourseError(f"--need {name}: there is no such thing to need{nearest(name, known)}; "
+                              f"it is one of {', '.join(sorted(known))}")
+    lacking = [known[name] for name in wanted if known[name].ok is not True]
+    return [f"{row.what}: {row.found}" + (f"; cure: {row.cure}" if row.cure else "") for row in lacking]
+
+
+def show(rows: list[Row]) -> None:
+    """The table, with what ails marked in colour and by a word."""
+    table = Table(title="course doctor")
+    for head in ("what", "", "found"):
+        table.add_column(head, overflow="fold")
+    for row in rows:
+        mark = {True: "[green]ok[/]", False: "[red]no[/]", None: ""}[row.ok]
+        table.add_row(row.what, mark, (row.found + (f"\ncure: {row.cure}" if row.cure else "")).replace("[", r"\["))
+    Console().print(table)
+
+
+def python_rows() -> list[Row]:
+    """Python, PyTorch and the libraries that it brings."""
+    cuda, new = torch.cuda.is_available(), torch_version() >= (2, 10)
+    cudnn = torch.backends.cudnn.version() if cuda else None
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if cuda and torch.distributed.is_nccl_available() else None
+    return [
+        Row("Python", f"{platform.python_version()} at {sys.executable}", (3, 11) <= sys.version_info[:2] < (3, 14)),
+        Row("PyTorch", torch.__version__, new, "" if new else "pip install 'torch>=2.10'"),
+        Row("CUDA", f"built for {torch.version.cuda}" if torch.version.cuda else "this PyTorch is built for CPUs"),
+        Row("cuDNN", str(cudnn) if cudnn else "not in use"),
+        Row("NCCL", nccl or "not in use (gloo serves CPUs)", bool(nccl) or None, need="nccl"),
+    ]
+
+
+def torch_version() -> tuple[int, int]:
+    """PyTorch's major and minor version."""
+    major, minor = re.findall(r"\d+", torch.__version__)[:2]
+    return int(major), int(minor)
+
+
+def host_rows() -> list[Row]:
+    """HDF5, processors, memory, disk."""
+    import h5py
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    rows = [Row("HDF5", f"{h5py.version.hdf5_version}, h5py {h5py.__version__}", True, need="hdf5"),
+            Row("CPU", f"{cores} cores for this process, {memory_gb():.0f} GB of memory"),
+            disk_row("disk here", Path.cwd(), 5, "free some space, or work on another disk")]
+    if Path("/dev/shm").is_dir():
+        rows.append(disk_row("shared memory", Path("/dev/shm"), 1, "data.workers=0, or in a container --shm-size=8g"))
+    return rows
+
+
+def memory_gb() -> float:
+    """Physical memory in GB."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+
+
+def disk_row(what: str, path: Path, least: float, cure: str) -> Row:
+    """Free space in GB; less than `least` ails."""
+    free = shutil.disk_usage(path).free / 1e9
+    return Row(what, f"{free:.1f} GB free in {path}", free >= least, "" if free >= least else cure)
+
+
+def gpu_rows() -> list[Row]:
+    """The GPUs, what PyTorch or nvidia-smi says of them, and the links between them."""
+    driver = command("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count:
+        cure = ("this PyTorch is built for CPUs: install one built for CUDA" if not torch.version.cuda else
+                "the driver may be older than this PyTorch needs") if driver else ""
+        found = f"none for PyTorch, but the driver {driver[0]} is there" if driver else "none: everything runs on the CPU"
+        return [Row("GPU", found, False if driver else None, cure, need="gpu"), Row("GPU links", "none", None, need="several-gpus")]
+    rows = [Row(f"GPU {i}", f"{p.name}, {p.total_memory / 1e9:.0f} GB, compute capability {p.major}.{p.minor}", True,
+                need="gpu" if i == 0 else "") for i, p in enumerate(map(torch.cuda.get_device_properties, range(count)))]
+    rows.append(Row("driver", driver[0] if driver else "nvidia-smi is not on the PATH"))
+    links = parse_links(command("nvidia-smi", "topo", "-m"))
+    rows.append(Row("GPU links", summarise_links(links) if count > 1 else "one GPU", count > 1 or None, need="several-gpus"))
+    return rows
+
+
+def parse_links(text: str) -> dict[tuple[int, int], str]:
+    """Pairs of GPUs and how they are joined (NV18, PIX, PHB, SYS ...), from `nvidia-smi topo -m`."""
+    lines = [line.split() for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()]
+    rows = [words[1:] for words in lines if words and re.fullmatch(r"GPU\d+", words[0]) and "X" in words]
+    return {(a, b): rows[a][b] for a in range(len(rows)) for b in range(a + 1, len(rows))}
+
+
+def summarise_links(links: dict[tuple[int, int], str]) -> str:
+    """`every pair NV18`, or the pairs of each kind of link."""
+    kinds: dict[str, list[str]] = {}
+    for (a, b), link in links.items():
+        kinds.setdefault(link, []).append(f"{a}-{b}")
+    if len(kinds) == 1:
+        return f"every pair {next(iter(kinds))}"
+    return "; ".join(f"{link}: {', '.join(pairs)}" for link, pairs in kinds.items()) or "unknown: nvidia-smi topo -m is silent"
+
+
+def precision_rows() -> list[Row]:
+    """Which number formats the first GPU multiplies in hardware (the CPU where there is none)."""
+    if not torch.cuda.is_available():
+        return [Row("bf16", "on the CPU: correct, not fast", True, need="bf16"),
+                Row("FP8", "needs a GPU of compute capability 8.9 or more (Ada, Hopper, Blackwell)", None, need="fp8"),
+                Row("MXFP8, NVFP4", "need a GPU of compute capability 10.0 or more (Blackwell)", None, need="mxfp8")]
+    return precisions(torch.cuda.get_device_capability(0))
+
+
+def precisions(capability: tuple[int, int]) -> list[Row]:
+    """The rows for a GPU of this compute capability."""
+    has = f"compute capability {capability[0]}.{capability[1]}"
+    table = [("fp16", (7, 0), "fp16"), ("TF32", (8, 0), "tf32"), ("bf16", (8, 0), "bf16"), ("FP8", (8, 9), "fp8"),
+             ("MXFP8, NVFP4", (10, 0), "mxfp8")]
+    return [Row(what, f"{has}, needs {least[0]}.{least[1]}", True if capability >= least else None, need=need)
+            for what, least, need in table]
+
+
+def package_rows() -> list[Row]:
+    """Transformer Engine and DALI, tried at the same time."""
+    with ThreadPoolExecutor() as pool:
+        return [task.result() for task in [pool.submit(transformer_engine_row), pool.submit(dali_row)]]
+
+
+def transformer_engine_row() -> Row:
+    """Transformer Engine, imported for real; and whether it uses the same cuDNN as PyTorch."""
+    code = ("import json, torch, transformer_engine.pytorch as te\n"
+            "ok, reason = te.is_fp8_available(return_reason=True)\n"
+            "maps = open('/proc/self/maps').read() if __import__('os').path.exists('/proc/self/maps') else ''\n"
+            "paths = sorted({l.split()[-1] for l in maps.splitlines() if '/libcudnn.so' in l})\n"
+            "print('\\n' + json.dumps({'fp8': ok, 'reason': str(reason), 'cudnn': paths}))")
+    return package_row("Transformer Engine", "transformer_engine", "transformer-engine", code, TE_CURE, "te", judge_te)
+
+
+def judge_te(version: str, answer: dict) -> Row:
+    """The row for a Transformer Engine that imports, from what it said of itself."""
+    fp8 = "FP8 available" if answer["fp8"] else f"no FP8: {answer['reason']}"
+    if len(answer["cudnn"]) > 1:
+        folder = Path(next((p for p in answer["cudnn"] if "site-packages" in p), answer["cudnn"][0])).parent
+        return Row("Transformer Engine", f"{version}, {fp8}; but two cuDNNs are loaded ({', '.join(answer['cudnn'])}): "
+                   "it then falls back to unfused attention, three times slower, without a word", False,
+                   f"export CUDNN_HOME={folder.parent} LD_LIBRARY_PATH={folder}:$LD_LIBRARY_PATH", "te")
+    return Row("Transformer Engine", f"{version}, {fp8}", True, need="te")
+
+
+def dali_row() -> Row:
+    """DALI, imported for real."""
+    code = "import json, nvidia.dali, nvidia.dali.fn\nprint('\\n' + json.dumps({}))"
+    return package_row("DALI", "nvidia.dali", "nvidia-dali-cuda130", code, DALI_CURE, "dali",
+                       lambda version, answer: Row("DALI", version, True, need="dali"))
+
+
+def package_row(what: str, module: str, distribution: str, code: str, cure: str, need: str,
+                judge: Callable[[str, dict], Row]) -> Row:
+    """Import a package in a process of its own and judge what it prints last, a line of JSON."""
+    try:
+        if importlib.util.find_spec(module) is None:
+            raise ModuleNotFoundError
+    except ModuleNotFoundError:
+        return Row(what, "not installed", None, cure, need)
+    try:
+        version = importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        version = "of unknown version"
+    try:
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT)
+    except subprocess.TimeoutExpired:
+        return Row(what, f"{version}, but importing it takes more than {LIMIT:.0f} s", False, cure, need)
+    if done.returncode:
+        reason = why(done.returncode, done.stderr)
+        return Row(what, f"{version}, but importing it fails: {reason}", False, cure_for(done.stderr, cure), need)
+    return judge(version, json.loads(done.stdout.strip().splitlines()[-1]))
+
+
+def why(status: int, stderr: str) -> str:
+    """The reason a process gave for failing: its exception, or the signal that killed it."""
+    lines = [line for line in stderr.strip().splitlines() if line.strip()]
+    if status < 0:
+        return f"it crashed (signal {-status})" + (f" after: {lines[-1][:200]}" if lines else "")
+    return lines[-1][:300] if lines else f"it ended with status {status} and no message"
+
+
+def cure_for(stderr: str, otherwise: str) -> str:
+    """The cure for the failures that are well known."""
+    found = importlib.util.find_spec("nvidia.cudnn") if importlib.util.find_spec("nvidia") else None
+    if "undefined symbol" in stderr and found and found.submodule_search_locations:
+        home = next(iter(found.submodule_search_locations))
+        return (f"let PyTorch's own cuDNN come first: export CUDNN_HOME={home} LD_LIBRARY_PATH={home}/lib:$LD_LIBRARY_PATH; "
+                f"if that does not help, build it against this PyTorch: {otherwise}")
+    if "libcuda" in stderr or ctypes.util.find_library("cuda") is None:
+        return f"it needs an NVIDIA driver; without a GPU leave it out (otherwise: {otherwise})"
+    return otherwise
+
+
+def tool_rows() -> list[Row]:
+    """Slurm and the profiler."""
+    slurm, nsys = command("sinfo", "--version"), command("nsys", "--version")
+    return [Row("Slurm", slurm or "not installed", bool(slurm) or None, need="slurm"),
+            Row("Nsight Systems", nsys.splitlines()[-1] if nsys else "not installed (the PyTorch profiler serves)",
+                bool(nsys) or None, need="nsys")]
+
+
+def command(*words: str) -> str:
+    """What a command prints; nothing if it is not there, fails, or takes more than ten seconds."""
+    try:
+        return subprocess.run(words, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""

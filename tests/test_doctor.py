@@ -1,0 +1,99 @@
+import sys
+
+import pytest
+
+from course import doctor
+from course.doctor import Row
+from course.errors import CourseError
+
+TOPOLOGY = """\
+\x1b[4m\tGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
+GPU0\t X \tNV18\tNV18\tSYS\tPXB\t0-31\t0\t\tN/A
+GPU1\tNV18\t X \tNV18\tSYS\tPXB\t0-31\t0\t\tN/A
+GPU2\tNV18\tNV18\t X \tPIX\tNODE\t0-31\t0\t\tN/A
+GPU3\tSYS\tSYS\tPIX\t X \tNODE\t0-31\t0\t\tN/A
+NIC0\tPXB\tPXB\tNODE\tNODE\t X
+
+Legend:
+  X    = Self
+  SYS  = Connection traversing PCIe as well as the SMP interconnect between NUMA nodes
+"""
+
+
+def test_the_table_is_printed_and_nothing_is_needed(capsys):
+    assert doctor.main() == 0
+    out = capsys.readouterr().out
+    for what in ("Python", "PyTorch", "CUDA", "cuDNN", "NCCL", "GPU", "FP8", "Transformer Engine", "DALI", "HDF5", "Slurm", "disk"):
+        assert what in out
+
+
+def test_links_are_read_from_the_topology():
+    links = doctor.parse_links(TOPOLOGY)
+    assert links == {(0, 1): "NV18", (0, 2): "NV18", (0, 3): "SYS", (1, 2): "NV18", (1, 3): "SYS", (2, 3): "PIX"}
+    assert doctor.summarise_links(links) == "NV18: 0-1, 0-2, 1-2; SYS: 0-3, 1-3; PIX: 2-3"
+    assert doctor.summarise_links({(0, 1): "NV18"}) == "every pair NV18"
+    assert "unknown" in doctor.summarise_links(doctor.parse_links(""))
+
+
+@pytest.mark.parametrize(("capability", "has"), [
+    ((7, 0), {"fp16"}), ((8, 0), {"fp16", "tf32", "bf16"}), ((8, 9), {"fp16", "tf32", "bf16", "fp8"}),
+    ((9, 0), {"fp16", "tf32", "bf16", "fp8"}), ((10, 0), {"fp16", "tf32", "bf16", "fp8", "mxfp8"})])
+def test_formats_go_by_compute_capability(capability, has):
+    assert {row.need for row in doctor.precisions(capability) if row.ok} == has
+
+
+def test_only_what_is_asked_for_can_be_missing():
+    rows = [Row("A", "there", True, need="a"), Row("B", "broken", False, "mend it", "b"), Row("C", "absent", None, need="c")]
+    assert doctor.missing(rows, []) == [] == doctor.missing(rows, ["a"])
+    assert doctor.missing(rows, ["a", "b", "c"]) == ["B: broken; cure: mend it", "C: absent"]
+    with pytest.raises(CourseError, match="it is one of a, b, c"):
+        doctor.missing(rows, ["d"])
+
+
+def test_needs_decide_the_exit_status(monkeypatch, capsys):
+    rows = [Row("FP8", "no", None, need="fp8"), Row("HDF5", "yes", True, need="hdf5")]
+    monkeypatch.setattr(doctor, "examine", lambda: rows)
+    assert doctor.main("hdf5") == 0 and doctor.main("hdf5, fp8") == 1
+    assert "missing: FP8" in capsys.readouterr().out
+    with pytest.raises(CourseError, match="did you mean 'fp8'"):
+        doctor.main("fp9")
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch):
+    """Write a package that does something on import, and examine it as if it were DALI."""
+    def make(body: str) -> Row:
+        (tmp_path / "fakepackage.py").write_text(body)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+        code = "import json, fakepackage\nprint('\\n' + json.dumps({'x': fakepackage.x}))"
+        return doctor.package_row("Fake", "fakepackage", "pip", code, "install it", "fake",
+                                  lambda version, answer: Row("Fake", f"{version} x={answer['x']}", True, need="fake"))
+    return make
+
+
+@pytest.mark.parametrize(("body", "ok", "words"), [
+    ("x = 3", True, "x=3"),
+    ("print('noise'); x = 4", True, "x=4"),
+    ("raise ImportError('libfoo.so: undefined symbol: bar')", False, "undefined symbol: bar"),
+    ("import os; os.abort()", False, "crashed (signal 6)"),
+    ("import os; os._exit(3)", False, "status 3"),
+    ("import time; time.sleep(30)", False, "takes more than"),
+])
+def test_a_package_that_fails_is_a_row_with_its_own_reason(fake, monkeypatch, body, ok, words):
+    monkeypatch.setattr(doctor, "LIMIT", 2.0)
+    row = fake(body)
+    assert row.ok is ok and words in row.found
+    assert ok or row.cure
+
+
+def test_two_cudnns_are_noticed():
+    paths = ["/usr/lib/x86_64-linux-gnu/libcudnn.so.9", "/env/site-packages/nvidia/cudnn/lib/libcudnn.so.9"]
+    row = doctor.judge_te("2.20", {"fp8": True, "reason": "", "cudnn": paths})
+    assert row.ok is False and "export CUDNN_HOME=/env/site-packages/nvidia/cudnn LD" in row.cure
+    assert doctor.judge_te("2.20", {"fp8": False, "reason": "no GPU", "cudnn": paths[1:]}).ok
+
+
+def test_an_absent_package_says_how_to_get_it():
+    row = doctor.package_row("No", "no_such.package", "no-such", "", "install it", "no", lambda *_: Row("", ""))
+    assert row.ok is None and row.found == "not installed" and row.cure == "install it"
