@@ -1,1 +1,19 @@
-"""Deep Learning at Scale: from one GPU to model parallelism."""
+"""Deep Learning at Scale: from one GPU to model parallelism. A map of the library, in reading order.
+
+    errors, files       one exception for what a user can mend; files that are whole or absent
+    config              frozen dataclasses, presets, key=value
+    random              randomness as a pure function
+    models              layers (the shared block) and vit, serial and unaware of parallelism
+    data                layout (files on disk), weather and era5 (their makers), order (who sees what when),
+                        native (a loader)
+    parallel            mesh (who talks to whom), placement (what a rank holds), data (average gradients)
+    precision           number formats and the loss scale
+    step                one optimizer step, for every layout
+    train               a run: build, resume, fit, log, save
+    validate, evaluate  how good the model is, while training and after; baselines and metrics to compare with
+    checkpoint          what is written says nothing of the layout that wrote it
+    report, pictures    what a run tells
+    stop                signals
+    perf                FLOPs and peaks
+    doctor, cli         what this machine has; the `course` command
+"""

@@ -1,19 +1,24 @@
-"""An atmosphere of two layers of fluid on the rotating sphere: the equations, their forcing, and a time step.
+"""An atmosphere on two levels of the rotating sphere: the equations, what drives them, and a time step.
 
-Each layer (1 above, 2 below) has a vorticity, a divergence and a thickness, as gravity times depth (m²/s²); the lower
-one flows over mountains and carries two tracers, temperature and column water. In vorticity-divergence
-form (D. L. Williamson et al. 1992, J. Comput. Phys. 102, 211, equations 1 to 7, here twice), for each layer:
+The hydrostatic primitive equations of a dry gas in sigma = pressure / surface pressure, two layers of equal mass
+(1 above, 2 below, at sigma 1/4 and 3/4), in vorticity-divergence form. With G = div v + v·grad(ln ps) for
+each layer and S = (G2 - G1) / 4, the flow from the upper to the lower layer:
 
-    d vorticity / dt  =  curl N,    d divergence / dt  =  div N - laplacian(p + |v|²/2),
-    N = (vorticity + f) (v, -u) + drag,
-    d thickness / dt  =  -div(thickness (u, v)) + exchange,
-    p1 = thickness1 + thickness2 + mountains,    p2 = (1 - BUOYANCY) thickness1 + thickness2 + mountains.
+    d vorticity / dt    =  curl N,     d divergence / dt  =  div N - laplacian(|v|²/2 + geopotential),
+    N                   =  (vorticity + f) (v, -u) - S (v2 - v1) - R T grad(ln ps) - drag v,
+    d temperature / dt  =  -v·grad(T) - S (T2 - T1) + (R/cp) T (v·grad(ln ps) - A) + heating,
+    d ps / dt           =  -div(ps (v1 + v2) / 2),
+    geopotential1       =  ground + ln 2 R (T1 + T2),    A1 = ln 2 G1,
+    geopotential2       =  ground + (1 - ln 2) R T2,     A2 = ln 2 G1 + (1 - ln 2) G2.
 
-Forcing: the boundary between the layers relaxes towards a slope that balances a jet in each hemisphere
-(as in I. M. Held and M. J. Suarez 1994, Bull. Amer. Meteor. Soc. 75, 1825, whose boundary drag this is too);
-the slope is unstable, and the eddies that grow on it are the weather. Relaxing moves mass between the layers but
-makes none. Water evaporates from warm seas and falls out where the air is nearly saturated; it does not
-heat the air. No seasons, no day and night, no randomness: the next state follows from this one.
+This choice of A conserves energy: A. J. Simmons and D. M. Burridge (1981), Mon. Wea. Rev. 109, 758, sections 2 and 3.
+The surface pressure itself is carried, not its logarithm, so that mass is conserved to rounding.
+
+Heating relaxes the temperature towards warm tropics and cold poles, and drag slows the lower wind, as in I. M. Held
+and M. J. Suarez (1994), Bull. Amer. Meteor. Soc. 75, 1825, with continents added. The slope of temperature is
+unstable, and the eddies that grow on it are the weather. Water is carried by the lower wind; it evaporates
+from warm seas and falls out where the air is nearly saturated, without heating the air. There are no seasons, no
+day and night and no random forcing: the next state follows from this one.
 """
 
 import math
@@ -26,159 +31,160 @@ from torch import Tensor
 from course.data.sphere import RADIUS, Sphere, gaussian
 
 OMEGA = 7.292e-5                                 # rotation of the Earth, rad/s
+GRAVITY = 9.80616                                # m/s²
+GAS = 287.0                                      # R of dry air, J/kg/K
+HEAT = 1004.64                                   # cp of dry air, J/kg/K
 DAY = 86400.0                                    # s
-BUOYANCY = 0.3                                   # relative difference in density of the layers
-DEPTH = 42_000.0                                 # mean thickness of a layer, m²/s²: waves of 280 and 79 m/s
-FIELDS = ("vorticity1", "vorticity2", "divergence1", "divergence2", "thickness1", "thickness2", "temperature", "water")
+MEAN_PRESSURE = 98_500.0                         # of the ground, Pa
+FIELDS = ("vorticity1", "vorticity2", "divergence1", "divergence2", "temperature1", "temperature2", "ps", "water")
 
 # Continents and mountains: latitude, longitude and radius in degrees, and height (1 makes land; metres).
 CONTINENTS = ((52, 95, 32, 1.4), (52, 25, 18, 1.0), (8, 20, 22, 1.2), (-22, 22, 15, 1.1), (50, 255, 25, 1.3),
               (68, 300, 12, 0.9), (-8, 300, 18, 1.2), (-38, 290, 12, 0.9), (-25, 134, 15, 1.2), (-90, 0, 20, 2.0),
               (22, 80, 10, 0.9))
-MOUNTAINS = ((34, 88, 14, 2600), (42, 250, 11, 1900), (-20, 291, 8, 1500), (-40, 290, 7, 900), (73, 320, 10, 1300),
-             (-86, 60, 16, 2000), (8, 38, 8, 900), (46, 12, 6, 500))
+MOUNTAINS = ((34, 88, 14, 2600), (42, 250, 11, 1900), (-20, 291, 9, 1500), (-40, 290, 8, 900), (73, 320, 11, 1300),
+             (-86, 60, 16, 2000), (8, 38, 9, 900), (46, 12, 8, 600))
 
 
 @dataclass(frozen=True)
 class Physics:
-    """What drives and slows the flow; `Physics(forced=False)` leaves only the conserving equations."""
+    """What drives and slows the flow; `Physics(forced=False, smooth_hours=0)` leaves only what conserves."""
 
-    forced: bool = True              # False: no relaxation, drag, evaporation or rain
+    forced: bool = True              # False: no heating, drag, evaporation or rain
     mountains: float = 1.0           # times the height of the mountains
-    jet: float = 38.0                # m/s, shear of the balanced jets that the layers relax to
-    relax_days: float = 8.0          # of the boundary between the layers
-    temperature_days: float = 8.0    # of the lower air's temperature
-    drag_days: float = 2.5           # of the lower wind over sea
-    drag_land_days: float = 1.0      # ... and over land
-    smooth_hours: float = 3.0        # time in which the shortest waves decay; 0: never
+    contrast: float = 62.0           # K, equator to pole, of the temperature that heating tends to
+    stability: float = 14.0          # K per unit of ln(pressure), of its potential temperature, at the equator
+    heating_days: float = 20.0       # time of the relaxation
+    drag_days: float = 4.0           # of the lower wind over sea
+    drag_land_days: float = 2.0      # ... and over land
+    smooth_hours: float = 8.0        # time in which the shortest waves decay; 0: never
 
 
 def bumps(shapes: tuple[tuple[float, float, float, float], ...], lat: Tensor, lon: Tensor) -> Tensor:
     """A sum of Gaussian bumps (latitude, longitude, radius in degrees, height) at points in degrees."""
     total = torch.zeros_like(lat + lon)
+    lat = torch.deg2rad(lat)
     for north, east, radius, height in shapes:
-        a, b, c = torch.deg2rad(lat), math.radians(north), torch.deg2rad(lon - east)
-        cosine = a.sin() * math.sin(b) + a.cos() * math.cos(b) * c.cos()
-        total += height * torch.exp((cosine - 1) / math.radians(radius) ** 2 * 2)
+        centre = math.radians(north)
+        cosine = lat.sin() * math.sin(centre) + lat.cos() * math.cos(centre) * torch.deg2rad(lon - east).cos()
+        total += height * torch.exp(2 * (cosine - 1) / math.radians(radius) ** 2)
     return total
 
 
 def land(lat: Tensor, lon: Tensor) -> Tensor:
-    """Fraction of land, 0 to 1 with smooth coasts, at latitudes (..., 1) and longitudes (lon,) in degrees."""
+    """Fraction of land, 0 to 1 with smooth coasts, at latitudes (lat, 1) and longitudes (lon,) in degrees."""
     return torch.sigmoid(12 * (bumps(CONTINENTS, lat, lon) - 0.55))
 
 
 def mountains(lat: Tensor, lon: Tensor) -> Tensor:
-    """Geopotential of the ground in m²/s² at latitudes (..., 1) and longitudes (lon,) in degrees."""
-    return 9.81 * bumps(MOUNTAINS, lat, lon)
-
-
-def still_temperature(lat: Tensor, ground: Tensor) -> Tensor:
-    """Temperature near 850 hPa to which still air tends (K): warm tropics and deserts, cold polar lands."""
-    cosine = torch.deg2rad(lat).cos()
-    return 248 + 45 * cosine**2.5 + ground * (5 - 16 * (1 - cosine**2) ** 2)
-
-
-def sea_temperature(lat: Tensor) -> Tensor:
-    """Temperature of the sea's surface in K: 301 at the equator, 271 at the poles."""
-    return 271 + 30 * torch.deg2rad(lat).cos() ** 3
+    """Geopotential of the ground in m²/s² at latitudes (lat, 1) and longitudes (lon,) in degrees."""
+    return GRAVITY * bumps(MOUNTAINS, lat, lon)
 
 
 def saturation(temperature: Tensor) -> Tensor:
-    """Column water in kg/m² that saturates air whose temperature near 850 hPa is given (K): after Clausius-Clapeyron."""
-    return 62 * torch.exp(0.062 * (temperature - 290))
+    """Column water (kg/m²) of saturated air whose lower layer has this temperature (K): after Clausius-Clapeyron."""
+    return 62 * torch.exp(0.064 * (temperature - 286))
 
 
 class Atmosphere:
     """The two layers on a Gaussian grid. A state is complex (years, 8, l, m), fields in the order of FIELDS."""
 
-    def __init__(self, truncation: int, physics: Physics = Physics(), dtype: torch.dtype = torch.float32,  # noqa: B008
+    def __init__(self, truncation: int, physics: Physics | None = None, dtype: torch.dtype = torch.float32,
                  device: torch.device | str = "cpu"):
         mu, weights, columns = gaussian(truncation)
-        self.physics = physics
+        self.physics = physics = physics or Physics()
         self.sphere = Sphere(truncation, mu, columns, weights, dtype, device)
         lat = torch.rad2deg(torch.asin(self.sphere.mu))                                  # (lat, 1)
         lon = torch.arange(columns, dtype=dtype, device=device) * 360 / columns          # (lon,)
-        ground = land(lat, lon)                                                          # (lat, lon)
+        self.land = land(lat, lon)                                                       # (lat, lon)
+        self.ground = self.sphere.analyse(mountains(lat, lon) * physics.mountains)       # (l, m), m²/s²
         self.coriolis = 2 * OMEGA * self.sphere.mu                                       # (lat, 1)
-        self.mountains = self.sphere.analyse(mountains(lat, lon) * physics.mountains)    # (l, m)
-        drag = (1 - ground) / physics.drag_days + ground / physics.drag_land_days
-        self.drag = torch.stack([torch.zeros_like(drag), drag]) / DAY                    # (layer, lat, lon), 1/s
-        self.jet = (physics.jet * torch.sin(2 * torch.deg2rad(lat)) ** POW).expand_as(ground).contiguous()
-        self.slope = self.balance()                                                      # (l, m), m²/s²
-        self.warmth = still_temperature(lat, ground)                                     # (lat, lon), K
-        self.evaporation = (1 - 0.75 * ground) / (2 * DAY)                               # (lat, lon), 1/s
+        self.warmth = self.still_temperature()                                           # (layer, lat, lon), K
+        drag = (1 - self.land) / physics.drag_days + self.land / physics.drag_land_days
+        self.drag = torch.stack([0 * drag, drag]) * (physics.forced / DAY)               # (layer, lat, lon), 1/s
         self.damping = (self.sphere.laplacian / self.sphere.laplacian[-1]) ** 3          # (l, 1)
 
-    def balance(self) -> Tensor:
-        """Upper thickness, as a spectrum (l, m), that keeps the jet above in balance over a lower layer at rest."""
-        sphere, still = self.sphere, torch.zeros_like(self.jet)
-        spin = sphere.synthesise(sphere.curl(self.jet, still)) + self.coriolis
-        slope = sphere.divergence(still, -spin * self.jet) * sphere.inverse_laplacian - sphere.analyse(self.jet**2 / 2)
-        slope = slope / BUOYANCY
-        slope[0, 0] = DEPTH
-        return slope
+    def still_temperature(self) -> Tensor:
+        """What heating tends to, (layer, lat, lon) in K: Held and Suarez's, with warm deserts and cold polar lands."""
+        sine, physics = self.sphere.mu**2, self.physics
+        layers = []
+        for sigma, coast in ((0.25, 0.0), (0.75, 1.0)):
+            potential = 315 - physics.contrast * sine - physics.stability * math.log(sigma) * (1 - sine)
+            local = coast * self.land * (5 - 20 * sine**2)
+            layers.append((potential * sigma ** (GAS / HEAT)).clamp(min=200) + local)
+        return torch.stack(layers)
 
     def start(self, seed: int, years: list[int]) -> Tensor:
-        """Balanced jets with random eddies of some 1000 km, another draw for each (seed, year): (years, 8, l, m)."""
+        """Jets in balance with their temperature, and random eddies drawn for each (seed, year): (years, 8, l, m)."""
         sphere, size = self.sphere, self.sphere.truncation + 1
-        state = torch.zeros(len(years), len(FIELDS), size, size, dtype=self.mountains.dtype, device=self.mountains.device)
-        upper = sphere.curl(self.jet, torch.zeros_like(self.jet))
+        state = self.ground.new_zeros(len(years), len(FIELDS), size, size)
+        state[:, 4:6] = sphere.analyse(self.warmth)
+        state[:, 6] = sphere.analyse(MEAN_PRESSURE * torch.exp(-sphere.synthesise(self.ground) / (GAS * 270)))
+        state[:, 6] *= MEAN_PRESSURE / state[:, 6, :1, :1]
+        state[:, 7] = sphere.analyse(0.6 * saturation(self.warmth[1]))
+        # Thermal wind over a lower layer at rest; near the equator, where f vanishes, held back.
+        slope = GAS * math.log(2) * sphere.gradient(state[0, 4:6].mean(0) * 2)[1].mean(-1, keepdim=True)     # (lat, 1)
+        jet = (-slope * self.coriolis / (self.coriolis**2 + 3e-5**2)).expand(-1, sphere.columns).contiguous()
+        state[:, 0] = sphere.curl(jet, 0 * jet)
+        l = np.arange(min(size, 24))[:, None]
         for i, year in enumerate(years):
-            draw = np.random.default_rng([seed, year]).standard_normal((2, 40, 40))[:, :size, :size]
-            l = np.arange(draw.shape[1])[:, None]
-            eddies = np.tril(draw[0] + 1j * draw[1]) * np.exp(-((l - 8) / 4.0) ** 2) * 2.5e-6    # 1/s
-            eddies[:, 0] = 0                                                                  # zonal waves only
-            state[i, 0:2, :len(l), :len(l)] = torch.as_tensor(eddies).to(state)
-        state[:, 0] += upper
-        state[:, 4] = self.slope
-        state[:, 5] = -(1 - BUOYANCY) * self.slope - self.mountains
-        state[:, 5, 0, 0] = DEPTH - self.mountains[0, 0]
-        state[:, 6] = sphere.analyse(self.warmth)
-        state[:, 7] = sphere.analyse(0.6 * saturation(self.warmth))
+            draw = np.random.default_rng([seed, year]).standard_normal((2, 24, 24))[:, :size, :size]
+            eddies = np.tril(draw[0] + 1j * draw[1]) * np.exp(-(((l - 8) / 4) ** 2)) * 3e-6                  # 1/s
+            eddies[:, 0] = 0                                                                                 # waves only
+            state[i, 0:2, :len(l), :len(l)] += torch.as_tensor(eddies).to(state)
         return state
-
-    def pressure(self, thickness: Tensor) -> Tensor:
-        """Geopotential-like pressure of both layers (years, 2, ...) from their thicknesses, as spectra."""
-        lower = (1 - BUOYANCY) * thickness[:, 0] + thickness[:, 1] + self.mountains
-        return torch.stack([lower + BUOYANCY * thickness[:, 0], lower], 1)
 
     def tendency(self, state: Tensor) -> Tensor:
         """d state / dt, (years, 8, l, m)."""
         sphere = self.sphere
-        thickness = state[:, 4:6]
-        spin, depth, tracers = sphere.synthesise(state[:, [0, 1, 4, 5, 6, 7]]).split(2, 1)   # (years, 2, lat, lon) each
+        values = sphere.synthesise(state)                                                    # (years, 8, lat, lon)
+        spin, spread, temperature = (values[:, i:i + 2] for i in (0, 2, 4))                  # (years, 2, lat, lon)
+        ps, water = values[:, 6:7], values[:, 7:8]                                           # (years, 1, lat, lon)
+        wind, slope = self.winds_and_slopes(state)                                           # (2, years, 2 and 3, lat, lon)
+        slope_ps = slope[:, :, 2:] / ps                                                      # of ln ps
+        along = (wind * slope_ps).sum(0)                                                     # v·grad(ln ps)
+        inflow = spread + along                                                              # G
+        sinking = (inflow[:, 1:] - inflow[:, :1]) / 4                                        # S
+
+        u, v = wind
         spin = spin + self.coriolis
-        u, v = sphere.wind(state[:, 0:2], state[:, 2:4])                                     # (years, 2, lat, lon)
-        force_u, force_v = spin * v - self.drag * u, -spin * u - self.drag * v
-        water = tracers[:, 1:]
-        out_u = torch.cat([depth * u, water * u[:, 1:]], 1)                                  # mass and water on the move
-        out_v = torch.cat([depth * v, water * v[:, 1:]], 1)
-        # One transform: curl of the force as the divergence of (v, -u), its divergence, and the divergence of the fluxes.
-        rotation, expansion, outflow = sphere.divergence(torch.cat([force_v, force_u, out_u], 1),
-                                                         torch.cat([-force_u, force_v, out_v], 1)).split((2, 2, 3), 1)
-        warming, rain = self.sources(tracers)
-        slope_u, slope_v = sphere.gradient(state[:, 6])                                      # (years, lat, lon)
-        warming = warming - u[:, 1] * slope_u - v[:, 1] * slope_v
-        kinetic, warming, rain = sphere.analyse(torch.cat([(u**2 + v**2) / 2, warming[:, None], rain[:, None]], 1)
-                                                ).split((2, 1, 1), 1)
-        expansion = expansion - sphere.laplacian * (kinetic + self.pressure(thickness))
-        return torch.cat([rotation, expansion, self.exchange(thickness) - outflow[:, :2], warming, rain - outflow[:, 2:]], 1)
+        force = torch.stack([spin * v, -spin * u]) - GAS * temperature * slope_ps - self.drag * wind
+        force = force - sinking * (wind[:, :, 1:] - wind[:, :, :1])                          # (2, years, 2, lat, lon)
+        flux = torch.cat([ps * wind.mean(2, keepdim=True), water * wind[:, :, 1:]], 2)       # of mass and of water
+        # One transform for curl N, which is the divergence of (Nv, -Nu), for div N, and for the fluxes.
+        curl, div, outflow = sphere.divergence(torch.cat([force[1], force[0], flux[0]], 1),
+                                               torch.cat([-force[0], force[1], flux[1]], 1)).split(2, 1)
 
-    def exchange(self, thickness: Tensor) -> Tensor:
-        """Mass that passes from one layer to the other as their boundary relaxes: spectra (years, 2, l, m), of sum zero."""
-        upward = (self.slope - thickness[:, 0]) * (self.physics.forced / (self.physics.relax_days * DAY))
-        return torch.stack([upward, -upward], 1)
+        squeeze = torch.cat([math.log(2) * inflow[:, :1],
+                             math.log(2) * inflow[:, :1] + (1 - math.log(2)) * inflow[:, 1:]], 1)            # A
+        warming = -(wind * slope[:, :, :2]).sum(0) - sinking * (temperature[:, 1:] - temperature[:, :1])
+        warming = warming + GAS / HEAT * temperature * (along - squeeze)
+        heating, rain = self.sources(temperature, water)
+        scalars = sphere.analyse(torch.cat([(u**2 + v**2) / 2, warming + heating, rain], 1))                 # 2 + 2 + 1
+        div = div - sphere.laplacian * (scalars[:, :2] + self.geopotential(state[:, 4:6], self.ground))
+        return torch.cat([curl, div, scalars[:, 2:4], -outflow[:, :1], scalars[:, 4:] - outflow[:, 1:]], 1)
 
-    def sources(self, tracers: Tensor) -> tuple[Tensor, Tensor]:
-        """Heating (K/s) and evaporation less rain (kg/m²/s), each (years, lat, lon), of temperature and water."""
-        temperature, water = tracers.unbind(1)
+    def winds_and_slopes(self, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Winds (2, years, 2, lat, lon) and the gradients of both temperatures and ps (2, years, 3, lat, lon)."""
+        carried = state[:, 4:7]
+        both = self.sphere.wind(torch.cat([state[:, 0:2], torch.zeros_like(carried)], 1),
+                                torch.cat([state[:, 2:4], carried * self.sphere.laplacian], 1))
+        return both[:, :, :2], both[:, :, 2:]
+
+    @staticmethod
+    def geopotential(temperature: Tensor, ground: Tensor) -> Tensor:
+        """Geopotential of the two layers (years, 2, ...) in m²/s², of spectra or of values."""
+        upper, lower = temperature.unbind(1)
+        return torch.stack([ground + GAS * math.log(2) * (upper + lower), ground + GAS * (1 - math.log(2)) * lower], 1)
+
+    def sources(self, temperature: Tensor, water: Tensor) -> tuple[Tensor, Tensor]:
+        """Heating (K/s, of both layers) and evaporation less rain (kg/m²/s)."""
         if not self.physics.forced:
             return torch.zeros_like(temperature), torch.zeros_like(water)
-        full = saturation(temperature)
-        moist = self.evaporation * (0.75 * saturation(self.warmth) - water).clamp(min=0)
-        rain = (water - 0.8 * full).clamp(min=0) / (0.25 * DAY)
-        return (self.warmth - temperature) / (self.physics.temperature_days * DAY), moist - rain
+        heating = (self.warmth - temperature) / (self.physics.heating_days * DAY)
+        evaporation = (0.75 * saturation(self.warmth[1]) - water).clamp(min=0) * (1 - 0.75 * self.land) / (2 * DAY)
+        rain = (water - 0.8 * saturation(temperature[:, 1:])).clamp(min=0) / (0.25 * DAY)
+        return heating, evaporation - rain
 
     def step(self, state: Tensor, seconds: float) -> Tensor:
         """One Runge-Kutta step of fourth order, then the decay of the shortest waves."""
@@ -193,24 +199,20 @@ class Atmosphere:
 
     def advance(self, state: Tensor, hours: float) -> Tensor:
         """The state `hours` later, in equal steps short enough for the fastest wave (RK4 is stable up to 2.8)."""
-        fastest = (math.sqrt(2 * DEPTH) + 60) * (self.sphere.truncation + 1) / RADIUS        # rad/s
-        steps = math.ceil(3600 * hours * fastest / 2.4)
+        fastest = 340 * (self.sphere.truncation + 1) / RADIUS                                # rad/s, of a wave of 340 m/s
+        steps = math.ceil(3600 * hours * fastest / 2.3)
         for _ in range(steps):
             state = self.step(state, 3600 * hours / steps)
         return state
 
-    def budget(self, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Mass (m²/s², mean thickness of all) and energy above rest (m⁶/s⁶... per unit area): float64 (years,) each."""
-        sphere = self.sphere
-        upper, lower = sphere.synthesise(state[:, 4:6]).double().unbind(1)                   # (years, lat, lon)
-        u, v = sphere.wind(state[:, 0:2], state[:, 2:4]).double()
-        hills = sphere.synthesise(self.mountains).double()
-        kinetic = (u**2 + v**2) / 2
-        light = 1 - BUOYANCY
-        level = lower + hills
-        potential = light * ((upper + level) ** 2 - level**2) / 2 + (level**2 - hills**2) / 2
-        rest = light * (4 * DEPTH**2 - DEPTH**2) / 2 + DEPTH**2 / 2 - hills.new_tensor(0)
-        weights = sphere.weights.double()
-        mean = [(x * weights).sum((-2, -1)) / sphere.columns for x in
-                (upper + lower, light * upper * kinetic[:, 0] + lower * kinetic[:, 1] + potential - rest)]
-        return mean[0], mean[1]
+    def budget(self, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Mass (kg/m²), total energy and its kinetic part (J/m²), area means, each float64 (years,)."""
+        values = self.sphere.synthesise(state).double()
+        ground = self.sphere.synthesise(self.ground).double()
+        wind = self.winds_and_slopes(state)[0].double()
+        mass = values[:, 6] / GRAVITY                                                        # (years, lat, lon)
+        kinetic = mass * (wind**2).sum(0).mean(1) / 2
+        energy = kinetic + mass * (HEAT * values[:, 4:6].mean(1) + ground)
+        weights = self.sphere.weights.double()
+        mass, energy, kinetic = ((x * weights).sum(-2).mean(-1) for x in (mass, energy, kinetic))
+        return mass, energy, kinetic
