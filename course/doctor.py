@@ -1,277 +1,273 @@
-"""What this machine has, what it lacks, and the cure: `course doctor`, `course doctor --need fp8,dali`.
+"""`course doctor`: what this machine has, what it lacks, and the cure.
 
-Every finding is a `Row`; a section is a function that returns rows; `examine` collects them, `report` draws
-them. Packages that bring compiled code of their own are imported in a child process with a time limit, so
-that their crash or hang is a row of the table and not the doctor's end.
+Transformer Engine and DALI are imported in processes of their own: one that crashes or hangs there is a
+row of the table here.
 """
 
-import difflib
-import importlib
+import ctypes.util
 import importlib.metadata
 import importlib.util
 import json
 import os
 import platform
 import re
-import shlex
 import shutil
-import signal
 import subprocess
 import sys
-import tempfile
-import time
-import warnings
-from collections import Counter
-from contextlib import suppress
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from glob import glob
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
 
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from course.config import nearest
 from course.errors import CourseError
-from course.files import sha256
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
-LIMIT = 60          # seconds that a child may import; Transformer Engine takes about 15 on a cold disk
-ANSWER = "@doctor "  # marks the child's answer among whatever the package itself prints
-GIB = 2**30
+LIMIT = 60.0                                         # seconds that an import may take
+TE_CURE = 'pip install --no-build-isolation "transformer-engine[pytorch]" (see README), or conda env create -f environment.yml'
+DALI_CURE = "pip install nvidia-dali-cuda130"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One finding. `ok`: True present, False broken, None informational or absent and perhaps not needed."""
+    """One line of the table. `ok` is None for a plain fact, or for something absent that nobody asked for."""
 
     what: str
     found: str
     ok: bool | None = None
     cure: str = ""
+    need: str = ""                                   # the name under which `--need` asks for it
 
 
-@dataclass(frozen=True)
-class Gpu:
-    """One GPU as PyTorch sees it: memory in GiB, compute capability (major, minor)."""
-
-    name: str
-    memory: float
-    capability: tuple[int, int]
-
-
-@dataclass(frozen=True)
-class Package:
-    """A package to try: `module` is imported by the child, `spec` only looked for, which must load nothing."""
-
-    what: str
-    module: str
-    spec: str
-    install: str
+def main(need: str = "") -> int:
+    """Print the table; the exit status is 1 if something in the comma-separated `need` is missing."""
+    rows = examine()
+    wanted = [name.strip() for name in need.split(",") if name.strip()]
+    lacking = missing(rows, wanted)
+    show(rows)
+    for sentence in lacking:
+        print(f"missing: {sentence}")
+    return 1 if lacking else 0
 
 
-PACKAGES = [
-    Package("Transformer Engine", "transformer_engine.pytorch", "transformer_engine",
-            'pip install --no-build-isolation "transformer-engine[pytorch]"'),
-    Package("DALI", "nvidia.dali", "nvidia.dali", "pip install nvidia-dali-cuda130"),
-]
-NEEDS = {"gpu": "GPU", "several-gpus": "GPU links", "nccl": "NCCL", "bf16": "bf16", "fp8": "FP8", "hdf5": "HDF5",
-         "te": "Transformer Engine", "dali": "DALI", "slurm": "Slurm", "nsys": "Nsight Systems"}   # --need: row
+def examine() -> list[Row]:
+    """Every row; the slow ones at the same time."""
+    with ThreadPoolExecutor() as pool:
+        slow = [pool.submit(part) for part in (package_rows, gpu_rows, tool_rows)]
+        quick = python_rows() + host_rows()
+        packages, gpus, tools = (task.result() for task in slow)
+    return [*quick[:5], *gpus, *precision_rows(), *packages, *quick[5:], *tools]
 
 
-# Sections
+def missing(rows: list[Row], wanted: list[str]) -> list[str]:
+    """A sentence for each thing asked for that is not there; an unknown name is a `CourseError`."""
+    known = {row.need: row for row in rows if row.need}
+    for name in wanted:
+        if name not in known:
+            raise CourseError(f"--need {name}: there is no such thing to need{nearest(name, known)}; "
+                              f"it is one of {', '.join(sorted(known))}")
+    lacking = [known[name] for name in wanted if known[name].ok is not True]
+    return [f"{row.what}: {row.found}" + (f"; cure: {row.cure}" if row.cure else "") for row in lacking]
+
+
+def show(rows: list[Row]) -> None:
+    """The table, with what ails marked in colour and by a word."""
+    table = Table(title="course doctor")
+    for head in ("what", "", "found"):
+        table.add_column(head, overflow="fold")
+    for row in rows:
+        mark = {True: "[green]ok[/]", False: "[red]no[/]", None: ""}[row.ok]
+        table.add_row(row.what, mark, (row.found + (f"\ncure: {row.cure}" if row.cure else "")).replace("[", r"\["))
+    Console().print(table)
+
 
 def python_rows() -> list[Row]:
-    return [Row("Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}, "
-                          f"{sys.executable}", True)]
+    """Python, PyTorch and the libraries that it brings."""
+    cuda, new = torch.cuda.is_available(), torch_version() >= (2, 10)
+    cudnn = torch.backends.cudnn.version() if cuda else None
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if cuda and torch.distributed.is_nccl_available() else None
+    return [
+        Row("Python", f"{platform.python_version()} at {sys.executable}", (3, 11) <= sys.version_info[:2] < (3, 14)),
+        Row("PyTorch", torch.__version__, new, "" if new else "pip install 'torch>=2.10'"),
+        Row("CUDA", f"built for {torch.version.cuda}" if torch.version.cuda else "this PyTorch is built for CPUs"),
+        Row("cuDNN", str(cudnn) if cudnn else "not in use"),
+        Row("NCCL", nccl or "not in use (gloo serves CPUs)", bool(nccl) or None, need="nccl"),
+    ]
 
 
-def torch_rows() -> list[Row]:
-    """PyTorch and what it was built with: CUDA, cuDNN, NCCL."""
-    import torch
-    build = torch.version.cuda
-    driver = said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    cuda = f"{build or 'none in this PyTorch'} (build), driver {driver.splitlines()[0] if driver else 'none'}"
-    nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else ""
-    return [Row("PyTorch", torch.__version__, True), Row("CUDA", cuda, True if build and driver else None), cudnn_row(),
-            Row("NCCL", nccl or "none in this PyTorch; CPU ranks use gloo", bool(nccl) or None,
-                "install a CUDA build of PyTorch (Linux): https://pytorch.org/get-started")]
+def torch_version() -> tuple[int, int]:
+    """PyTorch's major and minor version."""
+    major, minor = re.findall(r"\d+", torch.__version__)[:2]
+    return int(major), int(minor)
 
 
-def cudnn_row() -> Row:
-    """The cuDNN that PyTorch loads, and whether it is the one installed with it."""
-    import torch
-    version = torch.backends.cudnn.version()        # raises, with the reason, where it does not fit PyTorch
-    if version is None:
-        return Row("cuDNN", "none in this PyTorch")
-    home, loaded = cudnn_home(), loaded_cudnn()
-    wrong = strangers(loaded, glob(f"{home}/lib/libcudnn.so*")) if home else []
-    if wrong:
-        return Row("cuDNN", f"{version} from {wrong[0]}, not the one installed with PyTorch", False, cudnn_cure(home))
-    return Row("cuDNN", f"{version // 10000}.{version // 100 % 100}.{version % 100}", True)
+def host_rows() -> list[Row]:
+    """HDF5, processors, memory, disk."""
+    import h5py
 
-
-def gpu_rows() -> list[Row]:
-    """The GPUs, the links between them, and which precisions they and the CPU have."""
-    import torch
-    with warnings.catch_warnings(record=True) as caught:     # PyTorch says why CUDA does not start as a warning
-        warnings.simplefilter("always")
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    gpus = []
-    for index in range(count):
-        seen = torch.cuda.get_device_properties(index)
-        gpus.append(Gpu(seen.name, seen.total_memory / GIB, (seen.major, seen.minor)))
-    complaint = " ".join(one_line(str(w.message)) for w in caught)
-    rows = present(gpus) if gpus else [no_gpu(torch.version.cuda, said("nvidia-smi", "-L"), complaint)]
-    if count > 1:
-        links = parse_links(said("nvidia-smi", "topo", "-m"))
-        rows.append(Row("GPU links", describe_links(links) or "nvidia-smi topo -m does not tell", True))
-    return rows + precision_rows(gpus, cpu_bf16())
-
-
-def package_rows() -> list[Row]:
-    """Transformer Engine and DALI, each imported in a child, all children at once."""
-    installed = [package for package in PACKAGES if is_installed(package)]
-    answers = dict(zip(installed, probe(installed), strict=True))
-    rows = []
-    for package in PACKAGES:
-        rows += import_rows(package, answers[package]) if package in answers else [
-            Row(package.what, "not installed", None, package.install)]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    rows = [Row("HDF5", f"{h5py.version.hdf5_version}, h5py {h5py.__version__}", True, need="hdf5"),
+            Row("CPU", f"{cores} cores for this process, {memory_gb():.0f} GB of memory"),
+            disk_row("disk here", Path.cwd(), 5, "free some space, or work on another disk")]
+    if Path("/dev/shm").is_dir():
+        rows.append(disk_row("shared memory", Path("/dev/shm"), 1, "data.workers=0, or in a container --shm-size=8g"))
     return rows
 
 
-def hdf5_rows() -> list[Row]:
+def memory_gb() -> float:
+    """Physical memory in GB."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+
+
+def disk_row(what: str, path: Path, least: float, cure: str) -> Row:
+    """Free space in GB; less than `least` ails."""
+    free = shutil.disk_usage(path).free / 1e9
+    return Row(what, f"{free:.1f} GB free in {path}", free >= least, "" if free >= least else cure)
+
+
+def gpu_rows() -> list[Row]:
+    """The GPUs, what PyTorch or nvidia-smi says of them, and the links between them."""
+    driver = command("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count:
+        cure = ("this PyTorch is built for CPUs: install one built for CUDA" if not torch.version.cuda else
+                "the driver may be older than this PyTorch needs") if driver else ""
+        found = f"none for PyTorch, but the driver {driver[0]} is there" if driver else "none: everything runs on the CPU"
+        return [Row("GPU", found, False if driver else None, cure, need="gpu"),
+                Row("GPU links", "none", None, need="several-gpus")]
+    rows = [Row(f"GPU {i}", f"{p.name}, {p.total_memory / 1e9:.0f} GB, compute capability {p.major}.{p.minor}", True,
+                need="gpu" if i == 0 else "") for i, p in enumerate(map(torch.cuda.get_device_properties, range(count)))]
+    rows.append(Row("driver", driver[0] if driver else "nvidia-smi is not on the PATH"))
+    links = parse_links(command("nvidia-smi", "topo", "-m"))
+    rows.append(Row("GPU links", summarise_links(links) if count > 1 else "one GPU", count > 1 or None, need="several-gpus"))
+    return rows
+
+
+def parse_links(text: str) -> dict[tuple[int, int], str]:
+    """Pairs of GPUs and how they are joined (NV18, PIX, PHB, SYS ...), from `nvidia-smi topo -m`."""
+    lines = [line.split() for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()]
+    rows = [words[1:] for words in lines if words and re.fullmatch(r"GPU\d+", words[0]) and "X" in words]
+    return {(a, b): rows[a][b] for a in range(len(rows)) for b in range(a + 1, len(rows))}
+
+
+def summarise_links(links: dict[tuple[int, int], str]) -> str:
+    """`every pair NV18`, or the pairs of each kind of link."""
+    kinds: dict[str, list[str]] = {}
+    for (a, b), link in links.items():
+        kinds.setdefault(link, []).append(f"{a}-{b}")
+    if len(kinds) == 1:
+        return f"every pair {next(iter(kinds))}"
+    return "; ".join(f"{link}: {', '.join(pairs)}" for link, pairs in kinds.items()) or "unknown: nvidia-smi topo -m is silent"
+
+
+def precision_rows() -> list[Row]:
+    """Which number formats the first GPU multiplies in hardware (the CPU where there is none)."""
+    if not torch.cuda.is_available():
+        return [Row("bf16", "on the CPU: correct, not fast", True, need="bf16"),
+                Row("FP8", "needs a GPU of compute capability 8.9 or more (Ada, Hopper, Blackwell)", None, need="fp8"),
+                Row("MXFP8, NVFP4", "need a GPU of compute capability 10.0 or more (Blackwell)", None, need="mxfp8")]
+    return precisions(torch.cuda.get_device_capability(0))
+
+
+def precisions(capability: tuple[int, int]) -> list[Row]:
+    """The rows for a GPU of this compute capability."""
+    has = f"compute capability {capability[0]}.{capability[1]}"
+    table = [("fp16", (7, 0), "fp16"), ("TF32", (8, 0), "tf32"), ("bf16", (8, 0), "bf16"), ("FP8", (8, 9), "fp8"),
+             ("MXFP8, NVFP4", (10, 0), "mxfp8")]
+    return [Row(what, f"{has}, needs {least[0]}.{least[1]}", True if capability >= least else None, need=need)
+            for what, least, need in table]
+
+
+def package_rows() -> list[Row]:
+    """Transformer Engine and DALI, tried at the same time."""
+    with ThreadPoolExecutor() as pool:
+        return [task.result() for task in [pool.submit(transformer_engine_row), pool.submit(dali_row)]]
+
+
+def transformer_engine_row() -> Row:
+    """Transformer Engine, imported for real; and whether it uses the same cuDNN as PyTorch."""
+    code = ("import json, torch, transformer_engine.pytorch as te\n"
+            "ok, reason = te.is_fp8_available(return_reason=True)\n"
+            "maps = open('/proc/self/maps').read() if __import__('os').path.exists('/proc/self/maps') else ''\n"
+            "paths = sorted({l.split()[-1] for l in maps.splitlines() if '/libcudnn.so' in l})\n"
+            "print('\\n' + json.dumps({'fp8': ok, 'reason': str(reason), 'cudnn': paths}))")
+    return package_row("Transformer Engine", "transformer_engine", "transformer-engine", code, TE_CURE, "te", judge_te)
+
+
+def judge_te(version: str, answer: dict) -> Row:
+    """The row for a Transformer Engine that imports, from what it said of itself."""
+    fp8 = "FP8 available" if answer["fp8"] else f"no FP8: {answer['reason']}"
+    if len(answer["cudnn"]) > 1:
+        folder = Path(next((p for p in answer["cudnn"] if "site-packages" in p), answer["cudnn"][0])).parent
+        return Row("Transformer Engine", f"{version}, {fp8}; but two cuDNNs are loaded ({', '.join(answer['cudnn'])}): "
+                   "it then falls back to unfused attention, three times slower, without a word", False,
+                   f"export CUDNN_HOME={folder.parent} LD_LIBRARY_PATH={folder}:$LD_LIBRARY_PATH", "te")
+    return Row("Transformer Engine", f"{version}, {fp8}", True, need="te")
+
+
+def dali_row() -> Row:
+    """DALI, imported for real."""
+    code = "import json, nvidia.dali, nvidia.dali.fn\nprint('\\n' + json.dumps({}))"
+    return package_row("DALI", "nvidia.dali", "nvidia-dali-cuda130", code, DALI_CURE, "dali",
+                       lambda version, answer: Row("DALI", version, True, need="dali"))
+
+
+def package_row(what: str, module: str, distribution: str, code: str, cure: str, need: str,
+                judge: Callable[[str, dict], Row]) -> Row:
+    """Import a package in a process of its own and judge what it prints last, a line of JSON."""
     try:
-        import h5py
-    except Exception as error:
-        return [Row("HDF5", reason(error), False, "pip install --force-reinstall h5py")]
-    return [Row("HDF5", f"h5py {h5py.version.version}, HDF5 {h5py.version.hdf5_version}", True)]
+        if importlib.util.find_spec(module) is None:
+            raise ModuleNotFoundError
+    except ModuleNotFoundError:
+        return Row(what, "not installed", None, cure, need)
+    try:
+        version = importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        version = "of unknown version"
+    try:
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT)
+    except subprocess.TimeoutExpired:
+        return Row(what, f"{version}, but importing it takes more than {LIMIT:.0f} s", False, cure, need)
+    if done.returncode:
+        reason = why(done.returncode, done.stderr)
+        return Row(what, f"{version}, but importing it fails: {reason}", False, cure_for(done.stderr, cure), need)
+    return judge(version, json.loads(done.stdout.strip().splitlines()[-1]))
+
+
+def why(status: int, stderr: str) -> str:
+    """The reason a process gave for failing: its exception, or the signal that killed it."""
+    lines = [line for line in stderr.strip().splitlines() if line.strip()]
+    if status < 0:
+        return f"it crashed (signal {-status})" + (f" after: {lines[-1][:200]}" if lines else "")
+    return lines[-1][:300] if lines else f"it ended with status {status} and no message"
+
+
+def cure_for(stderr: str, otherwise: str) -> str:
+    """The cure for the failures that are well known."""
+    found = importlib.util.find_spec("nvidia.cudnn") if importlib.util.find_spec("nvidia") else None
+    if "undefined symbol" in stderr and found and found.submodule_search_locations:
+        home = next(iter(found.submodule_search_locations))
+        return (f"let PyTorch's own cuDNN come first: export CUDNN_HOME={home} LD_LIBRARY_PATH={home}/lib:$LD_LIBRARY_PATH; "
+                f"if that does not help, build it against this PyTorch: {otherwise}")
+    if "libcuda" in stderr or ctypes.util.find_library("cuda") is None:
+        return f"it needs an NVIDIA driver; without a GPU leave it out (otherwise: {otherwise})"
+    return otherwise
 
 
 def tool_rows() -> list[Row]:
-    return [tool_row("Slurm", "sinfo", "run on a cluster's login node; on one Debian machine: apt-get install slurm-wlm"),
-            tool_row("Nsight Systems", "nsys", "https://developer.nvidia.com/nsight-systems/get-started")]
+    """Slurm and the profiler."""
+    slurm, nsys = command("sinfo", "--version"), command("nsys", "--version")
+    return [Row("Slurm", slurm or "not installed", bool(slurm) or None, need="slurm"),
+            Row("Nsight Systems", nsys.splitlines()[-1] if nsys else "not installed (the PyTorch profiler serves)",
+                bool(nsys) or None, need="nsys")]
 
 
-def machine_rows() -> list[Row]:
-    """Disk, shared memory, cores, memory."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()    # macOS has none
-    free = shutil.disk_usage(".").free / GIB
-    return [Row("Disk", f"{free:.1f} GiB free in {Path.cwd()}", free > 5, "free some space, or work on another disk"),
-            shared_memory_row(), Row("CPU cores", f"{cores} available", True), memory_row()]
-
-
-# What the sections ask
-
-def said(*command: str) -> str:
-    """What a command prints, '' where it is not installed, fails, or takes longer than 20 seconds."""
-    with suppress(OSError, subprocess.TimeoutExpired):
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=20,
-                              stdin=subprocess.DEVNULL)
-        return done.stdout.strip() if done.returncode == 0 else ""
-    return ""
-
-
-def tool_row(what: str, program: str, cure: str) -> Row:
-    if shutil.which(program) is None:
-        return Row(what, "not installed", None, cure)
-    version = one_line(said(program, "--version"))
-    return Row(what, version or f"installed, but `{program} --version` fails", bool(version), "" if version else cure)
-
-
-def present(gpus: list[Gpu]) -> list[Row]:
-    """One row for each kind of GPU."""
-    kinds = Counter((g.name, round(g.memory, 1), g.capability) for g in gpus)
-    return [Row("GPU", f"{count} x {name}, {memory} GiB, compute capability {capability[0]}.{capability[1]}: "
-                       + ", ".join(precisions(capability)), True)
-            for (name, memory, capability), count in kinds.items()]
-
-
-def no_gpu(build: str | None, listed: str, complaint: str) -> Row:
-    """Why PyTorch sees no GPU: its CUDA build (None for a CPU build), `nvidia-smi -L`, PyTorch's own warning."""
-    if not listed:
-        return Row("GPU", complaint or "none", None, "run on a machine with an NVIDIA GPU and its driver")
-    if build is None:
-        return Row("GPU", f"{listed.splitlines()[0]}, but this PyTorch is a CPU build", False,
-                   "install a CUDA build of PyTorch: https://pytorch.org/get-started")
-    why = complaint or f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}"
-    return Row("GPU", f"{listed.splitlines()[0]}, but PyTorch does not see it: {why}", False,
-               f"unset CUDA_VISIBLE_DEVICES, or update the driver to one that serves CUDA {build}")
-
-
-def precisions(capability: tuple[int, int]) -> list[str]:
-    """The tensor-core precisions of a compute capability, as (major, minor) [CUDA C++ Programming Guide]."""
-    since = {"fp16": (7, 0), "TF32": (8, 0), "bf16": (8, 0), "FP8": (8, 9), "MXFP8": (10, 0), "NVFP4": (10, 0)}
-    return [name for name, first in since.items() if capability >= first]
-
-
-def cpu_bf16() -> bool | None:
-    """Whether the CPU computes in bf16 itself; None where PyTorch does not tell."""
-    import torch
-    tell = getattr(torch.cpu, "get_capabilities", None)      # newer than the oldest PyTorch that the course supports
-    if tell is None:
-        return None
-    return any(tell().get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16"))
-
-
-def precision_rows(gpus: list[Gpu], native: bool | None) -> list[Row]:
-    """bf16 and FP8: on every GPU; without GPUs bf16 is the CPU's, native or emulated (None: unknown)."""
-    cpu = {True: "native", False: "emulated: right, but slow", None: "works; native or emulated, PyTorch does not tell"}
-    fp8 = "a GPU of compute capability 8.9 or later (Ada, Hopper, Blackwell)"
-    if not gpus:
-        return [Row("bf16", f"on this CPU {cpu[native]}", native or None, "a GPU from Ampere on has it"),
-                Row("FP8", "no GPU", None, f"use {fp8}")]
-    weakest = min(gpus, key=lambda gpu: gpu.capability)
-    has = precisions(weakest.capability)
-    kinds = [name for name in has if name in ("FP8", "MXFP8", "NVFP4")]
-    return [Row("bf16", "on every GPU" if "bf16" in has else f"not on {weakest.name}", "bf16" in has or None,
-                "use a GPU of compute capability 8.0 or later (Ampere)"),
-            Row("FP8", ", ".join(kinds) or f"not on {weakest.name}", bool(kinds) or None, f"use {fp8}"),
-            Row("CPU bf16", cpu[native])]
-
-
-def parse_links(topology: str) -> dict[tuple[int, int], str]:
-    """The link of each pair of GPUs from what `nvidia-smi topo -m` prints: {(0, 1): 'NV18', ...}."""
-    table = [line.split() for line in re.sub(r"\x1b\[[0-9;]*m", "", topology).splitlines()]   # the header is underlined
-    header: list[str] = next((cells for cells in table if cells and cells[0] == "GPU0"), [])
-    links = {}
-    for cells in table:
-        for name, link in zip(header, cells[1:], strict=False):      # NICs and affinities follow, in no need of names
-            pair = re.fullmatch(r"GPU(\d+) GPU(\d+)", f"{cells[0]} {name}")
-            if pair and cells is not header and int(pair[1]) < int(pair[2]):
-                links[int(pair[1]), int(pair[2])] = link
-    return links
-
-
-def describe_links(links: dict[tuple[int, int], str]) -> str:
-    """'every pair NV18 (NVLink)', or the pairs of each kind of link, in nvidia-smi's numbering."""
-    kinds: dict[str, list[str]] = {}
-    for (first, second), link in links.items():
-        kinds.setdefault(f"{link} ({'NVLink' if link.startswith('NV') else 'PCIe'})", []).append(f"{first}-{second}")
-    if len(kinds) == 1:
-        return f"every pair {next(iter(kinds))}"
-    return "; ".join(f"{kind}: {' '.join(pairs)}" for kind, pairs in kinds.items())
-
-
-def shared_memory_row(folder: str = "/dev/shm") -> Row:
-    if not Path(folder).is_dir():
-        return Row("Shared memory", f"no {folder} on this system")
-    usage = shutil.disk_usage(folder)
-    return Row("Shared memory", f"{usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB free in {folder}",
-               usage.free > GIB, "data loader workers need it: docker run --shm-size=8g, or fewer workers")
-
-
-def memory_row() -> Row:
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        sizes = parse_meminfo(meminfo.read_text())
-        return Row("Memory", f"{sizes['MemAvailable']:.1f} of {sizes['MemTotal']:.1f} GiB available", True)
+def command(*words: str) -> str:
+    """What a command prints; nothing if it is not there, fails, or takes more than ten seconds."""
     try:
-        return Row("Memory", f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / GIB:.1f} GiB", True)
-    except (ValueError, OSError, AttributeError):
-        return Row("Memory", "this system does not tell")
-
-
-def parse_meminfo(text: str) -> dict[str, float]:
-    """/proc/meminfo in GiB: {'MemTotal': 31.3, ...}."""
-    return {name: int(kib) / 2**20 for name, kib in re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)}
-
-
+        return subprocess.run(words, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""

@@ -34,6 +34,11 @@ def wrong_statistics(data: Path) -> None:
     np.save(data / "stats" / "global_means.npy", np.zeros((1, 7, 1, 1), "float32"))
 
 
+def statistics_of_other_data(data: Path) -> None:
+    np.save(data / "stats" / "global_stds.npy", np.full((1, 20, 1, 1), 1e6, "float32"))
+    np.save(data / "stats" / "global_means.npy", np.full((1, 20, 1, 1), -3e9, "float32"))
+
+
 def other_grid(data: Path) -> None:
     for year in ("1979", "1980"):
         (data / "train" / f"{year}.h5").unlink()
@@ -51,6 +56,7 @@ BAD_INPUT = {
     "wrong channel count": (None, ["model.channels=19"], ["20 channels", "model.channels=20"]),
     "wrong grid": (other_grid, [], ["10x20", "model.grid=[10,20]"]),
     "statistics that do not match": (wrong_statistics, [], ["global_means.npy", "does not match", "course data stats"]),
+    "statistics of other data": (statistics_of_other_data, [], ["stats does not match the data", "course data stats"]),
     "image not divisible by the patch": (None, ["vit-demo", "model.patch=7"], ["not divisible by model.patch=7"]),
     "more ranks than processes": (None, ["parallel.dp=2"], ["dp=2", "there are 1 processes", "torchrun"]),
     "an axis of a later version": (None, ["parallel.tp=2"], ["tp=2"]),

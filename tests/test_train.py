@@ -128,7 +128,7 @@ def test_compiled_gives_the_same(tiny):
 def start(arguments: list[str], ranks: int = 1) -> subprocess.Popen:
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
     return subprocess.Popen([sys.executable, *launcher, "-m", "course.cli", "train", "vit-demo", *arguments],
-                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
 
 
 def wait_for_step(process: subprocess.Popen, folder: Path, step: int) -> None:
@@ -141,13 +141,15 @@ def wait_for_step(process: subprocess.Popen, folder: Path, step: int) -> None:
     raise AssertionError(f"no step {step} within a minute")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_a_signal_saves_and_ends_cleanly_and_nothing_is_lost(small_data, tmp_path, number):
-    settings = [*tiny_settings(small_data, tmp_path / "runs"), "train.steps=400", "checkpoint.every=1000", "model.depth=1"]
+    """The signal goes to every process of the job, the loader's workers too, as batch systems and Ctrl-C send it."""
+    settings = [*tiny_settings(small_data, tmp_path / "runs"), "train.steps=400", "checkpoint.every=1000", "model.depth=1",
+                "data.workers=1"]
     process = start([*settings, "log.name=stopped"])
     folder = tmp_path / "runs" / "vit-demo" / "stopped"
     wait_for_step(process, folder, 20)
-    process.send_signal(number)
+    os.killpg(process.pid, number)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 0 and f"stopped by {number.name}" in out
     done = losses(folder)

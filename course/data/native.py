@@ -4,6 +4,7 @@ A batch is a dict of tensors with the sample as dim 0: `input` and `target` (B, 
 float32, and `sample` (B,) int64, the position of the pair in the data set (-1 for padding).
 """
 
+import signal
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ class Pairs(Dataset[Batch]):
         if not self.size:
             raise CourseError(f"{self.years[0].path.parent} holds no pair {lead} entries apart: use a smaller data.lead")
         self._open: dict[int, h5py.Dataset] = {}
+        self._check_scale(Path(path))
 
     def _check(self, channels: int, grid: tuple[int, int]) -> None:
         file, (C, H, W) = self.years[0].path, self.shape
@@ -46,6 +48,15 @@ class Pairs(Dataset[Batch]):
         if tuple(grid) != (H, W):
             raise CourseError(f"{file} has a grid of {H}x{W} but model.grid={list(grid)}: "
                               f"set model.grid=[{H},{W}] or use other data")
+
+    def _check_scale(self, path: Path) -> None:
+        """Normalised values are about 1; statistics of other data or other channels give something else."""
+        rms = np.sqrt((self.state(0) ** 2).mean((1, 2)))                # (C,)
+        self._open.clear()                                              # a worker must not share this process's handle
+        worst = int(np.argmax(np.abs(np.log(np.where(np.isfinite(rms), rms, 1.0) + 1e-30))))
+        if rms[worst] < 1e-2 or rms[worst] > 1e2:
+            raise CourseError(f"{path}/stats does not match the data: normalised with it, channel {worst} of {self.years[0].path} "
+                              f"has a root mean square of {rms[worst]:.3g}, not about 1; remake it with `course data stats {path}`")
 
     def __len__(self) -> int:
         return int(self.size)
@@ -84,7 +95,13 @@ class Pairs(Dataset[Batch]):
 
 def loader(pairs: Pairs, batches: Iterable[list[int]], workers: int, pin: bool) -> Iterable[Batch]:
     """The batches of the given sample ids, read ahead by worker processes."""
-    return DataLoader(pairs, batch_sampler=batches, num_workers=workers, pin_memory=pin, collate_fn=_as_it_is)
+    return DataLoader(pairs, batch_sampler=batches, num_workers=workers, pin_memory=pin, collate_fn=_as_it_is,
+                      worker_init_fn=_leave_signals_to_the_trainer)
+
+
+def _leave_signals_to_the_trainer(worker: int) -> None:
+    """A batch system sends SIGTERM to every process of a job: workers must live until the run is saved."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _as_it_is(batch: Any) -> Any:
