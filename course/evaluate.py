@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -152,10 +153,10 @@ def show(scores: Scores, channels: list[str], pictured: int, result: dict[str, A
     """The table of all channels, and the headline."""
     first = scores.hours[0]
     later = [h for h in (24, 72, 120) if h in scores.hours]
-    table = Table(title=f"RMSE on the {result['split']} years, checkpoint of step {result['step']}")
-    heads = [f"{first} h: model", "regression", "persistence", "climatology", *(f"{h} h: model" for h in later)]
+    table = Table(title=f"RMSE on the {result['split']} years: the model of step {result['step']} and others", box=SIMPLE)
+    heads = [f"model {first} h", "linear", "persistence", "climatology", *(f"model {h} h" for h in later)]
     for head in ("channel", *heads):
-        table.add_column(head, justify="left" if head == "channel" else "right")
+        table.add_column(head.replace(" ", "\n", 1), justify="left" if head == "channel" else "right", no_wrap=True)
     for i, name in enumerate(channels):
         now = [scores.rmse[method][0, i] for method in ("model", "regression", "persistence", "climatology")]
         table.add_row(f"{name} ({layout.CHANNELS.get(name, '')})",

@@ -36,7 +36,8 @@ GAS = 287.0                                      # R of dry air, J/kg/K
 HEAT = 1004.64                                   # cp of dry air, J/kg/K
 DAY = 86400.0                                    # s
 MEAN_PRESSURE = 98_500.0                         # of the ground, Pa
-REST = 260.0                                     # temperature for which the linear waves are carried exactly, K
+REST = (215.0, 270.0)                            # temperatures, K, for which the linear waves are carried exactly
+WIND = 150.0                                     # m/s, of the fastest wind and what is left of the waves
 FIELDS = ("vorticity1", "vorticity2", "divergence1", "divergence2", "temperature1", "temperature2", "ps", "water")
 
 # Continents and mountains: latitude, longitude and radius in degrees, and height (1 makes land; metres).
@@ -53,12 +54,12 @@ class Physics:
 
     forced: bool = True              # False: no heating, drag, evaporation or rain
     mountains: float = 1.0           # times the height of the mountains
-    contrast: float = 78.0           # K, equator to pole, of the temperature that heating tends to
+    contrast: float = 82.0           # K, equator to pole, of the temperature that heating tends to
     stability: float = 14.0          # K per unit of ln(pressure), of its potential temperature, at the equator
     heating_days: float = 8.0        # time of the relaxation
     drag_days: float = 4.0           # of the lower wind over sea
     drag_land_days: float = 2.0      # ... and over land
-    smooth_hours: float = 24.0       # time in which the shortest waves decay; 0: never
+    smooth_hours: float = 6.0        # time in which the shortest waves decay; 0: never
 
 
 def bumps(shapes: tuple[tuple[float, float, float, float], ...], lat: Tensor, lon: Tensor) -> Tensor:
@@ -105,7 +106,7 @@ class Atmosphere:
         self.drag = torch.stack([0 * drag, drag]) * (physics.forced / DAY)               # (layer, lat, lon), 1/s
         self.waves = self.linear_waves()                                                 # (l, 5, 5), 1/s
         self.waves_here = self.waves.to(self.sphere.p)
-        self.half_steps: dict[float, Tensor] = {}                                        # by length of step, s
+        self.steppers: dict[float, tuple[Tensor, ...]] = {}                                 # by length of step, s
         self.damping = (self.sphere.laplacian / self.sphere.laplacian[-1]) ** 3          # (l, 1)
 
     def still_temperature(self) -> Tensor:
@@ -192,42 +193,51 @@ class Atmosphere:
 
     def linear_waves(self) -> Tensor:
         """How gravity and sound-like waves act on (divergence 1 2, temperature 1 2, ps) in still air of REST: (l, 5, 5)."""
-        log2, waves = math.log(2), torch.zeros(self.sphere.truncation + 1, 5, 5, dtype=torch.float64)
+        waves = torch.zeros(self.sphere.truncation + 1, 5, 5, dtype=torch.float64)
         stiff = -self.sphere.laplacian[:, 0].double().cpu() * GAS                            # (l,)
+        (upper, lower), log2 = REST, math.log(2)
         waves[:, 0, 2] = waves[:, 0, 3] = stiff * log2
         waves[:, 1, 3] = stiff * (1 - log2)
-        waves[:, 0:2, 4] = stiff[:, None] * REST / MEAN_PRESSURE
-        waves[:, 2, 0] = waves[:, 3, 0] = -GAS / HEAT * REST * log2
-        waves[:, 3, 1] = -GAS / HEAT * REST * (1 - log2)
+        waves[:, 0, 4], waves[:, 1, 4] = stiff * upper / MEAN_PRESSURE, stiff * lower / MEAN_PRESSURE
+        waves[:, 2, 0] = -GAS / HEAT * upper * log2
+        waves[:, 3, 0] = -GAS / HEAT * lower * log2
+        waves[:, 3, 1] = -GAS / HEAT * lower * (1 - log2)
+        waves[:, 2:4, 0] += (lower - upper) / 4                                              # sinking, S
+        waves[:, 2:4, 1] -= (lower - upper) / 4
         waves[:, 4, 0:2] = -MEAN_PRESSURE / 2
         return waves
 
     def advance(self, state: Tensor, hours: float) -> Tensor:
-        """The state `hours` later, in equal steps short enough for the fastest winds (RK4 is stable up to 2.8)."""
-        fastest = 150 * (self.sphere.truncation + 1) / RADIUS                                # rad/s, of 150 m/s
-        steps = math.ceil(3600 * hours * fastest / 2.3)
+        """The state `hours` later, in equal steps short enough for the fastest winds."""
+        fastest = WIND * (self.sphere.truncation + 1) / RADIUS                               # rad/s
+        steps = math.ceil(3600 * hours * fastest / 2.3)                                      # Runge-Kutta stands 2.8
         seconds = 3600 * hours / steps
-        if seconds not in self.half_steps:
-            self.half_steps[seconds] = torch.linalg.matrix_exp(self.waves * (seconds / 2)).to(self.sphere.p)
+        if seconds not in self.steppers:
+            self.steppers[seconds] = exponentials(self.waves, seconds, self.sphere.p)
         for _ in range(steps):
-            state = self.step(state, seconds, self.half_steps[seconds])
+            state = self.step(state, seconds, self.steppers[seconds])
         return state
 
-    def step(self, state: Tensor, seconds: float, half: Tensor) -> Tensor:
-        """One Runge-Kutta step of fourth order, in variables that already follow the linear waves (J. D. Lawson 1967).
+    def step(self, state: Tensor, seconds: float, matrices: tuple[Tensor, ...]) -> Tensor:
+        """One step of the exponential Runge-Kutta method of fourth order, then the decay of the shortest waves.
 
-        The matrix exponential carries those waves, the fastest of all, exactly, `half` (l, 5, 5) over half a step;
-        the rest can then take steps three times longer. At the end the shortest waves decay.
+        The linear waves, the fastest of all, are followed exactly by matrix exponentials, all else as by the
+        classical method, in steps twice as long: S. M. Cox and P. C. Matthews (2002), J. Comput. Phys. 176, 430,
+        equations 26 to 29, with their coefficients as `matrices`.
         """
-        def rest(state: Tensor) -> Tensor:
-            return self.tendency(state) - mixed(state, self.waves_here, identity=False)
+        half, whole, push, first, middle, last = matrices
 
-        k1 = rest(state)
+        def rest(state: Tensor) -> Tensor:
+            return self.tendency(state) - mixed(state, self.waves_here, others=0)
+
+        n1 = rest(state)
         moved = mixed(state, half)
-        k2 = rest(mixed(state + k1 * (seconds / 2), half))
-        k3 = rest(moved + k2 * (seconds / 2))
-        k4 = rest(mixed(moved + k3 * seconds, half))
-        state = mixed(mixed(state + k1 * (seconds / 6), half) + (k2 + k3) * (seconds / 3), half) + k4 * (seconds / 6)
+        a = moved + mixed(n1, push, seconds / 2)
+        n2 = rest(a)
+        n3 = rest(moved + mixed(n2, push, seconds / 2))
+        n4 = rest(mixed(a, half) + mixed(2 * n3 - n1, push, seconds / 2))
+        state = (mixed(state, whole) + mixed(n1, first, seconds / 6) + mixed(n2 + n3, middle, seconds / 3)
+                 + mixed(n4, last, seconds / 6))
         if self.physics.smooth_hours:
             state = state * torch.exp(-self.damping * (seconds / (3600 * self.physics.smooth_hours)))
         return state
@@ -245,10 +255,29 @@ class Atmosphere:
         return mass, energy, kinetic
 
 
-def mixed(state: Tensor, matrices: Tensor, identity: bool = True) -> Tensor:
-    """Apply (l, 5, 5) matrices to (divergence 1 2, temperature 1 2, ps) of a state; other fields stay, or become 0."""
+def mixed(state: Tensor, matrices: Tensor, others: float = 1) -> Tensor:
+    """Apply (l, 5, 5) matrices to (divergence 1 2, temperature 1 2, ps) of a state and a number to its other fields."""
     years, _, size, _ = state.shape
     values = torch.view_as_real(state[:, 2:7]).permute(2, 1, 0, 3, 4).reshape(size, 5, -1)   # (l, 5, years m 2)
     values = torch.bmm(matrices, values).view(size, 5, years, size, 2).permute(2, 1, 0, 3, 4)
-    others = (state[:, :2], state[:, 7:]) if identity else (torch.zeros_like(state[:, :2]), torch.zeros_like(state[:, 7:]))
-    return torch.cat([others[0], torch.view_as_complex(values.contiguous()), others[1]], 1)
+    return torch.cat([state[:, :2] * others, torch.view_as_complex(values.contiguous()), state[:, 7:] * others], 1)
+
+
+def exponentials(waves: Tensor, seconds: float, like: Tensor) -> tuple[Tensor, ...]:
+    """The coefficients of `Atmosphere.step` for a linear part (l, 5, 5): six of (l, 5, 5), with their lengths of time.
+
+    The exponential of [[A, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1], [0, 0, 0, 0]] has in its first row exp(A) and the
+    functions phi1, phi2, phi3 of A that the method is made of.
+    """
+    def functions(time: float) -> tuple[Tensor, ...]:
+        blocks = torch.zeros(len(waves), 20, 20, dtype=torch.float64)
+        blocks[:, :5, :5] = waves * unit / unit[:, None] * time
+        blocks[:, :15, 5:] += torch.eye(15, dtype=torch.float64)
+        return tuple(x * unit[:, None] / unit for x in torch.linalg.matrix_exp(blocks)[:, :5].split(5, 2))
+
+    unit = torch.tensor([1e-5, 1e-5, 1, 1, 500], dtype=torch.float64)                        # brings the fields to one scale
+    half, push = functions(seconds / 2)[:2]
+    whole, phi1, phi2, phi3 = functions(seconds)
+    found = (half, whole, push * seconds / 2, (phi1 - 3 * phi2 + 4 * phi3) * seconds,
+             (2 * phi2 - 4 * phi3) * seconds, (4 * phi3 - phi2) * seconds)
+    return tuple(x.to(like) for x in found)

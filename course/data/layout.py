@@ -165,10 +165,13 @@ def read_statistics(path: Path, shape: tuple[int, ...]) -> tuple[np.ndarray, np.
     for name in ("global_means", "global_stds"):
         file = path / "stats" / f"{name}.npy"
         value = load_array(file)
-        if value.shape != (1, shape[0], 1, 1) or not np.isfinite(value).all() or (name == "global_stds" and (value <= 0).any()):
-            raise CourseError(f"{file} does not match the data: it must be finite{', positive' * (name == 'global_stds')} "
-                              f"and of shape {(1, shape[0], 1, 1)}, not {value.shape}; "
-                              f"remake it with `course data stats {path}`")
+        wrong = ""
+        if value.shape != (1, shape[0], 1, 1):
+            wrong = f"does not match the data: its shape is {value.shape}, not {(1, shape[0], 1, 1)}"
+        elif not np.isfinite(value).all() or (name == "global_stds" and (value <= 0).any()):
+            wrong = f"holds values that are not finite{' and positive' if name == 'global_stds' else ''}"
+        if wrong:
+            raise CourseError(f"{file} {wrong}; remake it with `course data stats {path}`")
         found.append(value[0].astype("float32"))
     return found[0], found[1]
 
