@@ -154,9 +154,9 @@ def show(scores: Scores, channels: list[str], pictured: int, result: dict[str, A
     first = scores.hours[0]
     later = [h for h in (24, 72, 120) if h in scores.hours]
     table = Table(title=f"RMSE on the {result['split']} years: the model of step {result['step']} and others", box=SIMPLE)
-    heads = [f"model {first} h", "linear", "persistence", "climatology", *(f"model {h} h" for h in later)]
-    for head in ("channel", *heads):
-        table.add_column(head.replace(" ", "\n", 1), justify="left" if head == "channel" else "right", no_wrap=True)
+    heads = [f"{name}\n{first} h" for name in ("model", "linear", "persist.")]
+    for head in ("channel\n(unit)", *heads, "climate\n", *(f"model\n{h} h" for h in later)):
+        table.add_column(head, justify="left" if head.startswith("channel") else "right", no_wrap=True)
     for i, name in enumerate(channels):
         now = [scores.rmse[method][0, i] for method in ("model", "regression", "persistence", "climatology")]
         table.add_row(f"{name} ({layout.CHANNELS.get(name, '')})",
