@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 DATA   ?= data/weather-32x64
+RUNS   ?= runs
 NAME   ?= default
 
 .PHONY: help env demo test lint lab doctor clean
@@ -31,9 +32,9 @@ demo: env
 	@echo "== 1/3 Making an atmosphere: course data weather path=$(DATA)"
 	$(BIN)/course data weather path=$(DATA)
 	@echo "== 2/3 Training a forecast model on it: course train vit-demo"
-	$(BIN)/course train vit-demo data.path=$(DATA) log.name=$(NAME)
+	$(BIN)/course train vit-demo data.path=$(DATA) log.dir=$(RUNS) log.name=$(NAME)
 	@echo "== 3/3 Scoring it on a year it has not seen: course evaluate"
-	$(BIN)/course evaluate runs/vit-demo/$(NAME)
+	$(BIN)/course evaluate $(RUNS)/vit-demo/$(NAME)
 
 test: env
 	@echo "== Running the tests (those marked slow run in .ci/run)"

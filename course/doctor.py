@@ -4,18 +4,21 @@ Transformer Engine and DALI are imported in processes of their own: one that cra
 row of the table here.
 """
 
-import ctypes.util
 import importlib.metadata
 import importlib.util
 import json
 import os
 import platform
 import re
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +32,21 @@ from course.errors import CourseError
 LIMIT = 60.0                                         # seconds that an import may take
 TE_CURE = 'pip install --no-build-isolation "transformer-engine[pytorch]" (see README), or conda env create -f environment.yml'
 DALI_CURE = "pip install nvidia-dali-cuda130"
+# Runs in the child: the answer is marked, since packages print too, and says why even where the import fails.
+# os._exit, because a package that crashes while Python shuts down has been imported all the same.
+CHILD = r"""
+import json, os, sys
+def cudnns():
+    lines = open('/proc/self/maps').read().splitlines() if os.path.exists('/proc/self/maps') else []
+    return sorted({l.split(None, 5)[5] for l in lines if '/libcudnn.so' in l})
+answer = {}
+try:
+    exec(sys.argv[1])
+except BaseException as error:
+    answer['error'] = ' '.join(f'{type(error).__name__}: {error}'.split())
+print('\n@doctor ' + json.dumps(answer | {'cudnn': cudnns()}), flush=True)
+os._exit(0)
+"""
 
 
 @dataclass(frozen=True)
@@ -87,15 +105,32 @@ def show(rows: list[Row]) -> None:
 def python_rows() -> list[Row]:
     """Python, PyTorch and the libraries that it brings."""
     cuda, new = torch.cuda.is_available(), torch_version() >= (2, 10)
-    cudnn = torch.backends.cudnn.version() if cuda else None
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if cuda and torch.distributed.is_nccl_available() else None
     return [
         Row("Python", f"{platform.python_version()} at {sys.executable}", (3, 11) <= sys.version_info[:2] < (3, 14)),
         Row("PyTorch", torch.__version__, new, "" if new else "pip install 'torch>=2.10'"),
         Row("CUDA", f"built for {torch.version.cuda}" if torch.version.cuda else "this PyTorch is built for CPUs"),
-        Row("cuDNN", str(cudnn) if cudnn else "not in use"),
+        cudnn_row(cuda),
         Row("NCCL", nccl or "not in use (gloo serves CPUs)", bool(nccl) or None, need="nccl"),
     ]
+
+
+def cudnn_row(cuda: bool) -> Row:
+    """PyTorch's cuDNN; where another comes first in LD_LIBRARY_PATH PyTorch raises, and says so."""
+    try:
+        version = torch.backends.cudnn.version() if cuda else None
+    except RuntimeError as error:
+        return Row("cuDNN", " ".join(str(error).split())[:400], False, cudnn_cure())
+    return Row("cuDNN", str(version) if version else "not in use")
+
+
+def cudnn_cure() -> str:
+    """The environment in which everything loads the cuDNN installed with PyTorch; nothing where pip brought none."""
+    found = importlib.util.find_spec("nvidia.cudnn") if importlib.util.find_spec("nvidia") else None
+    if not found or not found.submodule_search_locations:
+        return ""
+    home = shlex.quote(next(iter(found.submodule_search_locations)))
+    return f"export CUDNN_HOME={home} LD_LIBRARY_PATH={home}/lib:$LD_LIBRARY_PATH"
 
 
 def torch_version() -> tuple[int, int]:
@@ -189,35 +224,50 @@ def package_rows() -> list[Row]:
 
 def transformer_engine_row() -> Row:
     """Transformer Engine, imported for real; and whether it uses the same cuDNN as PyTorch."""
-    code = ("import json, torch, transformer_engine.pytorch as te\n"
-            "ok, reason = te.is_fp8_available(return_reason=True)\n"
-            "maps = open('/proc/self/maps').read() if __import__('os').path.exists('/proc/self/maps') else ''\n"
-            "paths = sorted({l.split()[-1] for l in maps.splitlines() if '/libcudnn.so' in l})\n"
-            "print('\\n' + json.dumps({'fp8': ok, 'reason': str(reason), 'cudnn': paths}))")
+    code = ("import contextlib, torch\n"
+            "with contextlib.suppress(RuntimeError): answer['torch_version'] = torch.backends.cudnn.version()\n"
+            "answer['torch_cudnn'] = cudnns()\n"                # before Transformer Engine has loaded its own
+            "import transformer_engine.pytorch as te\n"
+            "if hasattr(te, 'get_cudnn_version'): answer['te_version'] = list(te.get_cudnn_version())\n"
+            "ok, reason = te.is_fp8_available(return_reason=True) if hasattr(te, 'is_fp8_available') else (False, 'too old')\n"
+            "answer.update(fp8=ok, reason=str(reason))")
     return package_row("Transformer Engine", "transformer_engine", "transformer-engine", code, TE_CURE, "te", judge_te)
 
 
 def judge_te(version: str, answer: dict) -> Row:
     """The row for a Transformer Engine that imports, from what it said of itself."""
     fp8 = "FP8 available" if answer["fp8"] else f"no FP8: {answer['reason']}"
-    if len(answer["cudnn"]) > 1:
-        folder = Path(next((p for p in answer["cudnn"] if "site-packages" in p), answer["cudnn"][0])).parent
-        return Row("Transformer Engine", f"{version}, {fp8}; but two cuDNNs are loaded ({', '.join(answer['cudnn'])}): "
-                   "it then falls back to unfused attention, three times slower, without a word", False,
-                   f"export CUDNN_HOME={folder.parent} LD_LIBRARY_PATH={folder}:$LD_LIBRARY_PATH", "te")
+    wrong = wrong_cudnn(answer)
+    if wrong:
+        home = next((str(Path(p).parent) for p in answer.get("torch_cudnn", [])), "the folder of PyTorch's cuDNN")
+        return Row("Transformer Engine", f"{version}, {fp8}; but {wrong}: it then falls back to unfused attention, "
+                   "three times slower, without a word", False,
+                   cudnn_cure() or f"export CUDNN_HOME={home} LD_LIBRARY_PATH={home}:$LD_LIBRARY_PATH", "te")
     return Row("Transformer Engine", f"{version}, {fp8}", True, need="te")
+
+
+def wrong_cudnn(answer: dict) -> str:
+    """What is wrong if Transformer Engine loaded a cuDNN that PyTorch had not, or reports another version of it."""
+    other = sorted(set(answer["cudnn"]) - set(answer["torch_cudnn"])) if answer.get("torch_cudnn") else []
+    if other:
+        return f"it loads {', '.join(other)} beside PyTorch's {', '.join(answer['torch_cudnn'])}"
+    ours, major_minor_patch = answer.get("torch_version"), answer.get("te_version")
+    if ours and major_minor_patch:
+        theirs = sum(part * scale for part, scale in zip(major_minor_patch, (10000, 100, 1), strict=True))
+        return "" if theirs == ours else f"it uses cuDNN {theirs}, PyTorch {ours}"
+    return ""
 
 
 def dali_row() -> Row:
     """DALI, imported for real."""
-    code = "import json, nvidia.dali, nvidia.dali.fn\nprint('\\n' + json.dumps({}))"
+    code = "import nvidia.dali, nvidia.dali.fn\nanswer['version'] = nvidia.dali.__version__"     # cuda120, cuda130: one name
     return package_row("DALI", "nvidia.dali", "nvidia-dali-cuda130", code, DALI_CURE, "dali",
-                       lambda version, answer: Row("DALI", version, True, need="dali"))
+                       lambda version, answer: Row("DALI", answer["version"], True, need="dali"))
 
 
 def package_row(what: str, module: str, distribution: str, code: str, cure: str, need: str,
                 judge: Callable[[str, dict], Row]) -> Row:
-    """Import a package in a process of its own and judge what it prints last, a line of JSON."""
+    """Import a package in a process of its own, where `code` fills the dict `answer`, and judge that."""
     try:
         if importlib.util.find_spec(module) is None:
             raise ModuleNotFoundError
@@ -227,33 +277,52 @@ def package_row(what: str, module: str, distribution: str, code: str, cure: str,
         version = importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         version = "of unknown version"
-    try:
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT)
-    except subprocess.TimeoutExpired:
-        return Row(what, f"{version}, but importing it takes more than {LIMIT:.0f} s", False, cure, need)
-    if done.returncode:
-        reason = why(done.returncode, done.stderr)
-        return Row(what, f"{version}, but importing it fails: {reason}", False, cure_for(done.stderr, cure), need)
-    return judge(version, json.loads(done.stdout.strip().splitlines()[-1]))
+    status, out, err = in_child(code)
+    answer = parse_answer(status, out, err)
+    if "error" in answer:
+        return Row(what, f"{version}, but importing it fails: {answer['error'][:400]}", False, cure_for(answer, cure), need)
+    return judge(version, answer)
 
 
-def why(status: int, stderr: str) -> str:
-    """The reason a process gave for failing: its exception, or the signal that killed it."""
-    lines = [line for line in stderr.strip().splitlines() if line.strip()]
-    if status < 0:
-        return f"it crashed (signal {-status})" + (f" after: {lines[-1][:200]}" if lines else "")
-    return lines[-1][:300] if lines else f"it ended with status {status} and no message"
+def in_child(code: str) -> tuple[int | None, str, str]:
+    """Exit status (None: out of time), output and errors. Files, not pipes: a grandchild may keep a pipe open."""
+    with tempfile.TemporaryFile("w+", errors="replace") as out, tempfile.TemporaryFile("w+", errors="replace") as err:
+        child = subprocess.Popen([sys.executable, "-P", "-c", CHILD, code], stdin=subprocess.DEVNULL, stdout=out, stderr=err,
+                                 start_new_session=True)
+        status: int | None
+        try:
+            status = child.wait(LIMIT)
+        except subprocess.TimeoutExpired:
+            status = None
+            with suppress(OSError):
+                os.killpg(child.pid, signal.SIGKILL)             # what the import started, too
+            child.wait()
+        out.seek(0)
+        err.seek(0)
+        return status, out.read(), err.read()
 
 
-def cure_for(stderr: str, otherwise: str) -> str:
+def parse_answer(status: int | None, out: str, err: str) -> dict:
+    """The child's answer, or {'error': what ended it}."""
+    marked = [line for line in out.splitlines() if line.startswith("@doctor ")]
+    if marked:
+        return json.loads(marked[-1].removeprefix("@doctor "))
+    if status is None:
+        return {"error": f"it takes more than {LIMIT:.0f} s"}
+    how = f"it crashed (signal {-status})" if status < 0 else f"it ended Python with status {status}"
+    last = err.strip().splitlines()[-1:]
+    return {"error": f"{how} after: {last[0]}" if last else how}
+
+
+def cure_for(answer: dict, otherwise: str) -> str:
     """The cure for the failures that are well known."""
-    found = importlib.util.find_spec("nvidia.cudnn") if importlib.util.find_spec("nvidia") else None
-    if "undefined symbol" in stderr and found and found.submodule_search_locations:
-        home = next(iter(found.submodule_search_locations))
-        return (f"let PyTorch's own cuDNN come first: export CUDNN_HOME={home} LD_LIBRARY_PATH={home}/lib:$LD_LIBRARY_PATH; "
-                f"if that does not help, build it against this PyTorch: {otherwise}")
-    if "libcuda" in stderr or ctypes.util.find_library("cuda") is None:
-        return f"it needs an NVIDIA driver; without a GPU leave it out (otherwise: {otherwise})"
+    error, cudnn = answer["error"], cudnn_cure()
+    if cudnn and ("cudnn" in error.lower() or "undefined symbol" in error):
+        return f"let PyTorch's own cuDNN come first: {cudnn}; if that does not help, build it against this PyTorch: {otherwise}"
+    if "undefined symbol" in error:
+        return f"it was built for another PyTorch; build it for this one (pip: --force-reinstall --no-cache-dir): {otherwise}"
+    if "libcuda.so" in error or not torch.cuda.is_available():
+        return f"it may need an NVIDIA GPU and driver; without a GPU leave it out (otherwise: {otherwise})"
     return otherwise
 
 
@@ -268,6 +337,6 @@ def tool_rows() -> list[Row]:
 def command(*words: str) -> str:
     """What a command prints; nothing if it is not there, fails, or takes more than ten seconds."""
     try:
-        return subprocess.run(words, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+        return subprocess.run(words, capture_output=True, text=True, errors="replace", timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return ""

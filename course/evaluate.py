@@ -52,7 +52,7 @@ def main(run: Path, split: str = "test", samples: int = 64, animate: bool = Fals
     methods: dict[str, State] = {"model": state_to_state(model, settings), "regression": Regression(training)}
     scores = score(methods, pairs, starts(pairs, samples, DAYS), settings, device, pictured)
     result = write(run, scores, channels, pictured, step, split, animate)
-    show(scores, channels, pictured, result)
+    show(run, scores, channels, pictured, result)
     return result
 
 
@@ -149,7 +149,7 @@ def write(run: Path, scores: Scores, channels: list[str], pictured: int, step: i
     return result
 
 
-def show(scores: Scores, channels: list[str], pictured: int, result: dict[str, Any]) -> None:
+def show(run: Path, scores: Scores, channels: list[str], pictured: int, result: dict[str, Any]) -> None:
     """The table of all channels, and the headline."""
     first = scores.hours[0]
     later = [h for h in (24, 72, 120) if h in scores.hours]
@@ -166,6 +166,7 @@ def show(scores: Scores, channels: list[str], pictured: int, result: dict[str, A
     print(f"linear regression on neighbouring grid points: {result['channel']} RMSE {first} h {regression:.3g}")
     for file in result["files"]:
         print(f"picture: {file}")
+    print(f"curves: tensorboard --logdir {run / 'tensorboard'}")
     print(f"{result['channel']} RMSE {first} h: model {model:.3g}, persistence {persistence:.3g}, "
           f"{100 * result['better_than_persistence']:.0f}% better", flush=True)
 

@@ -4,6 +4,7 @@ The step itself is in `course/step.py`. Everything here runs on the host, betwee
 """
 
 import math
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,8 @@ def fit(step: Step, model: nn.Module, optimizer: torch.optim.Optimizer, progress
     batches = train_loader(config, mesh.dp, mesh.world.device, samples, model.example)   # type: ignore[arg-type]
     validation = Validation.of(config, mesh)
     watch = Stopwatch(mesh.world.device)
-    with Report(run, t.steps, start, mesh.world.rank == 0, config.log.tensorboard) as report, Stop(mesh.all) as stop:
+    with (Report(run, t.steps, start, mesh.world.rank == 0, config.log.tensorboard) as report, Stop(mesh.all) as stop,
+          closing(batches)):
         report.say(opening(config, model, mesh, run))
         for number in range(start + 1, t.steps + 1):
             loss, norm = step(next(batches))

@@ -1,4 +1,5 @@
 import sys
+import time
 
 import pytest
 
@@ -66,7 +67,7 @@ def fake(tmp_path, monkeypatch):
         (tmp_path / "fakepackage.py").write_text(body)
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
         monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-        code = "import json, fakepackage\nprint('\\n' + json.dumps({'x': fakepackage.x}))"
+        code = "import fakepackage\nanswer['x'] = fakepackage.x"
         return doctor.package_row("Fake", "fakepackage", "pip", code, "install it", "fake",
                                   lambda version, answer: Row("Fake", f"{version} x={answer['x']}", True, need="fake"))
     return make
@@ -78,6 +79,11 @@ def fake(tmp_path, monkeypatch):
     ("raise ImportError('libfoo.so: undefined symbol: bar')", False, "undefined symbol: bar"),
     ("import os; os.abort()", False, "crashed (signal 6)"),
     ("import os; os._exit(3)", False, "status 3"),
+    ("import os; os._exit(0)", False, "status 0"),
+    ("raise RuntimeError('no libfoo\\n\\nsee the manual')", False, "RuntimeError: no libfoo see the manual"),
+    ("import sys; print('bad CUDA', file=sys.stderr, flush=True); __import__('os').abort()", False, "after: bad CUDA"),
+    ("import sys; sys.stderr.buffer.write(bytes([255])); x = 5", True, "x=5"),
+    ("import atexit, os; atexit.register(os.abort); x = 6", True, "x=6"),
     ("import time; time.sleep(30)", False, "takes more than"),
 ])
 def test_a_package_that_fails_is_a_row_with_its_own_reason(fake, monkeypatch, body, ok, words):
@@ -87,11 +93,32 @@ def test_a_package_that_fails_is_a_row_with_its_own_reason(fake, monkeypatch, bo
     assert ok or row.cure
 
 
-def test_two_cudnns_are_noticed():
-    paths = ["/usr/lib/x86_64-linux-gnu/libcudnn.so.9", "/env/site-packages/nvidia/cudnn/lib/libcudnn.so.9"]
-    row = doctor.judge_te("2.20", {"fp8": True, "reason": "", "cudnn": paths})
-    assert row.ok is False and "export CUDNN_HOME=/env/site-packages/nvidia/cudnn LD" in row.cure
-    assert doctor.judge_te("2.20", {"fp8": False, "reason": "no GPU", "cudnn": paths[1:]}).ok
+def test_what_a_hanging_import_started_ends_with_it(fake, monkeypatch, tmp_path):
+    monkeypatch.setattr(doctor, "LIMIT", 1.0)
+    assert fake(f"import subprocess; subprocess.run(['sh', '-c', 'sleep 3; touch {tmp_path}/late'])").ok is False
+    time.sleep(3)
+    assert not (tmp_path / "late").exists()
+
+
+SYSTEM, OURS = "/usr/lib/x86_64-linux-gnu/libcudnn.so.9.14.0", "/env/site-packages/nvidia/cudnn/lib/libcudnn.so.9"
+
+
+@pytest.mark.parametrize(("loaded", "te", "words"), [
+    ([OURS], [9, 19, 0], ""),
+    ([SYSTEM, OURS], [9, 19, 0], f"loads {SYSTEM} beside"),
+    ([OURS], [9, 14, 0], "cuDNN 91400, PyTorch 91900")])
+def test_a_cudnn_other_than_pytorchs_is_noticed(monkeypatch, loaded, te, words):
+    monkeypatch.setattr(doctor, "cudnn_cure", lambda: "export CUDNN_HOME=there")
+    answer = {"fp8": True, "reason": "", "cudnn": loaded, "torch_cudnn": [OURS], "torch_version": 91900, "te_version": te}
+    row = doctor.judge_te("2.20", answer)
+    assert row.ok is not bool(words) and words in row.found and row.cure == ("export CUDNN_HOME=there" if words else "")
+
+
+def test_a_cudnn_that_does_not_fit_pytorch_is_a_row(monkeypatch):
+    def refuse():
+        raise RuntimeError("cuDNN version incompatibility")
+    monkeypatch.setattr("torch.backends.cudnn.version", refuse)
+    assert doctor.cudnn_row(True).ok is False and "incompatibility" in doctor.cudnn_row(True).found
 
 
 def test_an_absent_package_says_how_to_get_it():

@@ -1,6 +1,6 @@
 """Data sets, their makers, and the loaders that feed them to a rank."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from itertools import repeat
 from typing import TYPE_CHECKING
 
@@ -24,7 +24,7 @@ def open_pairs(config: "Config", split: str) -> Pairs:
 
 
 def train_loader(config: "Config", dp: "Axis", device: torch.device, consumed: int,
-                 example: Callable[[int, torch.device], Batch]) -> Iterator[Batch]:
+                 example: Callable[[int, torch.device], Batch]) -> Generator[Batch, None, None]:
     """This rank's part of one global batch after another, on its device, without end, after `consumed` samples."""
     t = config.train
     if config.data.source == "mock":
@@ -35,15 +35,19 @@ def train_loader(config: "Config", dp: "Axis", device: torch.device, consumed: i
     return to_device(native.loader(pairs, ids, config.data.workers, pin=device.type == "cuda"), device, config)
 
 
-def eval_loader(config: "Config", dp: "Axis", device: torch.device, pairs: Pairs) -> Iterator[Batch]:
+def eval_loader(config: "Config", dp: "Axis", device: torch.device, pairs: Pairs) -> Generator[Batch, None, None]:
     """This rank's part of one pass over `pairs` in order; padding has sample id -1."""
     ids = order.eval_batches(len(pairs), config.train.global_batch, dp.size, dp.rank)
     return to_device(native.loader(pairs, ids, min(config.data.workers, 2), pin=device.type == "cuda"), device, config)
 
 
-def to_device(batches: Iterable[Batch], device: torch.device, config: "Config") -> Iterator[Batch]:
+def to_device(batches: Iterable[Batch], device: torch.device, config: "Config") -> Generator[Batch, None, None]:
     """Copy each batch to the device, its fields in the parameters' format; from pinned memory the host need not wait."""
     dtype = parameter_dtype(config.precision)
-    for batch in batches:
-        yield {name: tensor.to(device, dtype if tensor.is_floating_point() else None, non_blocking=True)
-               for name, tensor in batch.items()}
+    iterator = iter(batches)
+    try:
+        for batch in iterator:
+            yield {name: tensor.to(device, dtype if tensor.is_floating_point() else None, non_blocking=True)
+                   for name, tensor in batch.items()}
+    finally:                                         # end the workers now, not when an error's traceback lets go of them
+        getattr(iterator, "_shutdown_workers", lambda: None)()

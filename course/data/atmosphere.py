@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from course.data.sphere import RADIUS, Sphere, gaussian
+from course.data.stepping import exponentials, mixed
 
 OMEGA = 7.292e-5                                 # rotation of the Earth, rad/s
 GRAVITY = 9.80616                                # m/s²
@@ -50,16 +51,17 @@ MOUNTAINS = ((34, 88, 14, 2600), (42, 250, 11, 1900), (-20, 291, 9, 1500), (-40,
 
 @dataclass(frozen=True)
 class Physics:
-    """What drives and slows the flow; `Physics(forced=False, smooth_hours=0)` leaves only what conserves."""
+    """What drives and slows the flow; `Physics(forced=False, smooth_hours=0, calm_hours=0)` leaves only what conserves."""
 
     forced: bool = True              # False: no heating, drag, evaporation or rain
     mountains: float = 1.0           # times the height of the mountains
-    contrast: float = 82.0           # K, equator to pole, of the temperature that heating tends to
+    contrast: float = 62.0           # K, equator to pole, of the temperature that heating tends to
     stability: float = 14.0          # K per unit of ln(pressure), of its potential temperature, at the equator
-    heating_days: float = 8.0        # time of the relaxation
-    drag_days: float = 4.0           # of the lower wind over sea
-    drag_land_days: float = 2.0      # ... and over land
-    smooth_hours: float = 6.0        # time in which the shortest waves decay; 0: never
+    heating_days: float = 6.0        # time of the relaxation
+    drag_days: float = 2.5           # of the lower wind over sea
+    drag_land_days: float = 1.2      # ... and over land
+    smooth_hours: float = 24.0       # decay of the shortest waves at truncation 21, (21/T)^4.5 of it at T; 0: never
+    calm_hours: float = 6.0          # ... and of the shortest in the divergence, gravity waves; 0: never
 
 
 def bumps(shapes: tuple[tuple[float, float, float, float], ...], lat: Tensor, lon: Tensor) -> Tensor:
@@ -85,7 +87,7 @@ def mountains(lat: Tensor, lon: Tensor) -> Tensor:
 
 def saturation(temperature: Tensor) -> Tensor:
     """Column water (kg/m²) of saturated air whose lower layer has this temperature (K): after Clausius-Clapeyron."""
-    return 62 * torch.exp(0.064 * (temperature - 286))
+    return 62 * torch.exp(0.064 * (temperature - 290))
 
 
 class Atmosphere:
@@ -106,16 +108,16 @@ class Atmosphere:
         self.drag = torch.stack([0 * drag, drag]) * (physics.forced / DAY)               # (layer, lat, lon), 1/s
         self.waves = self.linear_waves()                                                 # (l, 5, 5), 1/s
         self.waves_here = self.waves.to(self.sphere.p)
-        self.steppers: dict[float, tuple[Tensor, ...]] = {}                                 # by length of step, s
-        self.damping = (self.sphere.laplacian / self.sphere.laplacian[-1]) ** 3          # (l, 1)
+        self.steppers: dict[float, tuple[Tensor, ...]] = {}                              # by length of step, s
 
     def still_temperature(self) -> Tensor:
         """What heating tends to, (layer, lat, lon) in K: Held and Suarez's, with warm deserts and cold polar lands."""
-        sine, physics = self.sphere.mu**2, self.physics
+        sine, physics = self.sphere.mu**2, self.physics                                  # sin²(latitude)
+        slope = sine**2 * (3 - 2 * sine)                                                 # 0 to 1, steepest at 45 degrees
         layers = []
         for sigma, coast in ((0.25, 0.0), (0.75, 1.0)):
-            potential = 322 - physics.contrast * sine - physics.stability * math.log(sigma) * (1 - sine)
-            local = coast * self.land * (5 - 14 * sine**2)
+            potential = 317 - physics.contrast * slope - physics.stability * math.log(sigma) * (1 - sine)
+            local = coast * self.land * (3 - 12 * sine**2)
             layers.append((potential * sigma ** (GAS / HEAT)).clamp(min=200) + local)
         return torch.stack(layers)
 
@@ -188,7 +190,7 @@ class Atmosphere:
             return torch.zeros_like(temperature), torch.zeros_like(water)
         heating = (self.warmth - temperature) / (self.physics.heating_days * DAY)
         evaporation = (0.75 * saturation(self.warmth[1]) - water).clamp(min=0) * (1 - 0.75 * self.land) / (2 * DAY)
-        rain = (water - 0.8 * saturation(temperature[:, 1:])).clamp(min=0) / (0.25 * DAY)
+        rain = (water - 0.8 * saturation(temperature[:, 1:])).clamp(min=0) / (0.1 * DAY)
         return heating, evaporation - rain
 
     def linear_waves(self) -> Tensor:
@@ -223,7 +225,7 @@ class Atmosphere:
 
         The linear waves, the fastest of all, are followed exactly by matrix exponentials, all else as by the
         classical method, in steps twice as long: S. M. Cox and P. C. Matthews (2002), J. Comput. Phys. 176, 430,
-        equations 26 to 29, with their coefficients as `matrices`.
+        equations 26 to 29, with their coefficients as `matrices` (`stepping.exponentials`).
         """
         half, whole, push, first, middle, last = matrices
 
@@ -238,9 +240,17 @@ class Atmosphere:
         n4 = rest(mixed(a, half) + mixed(2 * n3 - n1, push, seconds / 2))
         state = (mixed(state, whole) + mixed(n1, first, seconds / 6) + mixed(n2 + n3, middle, seconds / 3)
                  + mixed(n4, last, seconds / 6))
-        if self.physics.smooth_hours:
-            state = state * torch.exp(-self.damping * (seconds / (3600 * self.physics.smooth_hours)))
-        return state
+        return state * self.decay(seconds)
+
+    def decay(self, seconds: float) -> Tensor:
+        """What is left of every coefficient after some seconds of smoothing: (8, l, 1)."""
+        physics, scale = self.physics, self.sphere.laplacian / self.sphere.laplacian[-1]     # (l, 1), 0 to 1
+        rate = torch.zeros_like(scale).repeat(len(FIELDS), 1, 1)                             # (8, l, 1), 1/hour
+        if physics.smooth_hours:
+            rate += scale**3 / (physics.smooth_hours * (21 / self.sphere.truncation) ** 4.5)
+        if physics.calm_hours:
+            rate[2:4] += scale / physics.calm_hours
+        return torch.exp(-rate * (seconds / 3600))
 
     def budget(self, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Mass (kg/m²), total energy and its kinetic part (J/m²), area means, each float64 (years,)."""
@@ -253,31 +263,3 @@ class Atmosphere:
         weights = self.sphere.weights.double()
         mass, energy, kinetic = ((x * weights).sum(-2).mean(-1) for x in (mass, energy, kinetic))
         return mass, energy, kinetic
-
-
-def mixed(state: Tensor, matrices: Tensor, others: float = 1) -> Tensor:
-    """Apply (l, 5, 5) matrices to (divergence 1 2, temperature 1 2, ps) of a state and a number to its other fields."""
-    years, _, size, _ = state.shape
-    values = torch.view_as_real(state[:, 2:7]).permute(2, 1, 0, 3, 4).reshape(size, 5, -1)   # (l, 5, years m 2)
-    values = torch.bmm(matrices, values).view(size, 5, years, size, 2).permute(2, 1, 0, 3, 4)
-    return torch.cat([state[:, :2] * others, torch.view_as_complex(values.contiguous()), state[:, 7:] * others], 1)
-
-
-def exponentials(waves: Tensor, seconds: float, like: Tensor) -> tuple[Tensor, ...]:
-    """The coefficients of `Atmosphere.step` for a linear part (l, 5, 5): six of (l, 5, 5), with their lengths of time.
-
-    The exponential of [[A, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1], [0, 0, 0, 0]] has in its first row exp(A) and the
-    functions phi1, phi2, phi3 of A that the method is made of.
-    """
-    def functions(time: float) -> tuple[Tensor, ...]:
-        blocks = torch.zeros(len(waves), 20, 20, dtype=torch.float64)
-        blocks[:, :5, :5] = waves * unit / unit[:, None] * time
-        blocks[:, :15, 5:] += torch.eye(15, dtype=torch.float64)
-        return tuple(x * unit[:, None] / unit for x in torch.linalg.matrix_exp(blocks)[:, :5].split(5, 2))
-
-    unit = torch.tensor([1e-5, 1e-5, 1, 1, 500], dtype=torch.float64)                        # brings the fields to one scale
-    half, push = functions(seconds / 2)[:2]
-    whole, phi1, phi2, phi3 = functions(seconds)
-    found = (half, whole, push * seconds / 2, (phi1 - 3 * phi2 + 4 * phi3) * seconds,
-             (2 * phi2 - 4 * phi3) * seconds, (4 * phi3 - phi2) * seconds)
-    return tuple(x.to(like) for x in found)

@@ -100,8 +100,11 @@ def loader(pairs: Pairs, batches: Iterable[list[int]], workers: int, pin: bool) 
 
 
 def _leave_signals_to_the_trainer(worker: int) -> None:
-    """A batch system sends SIGTERM to every process of a job: workers must live until the run is saved."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    """A batch system sends SIGTERM to every process of a job: workers must live until the run is saved.
+
+    They heed the second: a trainer that ends with workers left over terminates them twice.
+    """
+    signal.signal(signal.SIGTERM, lambda number, frame: signal.signal(number, signal.SIG_DFL))
 
 
 def _as_it_is(batch: Any) -> Any:

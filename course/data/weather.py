@@ -7,7 +7,8 @@ Every channel comes from the eight fields that the flow carries (1 above, 2 belo
 
     sp                     carried: ps
     t850, t500             the carried temperatures T1 and T2, linear in the logarithm of pressure
-    u850, v850, u500, v500 the carried winds (vorticity and divergence), likewise
+    u850, v850             the carried wind of the lower layer (from vorticity and divergence)
+    u500, v500             the mean of the carried winds of both layers
     u1000, v1000, u10, v10 the wind at 850 hPa, slowed and turned towards low pressure, more so over land
     t2m                    T2 extended to the ground; over sea half of it is the fixed temperature of the sea
     msl                    ps brought to sea level with that temperature and the height of the ground
@@ -66,9 +67,13 @@ def make(config: Weather, say: Callable[[str], None] = print) -> None:
     missing = [year for year, file in plan.items() if not is_made(file, year, config)]
     if len(missing) < len(plan):
         say(f"{len(plan) - len(missing)} of {len(plan)} files are there already")
-    for start in range(0, len(missing), TOGETHER):
-        group = missing[start:start + TOGETHER]
-        write_years({year: plan[year] for year in group}, config, device, say)
+    threads = torch.get_num_threads()
+    try:
+        for start in range(0, len(missing), TOGETHER):
+            group = missing[start:start + TOGETHER]
+            write_years({year: plan[year] for year in group}, config, device, say)
+    finally:
+        torch.set_num_threads(threads)
     layout.write_statistics(Path(config.path), layout.find_years(Path(config.path), "train"))
     say(f"{config.path}: {len(plan)} files of {config.times} entries, {config.grid[0]} x {config.grid[1]}, "
         f"{len(layout.CHANNELS)} channels, and their statistics")
@@ -88,8 +93,8 @@ def check(config: Weather) -> torch.device:
         raise CourseError(f"times={config.times} leaves nothing to predict: use at least 2 entries per file")
     if config.seed < 0:
         raise CourseError(f"seed={config.seed} is negative: use 0 or more")
-    if config.truncation and not 10 <= config.truncation <= 170:
-        raise CourseError(f"truncation={config.truncation} is out of range: use 10 to 170, or 0 to let the grid decide")
+    if config.truncation and not 15 <= config.truncation <= 170:
+        raise CourseError(f"truncation={config.truncation} is out of range: use 15 to 170, or 0 to let the grid decide")
     if config.device not in ("auto", "cpu", "cuda"):
         raise CourseError(f"device={config.device} is unknown: use auto, cpu or cuda")
     if config.device == "cuda" and not torch.cuda.is_available():
@@ -115,9 +120,9 @@ def settings(year: int, config: Weather) -> str:
 
 
 def truncation_of(config: Weather) -> int:
-    """The largest wave number of the flow: as many as the grid can show, at most 42."""
+    """The largest wave number of the flow: what the grid can show, 15 to 42."""
     rows, columns = config.grid
-    return config.truncation or max(10, min(2 * rows // 3, columns // 3, 42))
+    return config.truncation or max(15, min(2 * rows // 3, columns // 3, 42))
 
 
 def is_made(file: Path, year: int, config: Weather) -> bool:
@@ -150,8 +155,9 @@ def write_years(files: dict[int, Path], config: Weather, device: torch.device, s
         for time in range(config.times):
             if time:
                 state = air.advance(state, layout.HOURS)
-            for i in range(len(years)):
-                fields[i][time] = view.channels(state[i:i + 1])[0].cpu().numpy()
+            entries = [entry for part in state.split(view.at_once) for entry in view.channels(part).cpu().numpy()]
+            for field, entry in zip(fields, entries, strict=True):
+                field[time] = entry
             budgets.append(torch.stack(air.budget(state)).cpu())                         # (3, years)
             if (time + 1) % math.ceil(config.times / 4) == 0:
                 say(f"  {time + 1} of {config.times} entries")
@@ -163,6 +169,8 @@ def write_years(files: dict[int, Path], config: Weather, device: torch.device, s
 def record(file: h5py.File, budget: np.ndarray, say: Callable[[str], None], year: int) -> None:
     """Store and report how mass, energy and kinetic energy (time, 3) drifted over a year."""
     mass, energy, kinetic = budget.T
+    if not np.isfinite(budget).all():
+        raise CourseError(f"the winds of {year} grew too strong for the time step: use another seed or truncation")
     half = len(mass) // 2
     drift = {"mass_drift": mass[-1] / mass[0] - 1,
              "energy_drift": energy[half:].mean() / energy[:half].mean() - 1,
@@ -183,6 +191,7 @@ class View:
         lon = torch.as_tensor(layout.longitudes(grid[1])).to(like)
         mu = np.sin(np.deg2rad(layout.latitudes(grid[0])))
         self.sphere = Sphere(air.sphere.truncation, mu, grid[1], dtype=like.dtype, device=like.device)
+        self.at_once = max(1, 200_000 // (grid[0] * grid[1]))                            # years: bounds memory
         self.ground = self.sphere.synthesise(air.ground)                                 # (lat, lon), m²/s²
         self.land = land(lat, lon)                                                       # (lat, lon)
         self.sea = 271 + 30 * torch.deg2rad(lat).cos() ** 3                              # (lat, 1), K
@@ -198,9 +207,6 @@ class View:
         def above(pressure: float) -> Tensor:                                            # ln of the ratio to the lower layer
             return torch.log(0.75 * ps / (100 * pressure))
 
-        def wind(pressure: float) -> Tensor:                                             # (2, years, lat, lon)
-            return winds[:, :, 1] + (winds[:, :, 0] - winds[:, :, 1]) * above(pressure) / math.log(3)
-
         def temperature(pressure: float) -> Tensor:
             return t2 - lapse * above(pressure)
 
@@ -208,7 +214,7 @@ class View:
             x = above(pressure)
             return heights[:, 1] + GAS * (t2 * x - lapse * x**2 / 2)
 
-        low = wind(850)
+        low = winds[:, :, 1]                                                              # (2, years, lat, lon)
         surface = t2 - lapse * math.log(0.75)                                            # of the air at the ground
         out = {"sp": ps, "t850": temperature(850), "t500": temperature(500), "tcwv": water.clamp(min=0),
                "z1000": height(1000), "z850": height(850), "z500": height(500),
@@ -216,7 +222,7 @@ class View:
                "t2m": surface + 0.5 * (1 - self.land) * (self.sea - surface),
                "msl": ps * torch.exp(self.ground / (GAS * (surface + 0.00325 * self.ground / GRAVITY)))}
         out["u850"], out["v850"] = low
-        out["u500"], out["v500"] = wind(500)
+        out["u500"], out["v500"] = winds.mean(2)
         out["u1000"], out["v1000"] = turned(low * (0.9 - 0.15 * self.land), self.turn / 2)
         out["u10"], out["v10"] = turned(low * (0.75 - 0.25 * self.land), self.turn)
         out["r850"] = (100 * water / saturation(t2)).clamp(0, 100)
