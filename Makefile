@@ -46,7 +46,7 @@ lint: env
 
 lab: $(VENV)/.lab
 	@echo "== Starting JupyterLab on this machine; open the address with the token that it prints"
-	$(BIN)/jupyter lab --ip=127.0.0.1 --no-browser
+	$(BIN)/jupyter lab --ip=127.0.0.1 --no-browser $(if $(filter 0,$(shell id -u)),--allow-root)
 
 doctor: env
 	$(BIN)/course doctor
