@@ -4,8 +4,8 @@
     config              frozen dataclasses, presets, key=value
     random              randomness as a pure function
     models              layers (the shared block) and vit, serial and unaware of parallelism
-    data                layout (files on disk), weather and era5 (their makers), order (who sees what when),
-                        native (a loader)
+    data                layout (files on disk), weather (with atmosphere, stepping, sphere) and era5, their makers,
+                        order (who sees what when), native (a loader)
     parallel            mesh (who talks to whom), placement (what a rank holds), data (average gradients)
     precision           number formats and the loss scale
     step                one optimizer step, for every layout

@@ -28,12 +28,8 @@ class Dropout(nn.Module):
         return x * keep / (1 - self.p)
 
 
-class DropPath(nn.Module):
+class DropPath(Dropout):
     """Stochastic depth (Huang et al. 2016): drop a sample's whole residual branch with probability `p`."""
-
-    def __init__(self, p: float, site: str):
-        super().__init__()
-        self.p, self.site = p, random.key(site)
 
     def forward(self, x: Tensor, keys: Tensor | None) -> Tensor:        # (B, T, D), (B,)
         if self.p == 0 or keys is None:
