@@ -19,11 +19,11 @@ from course.config import Config
 from course.data import Pairs, layout, open_pairs
 from course.errors import CourseError
 from course.files import atomic
-from course.metrics import latitude_weights, squared_error
+from course.metrics import squared_error
 from course.models import build_model
 from course.parallel import place_serial
 from course.precision import parameter_dtype, set_matmul
-from course.validate import PICTURED, forward_only
+from course.validate import forward_only, headline, row_weights
 
 DAYS = 5                                             # how far the model is rolled forward
 State = Callable[[Tensor], Tensor]                   # normalised state -> normalised state one step later
@@ -48,7 +48,7 @@ def main(run: Path, split: str = "test", samples: int = 64, animate: bool = Fals
     model, step = load_model(run, settings, device)
     pairs, training = open_pairs(settings, split), open_pairs(settings, "train")
     channels = layout.channel_names(pairs.years[0])
-    pictured = channels.index(PICTURED) if PICTURED in channels else 0
+    pictured = channels.index(headline(channels))
     methods: dict[str, State] = {"model": state_to_state(model, settings), "regression": Regression(training)}
     scores = score(methods, pairs, starts(pairs, samples, DAYS), settings, device, pictured)
     result = write(run, scores, channels, pictured, step, split, animate)
@@ -99,7 +99,7 @@ def score(methods: dict[str, State], pairs: Pairs, first: list[int], settings: C
     leads = DAYS * 24 // layout.HOURS // settings.data.lead
     climate = layout.read_climatology(Path(settings.data.path), pairs.shape)
     average = torch.from_numpy((climate - pairs.mean) / pairs.std).to(device)
-    weights = latitude_weights(torch.from_numpy(layout.grid_latitudes(pairs.years[0])).float()).to(device)
+    weights = row_weights(pairs, device)
     squares = {name: torch.zeros(leads, pairs.shape[0], device=device) for name in (*methods, "persistence", "climatology")}
     movie: list[tuple[np.ndarray, np.ndarray]] = []
     for begin in range(0, len(first), 8):

@@ -21,6 +21,16 @@ if TYPE_CHECKING:
 PICTURED = "u10"                                     # the headline channel
 
 
+def headline(channels: list[str]) -> str:
+    """The channel that pictures and summary lines show."""
+    return PICTURED if PICTURED in channels else channels[0]
+
+
+def row_weights(pairs: Pairs, device: torch.device) -> Tensor:
+    """The latitude weights of a data set's grid, (H,)."""
+    return latitude_weights(torch.from_numpy(layout.grid_latitudes(pairs.years[0])).float()).to(device)
+
+
 def forward_only(model: nn.Module, precision: str) -> Callable[[Batch], Tensor]:
     """The model's output for a batch, without gradients or dropout, in float32."""
     @torch.no_grad()
@@ -53,9 +63,7 @@ class Validation:
         if config.data.source == "mock":
             return None
         pairs = open_pairs(config, "valid")
-        lat = torch.from_numpy(layout.grid_latitudes(pairs.years[0])).float()
-        weights = latitude_weights(lat).to(mesh.world.device)
-        return cls(config, mesh, pairs, layout.channel_names(pairs.years[0]), weights)
+        return cls(config, mesh, pairs, layout.channel_names(pairs.years[0]), row_weights(pairs, mesh.world.device))
 
     def run(self, model: nn.Module, report: Report, step: int) -> dict[str, Any]:
         """`valid_loss` and `valid_rmse` over all samples and ranks; a picture of the first forecast goes to the report."""
@@ -78,7 +86,7 @@ class Validation:
 
     @property
     def _name(self) -> str:
-        return PICTURED if PICTURED in self.channels else self.channels[0]
+        return headline(self.channels)
 
     def _picture(self, batch: Batch, output: Tensor) -> Any:
         number = self.channels.index(self._name)
