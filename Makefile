@@ -20,12 +20,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@echo "== Setting up $(VENV): the course with its tests, in the versions of constraints.txt (once, a few minutes)"
 	@$(PYTHON) -c 'import sys; sys.exit(None if (3, 11) <= sys.version_info < (3, 14) else "Python 3.11, 3.12 or 3.13 is needed, this is " + sys.version.split()[0] + ": run make with PYTHON=python3.12, say")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,era5]'
-	@touch $@
-
-$(VENV)/.lab: $(VENV)/.ready
-	@echo "== Adding JupyterLab to $(VENV)"
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[lab]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	@touch $@
 
 demo: env
@@ -44,9 +39,10 @@ lint: env
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-lab: $(VENV)/.lab
+lab: env
 	@echo "== Starting JupyterLab on this machine; open the address with the token that it prints"
-	$(BIN)/jupyter lab --ip=127.0.0.1 --no-browser $(if $(filter 0,$(shell id -u)),--allow-root)
+	$(BIN)/jupyter lab --ip=127.0.0.1 --no-browser --ServerApp.root_dir="$(CURDIR)" \
+		--LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb $(if $(filter 0,$(shell id -u)),--allow-root)
 
 doctor: env
 	$(BIN)/course doctor

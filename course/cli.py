@@ -14,6 +14,10 @@ app = typer.Typer(help="Deep Learning at Scale: from one GPU to model parallelis
                   pretty_exceptions_enable=False, add_completion=False)
 data = typer.Typer(help="Make or convert data sets.", no_args_is_help=True)
 app.add_typer(data, name="data")
+bench = typer.Typer(help="Measure this machine.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+lessons = typer.Typer(help="For whoever writes lessons.", no_args_is_help=True)
+app.add_typer(lessons, name="lessons")
 
 
 @app.command()
@@ -86,6 +90,71 @@ def stats(path: Annotated[Path, typer.Argument(help="a folder laid out as data/R
     print(f"wrote {path}/stats")
 
 
+@bench.command()
+def ceilings(device: Annotated[str, typer.Option(help="cpu or cuda")] = "",
+             out: Annotated[Path | None, typer.Option(help="also write the numbers to this JSON file")] = None) -> None:
+    """The most FLOP/s of a matrix multiplication and the most bytes/s of a copy that this machine reaches."""
+    import json
+
+    import torch
+
+    from course.files import atomic
+    from course.perf import bench as measure
+
+    found = measure.record_ceilings(torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")))
+    text = json.dumps(found, indent=1)
+    print(text)
+    if out:
+        with atomic(out) as temporary:
+            temporary.write_text(text + "\n")
+
+
+@app.command()
+def check(file: Annotated[Path, typer.Argument(help="a notebook, or a script in percent format")],
+          exercise: Annotated[list[str] | None, typer.Option(help="only this exercise; may be repeated")] = None,
+          seed: Annotated[int | None, typer.Option(help="inputs of an earlier check; else drawn afresh")] = None) -> None:
+    """Check the exercises of a lesson's notebook, as `check("name")` does inside it."""
+    from course.lab import present, submissions
+
+    verdicts = submissions.check_file(file, exercise or [], seed, lambda verdict: print(present.text(verdict), flush=True))
+    raise typer.Exit(0 if all(verdict.passed for verdict in verdicts) else 1)
+
+
+@lessons.command()
+def build(names: Annotated[list[str] | None, typer.Argument(help="such as 01; all lessons if none is named")] = None,
+          check: Annotated[bool, typer.Option("--check", help="only say what is stale or gives an answer away")] = False,
+          force: Annotated[bool, typer.Option("--force", help="execute also what is up to date")] = False) -> None:
+    """Make notebooks/ and the executed solutions/ from the masters solutions/NN_name.py."""
+    from course.lab import lessons as maker
+
+    if check:
+        found = maker.verify(names or [])
+        print("\n".join(found) or "all notebooks are up to date, and no answer leaks")
+        raise typer.Exit(1 if found else 0)
+    maker.build(names or [], force=force)
+
+
+@app.command()
+def grade(folder: Annotated[Path, typer.Argument(help="of submissions, as nbgrader, Canvas or Moodle lay them out")],
+          out: Annotated[Path, typer.Option(help="where gradebook.csv, junit.xml and feedback/ go")] = Path("grades"),
+          lesson: Annotated[list[str] | None, typer.Option(help="only this lesson, such as 01; may be repeated")] = None,
+          jobs: Annotated[int, typer.Option(min=0, help="learners at a time; 0: one for each two cores")] = 0,
+          seed: Annotated[int | None, typer.Option(help="of the hidden inputs, the same for everybody; else drawn")] = None,
+          trust: Annotated[bool, typer.Option("--trust", help="run others' code though nothing isolates it")] = False) -> None:
+    """Grade a folder of learners' notebooks with hidden variants of the checks. Run again, it goes on where it stopped."""
+    from course.lab import grade as grading
+
+    grading.main(folder, out, lesson or [], jobs, seed, trust)
+
+
+@app.command()
+def release(out: Annotated[Path, typer.Option(help="a folder that does not exist yet, or is an earlier release")]) -> None:
+    """Write what learners get: the course without solutions, with blank notebooks."""
+    from course.lab import release as releasing
+
+    releasing.main(out)
+
+
 def main() -> None:
     """Run the command; a `CourseError` becomes one sentence and exit status 1."""
     try:
@@ -97,7 +166,8 @@ def main() -> None:
 def last_words(error: CourseError) -> str:
     """The sentence itself: a loader's worker process wraps it in its traceback."""
     text = str(error).strip()
-    return text.splitlines()[-1].removeprefix("course.errors.CourseError: ") if "Traceback" in text else text
+    last = text.splitlines()[-1] if text else ""
+    return last.removeprefix("course.errors.CourseError: ") if last.startswith("course.errors.CourseError: ") else text
 
 
 if __name__ == "__main__":

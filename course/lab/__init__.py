@@ -1,0 +1,12 @@
+"""The course on top of the library: lessons, exercises, checks, grading. Nothing below imports it.
+
+    blank       a library object's answer and its blank; a copy of the package with blanks
+    exercise    what an exercise is; exercises/, one module a lesson; mistakes/, their known wrong answers
+    cells       what a learner wrote, from a notebook, a script or the kernel
+    sandbox     other people's code in a process of its own
+    child       what runs in that process
+    check       run, compare, judge; present shows the verdict
+    notebook    what lessons call; widgets, pictures with sliders; tiny, the real model at its smallest
+    lessons     from the master to the notebooks
+    submissions, grade, feedback, release   for instructors
+"""

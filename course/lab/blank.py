@@ -1,0 +1,158 @@
+"""Exercises whose answer is an object of the library: its source shown whole, or blank.
+
+An object is named by its dotted name, such as `course.models.vit.RelativeL2`, and is a function or class
+at the top of a module. Its answer is its source; its blank keeps signatures, docstrings and shape
+comments and raises "not implemented yet". So an answer exists once, and is the code that the tests cover.
+"""
+
+import ast
+import builtins
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from course.errors import CourseError
+
+BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"            # nbgrader's own markers
+STUB = 'raise NotImplementedError("not implemented yet")  # your code here'
+PACKAGE = Path(__file__).parent.parent                           # the folder of `course` itself
+LEFT_OUT = ("__pycache__", "mistakes", "results")                # of a built copy
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True)
+class Object:
+    """A function or class at the top of a module of the library."""
+
+    module: str                                      # course.models.vit
+    name: str                                        # RelativeL2
+    file: Path
+    text: str                                        # of the whole module
+    tree: ast.Module
+    node: Function | ast.ClassDef
+
+    @property
+    def lines(self) -> tuple[int, int]:
+        """First and last line in the module, from 1, decorators included."""
+        return min([self.node.lineno, *(d.lineno for d in self.node.decorator_list)]), self.node.end_lineno or 0
+
+
+def find(dotted: str) -> Object:
+    """Look an object of the library up, without importing its module."""
+    module, _, name = dotted.rpartition(".")
+    spec = find_spec(module) if module.startswith("course") else None       # no other package is ours to show
+    if spec is None or spec.origin is None:
+        raise CourseError(f"{dotted}: the library has no module {module}")
+    file = Path(spec.origin)
+    text = file.read_text()
+    tree = ast.parse(text)
+    for node in tree.body:
+        if isinstance(node, Function | ast.ClassDef) and node.name == name:
+            return Object(module, name, file, text, tree, node)
+    raise CourseError(f"{dotted}: {module} has no function or class {name} at its top level")
+
+
+def answer(dotted: str, marked: bool = False, given: Sequence[str] = ()) -> str:
+    """The object's source with the imports that it needs; `marked` puts the answer between nbgrader's markers.
+
+    `given` names what need not be imported, because the same cell defines it.
+    """
+    found = find(dotted)
+    lines = readable(found.text)
+    first, last = found.lines
+    if marked:
+        for start, end, indent in sorted(bodies(found.node), reverse=True):
+            lines[start - 1:end] = [indent + BEGIN, *lines[start - 1:end], indent + END]
+            last += 2
+    return imports(found, given) + "\n".join(lines[first - 1:last]).rstrip() + "\n"
+
+
+def blank(dotted: str, given: Sequence[str] = ()) -> str:
+    """The object's signatures and docstrings with the imports that its answer needs; every body is the stub."""
+    return clear(answer(dotted, marked=True, given=given))
+
+
+def clear(text: str) -> str:
+    """Replace what stands between the markers by the stub, as nbgrader does."""
+    kept, inside = [], False
+    for line in text.splitlines():
+        if BEGIN in line:
+            inside = True
+            kept.append(line[:len(line) - len(line.lstrip())] + STUB)
+        elif END in line:
+            inside = False
+        elif not inside:
+            kept.append(line)
+    return "\n".join(kept) + "\n"
+
+
+def bodies(node: ast.AST) -> Iterator[tuple[int, int, str]]:
+    """(first line, last line, indentation) of the body, docstring aside, of each function that is a unit of its own."""
+    if isinstance(node, ast.ClassDef):
+        for child in node.body:
+            yield from bodies(child)
+    elif isinstance(node, Function):
+        start = node.body[0].lineno
+        if ast.get_docstring(node) is not None:
+            start = (node.body[0].end_lineno or 0) + 1
+        else:                                        # a comment above the first statement belongs to the answer
+            start = min(start, *(last_line_of_signature(node) + 1,))
+        yield start, node.end_lineno or 0, " " * node.body[0].col_offset
+
+
+def last_line_of_signature(node: Function) -> int:
+    """The line on which `def ...:` ends."""
+    parts = [node.lineno, *(a.end_lineno or 0 for a in ast.walk(node.args) if isinstance(a, ast.expr | ast.arg))]
+    return max(parts + ([node.returns.end_lineno or 0] if node.returns else []))
+
+
+def imports(found: Object, given: Sequence[str] = ()) -> str:
+    """The import lines that the object's source needs outside of its module."""
+    needed = {n.id for n in ast.walk(found.node) if isinstance(n, ast.Name)} - {found.name, *given} - set(dir(builtins))
+    lines, own = [], []
+    for node in found.tree.body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [alias for alias in node.names if (alias.asname or alias.name.split(".")[0]) in needed]
+            if names:
+                lines.append(ast.unparse(ast.Import(names) if isinstance(node, ast.Import)
+                                         else ast.ImportFrom(node.module, names, node.level)))
+        elif isinstance(node, Function | ast.ClassDef) and node.name in needed:
+            own.append(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            own += [n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store) and n.id in needed]
+    if own:
+        lines.append(f"from {found.module} import {', '.join(sorted(own))}")
+    return "\n".join(lines) + "\n\n\n" if lines else ""
+
+
+def shown(dotted: str) -> str:
+    """An object's source, for a lesson to show."""
+    found = find(dotted)
+    first, last = found.lines
+    return "\n".join(readable(found.text)[first - 1:last]) + "\n"
+
+
+def readable(text: str) -> list[str]:
+    """The lines of a module without its notes to the type checker."""
+    return [re.sub(r"\s*# type: ignore\S*", "", line) for line in text.splitlines()]
+
+
+def build(objects: Sequence[str], folder: Path) -> Path:
+    """Copy the package to `folder`/course with these objects blank; returns `folder`, to stand first on PYTHONPATH.
+
+    Known mistakes are left out: they are nearly answers.
+    """
+    target = folder / "course"
+    shutil.copytree(PACKAGE, target, ignore=shutil.ignore_patterns(*LEFT_OUT))
+    by_file: dict[Path, list[Object]] = {}
+    for found in map(find, objects):
+        by_file.setdefault(found.file, []).append(found)
+    for file, group in by_file.items():
+        lines = group[0].text.splitlines()
+        for start, end, indent in sorted((body for found in group for body in bodies(found.node)), reverse=True):
+            lines[start - 1:end] = [indent + STUB]
+        (target / file.relative_to(PACKAGE)).write_text("\n".join(lines) + "\n")
+    return folder

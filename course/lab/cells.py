@@ -1,0 +1,177 @@
+"""What a learner wrote: the code cells of a notebook, a script or the running kernel, and the definitions in them."""
+
+import ast
+import dis
+import inspect
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+from course.errors import CourseError
+
+LARGEST = 50_000_000                                 # bytes of a notebook, outputs and all, that anybody has a reason to hand in
+MOST_CODE = 1_000_000                                # characters of code in it
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The source of what an exercise asks for, with all that it needs; `problem` says why there is none."""
+
+    source: str = ""
+    problem: str = ""
+
+
+def load(path: Path) -> Any:
+    """A notebook (nbformat node) from .ipynb or, by jupytext, from a .py in percent format; `CourseError` if it is none."""
+    try:
+        import jupytext  # slow to import, and only where there are notebooks
+        import nbformat
+    except ImportError as error:
+        raise CourseError("reading notebooks needs JupyterLab's packages: pip install 'course[lab]'") from error
+
+    if path.suffix not in (".ipynb", ".py"):
+        raise CourseError(f"{path}: give a notebook (.ipynb) or a script in percent format (.py)")
+    try:
+        if not path.is_file():
+            raise CourseError(f"{path}: there is no such file")
+        if path.stat().st_size > LARGEST:
+            raise CourseError(f"{path} has more than {LARGEST // 1_000_000} MB: clear its outputs and save it again")
+        text = path.read_text(encoding="utf-8")
+        notebook = nbformat.reads(text, as_version=4) if path.suffix == ".ipynb" else jupytext.reads(text, fmt="py:percent")
+        for cell in notebook.cells:
+            if not isinstance(cell.source, str) or not isinstance(cell.cell_type, str):
+                raise ValueError("a cell without text")
+        if sum(map(len, code(notebook))) > MOST_CODE:
+            raise CourseError(f"{path} has more than {MOST_CODE // 1_000_000} MB of code: put long data into a file")
+    except CourseError:
+        raise
+    except Exception as error:                       # whatever the parsers meet in a damaged or hostile file
+        raise CourseError(f"{path} cannot be read as a notebook ({type(error).__name__}): open it in JupyterLab and save it "
+                          "again") from error
+    return notebook
+
+
+def new_metadata(course: dict[str, Any]) -> Any:
+    """A notebook's metadata: a Python kernel whatever its version, and what the course keeps there."""
+    import nbformat
+
+    return nbformat.from_dict({"kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
+                               "language_info": {"name": "python"}, "course": course})
+
+
+def outputs(text: str) -> Any:
+    """A cell's outputs from JSON."""
+    import nbformat
+
+    return [nbformat.from_dict(output) for output in json.loads(text)]
+
+
+def code(notebook: Any) -> list[str]:
+    """The sources of a notebook's code cells, in order."""
+    return [cell.source for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def history() -> list[str]:
+    """What was executed in the running kernel, in order; empty outside of one."""
+    try:
+        from IPython import get_ipython
+    except ImportError:
+        return []
+    shell = get_ipython()
+    return list(shell.user_ns.get("In", [])) if shell else []
+
+
+def definitions(cells: Iterable[str], wanted: Sequence[str]) -> Answer:
+    """The last definitions of `wanted` in the cells, with every import, function and value that they need.
+
+    A slice of the program: top-level statements that bind a needed name, in order. Statements that bind
+    nothing needed, such as a training run or a plot, stay out, so checking takes no longer than the check.
+    """
+    statements, broken = [], ""
+    for number, cell in enumerate(cells, 1):
+        try:
+            text = plain(cell)
+            tree = ast.parse(text)
+            compile(tree, "<cell>", "exec", dont_inherit=True)      # finds what the parser lets pass, such as a stray return
+            statements += [(node, text) for node in tree.body]
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            if any(name in cell for name in wanted):
+                broken = f"code cell {number} is not valid Python: {error}"
+    bound = [binds(node) for node, _ in statements]
+    keep: set[int] = set()
+    needed, seen = [(name, len(statements)) for name in wanted], set()
+    while needed:
+        name, before = needed.pop()                  # what it was bound to last, before this statement
+        index = next((i for i in reversed(range(before)) if name in bound[i]), None)
+        if index is None or (name, index) in seen:
+            continue
+        seen.add((name, index))
+        keep.add(index)
+        now, later = uses(statements[index][0])
+        needed += [(other, index) for other in now] + [(other, len(statements)) for other in later]
+    missing = [name for name in wanted if not any(name in bound[index] for index in keep)]
+    if broken and missing:
+        return Answer(problem=broken)
+    if missing:
+        return Answer(problem=f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not defined: "
+                              "write and run the exercise's cell first")
+    keep |= {index for index, (node, _) in enumerate(statements)
+             if isinstance(node, ast.ImportFrom) and (node.module == "__future__" or node.names[0].name == "*")}
+    return Answer("\n\n".join(segment(*statements[index]) for index in sorted(keep)) + "\n")
+
+
+def plain(cell: str) -> str:
+    """A cell as plain Python: magics and shell commands become calls, which bind nothing that an answer needs."""
+    try:
+        from IPython.core.inputtransformer2 import TransformerManager
+    except ImportError:
+        return cell
+    if cell.lstrip().startswith("%%"):
+        head, _, rest = cell.lstrip().partition("\n")
+        if head.split()[0] not in ("%%time", "%%timeit", "%%capture"):
+            return ""
+        cell = rest
+    return TransformerManager().transform_cell(cell)
+
+
+def binds(node: ast.stmt) -> set[str]:
+    """The names that a top-level statement binds, and those whose attributes or items it sets."""
+    changed = {base.id for inner in ast.walk(node)
+               if isinstance(inner, ast.Attribute | ast.Subscript) and isinstance(inner.ctx, ast.Store)
+               for base in ast.walk(inner.value) if isinstance(base, ast.Name)}
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        changed = set()                              # what it changes when called is its own affair
+    return changed | {step.argval for step in dis.get_instructions(compiled(node)) if step.opname == "STORE_NAME"}
+
+
+def uses(node: ast.stmt) -> tuple[set[str], set[str]]:
+    """The global names that a statement reads when it runs, and those that what it defines reads when called.
+
+    The compiler knows which names are local. A class's body runs at once, its methods do not.
+    """
+    now: set[str] = set()
+    later: set[str] = set()
+    left = [(compiled(node), True)]
+    while left:
+        code, runs = left.pop()
+        names = {step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_NAME", "LOAD_GLOBAL")}
+        (now if runs else later).update(names)
+        left += [(constant, runs and not constant.co_flags & inspect.CO_NEWLOCALS)
+                 for constant in code.co_consts if isinstance(constant, CodeType)]
+    return now, later
+
+
+def compiled(node: ast.stmt) -> CodeType:
+    """A statement as a module of its own."""
+    return compile(ast.Module([node], []), "<cell>", "exec", dont_inherit=True)
+
+
+def segment(node: ast.stmt, text: str) -> str:
+    """The source of a statement, decorators included."""
+    decorators = getattr(node, "decorator_list", [])
+    if decorators:
+        return "\n".join(text.splitlines()[decorators[0].lineno - 1:node.end_lineno])
+    return ast.get_source_segment(text, node) or ""

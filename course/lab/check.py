@@ -1,0 +1,217 @@
+"""Check an answer: run it in a process of its own, compare what it returns with the library's, say what held.
+
+The process receives inputs and returns tensors. What they should be, and the verdict, stay here.
+"""
+
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save_file
+from torch import Tensor
+
+from course.errors import CourseError
+from course.lab import blank, sandbox
+from course.lab.exercise import Exercise, Tensors, known_mistakes, right, wrong
+
+MOST = 200_000_000                                   # bytes of an outputs file
+UNKNOWN = "no known mistake gives these numbers: try your code on a case small enough to do by hand"
+RANK_SECONDS = 30.0                                  # that ranks wait for one another; the whole has twice that
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One thing that held, or did not."""
+
+    held: bool
+    text: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a check found. It passed if there are facts and all of them held."""
+
+    exercise: str
+    facts: tuple[Fact, ...]
+    hint: str = ""
+    output: str = ""                                 # what the answer printed
+    seed: int = 0
+    seconds: float = 0.0
+    version: str = ""                                # of the check
+
+    @property
+    def passed(self) -> bool:
+        return bool(self.facts) and all(fact.held for fact in self.facts)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What came of one answer on so many ranks: tensors of each rank, or what stopped it."""
+
+    outputs: tuple[Tensors, ...] = ()
+    kind: str = ""                                   # of error: an exception's name, "ranks", or "ended"
+    error: str = ""
+
+
+def examine(exercise: Exercise, source: str, seed: int, hidden: bool = False, layers: sandbox.Layers | None = None) -> Verdict:
+    """Run the answer on every number of ranks that the exercise names, and judge."""
+    facts: list[Fact] = []
+    hint, output, seconds = "", "", 0.0
+    inputs = exercise.draw(seed, hidden)
+    for size in exercise.sizes:
+        (run,), ended = execute(exercise, [source], inputs, size, layers)
+        output, seconds = output + ended.output, seconds + ended.seconds
+        found, hint = judge(exercise, run, seed, hidden, size)
+        suffix = f", on {size} ranks" if size > 1 else ""
+        facts += [replace(fact, text=fact.text + suffix) for fact in found]
+        if not all(fact.held for fact in found):
+            break
+    return Verdict(exercise.name, tuple(facts), hint, output, seed, seconds, exercise.version)
+
+
+def judge(exercise: Exercise, run: Run, seed: int, hidden: bool, size: int) -> tuple[list[Fact], str]:
+    """The facts, and a hint if one of them did not hold."""
+    if run.error:
+        return [Fact(False, stopped(run))], hint_for_error(exercise, run, seed, hidden, size)
+    expected, *slips = reference(exercise.name, seed, hidden, size)
+    facts = []
+    for key, claim in exercise.claims.items():
+        differences = [differ(expected.outputs[rank][key], run.outputs[rank].get(key), exercise.tolerance)
+                       for rank in range(size)]
+        where = [f"rank {rank}: {text}" if size > 1 else text for rank, text in enumerate(differences) if text]
+        facts.append(Fact(not where, claim if not where else f"{claim}: no, {where[0]}"))
+    if all(fact.held for fact in facts):
+        return facts, ""
+    for mistake, slip in zip(comparable(exercise), slips, strict=True):
+        if slip.outputs and not any(differ(slip.outputs[rank][key], run.outputs[rank].get(key), exercise.tolerance)
+                                    for rank in range(size) for key in exercise.claims):
+            return facts, mistake.hint
+    return facts, UNKNOWN
+
+
+def stopped(run: Run) -> str:
+    """What stopped an answer, as a sentence."""
+    if run.kind == "NotImplementedError" and "not implemented yet" in run.error:
+        return "it is not written yet"
+    return f"it stopped: {run.error}"
+
+
+def hint_for_error(exercise: Exercise, run: Run, seed: int, hidden: bool, size: int) -> str:
+    """The hint of a known mistake that stops in the same way, or a general one."""
+    if run.kind == "NotImplementedError":
+        return "replace the line that raises NotImplementedError by your code, run the cell, and check again"
+    if run.kind == "ended":
+        return "look for a loop that does not end, for memory that grows, for a call that leaves Python"
+    for mistake, slip in zip(comparable(exercise), reference(exercise.name, seed, hidden, size)[1:], strict=True):
+        if slip.error and slip.error.splitlines()[0] == run.error.splitlines()[0]:
+            return mistake.hint
+    if run.kind == "ranks":
+        return "every rank of a group has to call the same collectives, in the same order, with tensors of the same shape"
+    return "read the last line of the error first; then the line of your code that it names"
+
+
+def comparable(exercise: Exercise) -> list[Any]:
+    """The known mistakes that yield something to compare with."""
+    return [mistake for mistake in known_mistakes(exercise) if not mistake.silent]
+
+
+@lru_cache(maxsize=64)
+def reference(name: str, seed: int, hidden: bool, size: int) -> tuple[Run, ...]:
+    """What the right answer gives on these inputs, then what each comparable mistake gives."""
+    from course.lab.exercise import find
+
+    exercise = find(name)
+    sources = [right(exercise), *(wrong(exercise, mistake) for mistake in comparable(exercise))]
+    runs, ended = execute(exercise, sources, exercise.draw(seed, hidden), size, None)
+    if runs[0].error:
+        raise CourseError(f"{name}: the check itself does not run here: {runs[0].error}\n{ended.output[-2000:]}")
+    return tuple(runs)
+
+
+def differ(expected: Tensor, got: Tensor | None, tolerance: float) -> str:
+    """How two tensors differ, in words; nothing if they agree to `tolerance`, relative, in the 2-norm."""
+    if got is None:
+        return "nothing was returned"
+    if got.shape != expected.shape:
+        return f"its shape is {tuple(got.shape)}, it should be {tuple(expected.shape)}"
+    if got.dtype != expected.dtype:
+        return f"its type is {got.dtype}, it should be {expected.dtype}"
+    a, b = expected.double(), got.double()
+    if not b.isfinite().all():
+        return "" if torch.allclose(a, b, tolerance, 0, equal_nan=True) else "it has numbers that are not finite"
+    error = ((a - b).norm() / a.norm().clamp(min=1e-300)).item() if a.any() else b.norm().item()
+    if error <= tolerance:
+        return ""
+    if a.numel() == 1:
+        return f"it is {b.item():.6g}, it should be {a.item():.6g}"
+    return f"relative difference {error:.2g}"
+
+
+def execute(exercise: Exercise, sources: Sequence[str], inputs: Tensors, size: int,
+            layers: sandbox.Layers | None) -> tuple[list[Run], sandbox.Outcome]:
+    """Run answers, one after another, in one process of their own on `size` ranks."""
+    limits = replace(exercise.limits, seconds=exercise.limits.seconds * len(sources))
+    with workspace() as scratch:
+        job = {"exercise": exercise.name, "answers": len(sources), "ranks": size, "seconds": RANK_SECONDS}
+        (scratch / "job.json").write_text(json.dumps(job))
+        save_file({name: tensor.contiguous() for name, tensor in inputs.items()}, scratch / "inputs.safetensors")
+        for number, source in enumerate(sources):
+            (scratch / f"answer-{number}.py").write_text(source)
+        package = blanked(exercise.objects)
+        ended = sandbox.run([sys.executable, "-m", "course.lab.child", str(scratch)], scratch, [package],
+                            {"PYTHONPATH": str(package)}, limits, layers)
+        return [collect(scratch, number, size, exercise, ended) for number in range(len(sources))], ended
+
+
+def collect(scratch: Path, number: int, size: int, exercise: Exercise, ended: sandbox.Outcome) -> Run:
+    """Read what an answer left behind, trusting none of it."""
+    if not ended.ok and ended.ended:
+        return Run(kind="ended", error=ended.ended)
+    outputs = []
+    for rank in range(size):
+        try:
+            outputs.append(load_tensors(sandbox.read(scratch, f"out-{number}-{rank}.safetensors", MOST)))
+        except Exception:                            # absent, or not what it should be
+            return complaint(scratch, number)
+    return Run(outputs=tuple(outputs))
+
+
+def complaint(scratch: Path, number: int) -> Run:
+    """What an answer that returned nothing says of itself."""
+    try:
+        told = json.loads(sandbox.read(scratch, f"error-{number}-0.json", 100_000))
+        return Run(kind=str(told["kind"]), error=str(told["text"]) or str(told["kind"]))
+    except Exception:
+        return Run(kind="ended", error="it ended before it returned anything (does it call sys.exit or os._exit?)")
+
+
+@contextmanager
+def workspace() -> Iterator[Path]:
+    """A scratch folder, removed afterwards."""
+    scratch = Path(tempfile.mkdtemp(prefix="course-check-"))
+    try:
+        yield scratch
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+@lru_cache(maxsize=32)
+def blanked(objects: tuple[str, ...]) -> Path:
+    """A copy of the package with these objects blank, made once in this process, readable to whoever runs answers."""
+    import atexit
+
+    folder = Path(tempfile.mkdtemp(prefix="course-blank-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    blank.build(objects, folder)
+    for path in [folder, *folder.rglob("*")]:
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    return folder

@@ -1,0 +1,106 @@
+"""What an exercise is, and how it is found by name."""
+
+import hashlib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from pkgutil import iter_modules
+
+from torch import Tensor
+
+from course.config import nearest
+from course.errors import CourseError
+from course.lab import blank, exercises
+from course.lab.sandbox import Limits
+
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """One exercise: whose place the learner's code takes, what is run with it, and what is claimed of the outcome.
+
+    `draw(seed, hidden)` makes the inputs, afresh for every seed and of other sizes where `hidden` (which
+    grading uses). `program(inputs)` runs the real thing, with the learner's objects in the library's
+    place, in a process of its own; it returns tensors, and knows nothing of what they should be: the
+    expected ones come from the same program with the library's objects.
+    """
+
+    name: str                                        # what `check` is called with, and nbgrader's grade_id
+    lesson: str                                      # "01"
+    objects: tuple[str, ...]                         # dotted names of what the learner writes
+    draw: Callable[[int, bool], Tensors]
+    program: Callable[[Tensors], Tensors]
+    claims: dict[str, str]                           # name of an output -> what holds if it is right, in a sentence
+    tolerance: float = 1e-9                          # relative, in the 2-norm: float64 and a few hundred additions
+    why_tolerance: str = "rounding in float64"
+    sizes: tuple[int, ...] = (1,)                    # numbers of ranks it is run on, each in turn
+    points: int = 1
+    limits: Limits = field(default=Limits())
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What the learner's cell defines."""
+        return tuple(dotted.rpartition(".")[2] for dotted in self.objects)
+
+    @property
+    def version(self) -> str:
+        """Changes when the check or the answer does: 12 hexadecimal digits."""
+        definition = Path(str(sys.modules[self.program.__module__].__file__)).read_text()
+        text = definition + "".join(map(blank.answer, self.objects))
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A known wrong answer: the right one with a piece replaced, and what to tell whoever made it.
+
+    The answer's outputs are compared with those of each mistake, so a hint is given only to who made just
+    that mistake. `silent` marks one that yields nothing to compare with: it stops, or waits for ever.
+    """
+
+    name: str                                        # "a sum for a mean"
+    old: str                                         # a piece of the answer
+    new: str                                         # what stands there instead
+    hint: str
+    silent: bool = False
+
+
+@cache
+def all_exercises() -> dict[str, Exercise]:
+    """Every exercise by name, in the order of the lessons: the modules of `course.lab.exercises`."""
+    found = {}
+    for module in sorted(iter_modules(exercises.__path__), key=lambda m: m.name):
+        for exercise in import_module(f"{exercises.__name__}.{module.name}").EXERCISES:
+            found[exercise.name] = exercise
+    return found
+
+
+def find(name: str) -> Exercise:
+    """An exercise by name; a `CourseError` names the nearest where there is none."""
+    known = all_exercises()
+    if name not in known:
+        raise CourseError(f"there is no exercise {name!r}{nearest(name, known)}; there are {', '.join(known)}")
+    return known[name]
+
+
+def known_mistakes(exercise: Exercise) -> tuple[Mistake, ...]:
+    """The known wrong answers of an exercise, from the module of `course.lab.mistakes` named like its own."""
+    module = exercise.program.__module__.rpartition(".")[2]
+    return tuple(import_module(f"course.lab.mistakes.{module}").MISTAKES[exercise.name])
+
+
+def right(exercise: Exercise) -> str:
+    """The right answer's source."""
+    return "\n\n".join(blank.answer(dotted, given=exercise.names) for dotted in exercise.objects)
+
+
+def wrong(exercise: Exercise, mistake: Mistake) -> str:
+    """The source of a wrong answer; a `CourseError` where the right one no longer has the piece to replace."""
+    source = right(exercise)
+    if mistake.old not in source:
+        raise CourseError(f"{exercise.name}: the mistake {mistake.name!r} replaces {mistake.old!r}, which the answer has not")
+    return source.replace(mistake.old, mistake.new)

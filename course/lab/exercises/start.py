@@ -1,0 +1,60 @@
+"""Lesson 00: what a matrix multiplication costs, and how long a machine must take for it at least.
+
+The functions here are the answers to the exercises written inside a cell of the lesson.
+"""
+
+import torch
+
+from course.lab.exercise import Exercise, Tensors
+from course.lab.sandbox import Limits
+
+QUICK = Limits(seconds=30)                           # most of it for starting Python on a slow disk
+
+
+def matmul_cost(m: int, k: int, n: int, itemsize: int) -> tuple[int, int]:
+    """FLOPs, and bytes moved at least, of (m, k) @ (k, n) with `itemsize` bytes a number."""
+    flops = 2 * m * k * n
+    moved = (m * k + k * n + m * n) * itemsize
+    return flops, moved
+
+
+def roofline_seconds(flops: float, moved: float, peak_flops: float, peak_bytes: float) -> float:
+    """The least seconds that a machine needs for so many FLOPs and bytes, at its ceilings per second."""
+    return max(flops / peak_flops, moved / peak_bytes)
+
+
+def draw_sizes(seed: int, hidden: bool) -> Tensors:
+    """Shapes of matrices and the size of a number."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = torch.randint(1, 9000 if hidden else 500, (12 if hidden else 6, 3), generator=generator)
+    itemsize = torch.tensor([1, 2, 4, 8])[torch.randint(0, 4, (len(shapes),), generator=generator)]
+    return {"shapes": shapes, "itemsize": itemsize}
+
+
+def count(inputs: Tensors) -> Tensors:
+    """The cost of each multiplication."""
+    costs = [matmul_cost(m, k, n, size) for (m, k, n), size in zip(inputs["shapes"].tolist(), inputs["itemsize"].tolist(),
+                                                                   strict=True)]
+    return {"flops": torch.tensor([float(flops) for flops, _ in costs], dtype=torch.float64),
+            "bytes": torch.tensor([float(moved) for _, moved in costs], dtype=torch.float64)}
+
+
+def draw_work(seed: int, hidden: bool) -> Tensors:
+    """Work, and the ceilings of a machine, such that now one bounds and now the other."""
+    generator = torch.Generator().manual_seed(seed)
+    exponent = torch.rand(40 if hidden else 12, 4, generator=generator, dtype=torch.float64)
+    return {"work": 10 ** (9 + 3 * exponent)}
+
+
+def bound(inputs: Tensors) -> Tensors:
+    """The least time of each piece of work."""
+    return {"seconds": torch.tensor([float(roofline_seconds(*row)) for row in inputs["work"].tolist()], dtype=torch.float64)}
+
+
+EXERCISES = [
+    Exercise("matmul-cost", "00", (f"{__name__}.matmul_cost",), draw_sizes, count, {
+        "flops": "it counts the floating-point operations",
+        "bytes": "it counts the bytes that must move"}, limits=QUICK),
+    Exercise("roofline", "00", (f"{__name__}.roofline_seconds",), draw_work, bound, {
+        "seconds": "it gives the least time, whichever ceiling bounds it"}, limits=QUICK),
+]

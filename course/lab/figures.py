@@ -1,0 +1,69 @@
+"""Figures of the lessons: pure functions from numbers to a matplotlib figure, in colours that the colour-blind tell apart."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from course.pictures import FIELD
+
+BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#666666"
+MARKS = [("o", BLUE), ("s", ORANGE), ("^", GREEN), ("D", GREY)]
+
+
+def roofline(ceilings: Mapping[str, tuple[float, float]], points: Mapping[str, tuple[float, float]] | None = None,
+             title: str = "") -> Figure:
+    """FLOP/s against arithmetic intensity, both logarithmic.
+
+    `ceilings`: machine -> (FLOP/s, bytes/s), drawn as a roof each. `points`: name -> (FLOPs a byte, FLOP/s).
+    """
+    figure = Figure(figsize=(6.5, 4.2), layout="constrained")
+    axis = figure.subplots()
+    intensity = np.logspace(-2, 4, 200)
+    for (name, (peak, width)), (_, colour) in zip(ceilings.items(), MARKS, strict=False):
+        axis.loglog(intensity, np.minimum(peak, width * intensity), color=colour, label=name)
+        axis.axvline(peak / width, color=colour, linestyle=":", linewidth=1)
+    for name, (x, y) in (points or {}).items():
+        axis.plot(x, y, "o", color=ORANGE)
+        axis.annotate(name, (x, y), xytext=(4, -11), textcoords="offset points", fontsize=8)
+    axis.set_xlabel("arithmetic intensity (FLOPs a byte)")
+    axis.set_ylabel("FLOP/s")
+    axis.grid(alpha=0.3, which="both")
+    axis.legend(loc="lower right")
+    axis.set_title(title)
+    return figure
+
+
+def curves(lines: Mapping[str, tuple[Sequence[float], Sequence[float]]], x: str, y: str, title: str = "",
+           levels: Mapping[str, float] | None = None) -> Figure:
+    """Lines, name -> (xs, ys), over one another; `levels` are horizontal lines to compare with."""
+    figure = Figure(figsize=(6.5, 3.8), layout="constrained")
+    axis = figure.subplots()
+    for (name, (xs, ys)), (mark, colour) in zip(lines.items(), MARKS, strict=False):
+        axis.plot(xs, ys, color=colour, label=name, marker=mark if len(xs) < 15 else "", linewidth=1.5 if len(xs) < 100 else 0.9)
+    for (name, level), dash in zip((levels or {}).items(), ("--", ":", "-."), strict=False):
+        axis.axhline(level, color=GREY, linestyle=dash, label=name)
+    axis.set_xlabel(x)
+    axis.set_ylabel(y)
+    axis.grid(alpha=0.3)
+    axis.legend()
+    axis.set_title(title)
+    return figure
+
+
+def patches(field: np.ndarray, side: int, title: str = "") -> Figure:
+    """An (H, W) field with the grid of patches of `side` points, one of them marked: a patch becomes a token."""
+    figure = Figure(figsize=(7, 3.6), layout="constrained")
+    axis: Any = figure.subplots()
+    axis.imshow(field, cmap=FIELD, interpolation="nearest")
+    height, width = field.shape
+    axis.set_xticks(np.arange(0, width, side) - 0.5, labels=[])
+    axis.set_yticks(np.arange(0, height, side) - 0.5, labels=[])
+    axis.grid(color="white", linewidth=0.8)
+    axis.tick_params(length=0)
+    axis.add_patch(Rectangle((side * (width // side // 2) - 0.5, side * (height // side // 3) - 0.5), side, side, fill=False,
+                             edgecolor=ORANGE, linewidth=3))
+    axis.set_title(title)
+    return figure

@@ -1,0 +1,216 @@
+"""Lessons: from the master `solutions/NN_name.py` to the learner's notebook and the executed one.
+
+A master is a script in jupytext's percent format. A cell marked `exercise="name"` is an exercise: either
+it imports an object of the library, and the notebooks show that object's source (the learner's: blank);
+or it holds its answer between nbgrader's markers. A cell that calls `check("name")` is the autograded
+test of nbgrader. `notebooks/NN_name.ipynb` is for learners, `solutions/NN_name.ipynb` executed.
+"""
+
+import ast
+import hashlib
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from course.errors import CourseError
+from course.files import atomic
+from course.lab import blank, cells
+from course.lab import exercise as exercises
+from course.lab.exercise import Exercise
+from course.lab.notebook import BUILDING
+
+ROOT = blank.PACKAGE.parent                          # where notebooks/ and solutions/ lie
+EDITION = "1"                                        # of this builder: a new one makes all notebooks stale
+LONGEST = 900                                        # seconds that a cell may take
+CHECK = re.compile(r'^check\("([\w-]+)"', re.MULTILINE)
+SHOW = re.compile(r'\bshow\("([\w.]+)"\)')
+WIDGET = "application/vnd.jupyter.widget-view+json"
+SMALLEST_LEAK = 30                                   # characters of an answer's statement that tell something
+
+
+def masters(names: list[str], root: Path = ROOT) -> list[Path]:
+    """The masters of these names (such as 01 or 01_baseline), or all."""
+    found = sorted((root / "solutions").glob("[0-9][0-9]_*.py"))
+    if not found:
+        raise CourseError(f"{root}/solutions holds no lessons: run this in a clone of the course's repository, "
+                          "a release for learners has none")
+    for name in names:
+        if not any(path.stem.startswith(name.removesuffix(".py")) for path in found):
+            raise CourseError(f"there is no lesson {name}; there are {', '.join(path.stem for path in found)}")
+    return [path for path in found if not names or any(path.stem.startswith(n.removesuffix(".py")) for n in names)]
+
+
+def build(names: list[str], root: Path = ROOT, force: bool = False) -> None:
+    """Write the notebooks of these lessons, executing those that are stale."""
+    for master in masters(names, root):
+        write(learners(master), root / "notebooks" / f"{master.stem}.ipynb")
+        target = root / "solutions" / f"{master.stem}.ipynb"
+        if force or stale(master, target):
+            print(f"executing {master.name}", flush=True)
+            write(execute(instructors(master), root / "notebooks"), target)
+        print(f"{master.stem}: up to date")
+
+
+def verify(names: list[str], root: Path = ROOT) -> list[str]:
+    """What `build --check` finds: a sentence for everything that is stale or gives an answer away."""
+    found = []
+    for master in masters(names, root):
+        for folder, wanted in (("notebooks", learners(master)), ("solutions", instructors(master))):
+            path = root / folder / f"{master.stem}.ipynb"
+            if stale(master, path):
+                found.append(f"{folder}/{path.name} is stale: run `course lessons build {master.stem}`")
+            elif sources(cells.load(path)) != sources(wanted):
+                found.append(f"{folder}/{path.name} was edited: edit solutions/{master.name} instead, and run "
+                             f"`course lessons build {master.stem}`")
+        path = root / "notebooks" / f"{master.stem}.ipynb"
+        if path.is_file():
+            found += [f"notebooks/{path.name} {leak}" for leak in leaks(cells.load(path), instructors(master))]
+    return found
+
+
+def instructors(master: Path) -> Any:
+    """The notebook with answers between their markers, not executed."""
+    notebook = cells.load(master)
+    for number, cell in enumerate(notebook.cells):
+        cell.id = f"lesson{master.stem[:2]}-{number:03d}"
+        name = cell.metadata.pop("exercise", None)
+        if name:
+            cell.source = expanded(cell.source, exercises.find(name))
+            cell.metadata["nbgrader"] = grading(name, solution=True)
+        elif cell.cell_type == "code" and (called := CHECK.search(cell.source)):
+            exercise = exercises.find(called[1])
+            cell.metadata["nbgrader"] = grading(f"check-{exercise.name}", solution=False) | {"points": exercise.points}
+    notebook.metadata = cells.new_metadata(
+        {"lesson": master.stem[:2], "source": digest(master)})
+    return notebook
+
+
+def learners(master: Path) -> Any:
+    """The notebook with blank exercises and no outputs."""
+    notebook = instructors(master)
+    for cell in notebook.cells:
+        if "nbgrader" in cell.metadata and cell.metadata["nbgrader"]["solution"]:
+            cell.source = blank.clear(cell.source).rstrip("\n")
+    return notebook
+
+
+def expanded(source: str, exercise: Exercise) -> str:
+    """An exercise's cell with its answer: imports of the exercise's own objects become their sources."""
+    if blank.BEGIN in source:
+        return source
+    modules = {dotted.rpartition(".")[0]: dotted for dotted in exercise.objects}
+    nodes = ast.parse(source).body
+    if not all(isinstance(node, ast.ImportFrom) and node.module in modules for node in nodes):
+        raise CourseError(f"exercise {exercise.name}: its cell must either import {', '.join(exercise.objects)} and nothing "
+                          f"else, or have its answer between {blank.BEGIN} and {blank.END}")
+    return "\n\n".join(blank.answer(dotted, marked=True, given=exercise.names) for dotted in exercise.objects).rstrip("\n")
+
+
+def grading(name: str, solution: bool) -> dict[str, Any]:
+    """A cell's metadata for nbgrader: an answer to collect, or a test to run."""
+    return {"grade_id": name, "solution": solution, "grade": not solution, "locked": not solution, "task": False,
+            "schema_version": 3}
+
+
+def digest(master: Path) -> str:
+    """Of everything that a lesson shows: its master, its exercises' answers, the objects that it shows, this builder."""
+    text = master.read_text()
+    marked = [exercises.find(name).objects for name in re.findall(r'^# %%.*exercise="([\w-]+)"', text, re.MULTILINE)]
+    shown = sorted({dotted for objects in marked for dotted in objects} | set(SHOW.findall(text)))
+    parts = [EDITION, text, *(blank.shown(dotted) for dotted in shown)]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def stale(master: Path, notebook: Path) -> bool:
+    """Whether a notebook is missing or was made from something else than what is there now."""
+    if not notebook.is_file():
+        return True
+    return cells.load(notebook).metadata.get("course", {}).get("source") != digest(master)
+
+
+def sources(notebook: Any) -> list[tuple[str, str, dict[str, Any]]]:
+    """What the builder decides about each cell; outputs, which contain timings, are left aside."""
+    return [(cell.cell_type, cell.source, cell.metadata.get("nbgrader", {})) for cell in notebook.cells]
+
+
+def leaks(notebook: Any, solved: Any) -> Iterator[str]:
+    """Where a learner's notebook gives an answer away: outputs, markers, or a statement of an answer."""
+    texts = [cell.source for cell in notebook.cells]
+    if any(cell.get("outputs") or cell.get("attachments") for cell in notebook.cells):
+        yield "has outputs"
+    if any(blank.BEGIN in text for text in texts):
+        yield "has an answer between its markers"
+    everything = squeezed("\n".join(texts))
+    for cell in solved.cells:
+        for line in answer_lines(cell.source):
+            if len(squeezed(line)) >= SMALLEST_LEAK and squeezed(line) in everything:
+                yield f"shows a line of an answer: {line.strip()}"
+
+
+def answer_lines(source: str) -> Iterator[str]:
+    """The lines between markers, comments aside."""
+    inside = False
+    for line in source.splitlines():
+        if blank.BEGIN in line or blank.END in line:
+            inside = blank.BEGIN in line
+        elif inside:
+            yield line.split("  #")[0]
+
+
+def squeezed(text: str) -> str:
+    """Without white space."""
+    return "".join(text.split())
+
+
+def execute(notebook: Any, folder: Path) -> Any:
+    """Run all cells in a fresh kernel; outputs keep nothing of this machine's paths. Raises where a cell fails."""
+    from nbclient import NotebookClient
+    from nbclient.exceptions import CellExecutionError
+
+    folder.mkdir(exist_ok=True)
+    os.environ[BUILDING] = "1"                       # which the kernel inherits
+    metadata = notebook.metadata
+    try:
+        NotebookClient(notebook, timeout=LONGEST, kernel_name="python3", record_timing=False, store_widget_state=False,
+                       resources={"metadata": {"path": str(folder)}}).execute()
+    except CellExecutionError as error:
+        said = [output.get("text") or output.get("data", {}).get("text/plain", "") for cell in notebook.cells
+                for output in cell.get("outputs", [])]
+        where = next((line for line in str(error).splitlines() if line.strip("- ")), "")
+        raise CourseError("\n".join([f"lesson {metadata['course']['lesson']} does not run; the cell that begins with",
+                                     f"    {where}", f"stopped with {error.ename}: {error.evalue}", *said[-2:]])) from None
+    finally:
+        del os.environ[BUILDING]
+    notebook.metadata = cells.new_metadata(dict(metadata["course"]))
+    scrub(notebook, folder.parent)
+    return notebook
+
+
+def scrub(notebook: Any, root: Path) -> None:
+    """Keep of the outputs what means something elsewhere: no folders of this machine, no widgets without their kernel."""
+    names = {str(root): "~/course", sys.prefix: "~/course/.venv", sys.base_prefix: "~/python", str(Path.home()): "~"}
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            text = json.dumps(cell.outputs)
+            for folder, name in names.items():
+                text = text.replace(json.dumps(folder)[1:-1], name)
+            cell.outputs = list(filter(still, cells.outputs(text)))
+
+
+def still(output: Any) -> bool:
+    """Take the widget out of an output; whether a picture is left in its place, which a progress bar has not."""
+    return output.get("data", {}).pop(WIDGET, None) is None or "image/png" in output["data"]
+
+
+def write(notebook: Any, path: Path) -> None:
+    """Write a notebook whole, if it differs from what is there."""
+    import nbformat
+
+    text = nbformat.writes(notebook) + "\n"
+    if not path.is_file() or path.read_text() != text:
+        with atomic(path) as temporary:
+            temporary.write_text(text)

@@ -1,0 +1,189 @@
+"""What lessons call: check an answer, show code, set a measurement beside a prediction, show recorded results."""
+
+import base64
+import json
+import math
+import os
+import secrets
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+
+from course.errors import CourseError
+from course.lab import blank, cells, present, widgets
+from course.lab import check as checks
+from course.lab import exercise as exercises
+
+RESULTS = blank.PACKAGE / "perf" / "results"
+BUILDING = "COURSE_BUILDS_LESSONS"                   # set while the builder executes a lesson
+
+
+class CheckFailed(Exception):
+    """An answer did not pass. A notebook shows one line of it: what failed stands above."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [f"{present.RED}{self}{present.PLAIN}"]
+
+
+def begin(lesson: str) -> None:
+    """Go to the course's folder, where `data` and `runs` are, and say what this lesson runs on."""
+    home = next((folder for folder in [Path.cwd(), *Path.cwd().parents]
+                 if (folder / "notebooks").is_dir() and (folder / "course").is_dir()), None)
+    if home:
+        os.chdir(home)
+    device = f"{torch.cuda.get_device_name()} GPU" if torch.cuda.is_available() else "no GPU: everything here runs on the CPU"
+    print(f"Lesson {lesson}, PyTorch {torch.__version__}, {os.cpu_count()} CPU cores, {device}")
+    if not home:
+        print(f"The course's folder was not found above {Path.cwd()}: data and runs will be made here")
+
+
+def check(name: str, seed: int | None = None) -> None:
+    """Check an exercise: what was last defined in this notebook is run in a process of its own and judged.
+
+    Inputs are drawn afresh each time; `seed` draws those of an earlier check again. Raises `CheckFailed`,
+    so that "run all" stops here and nbgrader counts it, after showing what did not hold and a hint.
+    """
+    exercise = exercises.find(name)
+    answer = cells.definitions(written(), exercise.names)
+    if answer.problem:
+        verdict = checks.Verdict(name, (checks.Fact(False, answer.problem),), "run the cell of the exercise, then this one")
+    else:
+        verdict = checks.examine(exercise, answer.source, secrets.randbits(31) if seed is None else seed)
+    display({"text/html": present.html(verdict)}, present.text(verdict))
+    if not verdict.passed:
+        raise CheckFailed(f"{name} has not passed yet: see above")
+
+
+def written() -> list[str]:
+    """The code of this notebook as executed so far; of the script, where a master runs as one."""
+    executed = cells.history()
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    if executed or not script:
+        return executed
+    from course.lab import lessons
+
+    return cells.code(lessons.instructors(Path(script)))
+
+
+@contextmanager
+def yours(*objects: Any) -> Iterator[None]:
+    """Inside the block the library runs with your objects in the place of its own of the same names.
+
+    Raises `CourseError` for an object that is no exercise's.
+    """
+    from course.lab.child import installed
+
+    dotted = {d.rpartition(".")[2]: d for exercise in exercises.all_exercises().values() for d in exercise.objects}
+    for thing in objects:
+        if thing.__name__ not in dotted:
+            raise CourseError(f"{thing.__name__} is the answer to no exercise; there are {', '.join(dotted)}")
+    with installed(tuple(dotted[thing.__name__] for thing in objects), {thing.__name__: thing for thing in objects}):
+        yield
+
+
+def picture(figure: Figure, words: str) -> None:
+    """Show a figure; `words` say what it shows, for who cannot see it."""
+    if not in_notebook():
+        print(f"(a picture: {words})")
+        return
+    from IPython.display import display as draw
+
+    data = base64.b64encode(widgets.png(figure)).decode()
+    draw({"image/png": data, "text/plain": words}, metadata={"image/png": {"alt": words}}, raw=True)
+
+
+def show(dotted: str) -> None:
+    """The source of an object of the library, highlighted."""
+    found = blank.find(dotted)
+    source = f"# {found.module.replace('.', '/')}.py, line {found.lines[0]}\n{blank.shown(dotted)}"
+    if not in_notebook():
+        print(source)
+        return
+    from IPython.display import Code
+    from IPython.display import display as draw
+
+    draw(Code(source, language="python"))
+
+
+def beside(what: str, predicted: float, measured: float, unit: str = "") -> None:
+    """Set a measurement beside the prediction of it."""
+    if not (predicted > 0 and measured > 0):
+        raise CourseError(f"{what}: predicted {predicted} and measured {measured} must both be above zero to be compared")
+    ratio = measured / predicted
+    words = ("within 10% of it" if 0.9 <= ratio <= 1.1 else f"{ratio:.2g} times as much" if ratio > 1
+             else f"{1 / ratio:.2g} times less")
+    width = 40 / max(predicted, measured)
+    print(f"{what}\n  predicted {number(predicted):>8} {unit}  {'▒' * max(1, round(predicted * width))}\n"
+          f"  measured  {number(measured):>8} {unit}  {'█' * max(1, round(measured * width))}  {words}")
+
+
+def number(value: float) -> str:
+    """Three significant digits, without an exponent where people do without."""
+    if value == 0 or not 1e-3 <= abs(value) < 1e6:
+        return f"{value:.3g}"
+    return f"{value:,.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"
+
+
+def gpu() -> bool:
+    """Whether there is a GPU to measure on. Cells that need one say so and show a recorded result where there is none."""
+    return torch.cuda.is_available()
+
+
+def results(name: str) -> dict[str, Any]:
+    """A recorded measurement: `course/perf/results/NAME.json`."""
+    path = RESULTS / f"{name}.json"
+    if not path.is_file():
+        there_are = ", ".join(sorted(file.stem for file in RESULTS.glob("*.json")))
+        raise CourseError(f"there is no recorded result {name}; there are {there_are}")
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def recorded(name: str, rows: Mapping[str, Mapping[str, Any]], why: str = "This needs a GPU, and there is none here") -> None:
+    """A table of recorded results (row -> column -> value) with the hardware that they were measured on."""
+    about = results(name)
+    lines = [f"*{why}. Recorded on {about['hardware']}, PyTorch {about['torch']}, {about['date']} "
+             f"([{name}.json](../course/perf/results/{name}.json)):*\n"]
+    for label, values in rows.items():
+        if len(lines) == 1:
+            lines += [f"| | {' | '.join(values)} |", f"|---|{'--:|' * len(values)}"]
+        shown = (number(value) if isinstance(value, (int, float)) else str(value) for value in values.values())
+        lines.append(f"| {label} | {' | '.join(shown)} |")
+    display({"text/markdown": "\n".join(lines)}, "\n".join(lines))
+
+
+def tensorboard(logdir: str | Path = "runs", height: int = 600) -> str:
+    """TensorBoard inside the notebook, on this machine only, until the kernel ends; returns its address."""
+    if os.environ.get(BUILDING):
+        print(f"(TensorBoard opens here when you run this cell: it shows the curves and pictures under {logdir})")
+        return ""
+    from IPython.display import IFrame
+    from IPython.display import display as draw
+    from tensorboard import program
+
+    server = program.TensorBoard()
+    server.configure(argv=[None, "--logdir", str(logdir), "--host", "127.0.0.1", "--port", "0"])    # a free port
+    address: str = server.launch()
+    draw(IFrame(address, "100%", height))
+    print(f"TensorBoard of {logdir}: {address}")
+    return address
+
+
+def display(rich: dict[str, str], plain: str) -> None:
+    """Show rich output in a notebook, the text elsewhere; never on stderr, which nbgrader counts as an error."""
+    if not in_notebook():
+        print(plain)
+        return
+    from IPython.display import display as draw
+
+    draw(rich | {"text/plain": plain}, raw=True)
+
+
+def in_notebook() -> bool:
+    """Whether this runs in a Jupyter kernel."""
+    return "ipykernel" in sys.modules and bool(cells.history())

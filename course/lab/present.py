@@ -1,0 +1,55 @@
+"""A verdict for people: text with colours for a terminal, HTML for a notebook or a page."""
+
+from html import escape
+
+from course.lab.check import Verdict
+
+GREEN, RED, AMBER, DIM, PLAIN = "\x1b[32m", "\x1b[31m", "\x1b[33m", "\x1b[2m", "\x1b[0m"
+
+
+def headline(verdict: Verdict) -> str:
+    """The outcome in one line."""
+    held = sum(fact.held for fact in verdict.facts)
+    if verdict.passed:
+        return f"{verdict.exercise}: passed, all {held} of {held} checks hold"
+    return f"{verdict.exercise}: not yet, {held} of {len(verdict.facts)} checks hold"
+
+
+def text(verdict: Verdict, colour: bool = True) -> str:
+    """Lines for a terminal; without colour the marks and words say the same."""
+    def paint(code: str, line: str) -> str:
+        return f"{code}{line}{PLAIN}" if colour else line
+
+    lines = [paint(GREEN if verdict.passed else RED, headline(verdict))]
+    for fact in verdict.facts:
+        mark, code = ("✓", GREEN) if fact.held else ("✗", RED)
+        lines.append(paint(code, f"  {mark} ") + printable(fact.text).replace("\n", "\n      "))
+    if verdict.hint:
+        lines.append(paint(AMBER, "  hint: ") + verdict.hint)
+    if not verdict.passed and verdict.output.strip():
+        lines.append(paint(DIM, "  printed: " + printable(shortened(verdict.output)).replace("\n", "\n    ")))
+    lines.append(paint(DIM, f"  {verdict.seconds:.1f} s, inputs of seed {verdict.seed}"))
+    return "\n".join(lines)
+
+
+def html(verdict: Verdict) -> str:
+    """The same for a notebook; everything is escaped. Colours keep their contrast on light and dark."""
+    tint = "#0a7d46" if verdict.passed else "#c0392b"
+    rows = "".join(f'<li style="list-style:none;white-space:pre-wrap"><b style="color:{"#0a7d46" if fact.held else "#c0392b"}">'
+                   f'{"✓" if fact.held else "✗"}</b> {escape(printable(fact.text))}</li>' for fact in verdict.facts)
+    hint = f'<p style="margin:.4em 0"><b>Hint.</b> {escape(verdict.hint)}</p>' if verdict.hint else ""
+    printed = (f"<details><summary>What it printed</summary><pre>{escape(printable(shortened(verdict.output)))}</pre></details>"
+               if not verdict.passed and verdict.output.strip() else "")
+    return (f'<div style="border-left:4px solid {tint};padding:.3em .9em;margin:.3em 0"><b style="color:{tint}">'
+            f'{escape(headline(verdict))}</b><ul style="margin:.3em 0;padding:0">{rows}</ul>{hint}{printed}'
+            f'<small>{verdict.seconds:.1f} s, inputs of seed {verdict.seed}</small></div>')
+
+
+def printable(text: str) -> str:
+    """Without control characters, which could play tricks on a terminal."""
+    return "".join(char if char.isprintable() or char in "\n\t" else "�" for char in text)
+
+
+def shortened(text: str, most: int = 1500) -> str:
+    """The end of a long text."""
+    return text.strip() if len(text) <= most else "... " + text.strip()[-most:]

@@ -1,0 +1,122 @@
+"""Whose notebook is which: the folders that nbgrader, Canvas and Moodle hand to an instructor, and what is in a notebook."""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from course.errors import CourseError
+from course.lab import cells, lessons
+from course.lab import exercise as exercises
+from course.lab.check import Fact, Verdict, examine
+from course.lab.exercise import Exercise
+
+CANVAS = re.compile(r"(?P<name>[^_]+)_(?:LATE_)?(?P<user>\d+)_(?P<submission>\d+)_(?P<file>.+)")
+MOODLE = re.compile(r"(?P<name>.+)_(?P<user>\d+)_assignsubmission_(?:file|onlinetext)_?")
+LESSON = re.compile(r"(?:^|.*[_ -])(?P<lesson>\d\d)_[a-z]\w*?(?P<again>(?:-| ?\()\d+\)?)?$")
+MISSING = "run the exercise's cell, save the notebook, and hand it in again"
+
+
+@dataclass(frozen=True)
+class Submission:
+    """One learner's notebook of one lesson."""
+
+    learner: str
+    lesson: str                                      # "01"; empty if neither its name nor its metadata say
+    path: Path
+
+
+def check_file(path: Path, names: Sequence[str], seed: int | None, tell: Callable[[Verdict], None]) -> list[Verdict]:
+    """Check the exercises of a notebook or script, or those named; `tell` hears of each verdict as it comes."""
+    import secrets
+
+    notebook = cells.load(path)
+    if path.suffix == ".py" and path.resolve().parent == (lessons.ROOT / "solutions").resolve():
+        notebook = lessons.instructors(path)         # a master imports its answers
+    wanted = [exercises.find(name) for name in names] or of_lesson(lesson_of(path, notebook))
+    if not wanted:
+        raise CourseError(f"{path}: neither its name (such as 01_baseline.ipynb) nor its metadata say which lesson this is: "
+                          "name the exercises with --exercise")
+    verdicts = []
+    for exercise in wanted:
+        verdicts.append(judge(exercise, notebook, secrets.randbits(31) if seed is None else seed, hidden=False))
+        tell(verdicts[-1])
+    return verdicts
+
+
+def judge(exercise: Exercise, notebook: Any, seed: int, hidden: bool, **how: Any) -> Verdict:
+    """The verdict on one exercise of a notebook."""
+    answer = cells.definitions(cells.code(notebook), exercise.names)
+    if answer.problem:
+        return Verdict(exercise.name, (Fact(False, answer.problem),), MISSING, seed=seed, version=exercise.version)
+    return examine(exercise, answer.source, seed, hidden, **how)
+
+
+def of_lesson(lesson: str) -> list[Exercise]:
+    """The exercises of a lesson."""
+    return [exercise for exercise in exercises.all_exercises().values() if exercise.lesson == lesson]
+
+
+def lesson_of(path: Path, notebook: Any = None) -> str:
+    """The number of the lesson, from the file's name or else from the notebook's metadata; "" if neither says."""
+    if found := LESSON.match(path.stem):
+        return found["lesson"]
+    about = notebook.metadata.get("course", {}) if notebook is not None else {}
+    return str(about.get("lesson", "")) if isinstance(about, dict) else ""
+
+
+def collect(folder: Path) -> tuple[list[Submission], list[str]]:
+    """All submissions below a folder, one for each learner and lesson, and a note on everything that was left out."""
+    if not folder.is_dir():
+        raise CourseError(f"{folder} is not a folder: give the one that holds the submissions")
+    notes: list[str] = []
+    newest: dict[tuple[str, str], Submission] = {}
+    for path in sorted(notebooks(folder, notes), key=order):
+        learner, lesson = owner(path.relative_to(folder)), lesson_of(path)
+        if not lesson:
+            try:
+                lesson = lesson_of(path, cells.load(path))
+            except CourseError:
+                notes.append(f"{path.relative_to(folder)} cannot be read, and its name says no lesson: left out")
+                continue
+        if not of_lesson(lesson):
+            notes.append(f"{path.relative_to(folder)} is of no lesson that has exercises: left out")
+            continue
+        if earlier := newest.get((learner, lesson)):
+            notes.append(f"{earlier.path.relative_to(folder)} is replaced by the later {path.relative_to(folder)}")
+        newest[learner, lesson] = Submission(learner, lesson, path)
+    return sorted(newest.values(), key=lambda s: (s.learner, s.lesson)), notes
+
+
+def notebooks(folder: Path, notes: list[str]) -> Iterator[Path]:
+    """Notebooks and scripts below a folder; symbolic links, which may lead anywhere, and JupyterLab's copies stay out."""
+    for path in sorted(folder.rglob("*")):
+        parts = path.relative_to(folder).parts
+        if path.suffix not in (".ipynb", ".py") or any(part.startswith(".") or part == "__MACOSX" for part in parts):
+            continue
+        if any(above.is_symlink() for above in [path, *path.parents[:len(parts) - 1]]):
+            notes.append(f"{path.relative_to(folder)} is a symbolic link: left out")
+        elif path.is_file():
+            yield path
+
+
+def order(path: Path) -> tuple[int, float, str]:
+    """Later submissions come later: by Canvas's and browsers' counters (name-1, name (1)), then by date."""
+    again = LESSON.match(path.stem)
+    count = int(re.sub(r"\D", "", again["again"])) if again and again["again"] else 0
+    return count, path.stat().st_mtime, str(path)
+
+
+def owner(path: Path) -> str:
+    """Whose a file is, from its path below the folder of submissions.
+
+    nbgrader: `student/assignment/file`; Moodle: `Name_123_assignsubmission_file/file`; Canvas:
+    `name_123_456_file`; else the first folder, or the file's name without the lesson's.
+    """
+    if len(path.parts) > 1:
+        moodle = MOODLE.fullmatch(path.parts[0])
+        return f"{moodle['name']}_{moodle['user']}" if moodle else path.parts[0]
+    if canvas := CANVAS.fullmatch(path.name):
+        return f"{canvas['name']}_{canvas['user']}"
+    return re.sub(r"[_ -]?\d\d_[a-z]\w*?(-\d+| ?\(\d+\))?$", "", path.stem) or path.stem

@@ -1,0 +1,74 @@
+"""The real model and the real training step at the smallest sizes, for checks: float64, plain gradient descent.
+
+Gradient descent without momentum, because Adam hides a gradient of the wrong scale.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from course import config, random, step
+from course.config import Config
+from course.data import Batch, order
+from course.models import build_model
+from course.parallel import Mesh, build_mesh, join, parallelize
+
+TINY = ["model.grid=[8,16]", "model.channels=3", "model.patch=4", "model.dim=16", "model.depth=2", "model.heads=2",
+        "data.source=mock", "optim.name=sgd", "optim.momentum=0", "optim.lr=0.1", "optim.schedule=constant", "optim.warmup=0",
+        "precision=fp64", "train.device=cpu", "train.eval_every=0"]
+
+
+def settings(*overrides: str) -> Config:
+    """The smallest configuration, with overrides such as `train.global_batch=4`."""
+    return config.load("vit-demo", [*TINY, *overrides])
+
+
+def mesh(c: Config) -> Mesh:
+    """The mesh over the ranks that there are."""
+    return build_mesh(c.parallel, join("cpu"))
+
+
+def model(c: Config, over: Mesh, seed: int) -> nn.Module:
+    """The model with the weights of `seed`, the same on every rank."""
+    built = parallelize(build_model(c.model, seed), over)
+    random.initialize(built, seed, torch.device("cpu"), torch.float64)
+    return built
+
+
+def train(c: Config, batches: Sequence[Batch], seed: int, loss_scale: float = 1.0) -> dict[str, Tensor]:
+    """Train on global batches, of which each rank takes its slice, with the library's own step.
+
+    Returns `losses`, the global mean of each step, (steps,), and `weights`, all parameters end to end.
+    """
+    over = mesh(c)
+    built = model(c, over, seed)
+    progress = step.Progress.start(c, torch.device("cpu"))
+    progress.loss_scale.fill_(loss_scale)
+    optimizer = step.build_optimizer(built, progress, c)
+    one = step.train_step(step.eager(built, progress, c, over), built, optimizer, progress, c, over)
+    mine = order.my_slice(c.train.global_batch, over.dp.size, over.dp.rank)
+    losses = [one({name: tensor[mine] for name, tensor in batch.items()})[0] for batch in batches]
+    return {"losses": everywhere(torch.stack(losses), over), "weights": flat(built)}
+
+
+def everywhere(value: Tensor, over: Mesh) -> Tensor:
+    """The sum over the data-parallel ranks."""
+    if over.dp.size > 1:
+        torch.distributed.all_reduce(value, group=over.dp.group)
+    return value
+
+
+def flat(built: nn.Module) -> Tensor:
+    """All parameters of a model, laid end to end."""
+    return torch.cat([p.detach().flatten() for p in built.parameters()])
+
+
+def fields(generator: torch.Generator, c: Config, samples: int, padding: int = 0) -> Batch:
+    """A drawn batch of states of the weather; the last `padding` samples are zeros with the sample id -1."""
+    shape = (samples, c.model.channels, *c.model.grid)
+    batch = {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name in ("input", "target")}
+    batch["sample"] = torch.arange(samples)
+    for tensor, value in ((batch["input"], 0), (batch["target"], 0), (batch["sample"], -1)):
+        tensor[samples - padding:] = value
+    return batch

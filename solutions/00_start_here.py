@@ -1,0 +1,321 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+# ---
+
+# %% [markdown]
+# # 00 · Start here
+#
+# This course takes you from one processor to model parallelism. You will train real models, and before you change
+# something you will say what the change should do, in numbers. Then you measure. Where the two disagree there is
+# something to learn, and that is where most of this course happens.
+#
+# **In this lesson** you meet the parts that every lesson is made of, find out what your machine can do, and predict
+# the speed of work that it has never done before.
+#
+# | | |
+# |---|---|
+# | you need | a laptop; no GPU |
+# | reading and doing | about 30 minutes |
+# | computing | under one minute |
+# | you write | two short functions |
+# | you measure | the most arithmetic and the most memory traffic that your machine manages in a second |
+
+# %% [markdown]
+# ## How to use a notebook of this course
+#
+# A notebook is made of cells. Click the one below and press **Shift + Enter**: it runs, and the next one is selected.
+# Work from top to bottom. If you get lost, choose *Kernel → Restart Kernel and Run All Cells*: a finished lesson runs
+# through, an unfinished one stops at the first exercise you have not solved.
+
+# %%
+from course.lab import notebook as lab
+from course.lab.notebook import check
+
+lab.begin("00")
+
+# %% [markdown]
+# The line above says where you are running. You will meet the same lessons on three kinds of machine:
+#
+# - a **laptop**: everything runs on its CPU with small data. Where a cell needs a GPU it says so, shows what was
+#   measured on one, and goes on;
+# - **one GPU**: the same cells measure it;
+# - a **cluster**: what you developed here runs there unchanged, on as many GPUs as you ask for.
+
+# %% [markdown]
+# ## What is this machine?
+#
+# `course doctor` looks at everything that the course uses, and says how to mend what is missing. Nothing in this lesson
+# needs more than the first few lines to say *ok*. Rows without a mark are plain facts, or things you can do without.
+
+# %%
+from course import doctor
+
+doctor.main()
+
+# %% [markdown]
+# ## Two ceilings
+#
+# Whatever a model is called, a training step comes down to two kinds of work: **arithmetic** on numbers, and **moving**
+# numbers between memory and the units that do the arithmetic. A machine has a ceiling for each: so many floating-point
+# operations a second (FLOP/s), so many bytes a second.
+#
+# The arithmetic of deep learning is almost all matrix multiplication, so that is what we measure first.
+#
+# > **Predict.** How many FLOP/s will your machine reach when it multiplies two 1024 × 1024 matrices of 32-bit floats?
+# > A hint of scale: a core runs at about 3 × 10⁹ cycles a second, and in one cycle does 16 to 64 operations on
+# > 32-bit floats. How many cores have you got? Write your number below **before** you run the cell after it.
+
+# %%
+my_flops_per_second = 100e9      # your prediction
+
+# %%
+import torch
+
+from course.perf import bench
+
+device = torch.device("cuda" if lab.gpu() else "cpu")
+side = 1024
+seconds = bench.matmul(side, side, side, torch.float32, device)
+peak_flops = 2 * side**3 / seconds
+
+lab.beside("matrix multiplication, 1024 x 1024, float32", my_flops_per_second / 1e9, peak_flops / 1e9, "GFLOP/s")
+
+# %% [markdown]
+# *How was this measured?* One run proves little: the first one finds nothing in the caches, and at any moment your
+# machine may be busy with something else. `bench.seconds` runs the work a few times without counting, then takes the
+# **median** of seven laps. Every time in this course is measured like this. Here is all there is to it:
+
+# %%
+lab.show("course.perf.bench.seconds")
+
+# %% [markdown]
+# > **Question.** What does `wait` do, and why would every GPU look infinitely fast without it?
+#
+# <details><summary>Answer</summary>
+# A call that gives work to a GPU returns before the work is done. Without waiting for the device you would measure how
+# long it takes to <i>ask</i>. On a CPU the call returns when the work is done, and there is nothing to wait for.
+# </details>
+
+# %% [markdown]
+# Now the other ceiling. Copying 64 MB to another place in memory reads 64 MB and writes 64 MB.
+#
+# > **Predict.** How many bytes a second? One bank of a laptop's memory moves 20 to 40 GB/s; most have two or more.
+
+# %%
+my_bytes_per_second = 40e9       # your prediction
+
+# %%
+megabytes = 1000 if lab.gpu() else 64
+peak_bytes = 2 * megabytes * 1e6 / bench.copy(megabytes, device)
+
+lab.beside(f"copy of {megabytes} MB", my_bytes_per_second / 1e9, peak_bytes / 1e9, "GB/s")
+print(f"\nIn the time in which one byte moves, this machine does {peak_flops / peak_bytes:.1f} floating-point operations.")
+
+# %% [markdown]
+# Remember that last number: it is the **balance** of your machine. Work that does fewer operations than this for each
+# byte it moves leaves the arithmetic units waiting. On the best GPUs the balance is above 100, which is why so
+# much of this course is about moving less.
+
+# %% [markdown]
+# ## Your first exercise: what a matrix multiplication costs
+#
+# To predict a time you have to know the work. Multiply `a`, of shape (m, k), by `b`, of shape (k, n):
+#
+# - the result has how many numbers, and how many multiplications and additions does each of them take? Count a
+#   multiplication and an addition as one **FLOP** each (k products need k − 1 additions; everybody counts k);
+# - at the very least every number of `a` and `b` is read once, and every number of the result is written once. One
+#   number has `itemsize` bytes: 4 in float32, 2 in bf16, 1 in FP8.
+#
+# Replace the line that raises `NotImplementedError` by your code, and run the cell.
+
+# %% exercise="matmul-cost"
+def matmul_cost(m: int, k: int, n: int, itemsize: int) -> tuple[int, int]:
+    """FLOPs, and bytes moved at least, of (m, k) @ (k, n) with `itemsize` bytes a number."""
+    ### BEGIN SOLUTION
+    flops = 2 * m * k * n
+    moved = itemsize * (m * k + k * n + m * n)
+    return flops, moved
+    ### END SOLUTION
+
+# %% [markdown]
+# Now **check** it. The check takes what you wrote, runs it in a process of its own on numbers drawn at random, and
+# says what held, what did not, and often why. It is not an exam: check as often as you like. Get something wrong on
+# purpose once (leave out the factor of two, say) and look at what it tells you.
+
+# %%
+check("matmul-cost")
+
+# %% [markdown]
+# ## How long must it take?
+#
+# Work of so many FLOPs and bytes meets both ceilings. While the arithmetic units are busy with one piece, the next can
+# be on its way from memory, so the two times overlap, and in the best case **the longer one** is all you wait for.
+#
+# > **Question.** Multiplying two 1024 × 1024 matrices: which of your two ceilings bounds it? And adding them?
+#
+# <details><summary>Answer</summary>
+# The product does 2 × 1024³ ≈ 2.1 × 10⁹ FLOPs and moves 12.6 MB: 171 FLOPs a byte, more than the balance of any
+# laptop, so arithmetic bounds it. The sum does 10⁶ FLOPs and moves as many bytes: one FLOP for every 12 bytes. Memory
+# bounds it, on every machine there is.
+# </details>
+#
+# ## Exercise: the roofline
+#
+# Write the least time in seconds that a machine with these two ceilings needs for a piece of work.
+
+# %% exercise="roofline"
+def roofline_seconds(flops: float, moved: float, peak_flops: float, peak_bytes: float) -> float:
+    """The least seconds that a machine needs for so many FLOPs and bytes, at its ceilings per second."""
+    ### BEGIN SOLUTION
+    computing = flops / peak_flops
+    moving = moved / peak_bytes
+    return max(computing, moving)
+    ### END SOLUTION
+
+# %%
+check("roofline")
+
+# %% [markdown]
+# ## Predict, then measure
+#
+# With your two functions you can say how long work should take that your machine has never done. These are the shapes
+# of the model you will train in the next lesson: tokens × width, times width × 4 width, for batches from tiny to large;
+# and two square ones.
+#
+# > **Predict.** Look at the list. For which rows will the prediction be best, and for which will the machine be slower
+# > than predicted?
+
+# %%
+shapes = {"1 token": (1, 128, 512), "16 tokens": (16, 128, 512), "128 tokens": (128, 128, 512),
+          "2048 tokens": (2048, 128, 512), "64 x 64": (64, 64, 64), "768 x 768": (768, 768, 768)}
+
+print(f"{'':12} {'predicted':>12} {'measured':>12}   measured / predicted")
+points = {}
+for name, (m, k, n) in shapes.items():
+    flops, moved = matmul_cost(m, k, n, itemsize=4)
+    predicted = roofline_seconds(flops, moved, peak_flops, peak_bytes)
+    measured = bench.matmul(m, k, n, torch.float32, device)
+    points[name] = (flops / moved, flops / measured)
+    print(f"{name:12} {predicted * 1e6:9.1f} us {measured * 1e6:9.1f} us   {measured / predicted:5.2f}")
+
+# %% [markdown]
+# Draw it. Across: **arithmetic intensity**, FLOPs for each byte that must move. Up: FLOP/s. The roof is your
+# prediction: on the left the slope of memory, on the right the flat ceiling of arithmetic, and the dotted line between
+# them is your machine's balance. The dots are what you measured.
+
+# %%
+from course.lab import figures
+
+lab.picture(figures.roofline({"this machine": (peak_flops, peak_bytes)}, points, "Matrix multiplications on this machine"),
+            "A roof that rises with arithmetic intensity and then is flat; six dots, the small ones far below it, the large ones "
+            "close to it")
+
+# %% [markdown]
+# > **Question.** The smallest multiplications lie far below the roof. They neither compute much nor move much. What are
+# > they waiting for? And why can a dot on the *left* lie **above** the slope?
+#
+# <details><summary>Answer</summary>
+# For somebody to start them: calling an operation costs a few microseconds whatever its size. You will meet this
+# <i>launch overhead</i> again in lesson 06, where CUDA graphs remove it.
+# Above the slope: the same small matrices are multiplied again and again while we measure, so they stay in the caches,
+# which are faster than the memory that the copy measured.
+# </details>
+
+# %% [markdown]
+# Move the slider: it changes how many tokens are multiplied at once with the weights of a layer of the reference model
+# of lesson 01 (width 384 to 1536). The weights have to be read whether one token uses them or 64,800.
+#
+# > **Before you move it:** at about how many tokens will the dot reach the ceiling of arithmetic?
+
+# %%
+from course.lab import widgets
+
+
+def layer_on_the_roof(tokens: int):
+    """Where a layer of width 384 -> 1536 lies on this machine's roofline, at so many tokens."""
+    flops, moved = matmul_cost(tokens, 384, 1536, itemsize=4)
+    best = flops / roofline_seconds(flops, moved, peak_flops, peak_bytes)
+    return figures.roofline({"this machine": (peak_flops, peak_bytes)}, {f"{tokens} tokens": (flops / moved, best)},
+                            "A layer of width 384 to 1536, at best")
+
+
+slider = widgets.explore(layer_on_the_roof, tokens=[1, 4, 16, 64, 256, 1024, 4096, 16384, 64800],
+                         alt="A dot that climbs the roof's slope as tokens grow, and reaches the flat ceiling of arithmetic "
+                             "where its intensity passes the machine's balance.")
+
+# %% [markdown]
+# ## The same on a large GPU
+#
+# > **Predict.** An NVIDIA H200 has 132 processors, each with units that multiply small matrices in 16-bit formats. How
+# > many times your machine's FLOP/s will it reach in bf16? How many times its bytes a second? And its balance?
+
+# %%
+my_flops_ratio = 1000            # your prediction: H200's bf16 FLOP/s over this machine's float32 FLOP/s
+my_bytes_ratio = 100             # and the same for bytes a second
+
+# %%
+h200 = lab.results("ceilings_h200")["ceilings"]
+if lab.gpu():
+    mine = bench.ceilings(device, largest=8192)
+    print({name: lab.number(value / 1e12) for name, value in mine.items()}, "TFLOP/s; copy: TB/s")
+lab.recorded("ceilings_h200", {name: {"TFLOP/s": h200[f"matmul {name}"] / 1e12,
+                                      "FLOPs for each byte that moves": h200[f"matmul {name}"] / h200["copy"]}
+                               for name in ("fp32", "tf32", "bf16")},
+             why="For comparison, matrices of 8192 x 8192")
+lab.beside("\nH200 in bf16 over this machine in float32", my_flops_ratio, h200["matmul bf16"] / peak_flops, "times")
+lab.beside("memory traffic, H200 over this machine", my_bytes_ratio, h200["copy"] / peak_bytes, "times")
+
+# %% [markdown]
+# > **Question.** The GPU gains more in arithmetic than in memory traffic, and more again with every smaller format. What
+# > does that do to its balance, and to the work of whoever programs it?
+#
+# <details><summary>Answer</summary>
+# The balance rises from a few FLOPs a byte to well over a hundred. Operations that were bounded by arithmetic on
+# your laptop are bounded by memory there: additions, normalisations, activations, all that touches every number once.
+# Lessons 04 and 05 are about those.
+# </details>
+
+# %% [markdown]
+# ## Many processes on one machine
+#
+# From lesson 07 on, a model is trained by several **ranks**: processes, one for each GPU, that send tensors to one another.
+# You do not need several GPUs to learn how that works: `ranks(4)` runs a function on four processes of your
+# laptop, with the very calls that a cluster uses. Below, every rank brings its own number, and one **all-reduce** adds
+# them up for everybody.
+#
+# > **Predict** the four results before you run it.
+
+# %%
+import torch.distributed as dist
+
+from course.launch import ranks
+
+
+def add_up():
+    mine = torch.tensor([float(dist.get_rank())])
+    dist.all_reduce(mine)
+    return f"rank {dist.get_rank()} of {dist.get_world_size()} has the sum {mine.item():.0f}"
+
+
+ranks(4)(add_up)
+
+# %% [markdown]
+# ## What you know now
+#
+# - A machine has two ceilings, and their ratio, the balance, says which one a piece of work will meet.
+# - The least time of a piece of work is the longer of its two times. You can compute it before you run it.
+# - Small work waits for neither: it waits to be started.
+#
+# **Check your work once more, from outside.** In a terminal, in the folder of the course:
+#
+# ```
+# . .venv/bin/activate
+# course check notebooks/00_start_here.ipynb
+# ```
+#
+# Next: [lesson 01](01_baseline.ipynb), where you write a training step, train a model that forecasts the weather, and
+# find out how much of your machine it uses.

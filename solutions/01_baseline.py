@@ -1,0 +1,496 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+# ---
+
+# %% [markdown]
+# # 01 · Baseline
+#
+# Before anything is made faster there has to be something that works, with a speed and a quality that you know. That is
+# a **baseline**. In this lesson you build one: a small vision transformer that looks at the weather and says what it
+# will be six hours later. You write its loss, its training step, and the part of the library's training loop that all
+# later lessons change. Then you train it with your own code in the library's place.
+#
+# | | |
+# |---|---|
+# | you need | a laptop; no GPU |
+# | reading and doing | about 90 minutes |
+# | computing | two to three minutes on two cores |
+# | you write | a loss (12 lines), a training step (7), the loop's forward and backward (12) |
+# | you measure | samples per second, the share of your machine that they use, and forecast skill against *persistence* |
+#
+# You should have done [lesson 00](00_start_here.ipynb).
+
+# %%
+import time
+
+import torch
+from torch import Tensor, nn
+
+from course import config, data, evaluate, models, parallel, pictures, random, report, train
+from course.data import layout, weather
+from course.lab import figures, widgets
+from course.lab import notebook as lab
+from course.lab.notebook import check
+
+lab.begin("01")
+
+# %% [markdown]
+# ## The data: an atmosphere
+#
+# Real weather (ERA5, 40 years of it) is terabytes. This course brings an atmosphere of its own: the equations of
+# two layers of air on a turning sphere, with continents and mountains, solved on your machine. It has jet streams and
+# storms that travel, and files in the same layout as the real data, so all that you build works on ERA5 too
+# (`data/README.md` says how to get it).
+#
+# The next cell simulates six years on a grid of 32 × 64 points, if you have not got them yet: half a minute.
+
+# %%
+weather.make(config.build(weather.Weather, {"path": "data/weather-32x64"}, "weather"))
+
+# %% [markdown]
+# One **state** of the atmosphere is an array of 20 channels (winds, temperatures, pressures, humidity) on the grid. One
+# **sample** is a pair: the state now, and the state six hours later. The library reads such pairs from the files,
+# normalised: each channel minus its mean, divided by its standard deviation.
+
+# %%
+settings = config.load("vit-demo")
+pairs = data.open_pairs(settings, "train")
+channels = layout.channel_names(pairs.years[0])
+state = pairs.state(100)
+print(f"{len(pairs)} training pairs; a state has the shape {state.shape}: {', '.join(channels)}")
+
+# %% [markdown]
+# Here is one channel, `u10`: the eastward wind ten metres above the ground. The model will not look at single grid
+# points. It cuts the map into **patches** of 4 × 4 points, and each patch, with all 20 channels, becomes one **token**.
+#
+# > **Predict.** How many tokens does a state have? And how many numbers go into one?
+
+# %%
+my_tokens = 100                  # your prediction
+my_numbers = 100
+
+# %%
+u10 = channels.index("u10")
+side = settings.model.patch
+lab.beside("tokens", my_tokens, settings.model.tokens)
+lab.beside("numbers in a token", my_numbers, len(channels) * side**2)
+lab.picture(figures.patches(state[u10], side, "u10 of one state, in patches; the marked one becomes a token"),
+            "A map of the eastward wind, bands of jet streams and storms, under a grid of 8 by 16 patches; one is marked")
+
+# %% [markdown]
+# ## The model
+#
+# A **vision transformer** (ViT): embed the patches, let the tokens exchange information in a few transformer blocks, and
+# map each token back to a patch. This is the embedding; the shapes stand at the ends of the lines.
+
+# %%
+lab.show("course.models.vit.Embed")
+
+# %% [markdown]
+# The whole model is built from a few numbers. Weights come from a pure function of (seed, name of the parameter,
+# position), so you and everybody else who runs this cell start from the same ones, on any machine and, later, on any number
+# of GPUs.
+
+
+# %%
+def new_model(seed: int = 0) -> nn.Module:
+    """The model of the preset with fresh weights."""
+    model = parallel.place_serial(models.build_model(settings.model, seed))
+    random.initialize(model, seed, torch.device("cpu"), torch.float32)
+    return model
+
+
+model = new_model()
+count = sum(p.numel() for p in model.parameters())
+print(f"{count:,} parameters in {settings.model.depth} blocks of width {settings.model.dim}")
+
+# %% [markdown]
+# ## What must a forecast beat?
+#
+# The simplest forecast says that nothing changes: in six hours the weather is what it is now. It is called
+# **persistence**, and it is not a bad one. A model that does not beat it has learned nothing.
+#
+# To compare forecasts you need a number, and training needs the same number to improve: the **loss**. The
+# reference model of this course uses the *relative L2 error*. For one sample with the forecast $y$ and the truth $t$,
+# arrays of shape (channels, latitudes, longitudes),
+#
+# $$\ell = \frac{\lVert y - t\rVert_2}{\lVert t\rVert_2},\qquad \lVert x\rVert_2=\sqrt{\textstyle\sum_i x_i^2}$$
+#
+# taken over **all** numbers of the sample at once. A forecast of all zeros has the loss 1.
+#
+# > **Predict.** What loss will persistence have? 0 would be perfect, 1 is what a forecast of zeros gets.
+
+# %%
+my_persistence = 0.5             # your prediction
+
+# %% [markdown]
+# ## Exercise: the relative L2 loss
+#
+# In this library a loss is a module of the model, and returns **two** numbers: the *sum* of the losses of the batch's
+# samples, and their *weight*, here how many there are. It does not divide one by the other. Why not will be clear at
+# the end of this lesson: a batch may be cut into pieces, and one divides only once, at the end, by the weight of the whole.
+#
+# One complication is real and you should get it right from the start. When the data do not fill the last batch, it is
+# filled up with **padding**: samples of zeros, whose id in `batch["sample"]` is −1. Padding must weigh nothing.
+#
+# - `weight(batch)` returns 1 for each real sample and 0 for padding, shape (B,), in the type of `batch["target"]`;
+# - `forward(output, batch)` returns the sum of the real samples' losses, and the sum of the weights.
+#
+# > **Question, before you write.** The target of padding is all zeros. What is its relative error, and what does
+# > multiplying *that* by a weight of 0 give?
+#
+# <details><summary>Answer</summary>
+# Its norm is 0, so you divide by zero: the quotient is infinite or "not a number", and 0 times that is "not a number" as well.
+# Replace the norm of padding by 1 before you divide (look up <code>torch.where</code> or <code>Tensor.where</code>).
+# </details>
+
+# %% exercise="relative-l2"
+from course.models.vit import RelativeL2
+
+# %%
+check("relative-l2")
+
+# %% [markdown]
+# The check put your class where the library has its own, and trained a small model with it; if you look at what it says,
+# the losses and the weights of that run are among what it compared.
+#
+# Now measure persistence with it. Its forecast is the input itself.
+
+# %%
+sample_ids = list(range(0, len(pairs), 20))
+batch = pairs.__getitems__(sample_ids)
+total, weight = RelativeL2()(batch["input"], batch)
+persistence = (total / weight).item()
+lab.beside("loss of persistence", my_persistence, persistence)
+
+# %% [markdown]
+# ## The model before training
+#
+# > **Predict.** The model of this preset computes `input + what its last layer says`, and that layer starts
+# > at zero. What is its loss before it has learned anything?
+#
+# <details><summary>Answer</summary>
+# Its forecast is the input plus zero: it <i>is</i> persistence, and has the same loss. From the first step on it can only
+# be better. The reference model of this course has no such head start: it begins at a loss of about 1.
+# </details>
+
+# %%
+with torch.no_grad():
+    total, weight = model.loss(model(batch), batch)
+print(f"untrained model {total / weight:.4f}, persistence {persistence:.4f}")
+
+# %% [markdown]
+# ## Exercise: a training step by hand
+#
+# A step of gradient descent does this, in some order:
+#
+# 1. compute the forecast, `model(batch)`, and the **mean** loss of its samples (`model.loss` gives sum and weight);
+# 2. clear the gradients of the step before;
+# 3. compute the gradient of the mean loss with respect to every parameter;
+# 4. let the optimizer move the parameters.
+#
+# > **Question.** Which of these may change places, and which may not? What happens if 2 is left out?
+#
+# <details><summary>Answer</summary>
+# 1 comes before 3, 2 before 3, 3 before 4; clearing may come before or after the forecast. PyTorch <i>adds</i>
+# each new gradient to <code>.grad</code>: without clearing, a step follows the sum of all gradients so far. That looks like
+# a learning rate that grows, and is easily taken for one. The same addition is useful a little further down.
+# </details>
+#
+# Return the mean loss, *detached*: a tensor that remembers how it was computed keeps every activation of that step in
+# memory for as long as you keep it.
+
+# %% exercise="training-step"
+def training_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor]) -> Tensor:
+    """One step of training on a batch; returns the mean loss of its samples, detached from the graph."""
+    ### BEGIN SOLUTION
+    output = model(batch)
+    total, weight = model.loss(output, batch)
+    loss = total / weight
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+    ### END SOLUTION
+
+# %%
+check("training-step")
+
+# %% [markdown]
+# Now use it: 60 steps of 4 samples each, with the optimizer Adam. The library's loader hands out the batches, in an order
+# that is a pure function of the seed.
+#
+# > **Predict.** How many samples a second? A hint: the step needs about six FLOPs for each parameter and token (two
+# > forward, four backward), a state has 128 tokens, and you know from lesson 00 how many FLOP/s your machine can do.
+
+# %%
+my_samples_per_second = 300      # your prediction
+
+# %%
+cpu = torch.device("cpu")
+alone = parallel.build_mesh(settings.parallel, parallel.World(device=cpu))      # a mesh of one process
+loader = data.train_loader(settings, alone.dp, cpu, 0, model.example)
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+losses, times = [], []
+for _ in range(60):
+    begin = time.perf_counter()
+    losses.append(training_step(model, optimizer, next(loader)))
+    times.append(time.perf_counter() - begin)
+loader.close()
+samples_per_second = settings.train.global_batch / sorted(times)[len(times) // 2]
+lab.beside("training by hand", my_samples_per_second, samples_per_second, "samples/s")
+curve = figures.curves({"your training step": (range(1, 61), [loss.item() for loss in losses])}, "step", "relative L2 loss",
+                       "The first 60 steps", {"persistence": persistence})
+lab.picture(curve, "A rough curve that starts at the loss of persistence and sinks a little below it within 60 steps")
+
+# %% [markdown]
+# > **Question.** The curve is rough. Is that a mistake? What would make it smoother?
+#
+# <details><summary>Answer</summary>
+# No. Each point is the loss of four samples, and some days are harder to forecast than others: this is the noise of
+# the estimate. A larger batch averages over more of them (lesson 08 asks how large is worth it). To see whether the model
+# gets better, look at the same samples each time: that is what a validation set is for.
+# </details>
+
+# %% [markdown]
+# ## How much of the machine was that?
+#
+# A model's FLOPs over the time they took, compared with what the machine can do, is called **model FLOPs utilisation**,
+# MFU. The numerator counts the multiplications of matrices that the model needs, and nothing else: a program does not become
+# better by doing unnecessary work.
+#
+# > **Predict** the MFU of your training step, between 0 and 1.
+
+# %%
+my_mfu = 0.5                     # your prediction
+
+# %%
+from course.perf import bench, flops
+
+peak = 2 * 1024**3 / bench.matmul(1024, 1024, 1024, torch.float32, cpu)
+per_sample = flops.vit_step(settings.model, samples=1)
+lab.beside("model FLOPs utilisation", my_mfu, per_sample * samples_per_second / peak)
+
+# %% [markdown]
+# ## From your step to the library's
+#
+# Your step works for one process and batches that fit into memory. Look at the one that runs everything in this course,
+# from a laptop to tensor parallelism in FP8. You need not understand every line yet; look for the four parts of your own.
+
+# %%
+lab.show("course.step.train_step")
+
+# %% [markdown]
+# Your parts 1 and 3, forward and backward, have become a function, `compute`. It is what changes from one kind of
+# parallelism to the next, while the rest stays. Two things are new around it:
+#
+# - **skipping**: if the loss or the gradient is not finite, a flag on the device makes the optimizer keep its old
+#   state. Nothing is decided in Python, so Python never waits for the device (lesson 02 shows what waiting costs);
+# - **clipping**: a gradient that is too long is scaled down.
+#
+# > **Question.** Where are the gradients cleared?
+#
+# <details><summary>Answer</summary>
+# At the end, after the optimizer's step, so that every step begins with none. Before or after makes no difference as
+# long as it is once a step.
+# </details>
+
+# %% [markdown]
+# ## Exercise: accumulate
+#
+# `eager` makes the `compute` of a model that is not cut into pieces. Often a batch does not fit into memory, so it is
+# processed in **micro-batches**, one after another; their gradients add up in `.grad`, because that is what
+# PyTorch does if you do not clear them. The result must be the gradient of the mean over the *global* batch, the same
+# whether or how it was cut. That is why the loss returns sums.
+#
+# Write it. You get:
+#
+# - `global_weight(model, batch, mesh.dp)`: the weight $W$ of the global batch. Call it once, before you cut;
+# - `split(batch, size)`: yields micro-batches of `config.train.micro_batch` samples; the last may be smaller;
+# - `autocast(config.precision, device)`: run the forward pass inside `with autocast(...)`: lesson 04 needs it there;
+# - `model.loss(output, micro)`: (sum, weight), as you wrote it.
+#
+# For each micro-batch, call `backward` on
+#
+# $$\text{sum}\cdot\frac{\texttt{mesh.dp.size}}{W}\cdot\texttt{progress.loss\_scale}$$
+#
+# Two of these factors are 1 in this lesson. `mesh.dp.size` is the number of data-parallel ranks: each
+# computes the gradient of its own samples, and then they take the **average** over ranks, though what we want is the sum.
+# `loss_scale` keeps small gradients from vanishing in 16 bits (lesson 04); the step divides by it. The check tries both.
+#
+# `compute` returns this rank's share of the mean loss, the sum over its micro-batches of sum / $W$: detached, without
+# either factor.
+
+# %% exercise="accumulate"
+from course.step import eager
+
+# %%
+check("accumulate")
+
+# %% [markdown]
+# > **Question.** Six samples, one of them padding, in micro-batches of four: the second has one real sample and one of
+# > padding. What is wrong with averaging the means of the two micro-batches?
+#
+# <details><summary>Answer</summary>
+# The mean of four samples and the mean of one would count the same, so the lonely sample would have four times its
+# weight. Sums, divided once by <i>W</i> = 5, give every sample the same. This mistake is common, and hard to see: training works,
+# only a little worse than it should.
+# </details>
+
+# %% [markdown]
+# ## Train
+#
+# Everything is there. `lab.yours(...)` puts your loss and your `eager` in the library's place, and `train.main` is what
+# `course train` calls. 500 steps of 4 samples.
+#
+# > **Predict.** How many seconds will they take, at your speed above? Validation and saving come on top. And by how many
+# > percent will the error of the wind, `u10`, be below that of persistence?
+
+# %%
+my_seconds = settings.train.global_batch * 500 / samples_per_second
+my_percent = 10                  # your prediction
+
+# %%
+name = time.strftime("lesson01-%Y%m%d-%H%M%S")
+settings = config.load("vit-demo", ["train.steps=500", "train.eval_every=125", "log.every=5", "checkpoint.every=250",
+                                    f"log.name={name}"])
+begin = time.perf_counter()
+with lab.yours(RelativeL2, eager):
+    run = train.main(settings)
+lab.beside("\n500 steps", my_seconds, time.perf_counter() - begin, "s")
+
+# %% [markdown]
+# A run writes down what it does. `metrics.jsonl` has a line for each logged step:
+
+# %%
+records = report.read_metrics(run / "metrics.jsonl")
+for key, value in records[-1].items():
+    if not isinstance(value, dict):                  # valid_rmse has a number for each channel
+        print(f"{key:15} {lab.number(value) if isinstance(value, float) else value}")
+
+# %% [markdown]
+# ## Read the curves
+#
+# > **Question.** What do you expect of the validation loss, above or below the training loss? Why do both drop fastest
+# > at the beginning, and why does the noise shrink at the end?
+#
+# <details><summary>Answer</summary>
+# They lie together: 500 steps of 4 samples see 2000 samples, little more than one pass over 1436 pairs, so the model has had no
+# chance to learn them by heart. In the beginning much can be learned from every sample. At the end the learning
+# rate has dropped to almost nothing (it follows half a cosine), so the weights stop jumping about; what noise is left is that
+# of the samples.
+# </details>
+
+# %%
+steps = [record["step"] for record in records]
+validated = [record for record in records if "valid_loss" in record]
+curve = figures.curves({"training, 4 samples": (steps, [record["loss"] for record in records]),
+                        "validation": ([r["step"] for r in validated], [r["valid_loss"] for r in validated])},
+                       "step", "relative L2 loss", "500 steps", {"persistence": persistence})
+lab.picture(curve, "Training and validation loss fall together, fast at first and then slowly, well below persistence")
+
+# %%
+curve = figures.curves({"learning rate": (steps, [record["lr"] for record in records])}, "step", "learning rate",
+                       "A short warm-up, then half a cosine")
+lab.picture(curve, "The learning rate rises within 20 steps and then falls along half a cosine to zero")
+
+# %% [markdown]
+# The same curves, and a forecast drawn at each validation, are in **TensorBoard**. Here it opens inside the notebook,
+# for as long as the notebook runs; in a terminal it is `tensorboard --logdir runs`.
+
+# %%
+address = lab.tensorboard(run)
+
+# %% [markdown]
+# ## Is it any good?
+#
+# A loss is for training. What a forecaster asks is: by how many metres per second is the wind wrong? `evaluate` forecasts
+# a year that the model has never seen, and compares with **persistence**, with the **climate** (always the average), and
+# with a **linear** regression on the neighbouring grid points, which is what one could do without deep learning.
+
+# %%
+scores = evaluate.main(run)
+lab.beside("\nu10, error below that of persistence", my_percent, 100 * scores["better_than_persistence"], "%")
+
+# %% [markdown]
+# > **Question.** Which of the other forecasts is the hardest to beat after six hours, and which after five days?
+#
+# <details><summary>Answer</summary>
+# After six hours the linear regression: it knows which way the wind blows and shifts the weather along. After five days the
+# climate: errors have grown until a forecast is no better than any other weather of the season, and the average is
+# the safest bet. Where the model's curve crosses the climate's is how far it can see.
+# </details>
+
+# %%
+from IPython.display import Image, display
+
+display(Image(run / "evaluation" / "skill.png", alt="RMSE of u10 against lead time, for the model, persistence and climatology",
+              width=560))
+
+# %% [markdown]
+# For more than six hours the model is fed its own forecast, again and again. Each time it adds an error to
+# the ones before.
+#
+# Move the slider and watch where the forecast first goes wrong: at the edges of storms, or inside them?
+
+# %%
+trained, _ = evaluate.load_model(run, settings, cpu)
+one_step = evaluate.state_to_state(trained, settings)
+test = data.open_pairs(settings, "test")
+truths = [torch.from_numpy(test.state(40, ahead)) for ahead in range(9)]
+forecasts = [truths[0]]
+for _ in range(8):
+    forecasts.append(one_step(forecasts[-1][None])[0])
+
+
+def forecast_at(hours: int):
+    """Truth, forecast and their difference after so many hours, in standard deviations of u10."""
+    ahead = hours // 6
+    return pictures.truth_forecast_error(truths[ahead][u10].numpy(), forecasts[ahead][u10].numpy(),
+                                         f"u10 after {hours} hours (standard deviations)")
+
+
+slider = widgets.explore(forecast_at, hours=[6, 12, 18, 24, 30, 36, 42, 48],
+                         alt="Maps of the true and the forecast wind and of their difference, which grows with the lead time, "
+                             "first along the edges of storms.")
+
+# %% [markdown]
+# ## On a GPU
+#
+# The reference model of this course is larger: 360 × 720 points, patches of 8, width 384, 12 blocks, 16 samples a batch. One
+# of its steps is 23 × 10¹² FLOPs, minutes of work for a laptop. `course train vit-short` trains it for 128 steps.
+#
+# > **Predict.** An H200 does 332 TFLOP/s in TF32 matmuls (lesson 00). With an MFU of 1, how many samples a second
+# > would that be? And what will it really do?
+
+# %%
+my_h200 = 100                    # your prediction, samples/s
+
+# %%
+runs = lab.results("foundation_h200")["runs"]
+lab.recorded("foundation_h200", {label: {"samples/s": runs[key]["samples_per_s"], "GB": runs[key]["memory_gb"],
+                                         "MFU, %": 100 * runs[key]["mfu"]}
+                                 for label, key in (("float32 (TF32), data read by the training process", "short-w0"),
+                                                    ("float32 (TF32), data read by 8 workers", "short-w8"),
+                                                    ("bf16", "mock-bf16"), ("bf16, compiled", "mock-bf16-compile"))},
+             why="The reference model" if lab.gpu() else "The reference model needs a GPU, and there is none here")
+lab.beside("\nvit-short in TF32 on an H200", my_h200, runs["short-w0"]["samples_per_s"], "samples/s")
+
+# %% [markdown]
+# The baseline uses **6%** of the GPU. Nothing is broken, the loss goes down, and the machine idles most of its time: that is how
+# most first versions are. More workers to read the data do not help here. Fewer bits help a lot. Where does the time
+# go? That is a question for measurement, and the subject of lesson 02.
+#
+# ## What you know now
+#
+# - A model has to beat persistence, and yours does.
+# - A loss returns a sum and a weight, and one divides once, by the weight of the global batch. Then it does not matter how
+#   the batch is cut: over micro-batches today, over GPUs from lesson 07 on.
+# - A training step is compute, update, clear; `compute` is the part that parallelism will change.
+# - Samples per second say how fast; MFU says how much of the machine that is.
+#
+# **Check your work once more, from outside**, in a terminal: `course check notebooks/01_baseline.ipynb`.

@@ -1,0 +1,95 @@
+"""Reading notebooks and slicing the definitions out of them."""
+
+import nbformat
+import pytest
+
+from course.errors import CourseError
+from course.lab import cells
+
+
+def run(cell_list, *names):
+    """Execute the slice; returns its namespace and source."""
+    answer = cells.definitions(cell_list, names)
+    assert not answer.problem, answer.problem
+    space = {"__name__": "answer"}
+    exec(answer.source, space)
+    return space, answer.source
+
+
+def test_slice_has_what_is_needed_and_nothing_else():
+    space, source = run(["import math, os\nimport json", "SCALE = 2\ntrain_for_hours()",
+                         "def helper(x):\n    return math.sqrt(x) * SCALE", "@staticmethod\ndef unused(): pass",
+                         "def answer(x):\n    return helper(x)", "answer(3)\nprint('done')"],
+                        "answer")
+    assert space["answer"](4) == 4
+    assert "train_for_hours" not in source and "json" not in source and "unused" not in source and "print" not in source
+
+
+def test_the_last_definition_counts():
+    space, _ = run(["def f(): return 1", "def f(): return 2"], "f")
+    assert space["f"]() == 2
+
+
+def test_parameters_are_not_globals():
+    _, source = run(["model = build()\nbatch = load()", "def step(model, batch):\n    return [model for model in batch]"], "step")
+    assert "build" not in source and "load" not in source
+
+
+def test_what_runs_at_definition_sees_what_was_there_then():
+    space, _ = run(["from math import pi as x", "def f(a=x):\n    return a, x", "x = 4"], "f")
+    assert space["f"]() == (pytest.approx(3.14159, abs=1e-4), 4)
+
+
+def test_things_made_from_their_earlier_selves():
+    space, _ = run(["n = 1\nn = n + 1\nn += 1", "table = {}\ntable['a'] = n", "def f(): return table"], "f")
+    assert space["f"]() == {"a": 3}
+
+
+def test_wrapped_functions_classes_and_recursion():
+    space, _ = run(["from functools import cache", "def fib(n): return n if n < 2 else fib(n - 1) + fib(n - 2)",
+                    "fib = cache(fib)", "class Base:\n    def f(self): return fib(30)", "class Mine(Base):\n    pass"], "Mine")
+    assert space["Mine"]().f() == 832040
+
+
+def test_magics_shell_and_star_imports():
+    space, _ = run(["%matplotlib inline\n!ls\nfrom math import *", "%%time\ndef f(): return floor(2.5)",
+                    "%%bash\necho f = 3"], "f")
+    assert space["f"]() == 2
+
+
+def test_missing_and_broken_are_told_apart():
+    assert "f is not defined" in cells.definitions(["g = 1"], ["f"]).problem
+    broken = cells.definitions(["g = 1", "def f(:\n  pass"], ["f"]).problem
+    assert "code cell 2" in broken and "not valid Python" in broken
+    assert "not valid Python" in cells.definitions(["f = 1\nreturn f"], ["f"]).problem
+    assert not cells.definitions(["def broken(:", "def f(): pass"], ["f"]).problem
+
+
+def test_reads_notebooks_and_scripts(tmp_path):
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell("# hello"), nbformat.v4.new_code_cell("x = 1")])
+    nbformat.write(notebook, tmp_path / "a.ipynb")
+    (tmp_path / "a.py").write_text("# %% [markdown]\n# # hello\n\n# %%\nx = 1\n")
+    assert cells.code(cells.load(tmp_path / "a.ipynb")) == cells.code(cells.load(tmp_path / "a.py")) == ["x = 1"]
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe\x00", b'{"cells": 3}', b'{"nbformat": 4, "nbformat_minor": 5}',
+                                     b'{"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": [{"source": 3}]}',
+                                     b"[" * 100000, b'"' + b"a" * 100])
+def test_a_damaged_notebook_is_a_sentence(tmp_path, content):
+    path = tmp_path / "a.ipynb"
+    path.write_bytes(content)
+    with pytest.raises(CourseError, match=r"a\.ipynb"):
+        cells.load(path)
+
+
+def test_too_large_missing_or_of_another_kind(tmp_path, monkeypatch):
+    with pytest.raises(CourseError, match="no such file"):
+        cells.load(tmp_path / "b.ipynb")
+    with pytest.raises(CourseError, match="give a notebook"):
+        cells.load(tmp_path / "b.docx")
+    (tmp_path / "a.py").write_text("x = '" + "a" * 1_000_001 + "'\n")
+    with pytest.raises(CourseError, match="MB of code"):
+        cells.load(tmp_path / "a.py")
+    monkeypatch.setattr(cells, "LARGEST", 10)
+    with pytest.raises(CourseError, match="clear its outputs"):
+        cells.load(tmp_path / "a.py")

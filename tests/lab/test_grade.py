@@ -1,0 +1,143 @@
+"""Grading a class: the right marks, whatever the class tries."""
+
+import csv
+import json
+import socket
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from course.errors import CourseError
+from course.lab import grade, sandbox
+from course.lab.submissions import Submission, collect, owner
+from tests.lab import classroom
+
+isolated = pytest.mark.skipif(not sandbox.layers().isolates, reason=f"nothing isolates others' code here: {sandbox.layers().why}")
+
+
+def marks(out: Path) -> dict[str, dict[str, str]]:
+    with open(out / "gradebook.csv", newline="") as file:
+        return {row["learner"]: row for row in csv.DictReader(file)}
+
+
+@pytest.mark.parametrize(("path", "learner"), [
+    ("bitdiddle/lesson01/01_baseline.ipynb", "bitdiddle"),                                       # nbgrader
+    ("Ben Bitdiddle_123_assignsubmission_file_/01_baseline.ipynb", "Ben Bitdiddle_123"),          # Moodle
+    ("bitdiddleben_4711_815_01_baseline.ipynb", "bitdiddleben_4711"),                             # Canvas
+    ("bitdiddleben_LATE_4711_815_01_baseline-2.ipynb", "bitdiddleben_4711"),
+    ("ben/01_baseline.ipynb", "ben"), ("ben_01_baseline.ipynb", "ben"), ("ben.ipynb", "ben"),
+])
+def test_whose_a_file_is(path, learner):
+    assert owner(Path(path)) == learner
+
+
+def test_collect_takes_the_last_of_each_and_notes_the_rest(tmp_path):
+    blank = classroom.notebook("00")
+    for path in ("ann_1_7_00_start_here.ipynb", "ann_1_8_00_start_here-1.ipynb", "bob/.ipynb_checkpoints/00_start_here.ipynb",
+                 "bob/work.ipynb", "bob/99_other.ipynb"):
+        classroom.hand_in(tmp_path / path, blank)
+    (tmp_path / "bob/notes.ipynb").write_text("{")
+    (tmp_path / "bob/00_link.ipynb").symlink_to(tmp_path / "bob/work.ipynb")
+    found, notes = collect(tmp_path)
+    assert found == [Submission("ann_1", "00", tmp_path / "ann_1_8_00_start_here-1.ipynb"),
+                     Submission("bob", "00", tmp_path / "bob/work.ipynb")]         # the lesson from its metadata
+    text = "\n".join(notes)
+    assert "replaced by the later" in text and "symbolic link" in text and "notes.ipynb cannot be read" in text
+    assert "99_other.ipynb is of no lesson" in text and len(notes) == 4
+    with pytest.raises(CourseError, match="not a folder"):
+        collect(tmp_path / "nowhere")
+
+
+def test_refuses_to_run_others_code_without_isolation(tmp_path, monkeypatch):
+    classroom.hand_in(tmp_path / "in/ann/00_start_here.ipynb", classroom.notebook("00"))
+    monkeypatch.setattr(sandbox, "layers", lambda: sandbox.Layers(False, False, {"namespaces": "no bubblewrap here"}))
+    with pytest.raises(CourseError, match=r"no bubblewrap here.*--trust"):
+        grade.main(tmp_path / "in", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    grade.main(tmp_path / "in", tmp_path / "out", trust=True)
+    assert marks(tmp_path / "out")["ann"]["points"] == "0"
+
+
+@isolated
+def test_goes_on_where_it_stopped_and_grades_only_what_is_new(tmp_path, monkeypatch):
+    classroom.hand_in(tmp_path / "in/ann/00_start_here.ipynb", classroom.solved("00"))
+    path = classroom.hand_in(tmp_path / "in/bob/00_start_here.ipynb", classroom.notebook("00"))
+    grade.main(tmp_path / "in", tmp_path / "out")
+    first, seed = marks(tmp_path / "out"), (tmp_path / "out/seed").read_text()
+    assert (first["ann"]["points"], first["bob"]["points"], first["ann"]["out_of"]) == ("2", "0", "2")
+    judged, real = [], grade.judge
+    monkeypatch.setattr(grade, "judge", lambda exercise, *a, **how: judged.append(exercise.name) or real(exercise, *a, **how))
+    classroom.hand_in(path, classroom.notebook("00", roofline=classroom.answer("roofline")))
+    kept = tmp_path / "out/results" / f"{grade.slug('ann')}-00.json"
+    grade.main(tmp_path / "in", tmp_path / "out")
+    assert sorted(judged) == ["matmul-cost", "roofline"]                          # Bob's alone
+    assert marks(tmp_path / "out")["bob"]["points"] == "1" and (tmp_path / "out/seed").read_text() == seed
+    kept.write_text("{")                                                          # a damaged result is made again
+    grade.main(tmp_path / "in", tmp_path / "out")
+    assert len(judged) == 4 and marks(tmp_path / "out")["ann"]["points"] == "2"
+
+
+def test_names_are_harmless_in_tables_pages_and_paths(tmp_path):
+    evil = ["=HYPERLINK(1)", "<script>alert(1)</script>", "../../up", "a\x1b[2J", "", "ü" * 300]
+    slugs = {grade.slug(name) for name in evil}
+    assert len(slugs) == len(evil) and all("/" not in s and not s.startswith(".") and len(s) < 80 for s in slugs)
+    assert grade.harmless(evil[0]).startswith("'=") and "\x1b" not in grade.harmless(evil[3])
+    graded = [grade.Graded(Submission(evil[1], "00", tmp_path), (grade.Verdict("roofline", (grade.Fact(False, "\x00<b>"),)),))]
+    grade.feedback(evil[1], graded, tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert "<script>" not in page and "&lt;script&gt;" in page and "<b>" not in page.split("</style>")[1].replace("<b style", "")
+    grade.junit(graded, tmp_path / "junit.xml")
+    assert ElementTree.parse(tmp_path / "junit.xml").getroot().find("testsuite").get("failures") == "1"
+
+
+@pytest.mark.slow
+@isolated
+def test_a_class_of_thirty_some_of_them_hostile(tmp_path):
+    """The right marks for all in one command, and nothing left running, written or sent."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    listener.settimeout(0.1)
+    port = listener.getsockname()[1]
+    here, expected = tmp_path / "in", {}
+    cost = classroom.answer("matmul-cost")
+    for number, name in enumerate(classroom.HOSTILE):                             # Moodle's folders
+        learner = f"Mallory {number}_{number}"
+        classroom.hand_in(here / f"{learner}_assignsubmission_file_/00_start_here.ipynb",
+                          classroom.notebook("00", matmul_cost=cost, roofline=classroom.hostile(name, port)))
+        expected[learner] = 1                                                     # for the exercise solved honestly
+    for number in range(3):                                                       # nbgrader's, with a whole second lesson
+        classroom.hand_in(here / f"solver{number}/start/00_start_here.ipynb", classroom.solved("00"))
+        expected[f"solver{number}"] = 2
+    classroom.hand_in(here / "solver0/base/01_baseline.ipynb", classroom.solved("01"))
+    expected["solver0"] += 7
+    for number in range(4):                                                       # Canvas's files
+        classroom.hand_in(here / f"wrong_{number}_{number}_00_start_here.ipynb",
+                          classroom.notebook("00", matmul_cost=classroom.mistaken("matmul-cost", number),
+                                             roofline=classroom.answer("roofline")))
+        expected[f"wrong_{number}"] = 1
+    classroom.hand_in(here / "blank/00_start_here.ipynb", classroom.notebook("00"))
+    classroom.hand_in(here / "half/01_baseline.ipynb",
+                      classroom.notebook("01", relative_l2=classroom.answer("relative-l2"),
+                                         accumulate=classroom.mistaken("accumulate", 5)))
+    (here / "broken").mkdir()
+    (here / "broken/00_start_here.ipynb").write_text("{not a notebook")
+    grown = classroom.solved("00")                                                # cells added, moved and renamed
+    grown.cells = [cell for cell in reversed(grown.cells) if cell.cell_type == "code"] + grown.cells
+    classroom.hand_in(here / "mover/00_start_here.ipynb", grown)
+    expected |= {"blank": 0, "half": 2, "broken": 0, "mover": 2}
+    assert len(expected) == 30
+
+    out = tmp_path / "out"
+    grade.main(here, out, jobs=2)
+    found = marks(out)
+    assert {name: int(row["points"]) for name, row in found.items()} == expected
+    assert {row["out_of"] for row in found.values()} == {"9"}
+    with pytest.raises(TimeoutError):                                             # nobody called
+        listener.accept()
+    looked = (out / "feedback" / f"{grade.slug(next(iter(expected)))}.html").read_text()
+    assert "1 of 2 points" in looked
+    spy = list(classroom.HOSTILE).index("reads expected values")
+    kept = json.loads((out / "results" / f"{grade.slug(f'Mallory {spy}_{spy}')}-00.json").read_text())
+    assert not kept["verdicts"][1]["facts"][0]["text"].split("found:")[1].split("\n")[0].strip()
+    suites = ElementTree.parse(out / "junit.xml").getroot()
+    assert len(suites) == 31 and sum(int(suite.get("failures")) for suite in suites) == 19 + 4 + 2 + 2 + 2

@@ -1,0 +1,192 @@
+"""One master, two notebooks: what is generated, what is stale, what leaks; and the lessons themselves run."""
+
+import shutil
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from course.errors import CourseError
+from course.lab import blank, cells, lessons
+from course.lab.exercise import all_exercises
+
+MASTER = '''# %% [markdown]
+# # A lesson
+# Some words.
+
+# %%
+from course.lab.notebook import check
+print("ran")
+
+# %% exercise="roofline"
+def roofline_seconds(flops: float, moved: float, peak_flops: float, peak_bytes: float) -> float:
+    """The least seconds."""
+    ### BEGIN SOLUTION
+    computing_takes_so_long = flops / peak_flops
+    return max(computing_takes_so_long, moved / peak_bytes)
+    ### END SOLUTION
+
+# %% exercise="relative-l2"
+from course.models.vit import RelativeL2
+
+# %%
+check("roofline")
+'''
+
+
+@pytest.fixture
+def root(tmp_path):
+    """A course with one lesson."""
+    for name in ("solutions", "notebooks", "course"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "solutions/42_answer.py").write_text(MASTER)
+    return tmp_path
+
+
+def master(root: Path) -> Path:
+    return root / "solutions/42_answer.py"
+
+
+def put(root: Path) -> None:
+    """Both notebooks, without executing."""
+    lessons.write(lessons.learners(master(root)), root / "notebooks/42_answer.ipynb")
+    lessons.write(lessons.instructors(master(root)), root / "solutions/42_answer.ipynb")
+
+
+def test_learners_get_blanks_and_instructors_answers(root):
+    blanks, answers = (cells.code(make(master(root))) for make in (lessons.learners, lessons.instructors))
+    assert blanks[1].endswith(f'"""The least seconds."""\n    {blank.STUB}')
+    assert "class RelativeL2(nn.Module):" in blanks[2] and "norm(dim=1)" not in blanks[2] and blanks[2].count(blank.STUB) == 2
+    assert "norm(dim=1)" in answers[2] and answers[2].count(blank.BEGIN) == answers[2].count(blank.END) == 2
+    assert blanks[0] == answers[0] and blanks[3] == answers[3] == 'check("roofline")'
+    for source in blanks + answers:
+        compile(source, "cell", "exec")
+
+
+def test_cells_carry_what_nbgrader_wants(root):
+    found = {cell.metadata.nbgrader.grade_id: cell.metadata.nbgrader for cell in lessons.learners(master(root)).cells
+             if "nbgrader" in cell.metadata}
+    assert set(found) == {"roofline", "relative-l2", "check-roofline"}
+    assert found["roofline"] == {"grade_id": "roofline", "solution": True, "grade": False, "locked": False, "task": False,
+                                 "schema_version": 3}
+    assert found["check-roofline"]["grade"] and found["check-roofline"]["locked"]
+    assert found["check-roofline"]["points"] == all_exercises()["roofline"].points
+
+
+def test_notebooks_are_valid_and_the_same_every_time(root):
+    one, again = (nbformat.writes(lessons.learners(master(root))) for _ in range(2))
+    assert one == again
+    nbformat.validate(nbformat.reads(one, as_version=4))
+
+
+def test_verify_finds_nothing_in_fresh_notebooks(root):
+    put(root)
+    assert lessons.verify([], root) == []
+
+
+def test_a_changed_master_makes_both_stale(root):
+    put(root)
+    master(root).write_text(MASTER.replace("Some words", "Other words"))
+    assert [line.split()[0] for line in lessons.verify([], root)] == ["notebooks/42_answer.ipynb", "solutions/42_answer.ipynb"]
+
+
+def test_changed_library_code_that_it_shows_makes_it_stale(root, monkeypatch):
+    put(root)
+    monkeypatch.setattr(blank, "shown", lambda dotted: f"other {dotted}")
+    assert len(lessons.verify([], root)) == 2
+
+
+def test_an_edited_notebook_is_found(root):
+    put(root)
+    path = root / "notebooks/42_answer.ipynb"
+    path.write_text(path.read_text().replace("Some words", "My words"))
+    found, = lessons.verify([], root)
+    assert "was edited" in found and "solutions/42_answer.py" in found
+
+
+def test_a_missing_notebook_is_stale(root):
+    assert len(lessons.verify([], root)) == 2
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    (lambda cell: cell.update(outputs=[nbformat.v4.new_output("stream", text="42")]), "has outputs"),
+    (lambda cell: cell.update(source=f"{blank.BEGIN}\nx = 1\n{blank.END}"), "between its markers"),
+    (lambda cell: cell.update(source="# computing_takes_so_long = flops  /  peak_flops"), "shows a line of an answer"),
+    (lambda cell: cell.update(source="error = (output - target).flatten(1).norm(dim=1)"), "shows a line of an answer"),
+])
+def test_a_leak_is_found(root, change, words):
+    put(root)
+    path = root / "notebooks/42_answer.ipynb"
+    notebook = nbformat.read(path, as_version=4)
+    change(notebook.cells[1])
+    nbformat.write(notebook, path)
+    assert any(words in line for line in lessons.verify([], root))
+
+
+def test_build_executes_keeps_outputs_and_hides_this_machine(root, capsys):
+    text = MASTER.replace('print("ran")', 'import os, sys\nprint("ran in", os.getcwd(), sys.prefix)')
+    master(root).write_text(text.replace('# %% exercise="relative-l2"\nfrom course.models.vit import RelativeL2\n', ""))
+    lessons.build([], root)
+    solved = nbformat.read(root / "solutions/42_answer.ipynb", as_version=4)
+    assert solved.cells[1].outputs[0].text == "ran in ~/course/notebooks ~/course/.venv\n"
+    assert "passed" in solved.cells[-1].outputs[0].data["text/plain"]
+    assert str(root) not in (root / "solutions/42_answer.ipynb").read_text()
+    assert lessons.verify([], root) == [] and "executing" in capsys.readouterr().out
+    lessons.build([], root)
+    assert "executing" not in capsys.readouterr().out          # it is up to date
+
+
+def test_a_lesson_that_fails_is_not_written(root):
+    master(root).write_text(MASTER.replace("max(", "min("))
+    with pytest.raises(CourseError, match="roofline has not passed"):
+        lessons.build([], root)
+    assert not (root / "solutions/42_answer.ipynb").exists()
+
+
+def test_an_exercise_cell_is_an_import_or_has_markers(root):
+    master(root).write_text('# %% exercise="roofline"\ndef roofline_seconds(): return 1\n')
+    with pytest.raises(CourseError, match="BEGIN SOLUTION"):
+        lessons.instructors(master(root))
+    master(root).write_text('# %% exercise="rooflime"\nx = 1\n')
+    with pytest.raises(CourseError, match="did you mean 'roofline'"):
+        lessons.instructors(master(root))
+
+
+def test_names_of_lessons(root):
+    assert lessons.masters(["42"], root) == lessons.masters(["42_answer"], root) == lessons.masters([], root) == [master(root)]
+    with pytest.raises(CourseError, match="42_answer"):
+        lessons.masters(["43"], root)
+    with pytest.raises(CourseError, match="release"):
+        lessons.masters([], root / "notebooks")
+
+
+def test_the_lessons_of_the_course_are_up_to_date_and_leak_nothing():
+    assert lessons.verify([]) == []
+
+
+def test_every_exercise_of_a_lesson_stands_in_it_once_with_its_check():
+    for path in lessons.masters([]):
+        notebook = lessons.instructors(path)
+        ids = [cell.metadata.nbgrader.grade_id for cell in notebook.cells if "nbgrader" in cell.metadata]
+        names = [exercise.name for exercise in all_exercises().values() if exercise.lesson == path.stem[:2]]
+        assert sorted(ids) == sorted([*names, *(f"check-{name}" for name in names)])
+
+
+@pytest.mark.slow
+def test_masters_execute_from_top_to_bottom_in_under_five_minutes(tmp_path):
+    """As `course lessons build --force` does, in a copy, so that the committed notebooks stay as they are."""
+    import time
+
+    begin = time.monotonic()
+    for path in lessons.masters([]):
+        lessons.execute(lessons.instructors(path), lessons.ROOT / "notebooks")
+    assert time.monotonic() - begin < 300
+
+
+@pytest.mark.slow
+def test_a_blank_notebook_stops_at_its_first_exercise_with_words(tmp_path):
+    shutil.copytree(lessons.ROOT / "notebooks", tmp_path / "notebooks")
+    notebook = cells.load(tmp_path / "notebooks/00_start_here.ipynb")
+    with pytest.raises(CourseError, match="matmul-cost has not passed") as caught:
+        lessons.execute(notebook, tmp_path / "notebooks")
+    assert "not written yet" in str(caught.value)

@@ -1,0 +1,121 @@
+"""What lessons call."""
+
+import sys
+
+import pytest
+from matplotlib.figure import Figure
+
+from course.errors import CourseError
+from course.lab import figures, notebook, widgets
+
+
+def test_beside_says_by_how_much(capsys):
+    notebook.beside("speed", 100, 25, "samples/s")
+    text = capsys.readouterr().out
+    assert "4 times less" in text and "25.0 samples/s" in text and text.count("▒") == 40 and text.count("█") == 10
+    notebook.beside("speed", 100, 104)
+    assert "within 10%" in capsys.readouterr().out
+    with pytest.raises(CourseError, match="above zero"):
+        notebook.beside("speed", 0, 3)
+
+
+@pytest.mark.parametrize(("value", "text"), [(1234.5, "1,234"), (12.345, "12.3"), (0.5, "0.500"), (0, "0"), (3e-7, "3e-07"),
+                                             (2.5e9, "2.5e+09"), (999.9, "1,000")])
+def test_numbers_for_people(value, text):
+    assert notebook.number(value) == text
+
+
+def test_recorded_results_name_their_hardware(capsys):
+    runs = notebook.results("foundation_h200")["runs"]
+    notebook.recorded("foundation_h200", {"bf16": {"samples/s": runs["mock-bf16"]["samples_per_s"]}})
+    text = capsys.readouterr().out
+    assert "H200" in text and "PyTorch 2.11" in text and "| bf16 | 152 |" in text and "needs a GPU" in text
+    with pytest.raises(CourseError, match="foundation_h200"):
+        notebook.results("nothing")
+
+
+def test_show_names_file_and_line(capsys):
+    notebook.show("course.models.vit.Embed")
+    text = capsys.readouterr().out
+    assert text.startswith("# course/models/vit.py, line ") and "class Embed(nn.Module):" in text
+
+
+def test_yours_stands_in_the_librarys_place_and_leaves_again():
+    from course import step, train
+
+    original = train.eager
+
+    def eager(*_):
+        return "mine"
+
+    with notebook.yours(eager):
+        assert train.eager(1, 2, 3, 4) == step.eager(1, 2, 3, 4) == "mine"
+    assert train.eager is step.eager is original
+    with pytest.raises(CourseError, match="answer to no exercise"), notebook.yours(figures.curves):
+        pass
+
+
+def test_check_of_a_script_shows_and_raises(monkeypatch, tmp_path, capsys):
+    script = tmp_path / "00_x.py"
+    script.write_text('# %% exercise="roofline"\ndef roofline_seconds(a, b, c, d):\n'
+                      "    ### BEGIN SOLUTION\n    return a\n    ### END SOLUTION\n")
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script), raising=False)
+    with pytest.raises(notebook.CheckFailed, match="roofline has not passed") as caught:
+        notebook.check("roofline", seed=3)
+    assert len(caught.value._render_traceback_()) == 1
+    assert "seed 3" in capsys.readouterr().out
+    with pytest.raises(CourseError, match="did you mean 'roofline'"):
+        notebook.check("rooflin")
+    with pytest.raises(notebook.CheckFailed):
+        notebook.check("matmul-cost")
+    assert "matmul_cost is not defined" in capsys.readouterr().out
+
+
+def test_begin_finds_the_course(monkeypatch, tmp_path, capsys):
+    for name in ("notebooks/deep", "course"):
+        (tmp_path / name).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "notebooks/deep")
+    notebook.begin("07")
+    from pathlib import Path
+
+    assert Path.cwd() == tmp_path and "Lesson 07" in capsys.readouterr().out
+
+
+def test_tensorboard_opens_and_serves(tmp_path, monkeypatch, capsys):
+    from urllib.request import urlopen
+
+    monkeypatch.setattr("IPython.display.display", lambda *_: None)
+    address = notebook.tensorboard(tmp_path)
+    assert address.startswith("http://127.0.0.1:") and urlopen(address, timeout=20).status == 200
+    monkeypatch.setenv(notebook.BUILDING, "1")
+    assert notebook.tensorboard(tmp_path) == "" and "opens here" in capsys.readouterr().out
+
+
+def test_a_slider_redraws(monkeypatch):
+    shown, drawn = [], []
+    monkeypatch.setattr("IPython.display.display", lambda bundle, raw: shown.append(bundle))
+
+    def draw(n: int) -> Figure:
+        drawn.append(n)
+        return figures.curves({"line": ([0, 1], [0, n])}, "x", "y")
+
+    box = widgets.explore(draw, alt="a line", n=[1, 2, 3])
+    slider, image, words = box.children
+    before = bytes(image.value)
+    slider.value = 3
+    assert drawn == [2, 3] and bytes(image.value) != before and image.value[:4] == b"\x89PNG"
+    assert shown[0]["text/plain"] == "a line" and {"image/png", "application/vnd.jupyter.widget-view+json"} <= set(shown[0])
+    assert slider.description == "n" and words.value == "<i>a line</i>"
+
+
+def test_figures_draw_what_they_are_given():
+    import numpy as np
+
+    roof = figures.roofline({"machine": (1e11, 1e10)}, {"dot": (5.0, 3e10)}, "title").axes[0]
+    line = roof.lines[0]
+    assert max(line.get_ydata()) == 1e11 and line.get_ydata()[0] == pytest.approx(1e10 * line.get_xdata()[0])
+    assert roof.get_title() == "title" and "dot" in {text.get_text() for text in roof.texts}
+    curves = figures.curves({"a": ([1, 2], [3, 4])}, "x", "y", levels={"level": 5.0}).axes[0]
+    assert [text.get_text() for text in curves.get_legend().get_texts()] == ["a", "level"]
+    patches = figures.patches(np.zeros((32, 64)), 4).axes[0]
+    assert len(patches.get_xticks()) == 16 and len(patches.get_yticks()) == 8
