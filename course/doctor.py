@@ -327,11 +327,13 @@ def cure_for(answer: dict, otherwise: str) -> str:
 
 
 def tool_rows() -> list[Row]:
-    """Slurm and the profiler."""
-    slurm, nsys = command("sinfo", "--version"), command("nsys", "--version")
+    """Slurm, the profiler, and what isolates learners' code."""
+    slurm, nsys, bubblewrap = command("sinfo", "--version"), command("nsys", "--version"), command("bwrap", "--version")
     return [Row("Slurm", slurm or "not installed", bool(slurm) or None, need="slurm"),
             Row("Nsight Systems", nsys.splitlines()[-1] if nsys else "not installed (the PyTorch profiler serves)",
-                bool(nsys) or None, need="nsys")]
+                bool(nsys) or None, need="nsys"),
+            Row("bubblewrap", bubblewrap or "not installed (checks run with limits alone; `course grade` wants it)",
+                bool(bubblewrap) or None, need="bubblewrap")]
 
 
 def command(*words: str) -> str:

@@ -54,7 +54,7 @@ lab.begin("00")
 # %%
 from course import doctor
 
-doctor.main()
+doctor.show(doctor.examine())
 
 # %% [markdown]
 # ## Two ceilings

@@ -47,6 +47,7 @@ class Verdict:
     seed: int = 0
     seconds: float = 0.0
     version: str = ""                                # of the check
+    isolation: str = ""                              # what the answer was kept from
 
     @property
     def passed(self) -> bool:
@@ -71,24 +72,32 @@ def examine(exercise: Exercise, source: str, seed: int, hidden: bool = False, la
         (run,), ended = execute(exercise, [source], inputs, size, layers)
         output, seconds = output + ended.output, seconds + ended.seconds
         found, hint = judge(exercise, run, seed, hidden, size)
-        suffix = f", on {size} ranks" if size > 1 else ""
-        facts += [replace(fact, text=fact.text + suffix) for fact in found]
+        facts += found
         if not all(fact.held for fact in found):
             break
-    return Verdict(exercise.name, tuple(facts), hint, output, seed, seconds, exercise.version)
+    return Verdict(exercise.name, tuple(facts), hint, output, seed, seconds, exercise.version,
+                   isolation(layers or sandbox.layers()))
+
+
+def isolation(layers: sandbox.Layers) -> str:
+    """How an answer runs here, to go after "your code ran"."""
+    if layers.namespaces:
+        return "with files, processes and a network of its own"
+    return "as an unprivileged user" if layers.user else "within limits on time, memory and disk"
 
 
 def judge(exercise: Exercise, run: Run, seed: int, hidden: bool, size: int) -> tuple[list[Fact], str]:
     """The facts, and a hint if one of them did not hold."""
+    where_run = f"on {size} ranks " if size > 1 else ""
     if run.error:
-        return [Fact(False, stopped(run))], hint_for_error(exercise, run, seed, hidden, size)
+        return [Fact(False, where_run + stopped(run))], hint_for_error(exercise, run, seed, hidden, size)
     expected, *slips = reference(exercise.name, seed, hidden, size)
     facts = []
     for key, claim in exercise.claims.items():
         differences = [differ(expected.outputs[rank][key], run.outputs[rank].get(key), exercise.tolerance)
                        for rank in range(size)]
         where = [f"rank {rank}: {text}" if size > 1 else text for rank, text in enumerate(differences) if text]
-        facts.append(Fact(not where, claim if not where else f"{claim}: no, {where[0]}"))
+        facts.append(Fact(not where, where_run + claim + (f": no, {where[0]}" if where else "")))
     if all(fact.held for fact in facts):
         return facts, ""
     for mistake, slip in zip(comparable(exercise), slips, strict=True):
@@ -169,10 +178,11 @@ def execute(exercise: Exercise, sources: Sequence[str], inputs: Tensors, size: i
         package = blanked(exercise.objects)
         ended = sandbox.run([sys.executable, "-m", "course.lab.child", str(scratch)], scratch, [package],
                             {"PYTHONPATH": str(package)}, limits, layers)
-        return [collect(scratch, number, size, exercise, ended) for number in range(len(sources))], ended
+        runs = [collect(scratch, number, size, ended) for number in range(len(sources))]
+        return [replace(run, error=run.error.replace(f"{package}/", "")) for run in runs], ended
 
 
-def collect(scratch: Path, number: int, size: int, exercise: Exercise, ended: sandbox.Outcome) -> Run:
+def collect(scratch: Path, number: int, size: int, ended: sandbox.Outcome) -> Run:
     """Read what an answer left behind, trusting none of it."""
     if not ended.ok and ended.ended:
         return Run(kind="ended", error=ended.ended)

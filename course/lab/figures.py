@@ -25,9 +25,9 @@ def roofline(ceilings: Mapping[str, tuple[float, float]], points: Mapping[str, t
     for (name, (peak, width)), (_, colour) in zip(ceilings.items(), MARKS, strict=False):
         axis.loglog(intensity, np.minimum(peak, width * intensity), color=colour, label=name)
         axis.axvline(peak / width, color=colour, linestyle=":", linewidth=1)
-    for name, (x, y) in (points or {}).items():
+    for number, (name, (x, y)) in enumerate((points or {}).items()):
         axis.plot(x, y, "o", color=ORANGE)
-        axis.annotate(name, (x, y), xytext=(4, -11), textcoords="offset points", fontsize=8)
+        axis.annotate(name, (x, y), xytext=(4, 5 if number % 2 else -11), textcoords="offset points", fontsize=8)
     axis.set_xlabel("arithmetic intensity (FLOPs a byte)")
     axis.set_ylabel("FLOP/s")
     axis.grid(alpha=0.3, which="both")

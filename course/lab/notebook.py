@@ -54,7 +54,7 @@ def check(name: str, seed: int | None = None) -> None:
         verdict = checks.Verdict(name, (checks.Fact(False, answer.problem),), "run the cell of the exercise, then this one")
     else:
         verdict = checks.examine(exercise, answer.source, secrets.randbits(31) if seed is None else seed)
-    display({"text/html": present.html(verdict)}, present.text(verdict))
+    display({"text/html": present.html(verdict)}, present.text(verdict, sys.stdout.isatty()))
     if not verdict.passed:
         raise CheckFailed(f"{name} has not passed yet: see above")
 

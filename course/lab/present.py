@@ -15,6 +15,12 @@ def headline(verdict: Verdict) -> str:
     return f"{verdict.exercise}: not yet, {held} of {len(verdict.facts)} checks hold"
 
 
+def footer(verdict: Verdict) -> str:
+    """How it was checked, in one line."""
+    how = f"; your code ran {verdict.isolation}" if verdict.isolation else ""
+    return f"{verdict.seconds:.1f} s, inputs of seed {verdict.seed}{how}"
+
+
 def text(verdict: Verdict, colour: bool = True) -> str:
     """Lines for a terminal; without colour the marks and words say the same."""
     def paint(code: str, line: str) -> str:
@@ -28,7 +34,7 @@ def text(verdict: Verdict, colour: bool = True) -> str:
         lines.append(paint(AMBER, "  hint: ") + verdict.hint)
     if not verdict.passed and verdict.output.strip():
         lines.append(paint(DIM, "  printed: " + printable(shortened(verdict.output)).replace("\n", "\n    ")))
-    lines.append(paint(DIM, f"  {verdict.seconds:.1f} s, inputs of seed {verdict.seed}"))
+    lines.append(paint(DIM, f"  {footer(verdict)}"))
     return "\n".join(lines)
 
 
@@ -42,7 +48,7 @@ def html(verdict: Verdict) -> str:
                if not verdict.passed and verdict.output.strip() else "")
     return (f'<div style="border-left:4px solid {tint};padding:.3em .9em;margin:.3em 0"><b style="color:{tint}">'
             f'{escape(headline(verdict))}</b><ul style="margin:.3em 0;padding:0">{rows}</ul>{hint}{printed}'
-            f'<small>{verdict.seconds:.1f} s, inputs of seed {verdict.seed}</small></div>')
+            f'<small>{escape(footer(verdict))}</small></div>')
 
 
 def printable(text: str) -> str:

@@ -1,5 +1,7 @@
 """Checks: right answers pass, every known mistake fails with its own hint, and nothing else gets through."""
 
+import time
+
 import pytest
 
 from course.lab import blank, check, present
@@ -29,6 +31,7 @@ def test_the_right_answer_passes(name, hidden):
 def test_every_known_mistake_fails_with_its_hint(name, mistake):
     found = verdict(name, wrong(find(name), mistake))
     assert not found.passed
+    assert found.hint not in ("", check.UNKNOWN), present.text(found)
     if not mistake.silent:
         assert found.hint == mistake.hint, present.text(found)
 
@@ -92,6 +95,28 @@ def roofline_seconds(*row):
     text = verdict("roofline", source).facts[0].text
     assert "raise NotImplementedError" in text and "max(" not in text.split("in roofline_seconds")[0]
     assert "'answer-0.py', 'inputs.safetensors', 'job.json']" in text and "|False" in text
+
+
+AVERAGE = "import torch.distributed as dist\n\ndef average_gradients(parameters, axis):\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("body", "words"), [
+    ("    if axis.rank == 1:\n        return\n    for p in parameters:\n        dist.all_reduce(p.grad)\n",
+     ["Rank 0", "all-reduce of", "float64", "rank 1", "dist.all_reduce(p.grad)"]),
+    ("    for p in list(parameters)[axis.rank:]:\n        dist.all_reduce(p.grad)\n", ["all-reduce of", "rank 0", "rank 1"]),
+    ("    if axis.rank == 1:\n        raise ValueError('the gradients are too heavy')\n    dist.barrier()\n",
+     ["Rank 1 raised", "the gradients are too heavy"]),
+    ("    if axis.rank == 1:\n        while True: pass\n    dist.barrier()\n", ["rank 1", "while True: pass"]),
+    ("    import os\n    if axis.rank == 1:\n        os._exit(3)\n    dist.barrier()\n", ["Rank 1 exited with code 3"]),
+])
+def test_who_stopped_where_among_ranks(body, words):
+    """Which rank stopped at which collective, with its shape, and whom the others were waiting for; within a minute."""
+    begin = time.monotonic()
+    found = verdict("average-gradients", AVERAGE + body)
+    told = present.text(found, colour=False)
+    assert not found.passed and all(word.lower() in told.lower() for word in words), told
+    assert time.monotonic() - begin < 60
 
 
 def test_hint_only_for_just_that_mistake():
