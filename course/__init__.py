@@ -6,7 +6,8 @@
     models              layers (the shared block) and vit, serial and unaware of parallelism
     data                layout (files on disk), weather (with atmosphere, stepping, sphere) and era5, their makers,
                         order (who sees what when), native (a loader)
-    parallel            mesh (who talks to whom), placement (what a rank holds), data (average gradients)
+    parallel            mesh (who talks to whom), placement (what a rank holds), data (average gradients),
+                        trace (which collective each rank is in)
     precision           number formats and the loss scale
     step                one optimizer step, for every layout
     train               a run: build, resume, fit, log, save
@@ -14,6 +15,8 @@
     checkpoint          what is written says nothing of the layout that wrote it
     report, pictures    what a run tells
     stop                signals
-    perf                FLOPs and peaks
+    perf                FLOPs and peaks; bench, measurements
+    launch, worker      a function, even of a notebook's cell, on several ranks of this machine
     doctor, cli         what this machine has; the `course` command
+    lab                 lessons, exercises, checks and grading, on top of all this
 """

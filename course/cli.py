@@ -116,7 +116,8 @@ def check(file: Annotated[Path, typer.Argument(help="a notebook, or a script in 
     """Check the exercises of a lesson's notebook, as `check("name")` does inside it."""
     from course.lab import present, submissions
 
-    verdicts = submissions.check_file(file, exercise or [], seed, lambda verdict: print(present.text(verdict, sys.stdout.isatty()), flush=True))
+    verdicts = submissions.check_file(file, exercise or [], seed,
+                                      lambda verdict: print(present.text(verdict, sys.stdout.isatty()), flush=True))
     raise typer.Exit(0 if all(verdict.passed for verdict in verdicts) else 1)
 
 

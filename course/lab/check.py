@@ -22,6 +22,7 @@ from torch import Tensor
 from course.errors import CourseError
 from course.lab import blank, sandbox
 from course.lab.exercise import Exercise, Tensors, known_mistakes, right, wrong
+from course.lab.scratch import read, remove
 
 MOST = 200_000_000                                   # bytes of an outputs file
 UNKNOWN = "no known mistake gives these numbers: try your code on a case small enough to do by hand"
@@ -169,36 +170,36 @@ def execute(exercise: Exercise, sources: Sequence[str], inputs: Tensors, size: i
             layers: sandbox.Layers | None) -> tuple[list[Run], sandbox.Outcome]:
     """Run answers, one after another, in one process of their own on `size` ranks."""
     limits = replace(exercise.limits, seconds=exercise.limits.seconds * len(sources))
-    with workspace() as scratch:
+    with workspace() as folder:
         job = {"exercise": exercise.name, "answers": len(sources), "ranks": size, "seconds": RANK_SECONDS}
-        (scratch / "job.json").write_text(json.dumps(job))
-        save_file({name: tensor.contiguous() for name, tensor in inputs.items()}, scratch / "inputs.safetensors")
+        (folder / "job.json").write_text(json.dumps(job))
+        save_file({name: tensor.contiguous() for name, tensor in inputs.items()}, folder / "inputs.safetensors")
         for number, source in enumerate(sources):
-            (scratch / f"answer-{number}.py").write_text(source)
+            (folder / f"answer-{number}.py").write_text(source)
         package = blanked(exercise.objects)
-        ended = sandbox.run([sys.executable, "-m", "course.lab.child", str(scratch)], scratch, [package],
+        ended = sandbox.run([sys.executable, "-m", "course.lab.child", str(folder)], folder, [package],
                             {"PYTHONPATH": str(package)}, limits, layers)
-        runs = [collect(scratch, number, size, ended) for number in range(len(sources))]
+        runs = [collect(folder, number, size, ended) for number in range(len(sources))]
         return [replace(run, error=run.error.replace(f"{package}/", "")) for run in runs], ended
 
 
-def collect(scratch: Path, number: int, size: int, ended: sandbox.Outcome) -> Run:
+def collect(folder: Path, number: int, size: int, ended: sandbox.Outcome) -> Run:
     """Read what an answer left behind, trusting none of it."""
     if not ended.ok and ended.ended:
         return Run(kind="ended", error=ended.ended)
     outputs = []
     for rank in range(size):
         try:
-            outputs.append(load_tensors(sandbox.read(scratch, f"out-{number}-{rank}.safetensors", MOST)))
+            outputs.append(load_tensors(read(folder, f"out-{number}-{rank}.safetensors", MOST)))
         except Exception:                            # absent, or not what it should be
-            return complaint(scratch, number)
+            return complaint(folder, number)
     return Run(outputs=tuple(outputs))
 
 
-def complaint(scratch: Path, number: int) -> Run:
+def complaint(folder: Path, number: int) -> Run:
     """What an answer that returned nothing says of itself."""
     try:
-        told = json.loads(sandbox.read(scratch, f"error-{number}-0.json", 100_000))
+        told = json.loads(read(folder, f"error-{number}-0.json", 100_000))
         return Run(kind=str(told["kind"]), error=str(told["text"]) or str(told["kind"]))
     except Exception:
         return Run(kind="ended", error="it ended before it returned anything (does it call sys.exit or os._exit?)")
@@ -207,11 +208,11 @@ def complaint(scratch: Path, number: int) -> Run:
 @contextmanager
 def workspace() -> Iterator[Path]:
     """A scratch folder, removed afterwards."""
-    scratch = Path(tempfile.mkdtemp(prefix="course-check-"))
+    folder = Path(tempfile.mkdtemp(prefix="course-check-"))
     try:
-        yield scratch
+        yield folder
     finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        remove(folder)
 
 
 @lru_cache(maxsize=32)

@@ -14,7 +14,7 @@ from torch import Tensor
 from course.config import nearest
 from course.errors import CourseError
 from course.lab import blank, exercises
-from course.lab.sandbox import Limits
+from course.lab.watchdog import Limits
 
 Tensors = dict[str, Tensor]
 

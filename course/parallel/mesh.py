@@ -1,7 +1,7 @@
 """The process mesh: who this process is and whom it talks to.
 
-The only file that reads the environment of a launcher or creates process groups. What it makes are
-values, passed to whoever needs them.
+The only file that reads the environment of a launcher. What it makes are values, passed to whoever
+needs them. (`course/worker.py` joins the ranks of a notebook before their function runs.)
 """
 
 import os

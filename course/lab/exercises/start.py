@@ -6,7 +6,7 @@ The functions here are the answers to the exercises written inside a cell of the
 import torch
 
 from course.lab.exercise import Exercise, Tensors
-from course.lab.sandbox import Limits
+from course.lab.watchdog import Limits
 
 QUICK = Limits(seconds=30)                           # most of it for starting Python on a slow disk
 

@@ -1,0 +1,249 @@
+"""Run a function on several ranks of this machine, even one that is defined in a cell of a notebook.
+
+    def total(x):
+        x = torch.tensor(x * dist.get_rank())
+        dist.all_reduce(x)
+        return x.item()
+
+    ranks(4)(total, 10)                              # [60, 60, 60, 60]
+
+The ranks are processes of their own: fresh interpreters, never forks, since a notebook's kernel has threads.
+They stay for the next call until one goes wrong: then all are stopped, and a `RankError` tells the story.
+"""
+
+import atexit
+import linecache
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Pipe, wait
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from course.parallel.trace import explain, name
+from course.worker import Failure
+
+START = 120.0                                        # seconds that new ranks may take to import PyTorch
+GRACE = 2.0                                          # seconds that the others have left when one has failed
+COMMAND = "import sys; from course.worker import work; work(*map(int, sys.argv[1:]))"
+
+
+class RankError(Exception):
+    """A call that went wrong. `text` tells what happened; `rank` failed first, None if the ranks failed to meet."""
+
+    def __init__(self, text: str, rank: int | None = None):
+        super().__init__(text)
+        self.text, self.rank = text, rank
+
+
+def ranks(n: int, timeout: float = 60.0) -> Callable[..., list[Any]]:
+    """`ranks(n)(function, ...)` calls the function on n ranks, joined by gloo, and returns their results in order.
+
+    As a decorator, `@ranks(n)`, it calls the function at once and leaves the results under its name. What a
+    rank prints appears here. Raises `RankError` if a rank raises or dies, if the ranks cannot meet in a
+    collective, and if they are not done after `timeout` seconds. A rank imports a module once: after you
+    change a file, `close()` makes the next call start afresh.
+    """
+    def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        __tracebackhide__ = True                     # IPython and pytest show the caller's line alone
+        call = cloudpickle.dumps((function, args, kwargs))
+        with _lock:
+            try:
+                if n not in _pools:
+                    _pools[n] = Pool(n)
+                return _pools[n].run(call, timeout)
+            except BaseException:                    # Ctrl-C too: who knows what the ranks are at
+                close(n)
+                raise
+
+    return run
+
+
+def close(n: int | None = None) -> None:
+    """Stop the ranks that wait for the next `ranks(n)`, or all."""
+    with _lock:
+        for size in list(_pools) if n is None else [n]:
+            if size in _pools:
+                _pools.pop(size).stop()
+
+
+_pools: dict[int, "Pool"] = {}
+_lock = threading.RLock()                            # one call at a time
+atexit.register(close)
+
+
+class Worker:
+    """A rank, seen from its caller."""
+
+    def __init__(self, rank: int, n: int):
+        self.rank = rank
+        self.state = "starting"                      # then "ready", "running", and "returned", "raised" or "died"
+        self.reply: Any = None                       # its result, pickled, or its Failure
+        self.left = False                            # the process group that modules may have seen when they were imported
+        self.place = ""                              # the line that it is at, if asked
+        self.line = b""                              # printed and not yet ended
+        self.control, theirs = Pipe()
+        settings = {"RANK": str(rank), "WORLD_SIZE": str(n), "LOCAL_RANK": str(rank), "PYTHONPATH": os.pathsep.join(sys.path),
+                    "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0"}    # needs no network
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", COMMAND, str(theirs.fileno()), str(rank), str(n)], pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            env=os.environ | settings, start_new_session=True)       # Ctrl-C is for the caller; its own children die with it
+        theirs.close()
+
+    def listen(self) -> bool:
+        """Take a message; False if there will be no more."""
+        try:
+            vars(self).update(self.control.recv())   # what has changed
+        except (EOFError, OSError):
+            return False
+        return True
+
+    def echo(self) -> bool:
+        """Read and print what the rank printed; False if there will be no more."""
+        data = os.read(self.process.stdout.fileno(), 1 << 16)    # type: ignore[union-attr]
+        self.say(data)
+        return bool(data)
+
+    def say(self, text: bytes) -> None:
+        """Print whole lines, and keep the rest."""
+        *lines, self.line = (self.line + text).split(b"\n")
+        for line in lines:
+            print(f"[rank {self.rank}] {line.decode(errors='replace')}", flush=True)
+
+    def send(self, message: Any) -> None:
+        """Send to the rank; if it is dead, that will show elsewhere."""
+        with suppress(OSError):
+            self.control.send(message)
+
+
+class Pool:
+    """n ranks that stay between calls."""
+
+    def __init__(self, n: int):
+        self.n = n
+        self.calls = 0
+        self.folder = Path(tempfile.mkdtemp(prefix="ranks-"))
+        self.workers: list[Worker] = []
+        self.sources: dict[Any, Callable[[], bool]] = {}         # pipes, and what to do when something comes
+        self.progress: Any = None                    # of the ranks at the last look
+        self.still = 0                               # looks since there was any
+
+    def run(self, call: bytes, timeout: float) -> list[Any]:
+        """One call on all ranks."""
+        if not self.workers:
+            self.start()
+        self.calls += 1
+        self.progress = None
+        folder = self.folder / str(self.calls)
+        folder.mkdir()
+        # for tracebacks: the source of notebook cells, which is in no file
+        cells = {file: entry[2] for file, entry in list(linecache.cache.items()) if len(entry) > 1 and not os.path.exists(file)}
+        for worker in self.workers:
+            worker.state = "running"
+            worker.send({"call": call, "folder": folder, "cells": cells, "path": sys.path, "cwd": os.getcwd()})
+        late = not self.until(lambda: self.settled(folder), timeout)
+        if self.failures():
+            self.until(lambda: "running" not in self.states(), GRACE)
+        self.drain()
+        text, _ = explain(folder, self.states())
+        if late or text or self.failures():
+            raise self.error(f"Not done after {timeout:g} s." if late else "", text)
+        shutil.rmtree(folder)
+        if any(worker.left for worker in self.workers):
+            close(self.n)
+        return [pickle.loads(worker.reply) for worker in self.workers]
+
+    def start(self) -> None:
+        """Start the processes and wait until they have imported PyTorch."""
+        for rank in range(self.n):
+            worker = Worker(rank, self.n)
+            self.workers.append(worker)
+            self.sources |= {worker.control: worker.listen, worker.process.stdout: worker.echo}
+        if not self.until(lambda: "starting" not in self.states(), START) or self.failures():
+            raise self.error("The ranks did not start.", "")
+
+    def states(self) -> list[str]:
+        """What each rank is at."""
+        return [worker.state for worker in self.workers]
+
+    def failures(self) -> list[Failure]:
+        """What befell ranks, the cause first."""
+        return sorted(worker.reply for worker in self.workers if worker.state in ("raised", "died"))
+
+    def until(self, done: Callable[[], bool], seconds: float) -> bool:
+        """Listen to the ranks until something is so; False if it is not after so many seconds."""
+        end = time.monotonic() + seconds
+        while not done():
+            if time.monotonic() > end:
+                return False
+            self.hear(0.1)
+        return True
+
+    def settled(self, folder: Path) -> bool:
+        """Whether all are done, or one has failed, or it is certain that they cannot meet."""
+        if "running" not in self.states() or self.failures():
+            return True
+        progress = self.states(), [file.stat().st_size for file in folder.glob("*.jsonl")]
+        self.still = self.still + 1 if progress == self.progress else 0
+        self.progress = progress
+        return self.still == 3 and explain(folder, self.states())[1]      # not at each look: a trace may be long
+
+    def hear(self, seconds: float) -> bool:
+        """Print what was printed, take messages, note deaths; False if nothing came for so long."""
+        ended = [worker for worker in self.workers if worker.process.poll() is not None]
+        ready = wait(list(self.sources), seconds)
+        for source in ready:
+            if not self.sources[source]():
+                del self.sources[source]
+                source.close()                       # type: ignore[union-attr]
+        for worker in ended:                         # whatever they sent has been taken by now
+            if worker.state in ("starting", "running"):
+                code = worker.process.returncode
+                end = f"died of {signal.Signals(-code).name}." if code < 0 else f"exited with code {code}."
+                worker.state, worker.reply = "died", Failure(False, time.time(), worker.rank, end)
+        return bool(ready)
+
+    def drain(self) -> None:
+        """Print all that was printed."""
+        while self.hear(0):
+            pass
+        for worker in self.workers:
+            worker.say(b"\n" if worker.line else b"")
+
+    def error(self, headline: str, explanation: str) -> RankError:
+        """All that there is to say, with the first exception as its cause."""
+        lost = [worker for worker in self.workers if worker.state == "running" and (headline or not explanation)]
+        for worker in lost:
+            worker.send("where")
+        self.until(lambda: all(worker.place for worker in lost), 1.0)
+        failures = self.failures()
+        causes = [failure for failure in failures if not failure.lost] or failures
+        told: dict[str, list[int]] = {}              # the same text once, for all ranks that it befell
+        for failure in failures:
+            told.setdefault(failure.text if failure in causes else "lost the connection to another.", []).append(failure.rank)
+        story = [headline, *(f"{name(sorted(told[text])).capitalize()} {text}" for text in told)]
+        story += [f"Rank {worker.rank} is at {worker.place or 'a place where it does not answer'}." for worker in lost]
+        error = RankError("\n".join(filter(None, [*story, explanation])), causes[0].rank if causes else None)
+        with suppress(Exception):                    # not every exception survives the journey
+            error.__cause__ = pickle.loads(causes[0].error)
+        return error
+
+    def stop(self) -> None:
+        """Kill the ranks and whatever processes they started."""
+        for worker in self.workers:
+            with suppress(ProcessLookupError):
+                os.killpg(worker.process.pid, signal.SIGKILL)
+            worker.process.wait()
+        self.drain()                                 # their last words
+        shutil.rmtree(self.folder, ignore_errors=True)

@@ -1,0 +1,119 @@
+"""A rank of `course/launch.py`: a process that makes one call after another and sends back what came of it."""
+
+import itertools
+import linecache
+import os
+import pickle
+import queue
+import shutil
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.rendezvous import _rendezvous_handlers
+
+from course.parallel.trace import Trace, where
+
+FOREVER = timedelta(days=1)                          # for gloo; it is the caller who watches the time
+LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")      # how gloo says that another rank ended
+
+
+class Failure(NamedTuple):
+    """What befell a rank; the least of several is the first cause."""
+
+    lost: bool                                       # whether it only lost another rank
+    when: float
+    rank: int
+    text: str
+    error: bytes = b""                               # the exception, if it could be pickled
+
+
+def work(fd: int, rank: int, n: int) -> None:
+    """The life of a rank: call after call, until its caller is gone."""
+    control, lock, main = Connection(fd), threading.Lock(), threading.get_ident()
+    calls: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    folder: Path | None = None
+
+    def send(**change: Any) -> None:
+        with lock:
+            control.send(change)
+
+    def listen() -> None:
+        nonlocal folder
+        with suppress(EOFError, OSError):
+            while message := control.recv():
+                if message == "where":
+                    send(place=where(sys._current_frames()[main]))
+                else:
+                    folder = message["folder"].parent
+                    calls.put(message)
+        if folder:                                   # the caller was killed, and cannot
+            shutil.rmtree(folder, ignore_errors=True)
+        os.killpg(0, signal.SIGKILL)
+
+    sys.stdout.reconfigure(line_buffering=True)      # type: ignore[union-attr]
+    torch.set_num_threads(max(1, torch.get_num_threads() // n))
+    threading.Thread(target=listen, daemon=True).start()
+    send(state="ready")
+    while True:
+        change = answer(calls.get(), rank, n)
+        sys.stdout.flush()
+        send(**change)
+
+
+def answer(job: dict[str, Any], rank: int, n: int) -> dict[str, Any]:
+    """Make one call; returns what it changes of the caller's `Worker`."""
+    error = b""
+    try:
+        prepare(job, n)
+        world = dist.group.WORLD
+        function, args, kwargs = pickle.loads(job["call"])
+        with Trace(job["folder"], rank):
+            result = function(*args, **kwargs)
+    except SystemExit:
+        raise
+    except BaseException as raised:
+        here = raised.__traceback__ and raised.__traceback__.tb_next         # without this file's line
+        text = "raised: " + "".join(traceback.format_exception(type(raised), raised, here))
+        with suppress(Exception):
+            error = cloudpickle.dumps(raised)
+        lost = any(words in str(raised) for words in LOST)
+        return {"state": "raised", "reply": Failure(lost, time.time(), rank, text, error)}
+    try:
+        return {"state": "returned", "reply": cloudpickle.dumps(result), "left": dist.group.WORLD is not world}
+    except Exception as raised:
+        text = f"returned what cannot be sent to another process: {type(raised).__name__}: {raised}"
+        return {"state": "raised", "reply": Failure(False, time.time(), rank, text)}
+
+
+def prepare(job: dict[str, Any], n: int) -> None:
+    """Make a rank that was used before as good as new, and introduce it to the others."""
+    os.chdir(job["cwd"])
+    sys.path[:] = job["path"]
+    linecache.cache.update({file: (len(lines), None, lines, file) for file, lines in job["cells"].items()})
+    torch.manual_seed(0)
+    number = itertools.count()
+
+    def meet(*_: Any, **__: Any) -> Iterator[tuple[dist.Store, int, int]]:
+        file = job["folder"].with_suffix(f".store{next(number)}")
+        yield dist.FileStore(str(file), n), int(os.environ["RANK"]), n
+
+    # instead of a port, which may be taken, ranks meet at a file: a new one each time, should the function leave and join
+    _rendezvous_handlers["env"] = meet
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", timeout=FOREVER)
+    # the world stays, since functions like to name it as their default group; subgroups of earlier calls go
+    for group in [group for group in distributed_c10d._world.pg_map if group is not dist.group.WORLD]:
+        dist.destroy_process_group(group)
