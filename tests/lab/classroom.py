@@ -58,9 +58,11 @@ HOSTILE = {
     "leads the reader astray": "import os\nos.symlink('/etc/passwd', 'out-0-0.safetensors')\nos._exit(0)",
     "makes the reader wait": "import os\nos.mkfifo('out-0-0.safetensors')\nos._exit(0)",
     "kills its parent": "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\nos.kill(-1, signal.SIGKILL)\nreturn 1.0",
-    "reads expected values": ("import glob, os\nfound = []\n"
-                              "for f in glob.glob('/**/*', recursive=True)[:200000]:\n"
-                              "    if 'mistakes' in f or 'solutions' in f or 'gradebook' in f: found.append(f)\n"
+    "reads expected values": ("import os\nfound = []\n"
+                              "for top in set(os.listdir('/')) - {'proc', 'sys', 'usr', 'dev', 'etc'}:\n"
+                              "    for folder, _, files in os.walk('/' + top):\n"
+                              "        found += [folder + '/' + f for f in files if 'gradebook' in f or f == '00_start_here.py'\n"
+                              "                  or 'lab/mistakes' in folder]\n"
                               "raise RuntimeError('found: ' + ' '.join(found))"),
     "alters the checks": ("import course.lab.check as c, course.lab.child, course.lab.exercise as e\n"
                           "c.judge = lambda *a: ([c.Fact(True, 'fine')], '')\nc.differ = lambda *a: ''\n"

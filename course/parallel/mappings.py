@@ -1,0 +1,184 @@
+"""Differentiable collectives along one axis of the mesh, in transposed pairs: forward | backward.
+
+    copy         identity       | all-reduce          enter a region where every rank computes a part (f in Megatron-LM)
+    reduce       all-reduce     | identity            leave it: add the parts up (g in Megatron-LM)
+    gather       all-gather     | reduce-scatter      put the pieces of a dim together
+    scatter      reduce-scatter | all-gather          add the parts up and keep one's own piece
+    all_to_all   all-to-all     | all-to-all          change the dim that is in pieces
+    shard        slice          | zeros around it     keep one's own piece of what every rank has
+
+Each backward is the transpose of its forward, as linear maps over all ranks at once; so a program made of
+them has the gradients of the serial one, if every rank back-propagates its share of the loss (Shoeybi et
+al. 2019, arXiv:1909.08053, section 3; Korthikanti et al. 2022, arXiv:2205.05198, section 4.2).
+
+`n` rows are cut as `torch.tensor_split` does: the first n % size ranks have one more. Along an axis of size 1 each
+of them is the identity. None writes into its input, nor its backward into its gradient. They use collectives on
+whole tensors, with uneven pieces padded inside, because those compile without a graph break.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+
+from course.parallel.mesh import Axis
+
+# PyTorch 2.13 renames them
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+def bounds(n: int, size: int, rank: int) -> tuple[int, int]:
+    """First and one past the last of the n rows that `rank` of `size` has."""
+    return rank * (n // size) + min(rank, n % size), (rank + 1) * (n // size) + min(rank + 1, n % size)
+
+
+def lengths(n: int, size: int) -> list[int]:
+    """How many of the n rows each rank has."""
+    return [n // size + (rank < n % size) for rank in range(size)]
+
+
+def all_reduce(x: Tensor, axis: Axis) -> Tensor:
+    """The sum over the axis, in new memory."""
+    x = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(x, group=axis.group)
+    return x
+
+
+def all_gather(x: Tensor, dim: int, axis: Axis, n: int) -> Tensor:
+    """The pieces of all ranks, put together along `dim`, which then has n rows."""
+    most = -(-n // axis.size)
+    piece = _padded(x.movedim(dim, 0), most)                            # (most, ...)
+    pieces = piece.new_empty(axis.size * most, *piece.shape[1:])        # (size * most, ...)
+    _all_gather(pieces, piece, group=axis.group)
+    if n < len(pieces):
+        parts = pieces.view(axis.size, most, *piece.shape[1:])
+        pieces = torch.cat([part[:rows] for part, rows in zip(parts, lengths(n, axis.size), strict=True)])
+    return pieces.movedim(0, dim)                                       # n rows
+
+
+def reduce_scatter(x: Tensor, dim: int, axis: Axis) -> Tensor:
+    """This rank's piece, along `dim`, of the sum over the axis."""
+    n, most = x.shape[dim], -(-x.shape[dim] // axis.size)
+    rows = x.movedim(dim, 0)                                            # (n, ...)
+    if n < axis.size * most:
+        rows = torch.cat([_padded(part, most) for part in rows.tensor_split(axis.size)])
+    piece = rows.new_empty(most, *rows.shape[1:])
+    _reduce_scatter(piece, rows.contiguous(), group=axis.group)
+    return piece[:lengths(n, axis.size)[axis.rank]].movedim(0, dim)
+
+
+def exchange(x: Tensor, split: int, join: int, axis: Axis, n: int) -> Tensor:
+    """Cut `split` in pieces, send one to each rank, put what comes together along `join`, which then has n rows."""
+    parts = x.tensor_split(axis.size, split)
+    shape = list(parts[axis.rank].shape)
+    shapes = [[rows if dim == join % x.dim() else size for dim, size in enumerate(shape)] for rows in lengths(n, axis.size)]
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    sent = torch.cat([part.reshape(-1) for part in parts])
+    got = sent.new_empty(sum(sizes))
+    dist.all_to_all_single(got, sent, sizes, [part.numel() for part in parts], group=axis.group)
+    return torch.cat([part.view(shape) for part, shape in zip(got.split(sizes), shapes, strict=True)], join)
+
+
+def _padded(rows: Tensor, n: int) -> Tensor:
+    """Zeros after the rows, up to n of them; contiguous."""
+    if len(rows) < n:
+        return torch.cat([rows, rows.new_zeros(n - len(rows), *rows.shape[1:])])
+    return rows.contiguous()
+
+
+class Copy(Function):
+    """identity | all-reduce."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(grad, ctx.axis), None
+
+
+class Reduce(Function):
+    """all-reduce | identity."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        return all_reduce(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class Gather(Function):
+    """all-gather along a dim | reduce-scatter along it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, axis: Axis, n: int) -> Tensor:
+        ctx.dim, ctx.axis = dim, axis
+        return all_gather(x, dim, axis, n)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return reduce_scatter(grad, ctx.dim, ctx.axis), None, None, None
+
+
+class Scatter(Function):
+    """reduce-scatter along a dim | all-gather along it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, axis: Axis) -> Tensor:
+        ctx.dim, ctx.axis, ctx.n = dim, axis, x.shape[dim]
+        return reduce_scatter(x, dim, axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return all_gather(grad, ctx.dim, ctx.axis, ctx.n), None, None
+
+
+class AllToAll(Function):
+    """all-to-all | all-to-all the other way round."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, split: int, join: int, axis: Axis, n: int) -> Tensor:
+        ctx.split, ctx.join, ctx.axis, ctx.n = split, join, axis, x.shape[split]
+        return exchange(x, split, join, axis, n)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return exchange(grad, ctx.join, ctx.split, ctx.axis, ctx.n), None, None, None, None
+
+
+def copy(x: Tensor, axis: Axis) -> Tensor:
+    """identity | all-reduce. Any shape."""
+    return x if axis.size == 1 else Copy.apply(x, axis)
+
+
+def reduce(x: Tensor, axis: Axis) -> Tensor:
+    """all-reduce | identity. Any shape, the same on every rank."""
+    return x if axis.size == 1 else Reduce.apply(x, axis)
+
+
+def gather(x: Tensor, dim: int, axis: Axis, n: int | None = None) -> Tensor:
+    """all-gather | reduce-scatter along `dim`: pieces in, the whole out. `n`: its rows, if the ranks' pieces differ."""
+    return x if axis.size == 1 else Gather.apply(x, dim, axis, n or x.shape[dim] * axis.size)
+
+
+def scatter(x: Tensor, dim: int, axis: Axis) -> Tensor:
+    """reduce-scatter | all-gather along `dim`: parts of a sum in, this rank's piece of the sum out."""
+    return x if axis.size == 1 else Scatter.apply(x, dim, axis)
+
+
+def all_to_all(x: Tensor, split: int, join: int, axis: Axis, n: int | None = None) -> Tensor:
+    """all-to-all | all-to-all: dim `join` in pieces in, dim `split` in pieces out. `n`: rows of `join`, if pieces differ."""
+    return x if axis.size == 1 else AllToAll.apply(x, split, join, axis, n or x.shape[join] * axis.size)
+
+
+def shard(x: Tensor, dim: int, axis: Axis) -> Tensor:
+    """This rank's piece of `dim`, a view | zeros around the gradient."""
+    start, stop = bounds(x.shape[dim], axis.size, axis.rank)
+    return x if axis.size == 1 else x.narrow(dim, start, stop - start)
