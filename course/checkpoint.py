@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from course.errors import CourseError
 from course.files import atomic, flush, remove, sha256
 from course.parallel.mesh import Axis
-from course.parallel.placement import Box, placement
+from course.parallel.placement import Box, box_shape, placement
 
-FORMAT = 1
+FORMAT = 2                                           # 2: fused QKV weights are (3, heads, head_dim, dim)
 
 
 class Damaged(CourseError):
@@ -74,11 +74,13 @@ def owned(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[
     for parameter in model.parameters():
         place = placement(parameter)
         if place.owner:
-            yield place.name, parameter.data, place.global_shape, place.box
+            shape = box_shape(place.box)
+            yield place.name, parameter.data.reshape(shape), place.global_shape, place.box
             for key, value in optimizer.state.get(parameter, {}).items():
-                if torch.is_tensor(value):
-                    scalar = value.ndim == 0
-                    yield f"{place.name}.{key}", value, () if scalar else place.global_shape, () if scalar else place.box
+                if torch.is_tensor(value) and value.ndim == 0:
+                    yield f"{place.name}.{key}", value, (), ()
+                elif torch.is_tensor(value):
+                    yield f"{place.name}.{key}", value.reshape(shape), place.global_shape, place.box
 
 
 def write_pieces(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> dict[str, Any]:
@@ -171,12 +173,13 @@ def load(checkpoint: Path, index: dict[str, Any], model: nn.Module, optimizer: t
     fits(checkpoint, index, parameters)
     for parameter in parameters:
         place = placement(parameter)
-        parameter.data.copy_(read_box(checkpoint, index, place.name, place.box))
+        parameter.data.copy_(read_box(checkpoint, index, place.name, place.box).view(parameter.shape))
         for key in index["tensors"] if optimizer is not None else ():
             stem, _, leaf = key.rpartition(".")
             if stem == place.name and optimizer is not None:
-                box = place.box if index["tensors"][key]["shape"] else ()
-                optimizer.state[parameter][leaf] = read_box(checkpoint, index, key, box).to(parameter.device)
+                scalar = not index["tensors"][key]["shape"]
+                value = read_box(checkpoint, index, key, () if scalar else place.box)
+                optimizer.state[parameter][leaf] = (value if scalar else value.view(parameter.shape)).to(parameter.device)
 
 
 def fits(checkpoint: Path, index: dict[str, Any], parameters: list[nn.Parameter]) -> None:

@@ -90,7 +90,7 @@ def initialize(model: nn.Module, seed: int, device: torch.device, dtype: torch.d
             if rule is None:
                 raise KeyError(f"no rule in {type(model).__name__}.init_plan() fits parameter {place.name}")
             value = _first_value(rule, key(seed, "weights", place.name), place, device)
-            new = nn.Parameter(value.to(dtype), old.requires_grad)
+            new = nn.Parameter(value.view(old.shape).to(dtype), old.requires_grad)
             new.placement = place                  # type: ignore[attr-defined]
             setattr(module, leaf, new)
     return model

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from course.config import Config
 from course.data import Batch
-from course.parallel import Axis, Mesh
+from course.parallel import Axis, Mesh, placement
 from course.parallel.data import average_gradients
 from course.precision import FIRST_SCALE, autocast, next_scale
 
@@ -108,7 +108,7 @@ def train_step(compute: Compute, model: nn.Module, optimizer: torch.optim.Optimi
         batch = model.prepare(batch, progress.step)   # type: ignore[operator]
         loss = compute(batch)
         average_gradients(parameters, mesh.dp_cp)
-        norm = gradient_norm(parameters) / progress.loss_scale
+        norm = gradient_norm(parameters, mesh) / progress.loss_scale
         bad = ~(loss.isfinite() & norm.isfinite())
         bad = anywhere(bad, mesh.all)
         progress.lr.copy_(learning_rate(progress.step, config))
@@ -122,9 +122,15 @@ def train_step(compute: Compute, model: nn.Module, optimizer: torch.optim.Optimi
     return step
 
 
-def gradient_norm(parameters: list[nn.Parameter]) -> Tensor:
-    """The 2-norm of all gradients, each logical element counted once."""
-    return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]).float()
+def gradient_norm(parameters: list[nn.Parameter], mesh: Mesh) -> Tensor:
+    """The 2-norm of all gradients, each logical element counted once, on the rank that owns it."""
+    owned = [p.grad for p in parameters if p.grad is not None and (mesh.all.size == 1 or placement(p).owner)]
+    norm = torch.nn.utils.get_total_norm(owned) if owned else torch.zeros((), device=mesh.world.device)
+    if mesh.all.size > 1:
+        squares = norm.double() ** 2
+        dist.all_reduce(squares, group=mesh.all.group)
+        norm = squares.sqrt()
+    return norm.float()
 
 
 def clip_factor(norm: Tensor, most: float) -> Tensor:

@@ -47,10 +47,10 @@ def test_the_format_is_the_contract(tmp_path):
     assert path.name == "step_000007"
     index = json.loads((path / "index.json").read_text())
     weight = index["tensors"]["blocks.1.attn.qkv.weight"]
-    assert weight == {"shape": [48, 16], "dtype": "float32",
+    assert weight == {"shape": [3, 2, 8, 16], "dtype": "float32",
                       "pieces": [{"file": "rank00000.safetensors", "key": "blocks.1.attn.qkv.weight",
-                                  "box": [[0, 48], [0, 16]], "flat": None}]}
-    assert index["tensors"]["blocks.1.attn.qkv.weight.exp_avg"]["shape"] == [48, 16]
+                                  "box": [[0, 3], [0, 2], [0, 8], [0, 16]], "flat": None}]}
+    assert index["tensors"]["blocks.1.attn.qkv.weight.exp_avg"]["shape"] == [3, 2, 8, 16]
     assert {p.name for p in path.iterdir()} == {"index.json", *index["files"]}
     assert len(index["files"]["rank00000.safetensors"]["sha256"]) == 64
 
@@ -86,7 +86,7 @@ DAMAGES = {
     "no index": lambda path: (path / "index.json").unlink(),
     "half an index": lambda path: (path / "index.json").write_text('{"format": 1, "tens'),
     "an index of nothing": lambda path: (path / "index.json").write_text("[]"),
-    "another format": lambda path: edit_index(path, '"format": 1', '"format": 9'),
+    "another format": lambda path: edit_index(path, '"format": 2', '"format": 9'),
     "a path outside": lambda path: edit_index(path, "rank00000", "../rank00000"),
 }
 

@@ -1,6 +1,8 @@
 """The transformer block that all models share. It knows nothing of parallelism: heads are inferred from
 the width it meets, so the same lines run on a shard."""
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -45,15 +47,23 @@ class Attend(nn.Module):
         return F.scaled_dot_product_attention(q, k, v)                  # (B, h, T, d)
 
 
+class Linear(nn.Linear):
+    """A linear map whose output features are laid out as `rows`, such as (3, heads, head_dim), where they have a layout."""
+
+    def __init__(self, inputs: int, *rows: int):
+        super().__init__(inputs, math.prod(rows))
+        self.rows = rows
+
+
 class Attention(nn.Module):
     """Multi-head self-attention. The rows of `qkv.weight` are (3, heads, head_dim)."""
 
     def __init__(self, dim: int, heads: int):
         super().__init__()
         self.head_dim = dim // heads
-        self.qkv = nn.Linear(dim, 3 * dim)
+        self.qkv = Linear(dim, 3, heads, dim // heads)
         self.core = Attend()
-        self.out = nn.Linear(dim, dim)
+        self.out = Linear(dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:                             # (B, T, D)
         B, T, _ = x.shape
@@ -68,11 +78,15 @@ class MLP(nn.Module):
 
     def __init__(self, dim: int, hidden: int):
         super().__init__()
-        self.up = nn.Linear(dim, hidden)
-        self.down = nn.Linear(hidden, dim)
+        self.up = Linear(dim, hidden)
+        self.down = Linear(hidden, dim)
 
     def forward(self, x: Tensor) -> Tensor:                             # (B, T, D)
         return self.down(F.gelu(self.up(x)))                            # (B, T, D)
+
+
+# how tensor parallelism cuts a block's linears: by output features (heads, hidden units) or by input features
+TENSOR_PLAN = {"attn.qkv": "column", "attn.out": "row", "mlp.up": "column", "mlp.down": "row"}
 
 
 class Block(nn.Module):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from course import random
-from course.models.layers import Block
+from course.models.layers import TENSOR_PLAN, Block
 
 Batch = dict[str, Tensor]
 
@@ -86,6 +86,8 @@ class RelativeL2(nn.Module):
 
 class ViT(nn.Module):
     """(B, C, H, W) -> (B, C, H, W). A batch holds `input`, `target` and `sample`."""
+
+    tensor_plan = TENSOR_PLAN
 
     def __init__(self, c: ViTConfig, seed: int = 0):
         super().__init__()

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 
 from course.parallel.mesh import Axis
 
@@ -13,10 +13,11 @@ Box = tuple[tuple[int, int], ...]                  # for each dim: first row, on
 class Placement:
     """Where one parameter of this rank's model sits in the serial model.
 
-    name: its name in the serial model. global_shape: its shape there. box: which part of it is here.
-    axis: the mesh axis along which it is sharded, None where it is whole. partial_over: the axis over
-    which its gradient is a partial sum. owner: whether this rank speaks for it where several hold the
-    same box (in the gradient norm and in checkpoints).
+    name: its name in the serial model. global_shape: its logical shape there, (3, heads, head_dim, dim) for a
+    fused QKV weight, so that a part of its heads is a box. box: which part of it is here; the tensor
+    itself has the box's elements in order. axis: the mesh axis along which it is sharded, None where it is
+    whole. partial_over: the axis over which its gradient is a partial sum. owner: whether this rank speaks
+    for it where several hold the same box (in the gradient norm and in checkpoints).
     """
 
     name: str
@@ -29,12 +30,26 @@ class Placement:
 
 def place_serial(model: nn.Module, owner: bool = True) -> nn.Module:
     """Attach to every parameter the placement of a whole, unsharded tensor; surgery then changes what it splits."""
-    for name, parameter in model.named_parameters():
-        shape = tuple(parameter.shape)
-        parameter.placement = Placement(name, shape, tuple((0, n) for n in shape), owner=owner)  # type: ignore[attr-defined]
+    for prefix, module in model.named_modules():
+        for leaf, parameter in module.named_parameters(recurse=False):
+            rows = getattr(module, "rows", tuple(parameter.shape[:1]))
+            shape = (*rows, *parameter.shape[1:])
+            name = f"{prefix}.{leaf}" if prefix else leaf
+            place(parameter, Placement(name, shape, tuple((0, n) for n in shape), owner=owner))
     return model
 
 
-def placement(parameter: nn.Parameter) -> Placement:
+def place(parameter: nn.Parameter, where: Placement) -> nn.Parameter:
+    """Attach a placement to a parameter."""
+    parameter.placement = where                    # type: ignore[attr-defined]
+    return parameter
+
+
+def box_shape(box: Box) -> tuple[int, ...]:
+    """The shape of what is in a box."""
+    return tuple(stop - start for start, stop in box)
+
+
+def placement(parameter: Tensor) -> Placement:
     """The placement attached to a parameter."""
     return parameter.placement                     # type: ignore[attr-defined]

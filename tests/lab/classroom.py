@@ -61,7 +61,7 @@ HOSTILE = {
     "reads expected values": ("import os\nfound = []\n"
                               "for top in set(os.listdir('/')) - {'proc', 'sys', 'usr', 'dev', 'etc'}:\n"
                               "    for folder, _, files in os.walk('/' + top):\n"
-                              "        found += [folder + '/' + f for f in files if 'gradebook' in f or f == '00_start_here.py'\n"
+                              "        found += [folder + '/' + f for f in files if f in ('gradebook.csv', '00_start_here.py')\n"
                               "                  or 'lab/mistakes' in folder]\n"
                               "raise RuntimeError('found: ' + ' '.join(found))"),
     "alters the checks": ("import course.lab.check as c, course.lab.child, course.lab.exercise as e\n"

@@ -1,9 +1,12 @@
+import math
+
 import pytest
 
 from course.config import Parallel
 from course.errors import CourseError
 from course.models import ViTConfig, build_model
 from course.parallel import Axis, World, build_mesh, join, parallelize, placement
+from course.parallel.placement import box_shape
 
 
 def test_alone_every_axis_is_trivial():
@@ -48,5 +51,6 @@ def test_every_parameter_knows_its_place():
     model = parallelize(build_model(ViTConfig()), build_mesh(Parallel(), World()))
     for name, parameter in model.named_parameters():
         place = placement(parameter)
-        assert place.name == name and place.global_shape == tuple(parameter.shape) and place.owner
-        assert place.box == tuple((0, n) for n in parameter.shape)
+        assert place.name == name and math.prod(place.global_shape) == parameter.numel() and place.owner
+        assert box_shape(place.box) == place.global_shape
+    assert placement(model.blocks["0"].attn.qkv.weight).global_shape == (3, 8, 48, 384)         # heads can be cut

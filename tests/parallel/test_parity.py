@@ -1,0 +1,131 @@
+"""Every layout trains as one process does: after several steps all losses and parameters are equal, in float64 with SGD."""
+
+import pytest
+import torch
+
+from course.launch import ranks
+from course.parallel import placement
+from course.parallel.placement import Box
+
+SMALL = ["model.grid=[8,16]", "model.channels=3", "model.patch=4", "model.dim=16", "model.depth=2", "model.heads=4",
+         "model.residual=false", "data.source=mock", "optim.name=sgd", "optim.lr=0.1", "optim.warmup=2", "optim.clip=0.05",
+         "precision=fp64", "train.device=cpu", "train.global_batch=8", "train.steps=4"]
+Pieces = dict[str, list[tuple[Box, torch.Tensor]]]
+
+
+def train(overrides: list[str]) -> tuple[list[float], list[float], Pieces]:
+    """Three steps in a layout: losses, gradient norms, and every parameter's piece with its box."""
+    from course import config, random, step
+    from course.data import order
+    from course.models import build_model
+    from course.parallel import build_mesh, join, parallelize
+
+    c = config.load("vit-demo", [*SMALL, *overrides])
+    mesh = build_mesh(c.parallel, join("cpu"))
+    model = parallelize(build_model(c.model, c.train.seed), mesh)
+    random.initialize(model, c.train.seed, torch.device("cpu"), torch.float64)
+    progress = step.Progress.start(c, torch.device("cpu"))
+    optimizer = step.build_optimizer(model, progress, c)
+    one = step.train_step(step.eager(model, progress, c, mesh), model, optimizer, progress, c, mesh)
+    generator, mine = torch.Generator().manual_seed(1), order.my_slice(8, mesh.dp.size, mesh.dp.rank)
+    losses, norms = [], []
+    for number in range(3):
+        shape = (8, 3, 8, 16)
+        batch = {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name in ("input", "target")}
+        batch["sample"] = torch.arange(8) + 8 * number
+        loss, norm = one({name: tensor[mine] for name, tensor in batch.items()})
+        if mesh.dp.size > 1:
+            torch.distributed.all_reduce(loss, group=mesh.dp.group)
+        losses.append(loss.item())
+        norms.append(norm.item())
+    pieces: Pieces = {}
+    for p in model.parameters():
+        where = placement(p)
+        pieces.setdefault(where.name, []).append((where.box, p.detach().reshape([b - a for a, b in where.box])))
+    return losses, norms, pieces
+
+
+SERIAL: dict[tuple[str, ...], tuple] = {}
+
+
+def serial(extra: tuple[str, ...]) -> tuple:
+    """The serial run, once for each setting."""
+    if extra not in SERIAL:
+        SERIAL[extra], = ranks(1)(train, list(extra))
+    return SERIAL[extra]
+
+
+def assert_equal_to_serial(size: int, layout: list[str], extra: tuple[str, ...] = ()) -> None:
+    """Losses, gradient norms and every element of every parameter, on every rank that has it; and together they are whole."""
+    losses, norms, whole = serial(extra)
+    covered = {name: torch.zeros_like(pieces[0][1], dtype=torch.bool) for name, pieces in whole.items()}
+    for rank, (own_losses, own_norms, pieces) in enumerate(ranks(size)(train, [*layout, *extra])):
+        assert own_losses == pytest.approx(losses, rel=1e-12), f"rank {rank}: losses"
+        assert own_norms == pytest.approx(norms, rel=1e-6), f"rank {rank}: gradient norms"         # reported in float32
+        for name, parts in pieces.items():
+            for box, part in parts:
+                here = tuple(slice(start, stop) for start, stop in box)
+                error = (part - whole[name][0][1][here]).abs().max().item()
+                assert error < 1e-12, f"rank {rank}: {name} differs by {error:.1e}"
+                covered[name][here] = True
+    assert all(seen.all() for seen in covered.values())
+
+
+LAYOUTS = {"dp2": (2, ["parallel.dp=2"]), "tp2": (2, ["parallel.tp=2"]),
+           "tp4": (4, ["parallel.tp=4"]), "dp2 tp2": (4, ["parallel.tp=2", "parallel.dp=2"]),
+           "tp-dp order": (4, ["parallel.tp=2", "parallel.dp=2", "parallel.order=pp-tp-cp-dp"])}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if size == 2 else pytest.mark.slow)
+                                  for name, (size, _) in LAYOUTS.items()])
+@pytest.mark.parametrize("extra", [(), pytest.param(("train.micro_batch=3",), marks=pytest.mark.slow),
+                                   pytest.param(("model.dropout=0.2", "model.drop_path=0.2"), marks=pytest.mark.slow)],
+                         ids=["plain", "accumulation", "dropout"])
+def test_parity(name, extra):
+    size, layout = LAYOUTS[name]
+    assert_equal_to_serial(size, layout, extra)
+
+
+def test_parity_notices_a_missing_all_reduce():
+    """The test itself can fail: without the all-reduce of a row linear, or of the gradients, something differs."""
+    for broken in ("tensor.mappings.reduce", "tensor.mappings.copy"):
+        def wrong(overrides, broken=broken):
+            from unittest import mock
+            with mock.patch(f"course.parallel.{broken}", lambda x, axis: x):
+                return train(overrides)
+        *_, whole = serial(())
+        found = ranks(2)(wrong, ["parallel.tp=2"])
+        gaps = [(part - whole[name][0][1][tuple(slice(a, b) for a, b in box)]).abs().max().item()
+                for _, _, pieces in found for name, parts in pieces.items() for box, part in parts]
+        assert max(gaps) > 1e-6
+
+
+def test_indivisible_heads_are_a_sentence():
+    from course.launch import RankError
+
+    with pytest.raises(RankError, match=r"parallel.tp=2 does not divide the 3 heads or features of blocks.0.attn.qkv"):
+        ranks(2)(train, ["parallel.tp=2", "model.heads=3", "model.dim=18"])
+
+
+def run(overrides: list[str]) -> None:
+    """`course train` on the ranks that there are."""
+    from course import config
+    from course import train as training
+
+    training.main(config.load("vit-demo", [*SMALL, "train.eval_every=0", "log.every=1", "log.tensorboard=false", *overrides]))
+
+
+def test_a_run_goes_on_in_another_layout(tmp_path):
+    """Two steps on tp=2 and two in one process, or the other way round: the losses are those of the undisturbed run."""
+    from course.report import read_metrics
+
+    def losses(name: str, *parts: tuple[int, list[str]]) -> list[float]:
+        for size, overrides in parts:
+            ranks(size)(run, [f"log.dir={tmp_path}", f"log.name={name}", "optim.schedule=constant", *overrides])
+        return [record["loss"] for record in read_metrics(tmp_path / "vit-demo" / name / "metrics.jsonl")]
+
+    half, cut = "train.steps=2", "parallel.tp=2"
+    whole = losses("whole", (1, []))
+    assert len(whole) == 4
+    assert losses("apart", (2, [half, cut]), (1, [])) == pytest.approx(whole, rel=1e-12)
+    assert losses("together", (1, [half]), (2, [cut])) == pytest.approx(whole, rel=1e-12)
