@@ -36,11 +36,12 @@ def model(c: Config, over: Mesh, seed: int) -> nn.Module:
     return built
 
 
-def train(c: Config, batches: Sequence[Batch], seed: int, loss_scale: float = 1.0) -> dict[str, Tensor]:
+def train(batches: Sequence[Batch], seed: int, *overrides: str, loss_scale: float = 1.0) -> dict[str, Tensor]:
     """Train on global batches, of which each rank takes its slice, with the library's own step.
 
     Returns `losses`, the global mean of each step, (steps,), and `weights`, all parameters end to end.
     """
+    c = settings(f"train.global_batch={len(batches[0]['sample'])}", *overrides)
     over = mesh(c)
     built = model(c, over, seed)
     progress = step.Progress.start(c, torch.device("cpu"))
@@ -62,6 +63,19 @@ def everywhere(value: Tensor, over: Mesh) -> Tensor:
 def flat(built: nn.Module) -> Tensor:
     """All parameters of a model, laid end to end."""
     return torch.cat([p.detach().flatten() for p in built.parameters()])
+
+
+def drawn(seed: int, samples: int, padding: int = 0) -> dict[str, Tensor]:
+    """What training draws from a seed: two global batches, the first with padding, and the seed of the weights."""
+    generator = torch.Generator().manual_seed(seed)
+    batches = [fields(generator, settings(), samples, padding), fields(generator, settings(), samples)]
+    return {f"{name}{i}": tensor for i, batch in enumerate(batches) for name, tensor in batch.items()} | {
+        "seed": torch.tensor(seed % 2**31)}
+
+
+def batches_of(inputs: dict[str, Tensor]) -> list[Batch]:
+    """The batches of `drawn`."""
+    return [{name: inputs[f"{name}{i}"] for name in ("input", "target", "sample")} for i in (0, 1)]
 
 
 def fields(generator: torch.Generator, c: Config, samples: int, padding: int = 0) -> Batch:

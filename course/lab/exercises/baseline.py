@@ -21,17 +21,9 @@ def training_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Bat
 
 
 def draw_fields(seed: int, hidden: bool) -> Tensors:
-    """Two global batches, the first with padding, and the seed of the weights."""
-    generator = torch.Generator().manual_seed(seed)
-    samples = 10 if hidden else 6
-    batches = [tiny.fields(generator, tiny.settings(), samples, padding) for padding in (1, 0)]
-    drawn = {f"{name}{i}": tensor for i, batch in enumerate(batches) for name, tensor in batch.items()}
-    return drawn | {"seed": torch.tensor(seed % 2**31), "scale": 1 + 9 * torch.rand((), generator=generator)}
-
-
-def batches_of(inputs: Tensors) -> list[Batch]:
-    """The batches of `draw_fields`."""
-    return [{name: inputs[f"{name}{i}"] for name in ("input", "target", "sample")} for i in (0, 1)]
+    """Two global batches, the first with padding, the seed of the weights, and a loss scale."""
+    scale = 1 + 9 * torch.rand((), generator=torch.Generator().manual_seed(seed))
+    return tiny.drawn(seed, samples=10 if hidden else 6, padding=1) | {"scale": scale}
 
 
 def unchanged(inputs: Tensors, before: Tensors) -> Tensor:
@@ -46,12 +38,12 @@ def copies(inputs: Tensors) -> Tensors:
 
 def measure_loss(inputs: Tensors) -> Tensors:
     """The loss of drawn fields, its gradient, and a model trained with it."""
-    before, batch = copies(inputs), batches_of(inputs)[0]
+    before, batch = copies(inputs), tiny.batches_of(inputs)[0]
     output = (batch["input"] * 3).requires_grad_()
     total, weight = vit.RelativeL2()(output, batch)
     gradient, = torch.autograd.grad(total, output)
     kept = unchanged(inputs, before)
-    trained = tiny.train(tiny.settings(f"train.global_batch={len(batch['sample'])}"), batches_of(inputs), int(inputs["seed"]))
+    trained = tiny.train(tiny.batches_of(inputs), int(inputs["seed"]))
     return {"sum": total.detach(), "weight": weight.detach(), "gradient": gradient, "kept": kept, **trained}
 
 
@@ -61,7 +53,7 @@ def step_by_hand(inputs: Tensors) -> Tensors:
     model = tiny.model(c, tiny.mesh(c), int(inputs["seed"]))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     before, losses = copies(inputs), []
-    for batch in batches_of(inputs) * 2:
+    for batch in tiny.batches_of(inputs) * 2:
         losses.append(training_step(model, optimizer, batch))
     return {"losses": torch.stack([loss.detach() for loss in losses]), "weights": tiny.flat(model),
             "free": torch.tensor(float(not any(loss.requires_grad for loss in losses))), "kept": unchanged(inputs, before)}
@@ -69,11 +61,10 @@ def step_by_hand(inputs: Tensors) -> Tensors:
 
 def accumulate(inputs: Tensors) -> Tensors:
     """The library's training step around the learner's compute: without and with micro-batches, and with loss scaling."""
-    batches, seed = batches_of(inputs), int(inputs["seed"])
+    batches, seed = tiny.batches_of(inputs), int(inputs["seed"])
     found: Tensors = {}
     for name, micro, scale in (("whole", 0, 1.0), ("micro", 4, 1.0), ("scaled", 2, float(inputs["scale"]))):
-        c = tiny.settings(f"train.global_batch={len(batches[0]['sample'])}", f"train.micro_batch={micro}")
-        trained = tiny.train(c, batches, seed, scale)
+        trained = tiny.train(batches, seed, f"train.micro_batch={micro}", loss_scale=scale)
         found |= {f"{name}_losses": trained["losses"], f"{name}_weights": trained["weights"]}
     return found
 
