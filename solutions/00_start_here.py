@@ -49,7 +49,9 @@ lab.begin("00")
 # ## What is this machine?
 #
 # `course doctor` looks at everything that the course uses, and says how to mend what is missing. Nothing in this lesson
-# needs more than the first few lines to say *ok*. Rows without a mark are plain facts, or things you can do without.
+# needs more than an *ok* for Python and PyTorch. Rows without a mark are plain facts, or things you can do without.
+#
+# Close other programs that compute: this lesson measures your machine, and a busy one measures wrong.
 
 # %%
 from course import doctor
@@ -215,8 +217,8 @@ lab.picture(figures.roofline({"this machine": (peak_flops, peak_bytes)}, points,
             "close to it")
 
 # %% [markdown]
-# > **Question.** The smallest multiplications lie far below the roof. They neither compute much nor move much. What are
-# > they waiting for? And why can a dot on the *left* lie **above** the slope?
+# > **Question.** Small multiplications, such as 64 x 64, lie below the roof. They neither compute much nor move much. What
+# > are they waiting for? And why can a dot on the *left* lie **above** the slope?
 #
 # <details><summary>Answer</summary>
 # For somebody to start them: calling an operation costs a few microseconds whatever its size. You will meet this

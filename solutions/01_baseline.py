@@ -46,7 +46,7 @@ lab.begin("01")
 # storms that travel, and files in the same layout as the real data, so all that you build works on ERA5 too
 # (`data/README.md` says how to get it).
 #
-# The next cell simulates six years on a grid of 32 × 64 points, if you have not got them yet: half a minute.
+# The next cell simulates six years of 90 days on a grid of 32 × 64 points, if you have not got them yet: half a minute.
 
 # %%
 weather.make(config.build(weather.Weather, {"path": "data/weather-32x64"}, "weather"))
@@ -174,8 +174,8 @@ lab.beside("loss of persistence", my_persistence, persistence)
 # > at zero. What is its loss before it has learned anything?
 #
 # <details><summary>Answer</summary>
-# Its forecast is the input plus zero: it <i>is</i> persistence, and has the same loss. From the first step on it can only
-# be better. The reference model of this course has no such head start: it begins at a loss of about 1.
+# Its forecast is the input plus zero: it <i>is</i> persistence, and has the same loss. All that it learns
+# comes on top. The reference model of this course has no such head start: it begins at a loss of about 1.
 # </details>
 
 # %%
@@ -307,11 +307,12 @@ lab.show("course.step.train_step")
 # PyTorch does if you do not clear them. The result must be the gradient of the mean over the *global* batch, the same
 # whether or how it was cut. That is why the loss returns sums.
 #
-# Write it. You get:
+# Write it: `eager` defines a function `compute(batch)` and returns it. You get:
 #
 # - `global_weight(model, batch, mesh.dp)`: the weight $W$ of the global batch. Call it once, before you cut;
-# - `split(batch, size)`: yields micro-batches of `config.train.micro_batch` samples; the last may be smaller;
-# - `autocast(config.precision, device)`: run the forward pass inside `with autocast(...)`: lesson 04 needs it there;
+# - `split(batch, config.train.micro_batch)`: yields micro-batches of so many samples; the last may be smaller. 0 means
+#   not to cut, as in the run below; the check tries several;
+# - `autocast(config.precision, weight.device)`: run the forward pass inside `with autocast(...)`: lesson 04 needs it there;
 # - `model.loss(output, micro)`: (sum, weight), as you wrote it.
 #
 # For each micro-batch, call `backward` on
@@ -322,7 +323,7 @@ lab.show("course.step.train_step")
 # computes the gradient of its own samples, and then they take the **average** over ranks, though what we want is the sum.
 # `loss_scale` keeps small gradients from vanishing in 16 bits (lesson 04); the step divides by it. The check tries both.
 #
-# `compute` returns this rank's share of the mean loss, the sum over its micro-batches of sum / $W$: detached, without
+# `compute(batch)` returns this rank's share of the mean loss, the sum over its micro-batches of sum / $W$: detached, without
 # either factor.
 
 # %% exercise="accumulate"
@@ -376,13 +377,13 @@ for key, value in records[-1].items():
 # ## Read the curves
 #
 # > **Question.** What do you expect of the validation loss, above or below the training loss? Why do both drop fastest
-# > at the beginning, and why does the noise shrink at the end?
+# > at the beginning?
 #
 # <details><summary>Answer</summary>
-# They lie together: 500 steps of 4 samples see 2000 samples, little more than one pass over 1436 pairs, so the model has had no
-# chance to learn them by heart. In the beginning much can be learned from every sample. At the end the learning
-# rate has dropped to almost nothing (it follows half a cosine), so the weights stop jumping about; what noise is left is that
-# of the samples.
+# They lie close together: 500 steps of 4 samples see 2000 samples, little more than one pass over 1436 pairs, so the model
+# has had little chance to learn them by heart. In the beginning much can be learned from every sample. At the end the learning
+# rate has dropped to almost nothing (it follows half a cosine) and the weights hardly move; the noise that is left is that of
+# the samples.
 # </details>
 
 # %%
@@ -464,8 +465,8 @@ slider = widgets.explore(forecast_at, hours=[6, 12, 18, 24, 30, 36, 42, 48],
 # The reference model of this course is larger: 360 × 720 points, patches of 8, width 384, 12 blocks, 16 samples a batch. One
 # of its steps is 23 × 10¹² FLOPs, minutes of work for a laptop. `course train vit-short` trains it for 128 steps.
 #
-# > **Predict.** An H200 does 332 TFLOP/s in TF32 matmuls (lesson 00). With an MFU of 1, how many samples a second
-# > would that be? And what will it really do?
+# > **Predict.** An H200 did 332 TFLOP/s in TF32 matmuls (lesson 00). If a step were as fast as that, how many samples a
+# > second would it be? And what will it really do?
 
 # %%
 my_h200 = 100                    # your prediction, samples/s
@@ -481,7 +482,8 @@ lab.recorded("foundation_h200", {label: {"samples/s": runs[key]["samples_per_s"]
 lab.beside("\nvit-short in TF32 on an H200", my_h200, runs["short-w0"]["samples_per_s"], "samples/s")
 
 # %% [markdown]
-# The baseline uses **6%** of the GPU. Nothing is broken, the loss goes down, and the machine idles most of its time: that is how
+# In the table MFU is against the peak of the data sheet, 495 TFLOP/s in TF32, as is usual for GPUs: the baseline uses **6%**
+# of it. Nothing is broken, the loss goes down, and the machine idles most of its time: that is how
 # most first versions are. More workers to read the data do not help here. Fewer bits help a lot. Where does the time
 # go? That is a question for measurement, and the subject of lesson 02.
 #

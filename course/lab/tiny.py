@@ -39,7 +39,8 @@ def model(c: Config, over: Mesh, seed: int) -> nn.Module:
 def train(batches: Sequence[Batch], seed: int, *overrides: str, loss_scale: float = 1.0) -> dict[str, Tensor]:
     """Train on global batches, of which each rank takes its slice, with the library's own step.
 
-    Returns `losses`, the global mean of each step, (steps,), and `weights`, all parameters end to end.
+    Returns `losses`, the global mean of each step, (steps,), `weights`, all parameters end to end, `seen`, the number
+    of samples in each forward pass here, and `free`, 1.0 if no loss holds on to the graph.
     """
     c = settings(f"train.global_batch={len(batches[0]['sample'])}", *overrides)
     over = mesh(c)
@@ -49,8 +50,12 @@ def train(batches: Sequence[Batch], seed: int, *overrides: str, loss_scale: floa
     optimizer = step.build_optimizer(built, progress, c)
     one = step.train_step(step.eager(built, progress, c, over), built, optimizer, progress, c, over)
     mine = order.my_slice(c.train.global_batch, over.dp.size, over.dp.rank)
+    seen: list[float] = []
+    built.register_forward_pre_hook(lambda module, arguments: seen.append(float(len(arguments[0]["sample"]))))
     losses = [one({name: tensor[mine] for name, tensor in batch.items()})[0] for batch in batches]
-    return {"losses": everywhere(torch.stack(losses), over), "weights": flat(built)}
+    free = not any(loss.requires_grad for loss in losses)
+    return {"losses": everywhere(torch.stack(losses).detach(), over), "weights": flat(built),
+            "seen": torch.tensor(seen), "free": torch.tensor(float(free))}
 
 
 def everywhere(value: Tensor, over: Mesh) -> Tensor:

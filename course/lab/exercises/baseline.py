@@ -39,7 +39,7 @@ def copies(inputs: Tensors) -> Tensors:
 def measure_loss(inputs: Tensors) -> Tensors:
     """The loss of drawn fields, its gradient, and a model trained with it."""
     before, batch = copies(inputs), tiny.batches_of(inputs)[0]
-    output = (batch["input"] * 3).requires_grad_()
+    output = (batch["input"] * 3 + 1).requires_grad_()       # not zero on padding, whose input and target are
     total, weight = vit.RelativeL2()(output, batch)
     gradient, = torch.autograd.grad(total, output)
     kept = unchanged(inputs, before)
@@ -65,7 +65,7 @@ def accumulate(inputs: Tensors) -> Tensors:
     found: Tensors = {}
     for name, micro, scale in (("whole", 0, 1.0), ("micro", 4, 1.0), ("scaled", 2, float(inputs["scale"]))):
         trained = tiny.train(batches, seed, f"train.micro_batch={micro}", loss_scale=scale)
-        found |= {f"{name}_losses": trained["losses"], f"{name}_weights": trained["weights"]}
+        found |= {f"{name}_{key}": value for key, value in trained.items()}
     return found
 
 
@@ -87,6 +87,8 @@ EXERCISES = [
         "whole_weights": "the library trains with it: the weights after two steps are right",
         "micro_losses": "the loss is the same in micro-batches of 4 samples, the last one smaller",
         "micro_weights": "and so are the weights",
+        "micro_seen": "the model sees one micro-batch after another",
+        "micro_free": "the returned loss does not hold on to the graph",
         "scaled_losses": "a loss scale leaves the reported loss alone",
         "scaled_weights": "and reaches the gradients, which the step divides by it"}, sizes=(1, 2), points=3),
 ]
