@@ -4,6 +4,7 @@ import ast
 import dis
 import inspect
 import json
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,7 +91,7 @@ def definitions(cells: Iterable[str], wanted: Sequence[str]) -> Answer:
     A slice of the program: top-level statements that bind a needed name, in order. Statements that bind
     nothing needed, such as a training run or a plot, stay out, so checking takes no longer than the check.
     """
-    statements, broken = [], ""
+    statements, broken, since = [], "", 0
     for number, cell in enumerate(cells, 1):
         try:
             text = plain(cell)
@@ -100,6 +101,8 @@ def definitions(cells: Iterable[str], wanted: Sequence[str]) -> Answer:
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             if any(name in cell for name in wanted):
                 broken = f"code cell {number} is not valid Python: {error}"
+            if any(re.search(rf"\b(def|class)\s+{name}\b", cell) for name in wanted):
+                since = len(statements)
     bound = [binds(node) for node, _ in statements]
     keep: set[int] = set()
     needed, seen = [(name, len(statements)) for name in wanted], set()
@@ -113,7 +116,8 @@ def definitions(cells: Iterable[str], wanted: Sequence[str]) -> Answer:
         now, later = uses(statements[index][0])
         needed += [(other, index) for other in now] + [(other, len(statements)) for other in later]
     missing = [name for name in wanted if not any(name in bound[index] for index in keep)]
-    if broken and missing:
+    latest = max((index for index in keep if bound[index] & set(wanted)), default=-1)
+    if broken and (missing or latest < since):       # what was defined before it is not what stands there now
         return Answer(problem=broken)
     if missing:
         return Answer(problem=f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not defined: "

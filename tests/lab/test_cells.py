@@ -63,6 +63,8 @@ def test_missing_and_broken_are_told_apart():
     assert "code cell 2" in broken and "not valid Python" in broken
     assert "not valid Python" in cells.definitions(["f = 1\nreturn f"], ["f"]).problem
     assert not cells.definitions(["def broken(:", "def f(): pass"], ["f"]).problem
+    assert "code cell 2" in cells.definitions(["def f(): pass", "def f(:\n  pass"], ["f"]).problem      # not the one before
+    assert not cells.definitions(["def f(:\n  pass", "def f(): pass"], ["f"]).problem
 
 
 def test_reads_notebooks_and_scripts(tmp_path):
