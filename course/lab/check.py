@@ -3,6 +3,7 @@
 The process receives inputs and returns tensors. What they should be, and the verdict, stay here.
 """
 
+import atexit
 import json
 import shutil
 import sys
@@ -12,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load as load_tensors
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from course.errors import CourseError
 from course.lab import blank, sandbox
-from course.lab.exercise import Exercise, Tensors, known_mistakes, right, wrong
+from course.lab.exercise import Exercise, Mistake, Tensors, find, known_mistakes, right, wrong
 from course.lab.scratch import read, remove
 
 MOST = 200_000_000                                   # bytes of an outputs file
@@ -129,7 +129,7 @@ def hint_for_error(exercise: Exercise, run: Run, seed: int, hidden: bool, size: 
     return "read the last line of the error first; then the line of your code that it names"
 
 
-def comparable(exercise: Exercise) -> list[Any]:
+def comparable(exercise: Exercise) -> list[Mistake]:
     """The known mistakes that yield something to compare with."""
     return [mistake for mistake in known_mistakes(exercise) if not mistake.silent]
 
@@ -137,8 +137,6 @@ def comparable(exercise: Exercise) -> list[Any]:
 @lru_cache(maxsize=64)
 def reference(name: str, seed: int, hidden: bool, size: int) -> tuple[Run, ...]:
     """What the right answer gives on these inputs, then what each comparable mistake gives."""
-    from course.lab.exercise import find
-
     exercise = find(name)
     sources = [right(exercise), *(wrong(exercise, mistake) for mistake in comparable(exercise))]
     runs, ended = execute(exercise, sources, exercise.draw(seed, hidden), size, None)
@@ -218,8 +216,6 @@ def workspace() -> Iterator[Path]:
 @lru_cache(maxsize=32)
 def blanked(objects: tuple[str, ...]) -> Path:
     """A copy of the package with these objects blank, made once in this process, readable to whoever runs answers."""
-    import atexit
-
     folder = Path(tempfile.mkdtemp(prefix="course-blank-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     blank.build(objects, folder)

@@ -93,9 +93,9 @@ def known_mistakes(exercise: Exercise) -> tuple[Mistake, ...]:
     return tuple(import_module(f"course.lab.mistakes.{module}").MISTAKES[exercise.name])
 
 
-def right(exercise: Exercise) -> str:
-    """The right answer's source."""
-    return "\n\n".join(blank.answer(dotted, given=exercise.names) for dotted in exercise.objects)
+def right(exercise: Exercise, marked: bool = False) -> str:
+    """The right answer's source; `marked` puts it between nbgrader's markers."""
+    return "\n\n".join(blank.answer(dotted, marked, exercise.names) for dotted in exercise.objects)
 
 
 def wrong(exercise: Exercise, mistake: Mistake) -> str:

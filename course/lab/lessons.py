@@ -107,7 +107,7 @@ def expanded(source: str, exercise: Exercise) -> str:
     if not all(isinstance(node, ast.ImportFrom) and node.module in modules for node in nodes):
         raise CourseError(f"exercise {exercise.name}: its cell must either import {', '.join(exercise.objects)} and nothing "
                           f"else, or have its answer between {blank.BEGIN} and {blank.END}")
-    return "\n\n".join(blank.answer(dotted, marked=True, given=exercise.names) for dotted in exercise.objects).rstrip("\n")
+    return exercises.right(exercise, marked=True).rstrip("\n")
 
 
 def grading(name: str, solution: bool) -> dict[str, Any]:

@@ -88,13 +88,7 @@ def yours(*objects: Any) -> Iterator[None]:
 
 def picture(figure: Figure, words: str) -> None:
     """Show a figure; `words` say what it shows, for who cannot see it."""
-    if not in_notebook():
-        print(f"(a picture: {words})")
-        return
-    from IPython.display import display as draw
-
-    data = base64.b64encode(widgets.png(figure)).decode()
-    draw({"image/png": data, "text/plain": words}, metadata={"image/png": {"alt": words}}, raw=True)
+    display({"image/png": base64.b64encode(widgets.png(figure)).decode()}, words, {"image/png": {"alt": words}})
 
 
 def show(dotted: str) -> None:
@@ -174,14 +168,14 @@ def tensorboard(logdir: str | Path = "runs", height: int = 600) -> str:
     return address
 
 
-def display(rich: dict[str, str], plain: str) -> None:
+def display(rich: dict[str, str], plain: str, metadata: dict[str, Any] | None = None) -> None:
     """Show rich output in a notebook, the text elsewhere; never on stderr, which nbgrader counts as an error."""
     if not in_notebook():
         print(plain)
         return
     from IPython.display import display as draw
 
-    draw(rich | {"text/plain": plain}, raw=True)
+    draw(rich | {"text/plain": plain}, raw=True, metadata=metadata)
 
 
 def in_notebook() -> bool:
