@@ -66,6 +66,8 @@ class Parallel:
     cp: int = 1                                     # context-parallel ranks
     tp: int = 1                                     # tensor-parallel ranks
     order: str = "pp-dp-cp-tp"                      # slowest first: the last axis joins neighbouring ranks
+    sp: bool = False                                # sequence parallel: norms and residuals cut by tokens over tp
+    context: Literal["gather", "ring", "all_to_all"] = "ring"       # how attention works over cp
 
 
 @dataclass(frozen=True)

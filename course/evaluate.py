@@ -79,7 +79,12 @@ def state_to_state(model: nn.Module, settings: Config) -> State:
     """The model as a function of the normalised state alone, (B, C, H, W)."""
     forward = forward_only(model, settings.precision)
     dtype = parameter_dtype(settings.precision)
-    return lambda x: forward({"input": x.to(dtype), "sample": torch.arange(len(x), device=x.device)})
+
+    def one_step(x: Tensor) -> Tensor:
+        output, _ = forward({"input": x.to(dtype), "sample": torch.arange(len(x), device=x.device)})
+        return model.fields(output)                  # type: ignore[operator]
+
+    return one_step
 
 
 def starts(pairs: Pairs, samples: int, days: int) -> list[int]:

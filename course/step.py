@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from course.config import Config
 from course.data import Batch
 from course.parallel import Axis, Mesh, placement
-from course.parallel.data import average_gradients
+from course.parallel.data import add_partial_gradients, average_gradients
 from course.precision import FIRST_SCALE, autocast, next_scale
 
 Compute = Callable[[Batch], Tensor]
@@ -69,6 +69,7 @@ def eager(model: nn.Module, progress: Progress, config: Config, mesh: Mesh) -> C
         weight = global_weight(model, batch, mesh.dp)
         loss = torch.zeros((), device=weight.device, dtype=weight.dtype)
         for micro in split(batch, config.train.micro_batch):
+            micro = model.tokens.cut(micro)           # type: ignore[union-attr, operator]
             with autocast(config.precision, weight.device):
                 output = model(micro)
             total, _ = model.loss(output, micro)      # type: ignore[operator]
@@ -107,6 +108,7 @@ def train_step(compute: Compute, model: nn.Module, optimizer: torch.optim.Optimi
     def step(batch: Batch) -> tuple[Tensor, Tensor]:
         batch = model.prepare(batch, progress.step)   # type: ignore[operator]
         loss = compute(batch)
+        add_partial_gradients(parameters, mesh.tp)
         average_gradients(parameters, mesh.dp_cp)
         norm = gradient_norm(parameters, mesh) / progress.loss_scale
         bad = ~(loss.isfinite() & norm.isfinite())

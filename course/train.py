@@ -37,7 +37,7 @@ def main(config: Config) -> Path:
     try:
         mesh = build_mesh(config.parallel, world)
         set_matmul(config.precision)
-        model = parallelize(build_model(config.model, config.train.seed), mesh)
+        model = parallelize(build_model(config.model, config.train.seed), mesh, config.parallel)
         random.initialize(model, config.train.seed, world.device, parameter_dtype(config.precision))
         if config.compile:
             model.compile()

@@ -31,18 +31,22 @@ def row_weights(pairs: Pairs, device: torch.device) -> Tensor:
     return latitude_weights(torch.from_numpy(layout.grid_latitudes(pairs.years[0])).float()).to(device)
 
 
-def forward_only(model: nn.Module, precision: str) -> Callable[[Batch], Tensor]:
-    """The model's output for a batch, without gradients or dropout, in float32."""
+def forward_only(model: nn.Module, precision: str) -> Callable[[Batch], tuple[Tensor, Batch]]:
+    """The model's output, without gradients or dropout, in float32 or float64, and the prepared batch, of which it is.
+
+    In a layout that cuts samples both are of this rank's tokens; `model.tokens.whole` puts the output together.
+    """
     @torch.no_grad()
-    def forward(batch: Batch) -> Tensor:
+    def forward(batch: Batch) -> tuple[Tensor, Batch]:
         was_training = model.training
         model.eval()
         device = batch["sample"].device
         batch = model.prepare(batch, torch.zeros((), dtype=torch.int64, device=device))   # type: ignore[operator]
+        batch = model.tokens.cut(batch)               # type: ignore[union-attr, operator]
         with autocast(precision, device):
             output = model(batch)
         model.train(was_training)
-        return output.float() if precision != "fp64" else output
+        return (output.float() if precision != "fp64" else output), batch
 
     return forward
 
@@ -71,8 +75,9 @@ class Validation:
         forward = forward_only(model, self.config.precision)
         sums = torch.zeros(2 + len(self.channels), dtype=torch.float64, device=device)     # loss, weight, squared errors
         for number, batch in enumerate(eval_loader(self.config, dp, device, self.pairs)):
-            output = forward(batch)
-            loss, weight = model.loss(output, batch)                                       # type: ignore[operator]
+            output, ready = forward(batch)
+            loss, weight = model.loss(output, ready)                                       # type: ignore[operator]
+            output = model.fields(model.tokens.whole(output))                              # type: ignore[union-attr, operator]
             real = (batch["sample"] >= 0)[:, None]                                         # (B, 1)
             errors = squared_error(output, batch["target"], self.weights).where(real, 0)   # (B, C)
             sums += torch.cat([loss[None], weight[None], errors.sum(0)])

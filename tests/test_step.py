@@ -20,7 +20,7 @@ SMALL = ["model.grid=[8,16]", "model.dim=16", "model.depth=2", "model.heads=2", 
 def assemble(*overrides, device=CPU):
     settings = config.load("vit-demo", [*SMALL, *overrides])
     mesh: Mesh = build_mesh(settings.parallel, World())
-    model = parallelize(build_model(settings.model, settings.train.seed), mesh)
+    model = parallelize(build_model(settings.model, settings.train.seed), mesh, settings.parallel)
     dtype = torch.float64 if settings.precision == "fp64" else torch.float32
     random.initialize(model, settings.train.seed, device, dtype)
     progress = Progress.start(settings, device)
@@ -48,7 +48,7 @@ def plain_training(settings, count, clip=0.0):
     losses = []
     for number, batch in enumerate(batches(count)):
         optimizer.param_groups[0]["lr"] = learning_rate(torch.tensor(number), settings).item()
-        output = model(batch)
+        output = model.fields(model(model.prepare(batch, torch.tensor(0))))
         error = torch.stack([(o - t).norm() / t.norm() for o, t in zip(output, batch["target"], strict=True)])
         error.mean().backward()
         if clip:
@@ -83,6 +83,7 @@ def test_padding_weighs_nothing():
     batch = batches(1)[0]
     padded = {name: torch.cat([value, torch.zeros_like(value[:2])]) for name, value in batch.items()}
     padded["sample"][-2:] = -1
+    batch, padded = (model.prepare(b, torch.tensor(0)) for b in (batch, padded))
     whole, padding = model.loss(model(batch), batch), model.loss(model(padded), padded)
     assert whole[1] == padding[1] == 4
     torch.testing.assert_close(whole[0], padding[0])

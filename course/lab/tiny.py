@@ -31,7 +31,7 @@ def mesh(c: Config) -> Mesh:
 
 def model(c: Config, over: Mesh, seed: int) -> nn.Module:
     """The model with the weights of `seed`, the same on every rank."""
-    built = parallelize(build_model(c.model, seed), over)
+    built = parallelize(build_model(c.model, seed), over, c.parallel)
     random.initialize(built, seed, torch.device("cpu"), torch.float64)
     return built
 

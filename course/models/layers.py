@@ -9,42 +9,51 @@ from torch import Tensor, nn
 
 from course import random
 
+Batch = dict[str, Tensor]
+
 
 class Dropout(nn.Module):
     """Zero each number with probability `p`, scale the others by 1/(1-p).
 
-    Which ones is a function of the sample's key, this layer's name and the position in the sample, so
-    that every layout and every replay drops the same. Without keys (in evaluation) it does nothing.
+    Which ones is a function of the sample's key, this layer's name and the token's position, so that
+    every layout and every replay drops the same. Without keys (in evaluation) it does nothing.
     """
 
     def __init__(self, p: float, site: str):
         super().__init__()
         self.p, self.site = p, random.key(site)
 
-    def forward(self, x: Tensor, keys: Tensor | None) -> Tensor:        # (B, T, D), (B,)
-        if self.p == 0 or keys is None:
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:               # (B, T, D)
+        if self.p == 0 or "keys" not in batch:
             return x
-        position = torch.arange(x[0].numel(), device=x.device).view(x.shape[1:])       # (T, D)
-        site = random.fold(self.site, keys)[:, None, None]                              # (B, 1, 1)
-        keep = random.uniform(site, position) >= self.p                                 # (B, T, D)
+        D = x.shape[-1]
+        unit = batch["position"][:, :, None] * D + torch.arange(D, device=x.device)     # (B, T, D)
+        site = random.fold(self.site, batch["keys"])[:, None, None]                     # (B, 1, 1)
+        keep = random.uniform(site, unit) >= self.p                                     # (B, T, D)
         return x * keep / (1 - self.p)
 
 
 class DropPath(Dropout):
     """Stochastic depth (Huang et al. 2016): drop a sample's whole residual branch with probability `p`."""
 
-    def forward(self, x: Tensor, keys: Tensor | None) -> Tensor:        # (B, T, D), (B,)
-        if self.p == 0 or keys is None:
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:               # (B, T, D)
+        if self.p == 0 or "keys" not in batch:
             return x
-        keep = random.uniform(self.site, keys) >= self.p                # (B,)
+        keep = random.uniform(self.site, batch["keys"]) >= self.p       # (B,)
         return x * keep[:, None, None] / (1 - self.p)
 
 
 class Attend(nn.Module):
-    """Scaled dot-product attention of all queries with all keys, head by head."""
+    """Scaled dot-product attention, head by head: of each query with all keys, or, causal, with those up to its own."""
+
+    seam = "attend"                                 # where context parallelism puts its own
+
+    def __init__(self, causal: bool = False):
+        super().__init__()
+        self.causal = causal
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:       # 3 x (B, h, T, d)
-        return F.scaled_dot_product_attention(q, k, v)                  # (B, h, T, d)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)           # (B, h, T, d)
 
 
 class Linear(nn.Linear):
@@ -58,19 +67,18 @@ class Linear(nn.Linear):
 class Attention(nn.Module):
     """Multi-head self-attention. The rows of `qkv.weight` are (3, heads, head_dim)."""
 
-    def __init__(self, dim: int, heads: int):
+    def __init__(self, dim: int, heads: int, causal: bool = False):
         super().__init__()
         self.head_dim = dim // heads
         self.qkv = Linear(dim, 3, heads, dim // heads)
-        self.core = Attend()
+        self.core = Attend(causal)
         self.out = Linear(dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:                             # (B, T, D)
-        B, T, _ = x.shape
-        qkv = self.qkv(x).view(B, T, 3, -1, self.head_dim)              # (B, T, 3, h, d)
+        qkv = self.qkv(x).unflatten(-1, (3, -1, self.head_dim))         # (B, T, 3, h, d)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)                            # 3 x (B, h, T, d)
         y = self.core(q, k, v)                                          # (B, h, T, d)
-        return self.out(y.transpose(1, 2).reshape(B, T, -1))            # (B, T, D)
+        return self.out(y.transpose(1, 2).flatten(2))                   # (B, T, D)
 
 
 class MLP(nn.Module):
@@ -90,17 +98,54 @@ TENSOR_PLAN = {"attn.qkv": "column", "attn.out": "row", "mlp.up": "column", "mlp
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block: attention, then MLP, each added to its input."""
+    """A pre-norm transformer block: attention, then MLP, each added to its input. Its name is the site of its dropout."""
 
-    def __init__(self, dim: int, heads: int, hidden: int, dropout: float, drop_path: float, name: str):
+    def __init__(self, dim: int, heads: int, hidden: int, name: str, dropout: float = 0.0, drop_path: float = 0.0,
+                 causal: bool = False):
         super().__init__()
         self.norm1 = nn.LayerNorm(dim)
-        self.attn = Attention(dim, heads)
+        self.attn = Attention(dim, heads, causal)
         self.drop1, self.path1 = Dropout(dropout, f"{name}.drop1"), DropPath(drop_path, f"{name}.path1")
         self.norm2 = nn.LayerNorm(dim)
         self.mlp = MLP(dim, hidden)
         self.drop2, self.path2 = Dropout(dropout, f"{name}.drop2"), DropPath(drop_path, f"{name}.path2")
 
-    def forward(self, x: Tensor, keys: Tensor | None = None) -> Tensor:                 # (B, T, D), (B,)
-        x = x + self.path1(self.drop1(self.attn(self.norm1(x)), keys), keys)            # (B, T, D)
-        return x + self.path2(self.drop2(self.mlp(self.norm2(x)), keys), keys)          # (B, T, D)
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:               # (B, T, D)
+        x = x + self.path1(self.drop1(self.attn(self.norm1(x)), batch), batch)          # (B, T, D)
+        return x + self.path2(self.drop2(self.mlp(self.norm2(x)), batch), batch)        # (B, T, D)
+
+
+class Total(nn.Module):
+    """What a loss adds up over tokens passes through here. Serially it is complete; surgery adds the other ranks' tokens."""
+
+    seam = "total"
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class SampleNorm(nn.Module):
+    """The 2-norm of each sample over all its tokens and values, (B, T, P) -> (B,). Its gradient at 0 is 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = Total()
+
+    def forward(self, x: Tensor) -> Tensor:                             # (B, T, P)
+        squares = self.total(x.square().flatten(1).sum(1))              # (B,)
+        positive = squares > 0
+        return squares.where(positive, 1.0).sqrt().where(positive, 0.0)                 # (B,) sqrt has no slope at 0
+
+
+class Tokens(nn.Module):
+    """Which tokens of a sample are here: all. Surgery puts a module in its place that cuts samples into pieces of tokens."""
+
+    seam = "tokens"
+
+    def cut(self, batch: Batch) -> Batch:
+        """A prepared batch, of which what has tokens keeps those that are here."""
+        return batch
+
+    def whole(self, output: Tensor) -> Tensor:
+        """The output for all tokens, (B, T, ...), from that for those that are here."""
+        return output

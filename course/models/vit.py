@@ -11,9 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from course import random
-from course.models.layers import TENSOR_PLAN, Block
-
-Batch = dict[str, Tensor]
+from course.models.layers import TENSOR_PLAN, Batch, Block, SampleNorm, Tokens
 
 
 @dataclass(frozen=True)
@@ -35,35 +33,43 @@ class ViTConfig:
         return self.grid[0] * self.grid[1] // self.patch**2
 
 
+def to_patches(x: Tensor, p: int) -> Tensor:
+    """Cut fields into patches of p x p points, row by row: (B, C, H, W) -> (B, T, C·p·p)."""
+    B, C, H, W = x.shape
+    x = x.view(B, C, H // p, p, W // p, p).permute(0, 2, 4, 1, 3, 5)    # (B, H/p, W/p, C, p, p)
+    return x.reshape(B, -1, C * p * p)
+
+
+def to_fields(x: Tensor, grid: tuple[int, int], p: int) -> Tensor:
+    """Lay patches out as fields again: (B, T, C·p·p) -> (B, C, H, W)."""
+    H, W = grid
+    x = x.view(len(x), H // p, W // p, -1, p, p)                        # (B, H/p, W/p, C, p, p)
+    return x.permute(0, 3, 1, 4, 2, 5).reshape(len(x), -1, H, W)
+
+
 class Embed(nn.Module):
-    """Cut the fields into patches, map each to a token, add its learned position."""
+    """Map each patch to a token and add the learned vector of its position."""
 
     def __init__(self, c: ViTConfig):
         super().__init__()
-        self.patch = c.patch
         self.proj = nn.Linear(c.channels * c.patch**2, c.dim)
         self.pos = nn.Parameter(torch.empty(1, c.tokens, c.dim))
 
-    def forward(self, x: Tensor) -> Tensor:                             # (B, C, H, W)
-        B, C, H, W = x.shape
-        p = self.patch
-        x = x.view(B, C, H // p, p, W // p, p).permute(0, 2, 4, 1, 3, 5)  # (B, H/p, W/p, C, p, p)
-        return self.proj(x.reshape(B, -1, C * p * p)) + self.pos        # (B, T, D)
+    def forward(self, batch: Batch) -> Tensor:
+        pos = self.pos.index_select(1, batch["position"][0])            # (1, T, D)
+        return self.proj(batch["input"]) + pos                          # (B, T, D)
 
 
 class Head(nn.Module):
-    """Map each token to a patch of all channels and lay the patches out as fields."""
+    """Map each token to a patch of all channels."""
 
     def __init__(self, c: ViTConfig):
         super().__init__()
-        self.patch, self.grid, self.channels = c.patch, c.grid, c.channels
         self.norm = nn.LayerNorm(c.dim)
         self.proj = nn.Linear(c.dim, c.channels * c.patch**2)
 
     def forward(self, x: Tensor) -> Tensor:                             # (B, T, D)
-        (H, W), C, p = self.grid, self.channels, self.patch
-        x = self.proj(self.norm(x)).view(-1, H // p, W // p, C, p, p)   # (B, H/p, W/p, C, p, p)
-        return x.permute(0, 3, 1, 4, 2, 5).reshape(-1, C, H, W)         # (B, C, H, W)
+        return self.proj(self.norm(x))                                  # (B, T, P)
 
 
 class RelativeL2(nn.Module):
@@ -72,11 +78,14 @@ class RelativeL2(nn.Module):
     Padding has the sample id -1 and weighs nothing.
     """
 
-    def forward(self, output: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:           # (B, C, H, W)
-        target = batch["target"]
-        error = (output - target).flatten(1).norm(dim=1)                                # (B,)
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = SampleNorm()
+
+    def forward(self, output: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:           # (B, T, P)
+        error = self.norm(output - batch["target"])                                     # (B,)
         weight = self.weight(batch)                                                     # (B,)
-        size = target.flatten(1).norm(dim=1).where(weight > 0, 1.0)                     # (B,) padding is all zeros
+        size = self.norm(batch["target"]).where(weight > 0, 1.0)                        # (B,) padding is all zeros
         return (error / size * weight).sum(), weight.sum()
 
     def weight(self, batch: Batch) -> Tensor:
@@ -84,21 +93,27 @@ class RelativeL2(nn.Module):
         return (batch["sample"] >= 0).to(batch["target"].dtype)
 
 
+# what has a token as dim 1, and is cut where samples are cut into pieces of tokens
+TOKEN_PLAN = {"input": "sequence", "target": "sequence", "position": "sequence"}
+
+
 class ViT(nn.Module):
-    """(B, C, H, W) -> (B, C, H, W). A batch holds `input`, `target` and `sample`."""
+    """A forecast, patch by patch: (B, T, P) -> (B, T, P) with P = channels · patch². `prepare` cuts the patches."""
 
     tensor_plan = TENSOR_PLAN
+    token_plan = TOKEN_PLAN
 
     def __init__(self, c: ViTConfig, seed: int = 0):
         super().__init__()
         self.c, self.seed = c, seed
         self.embed = Embed(c)
         self.blocks = nn.ModuleDict({
-            str(i): Block(c.dim, c.heads, int(c.dim * c.mlp_ratio), c.dropout,
-                          c.drop_path * i / max(1, c.depth - 1), f"blocks.{i}")
+            str(i): Block(c.dim, c.heads, int(c.dim * c.mlp_ratio), f"blocks.{i}",
+                          c.dropout, c.drop_path * i / max(1, c.depth - 1))
             for i in range(c.depth)})
         self.head = Head(c)
         self.loss = RelativeL2()
+        self.tokens = Tokens()
 
     def init_plan(self) -> dict[str, float | str]:
         """Pattern of serial names -> standard deviation, "ones" or "zeros"; the first that fits counts."""
@@ -108,22 +123,35 @@ class ViT(nn.Module):
         return plan | {"*": 0.02}
 
     def prepare(self, batch: Batch, step: Tensor) -> Batch:
-        """In training with dropout, add one random key for each sample."""
-        if self.training and (self.c.dropout or self.c.drop_path):
-            return batch | {"keys": random.sample_keys(self.seed, step, batch["sample"])}
-        return batch
+        """A loader's batch as the model takes it: `input` and `target` in patches, (B, T, P), and `position`, (B, T).
 
-    def forward(self, batch: Batch) -> Tensor:
-        x = self.embed(batch["input"])                                  # (B, T, D)
+        In training with dropout also `keys`, one random key for each sample, (B,).
+        """
+        sample, T = batch["sample"], self.c.tokens
+        ready = {"sample": sample, "position": torch.arange(T, device=sample.device).expand(len(sample), T)}
+        ready |= {name: to_patches(batch[name], self.c.patch) for name in ("input", "target") if name in batch}
+        if self.training and (self.c.dropout or self.c.drop_path):
+            ready["keys"] = random.sample_keys(self.seed, step, sample)
+        return ready
+
+    def forward(self, batch: Batch, x: Tensor | None = None) -> Tensor:
+        """The output for a prepared batch. Of a pipeline's stage, which lacks some parts, `x` is what the last one put out."""
+        if self.embed is not None:
+            x = self.embed(batch)                                       # (B, T, D)
         for block in self.blocks.values():
-            x = block(x, batch.get("keys"))                             # (B, T, D)
-        x = self.head(x)                                                # (B, C, H, W)
+            x = block(x, batch)                                         # (B, T, D)
+        if self.head is None:
+            return x
+        x = self.head(x)                                                # (B, T, P)
         return batch["input"] + x if self.c.residual else x
 
+    def fields(self, output: Tensor) -> Tensor:
+        """The output laid out on the grid: (B, T, P) -> (B, C, H, W)."""
+        return to_fields(output, self.c.grid, self.c.patch)
+
     def example(self, samples: int, device: torch.device) -> Batch:
-        """A batch of random numbers in the right shapes, the same in every run."""
-        count = samples * self.c.channels * self.c.grid[0] * self.c.grid[1]
+        """A loader's batch of random numbers in the right shapes, the same in every run."""
         shape = (samples, self.c.channels, *self.c.grid)
-        counter = torch.arange(count, device=device).view(shape)
+        counter = torch.arange(torch.Size(shape).numel(), device=device).view(shape)
         input, target = (random.normal(random.key("example", part), counter) for part in ("input", "target"))
         return {"input": input, "target": target, "sample": torch.arange(samples, device=device)}

@@ -1,22 +1,38 @@
-"""Parallelism as surgery on a serial model: `parallelize(model, mesh)` and the mesh it works on."""
+"""Parallelism as surgery on a serial model: `parallelize(model, mesh, settings)` and the mesh it works on."""
+
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from course.errors import CourseError
+from course.parallel.context import context_parallel, needs_zigzag
 from course.parallel.mesh import Axis, Mesh, World, build_mesh, join, leave
 from course.parallel.placement import Placement, place_serial, placement
+from course.parallel.sequence import mark_partial, split_tokens
 from course.parallel.tensor import tensor_parallel
+
+if TYPE_CHECKING:
+    from course.config import Parallel
 
 __all__ = ["Axis", "Mesh", "Placement", "World", "build_mesh", "join", "leave", "parallelize", "place_serial", "placement"]
 
 
-def parallelize(model: nn.Module, mesh: Mesh) -> nn.Module:
-    """Name every parameter's place, and split the model along the axes of the mesh.
+def parallelize(model: nn.Module, mesh: Mesh, settings: "Parallel") -> nn.Module:
+    """Cut a serial model, on the meta device, along the axes of the mesh, and name each parameter's place in it.
 
-    So far along tp; the data-parallel axis needs no surgery, since `train_step` averages gradients over it.
+    The data-parallel axis needs no surgery: `train_step` averages gradients over it.
     """
-    for axis in (mesh.pp, mesh.cp):
-        if axis.size > 1:
-            raise CourseError(f"parallel.{axis.name}={axis.size}: this version trains data- and tensor-parallel only; "
-                              f"set parallel.{axis.name}=1")
-    return tensor_parallel(place_serial(model, owner=mesh.dp_cp.rank == 0), mesh.tp)
+    model = place_serial(model, owner=mesh.dp_cp.rank == 0)
+    tokens = None
+    sp = mesh.tp if settings.sp else Axis("tp")
+    if mesh.cp.size * sp.size > 1:
+        zigzag = mesh.cp.size > 1 and needs_zigzag(model, settings.context)
+        tokens = split_tokens(model, mesh.cp, sp, zigzag)
+    model = tensor_parallel(model, mesh.tp, tokens if sp.size > 1 else None)
+    if sp.size > 1:
+        mark_partial(model, sp)
+    if tokens is not None:
+        model = context_parallel(model, tokens, settings.context)
+    if mesh.pp.size > 1:
+        raise CourseError(f"parallel.pp={mesh.pp.size}: not yet")
+    return model

@@ -14,39 +14,54 @@ from course.errors import CourseError
 from course.parallel import mappings
 from course.parallel.mesh import Axis
 from course.parallel.placement import box_shape, place, placement
+from course.parallel.sequence import SplitTokens
 
 
 class ColumnLinear(nn.Module):
     """y = x W' + b with the output features cut: each rank computes its own of y."""
 
-    def __init__(self, linear: nn.Linear, axis: Axis):
+    def __init__(self, linear: nn.Linear, axis: Axis, tokens: SplitTokens | None = None):
         super().__init__()
-        self.axis = axis
+        self.axis, self.tokens = axis, tokens
         heads = max(0, len(placement(linear.bias).global_shape) - 2)    # of (3, heads, head_dim), or the features of (F,)
         self.weight, self.bias = cut(linear.weight, heads, axis), cut(linear.bias, heads, axis)
 
-    def forward(self, x: Tensor) -> Tensor:                             # (B, T, D)
-        return F.linear(mappings.copy(x, self.axis), self.weight, self.bias)            # (B, T, F / tp)
+    def forward(self, x: Tensor) -> Tensor:                             # (B, T, D), sequence parallel (B, T / tp, D)
+        x = enter(x, self.axis, self.tokens)                            # (B, T, D)
+        return F.linear(x, self.weight, self.bias)                      # (B, T, F / tp)
 
 
 class RowLinear(nn.Module):
     """y = x W' + b with the input features cut: partial products are added up, then the bias, once."""
 
-    def __init__(self, linear: nn.Linear, axis: Axis):
+    def __init__(self, linear: nn.Linear, axis: Axis, tokens: SplitTokens | None = None):
         super().__init__()
-        self.axis = axis
+        self.axis, self.tokens = axis, tokens
         self.weight = cut(linear.weight, len(placement(linear.weight).global_shape) - 1, axis)
         self.bias = linear.bias
 
     def forward(self, x: Tensor) -> Tensor:                             # (B, T, F / tp)
-        return mappings.reduce(F.linear(x, self.weight), self.axis) + self.bias         # (B, T, D)
+        part = F.linear(x, self.weight)                                 # (B, T, D)
+        return leave(part, self.axis, self.tokens) + self.bias          # (B, T, D), sequence parallel (B, T / tp, D)
+
+
+def enter(x: Tensor, axis: Axis, tokens: SplitTokens | None) -> Tensor:
+    """Where each rank begins to compute a part: everyone's tokens, which with sequence parallelism have to be gathered."""
+    return mappings.copy(x, axis) if tokens is None else mappings.gather(x, 1, axis, tokens.here)
+
+
+def leave(x: Tensor, axis: Axis, tokens: SplitTokens | None) -> Tensor:
+    """Where the parts are added up: for all tokens, or with sequence parallelism for this rank's own."""
+    return mappings.reduce(x, axis) if tokens is None else mappings.scatter(x, 1, axis)
 
 
 STYLES = {"column": ColumnLinear, "row": RowLinear}
 
 
-def tensor_parallel(model: nn.Module, axis: Axis) -> nn.Module:
+def tensor_parallel(model: nn.Module, axis: Axis, tokens: SplitTokens | None = None) -> nn.Module:
     """Replace the linears that the model's `tensor_plan` names; everything else is whole on every rank of the axis.
+
+    tokens: with sequence parallelism, how they are cut between those linears.
 
     Takes a model on the meta device with its placements. Raises `CourseError` where heads or hidden units
     are not divisible by the size of the axis.
@@ -57,7 +72,7 @@ def tensor_parallel(model: nn.Module, axis: Axis) -> nn.Module:
         style = next((style for end, style in model.tensor_plan.items() if name.endswith(end)), None)    # type: ignore[union-attr, operator]
         if style is not None and isinstance(linear, nn.Linear):
             owner, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(owner), leaf, STYLES[style](linear, axis))
+            setattr(model.get_submodule(owner), leaf, STYLES[style](linear, axis, tokens))
     for parameter in model.parameters():
         where = placement(parameter)
         if where.axis is None:                       # the same on all ranks: the first speaks for it

@@ -23,6 +23,11 @@ def batch(n=2):
     return {"input": x, "target": x.flip(0), "sample": torch.arange(n)}
 
 
+def fields(model, b):
+    """The model's output for a loader's batch, on the grid."""
+    return model.fields(model(model.prepare(b, torch.tensor(0))))
+
+
 def by_hand(model, x):
     """The same formulas, written once more with nothing of the model but its weights."""
     w = dict(model.named_parameters())
@@ -48,19 +53,20 @@ def test_output_equals_the_formulas_written_again():
     with torch.no_grad():
         for p in model.parameters():                                    # so that no bias or gain is trivial
             p += 0.3 * torch.randn_like(p)
-        torch.testing.assert_close(model(b), by_hand(model, b["input"]), rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(fields(model, b), by_hand(model, b["input"]), rtol=1e-10, atol=1e-10)
 
 
 def test_residual_starts_as_persistence():
     b = batch()
-    assert torch.equal(make(residual=True)(b), b["input"])
+    assert torch.equal(fields(make(residual=True), b), b["input"])
 
 
 def test_loss_is_the_sum_of_relative_errors():
     model, b = make(), batch(3)
-    output = model(b)
+    output = fields(model, b)
     expected = sum(((output[i] - b["target"][i]).norm() / b["target"][i].norm()).item() for i in range(3))
-    total, weight = model.loss(output, b)
+    ready = model.prepare(b, torch.tensor(0))
+    total, weight = model.loss(model(ready), ready)
     assert total.item() == pytest.approx(expected) and weight.item() == 3
 
 
@@ -68,12 +74,13 @@ def test_dropout_keeps_the_mean_and_the_rate_and_is_off_in_evaluation():
     from course.models.layers import Dropout, DropPath
 
     x, keys = torch.ones(64, 50, 20), random.sample_keys(0, torch.tensor(3), torch.arange(64))
+    b = {"keys": keys, "position": torch.arange(50).expand(64, 50)}
     for layer, rate in ((Dropout(0.3, "a"), 64 * 50 * 20), (DropPath(0.3, "b"), 64)):
-        y = layer(x, keys)
+        y = layer(x, b)
         assert (y == 0).float().mean().item() == pytest.approx(0.3, abs=3 * (0.21 / rate) ** 0.5)
         assert y.max().item() == pytest.approx(1 / 0.7)
-        assert torch.equal(layer(x, None), x)
-    assert not torch.equal(Dropout(0.3, "a")(x, keys), Dropout(0.3, "b")(x, keys))
+        assert torch.equal(layer(x, {}), x)
+    assert not torch.equal(Dropout(0.3, "a")(x, b), Dropout(0.3, "b")(x, b))
     model = make(dropout=0.5)
     assert "keys" in model.prepare(batch(), torch.tensor(0)) and "keys" not in model.eval().prepare(batch(), torch.tensor(0))
 

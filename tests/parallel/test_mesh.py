@@ -48,7 +48,7 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
 
 
 def test_every_parameter_knows_its_place():
-    model = parallelize(build_model(ViTConfig()), build_mesh(Parallel(), World()))
+    model = parallelize(build_model(ViTConfig()), build_mesh(Parallel(), World()), Parallel())
     for name, parameter in model.named_parameters():
         place = placement(parameter)
         assert place.name == name and math.prod(place.global_shape) == parameter.numel() and place.owner

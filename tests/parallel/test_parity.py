@@ -22,7 +22,7 @@ def train(overrides: list[str]) -> tuple[list[float], list[float], Pieces]:
 
     c = config.load("vit-demo", [*SMALL, *overrides])
     mesh = build_mesh(c.parallel, join("cpu"))
-    model = parallelize(build_model(c.model, c.train.seed), mesh)
+    model = parallelize(build_model(c.model, c.train.seed), mesh, c.parallel)
     random.initialize(model, c.train.seed, torch.device("cpu"), torch.float64)
     progress = step.Progress.start(c, torch.device("cpu"))
     optimizer = step.build_optimizer(model, progress, c)
@@ -73,6 +73,9 @@ def assert_equal_to_serial(size: int, layout: list[str], extra: tuple[str, ...] 
 
 LAYOUTS = {"dp2": (2, ["parallel.dp=2"]), "tp2": (2, ["parallel.tp=2"]),
            "tp4": (4, ["parallel.tp=4"]), "dp2 tp2": (4, ["parallel.tp=2", "parallel.dp=2"]),
+           "sp2": (2, ["parallel.tp=2", "parallel.sp=true"]),
+           "cp2 gather": (2, ["parallel.cp=2", "parallel.context=gather"]), "cp2 ring": (2, ["parallel.cp=2"]),
+           "cp2 all_to_all": (2, ["parallel.cp=2", "parallel.context=all_to_all"]),
            "tp-dp order": (4, ["parallel.tp=2", "parallel.dp=2", "parallel.order=pp-tp-cp-dp"])}
 
 

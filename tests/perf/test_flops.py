@@ -15,7 +15,7 @@ from course.perf import flops
 ])
 def test_model_flops_equal_pytorchs_counter_exactly(config):
     model = random.initialize(place_serial(build_model(config)), 0, torch.device("cpu"))
-    batch = model.example(3, torch.device("cpu"))
+    batch = model.prepare(model.example(3, torch.device("cpu")), torch.tensor(0))
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         total, _ = model.loss(model(batch), batch)
         total.backward()

@@ -1,0 +1,69 @@
+"""Attention with one block of keys: the answer and each query's log-sum-exp; backward from those of all blocks together.
+
+    s = q k' / sqrt(d),  lse = log sum exp s,  p = exp(s - lse),  out = p v
+
+Backward needs of the other blocks only their part in `out` and `lse` (Dao 2023, arXiv:2307.08691, section 3.1):
+
+    p = exp(s - lse),  dv = p' g,  ds = p * (g v' - rowsum(g * out)),  dq = ds k / sqrt(d),  dk = ds' q / sqrt(d)
+
+`plain` is these formulas, for any device and format; `cudnn` and `flash` are PyTorch's fused kernels of the same on GPUs.
+All tensors are (B, h, T, d), lse (B, h, T). causal: query i sees keys up to i; both have the same length then.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+aten: Any = torch.ops.aten
+Grads = tuple[Tensor, Tensor, Tensor]
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """(out, lse) of the queries for these keys; lse in float32 or float64."""
+    kind = kernel(q)
+    if kind == "cudnn":
+        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal)
+        return out, lse.view(out.shape[:3])
+    if kind == "flash":
+        out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
+        return out, lse
+    s = scores(q, k, causal)                                            # (B, h, T, S)
+    lse = s.logsumexp(-1)                                               # (B, h, T)
+    return (s - lse[..., None]).exp().to(v.dtype) @ v, lse
+
+
+def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool) -> Grads:
+    """(dq, dk, dv) by way of these keys, given the answer and log-sum-exp for all keys."""
+    kind = kernel(q)
+    if kind != "plain":
+        none = torch.empty(0, dtype=torch.uint64 if kind == "flash" else torch.int64, device=q.device)    # no dropout: no seed
+        q, k, v, out, grad, lse = (x.contiguous() for x in (q, k, v, out, grad, lse))
+        T, S = q.shape[2], k.shape[2]
+        if kind == "cudnn":
+            return aten._scaled_dot_product_cudnn_attention_backward(
+                grad, q, k, v, out, lse[..., None], none, none, None, None, None, T, S, 0.0, causal)
+        return aten._scaled_dot_product_flash_attention_backward(
+            grad, q, k, v, out, lse, None, None, T, S, 0.0, causal, none, none)
+    p = (scores(q, k, causal) - lse[..., None]).exp()                   # (B, h, T, S)
+    g, k, v, q = (x.to(p.dtype) for x in (grad, k, v, q))
+    ds = p * (g @ v.mT - (g * out).sum(-1, keepdim=True)) / math.sqrt(q.shape[-1])
+    return ds @ k, ds.mT @ q, p.mT @ g
+
+
+def scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
+    """q k' / sqrt(d) in float32 or float64, -inf where a query may not look."""
+    s = (q @ k.mT).to(torch.float64 if q.dtype == torch.float64 else torch.float32) / math.sqrt(q.shape[-1])
+    if causal:
+        s = s.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).triu(1), -math.inf)
+    return s
+
+
+def kernel(q: Tensor) -> str:
+    """Which implementation computes on these queries. cuDNN's is the fastest on Hopper; both are for 16-bit formats."""
+    if q.device.type != "cuda" or q.dtype not in (torch.float16, torch.bfloat16):
+        return "plain"
+    if torch.backends.cuda.cudnn_sdp_enabled() and q.shape[-1] % 8 == 0 and q.shape[-1] <= 128:
+        return "cudnn"
+    return "flash"

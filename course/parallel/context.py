@@ -1,0 +1,215 @@
+"""Context parallelism: attention over a sequence of which each rank has a piece. Three ways, one interface.
+
+    gather     every rank gathers all keys and values                       simple; memory for all of them
+    ring       keys and values go round, one piece at a time                memory for two pieces; sending hides behind work
+    all_to_all each rank gets all tokens of some heads (Ulysses)            few bytes; heads have to divide
+
+A block of keys gives a block of the answer and, for each query, the logarithm of its softmax's denominator (log-sum-exp).
+From these, answers for different keys merge into the answer for all of them (online softmax; Milakov and Gimelshein
+2018, arXiv:1805.02867; Liu, Zaharia and Abbeel 2023, arXiv:2310.01889). Ulysses: Jacobs et al. 2023, arXiv:2309.14509.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.nn.attention.bias import causal_lower_right
+
+from course.errors import CourseError
+from course.parallel import blocks, mappings
+from course.parallel.mesh import Axis
+from course.parallel.placement import placement
+from course.parallel.sequence import SplitTokens, fill
+
+
+class GatherAttend(nn.Module):
+    """Gather the keys and values of all ranks; each rank answers its own queries."""
+
+    def __init__(self, causal: bool, tokens: SplitTokens):
+        super().__init__()
+        self.causal, self.tokens = causal, tokens
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:       # 3 x (B, h, T / cp, d)
+        tokens = self.tokens
+        order = torch.cat(tokens.order(q.device))                       # (T,) the gathered keys' positions
+        pairs = mappings.gather(torch.stack([k, v]), 3, tokens.cp, len(order))          # (2, B, h, T, d)
+        if not self.causal:
+            return F.scaled_dot_product_attention(q, *pairs)
+        k, v = pairs.index_select(3, order.argsort())                   # in the order of time
+        parts = []
+        for piece, end in zip(q.chunk(2, 2), self.ends(), strict=True):                 # front and back, a zigzag
+            mask = causal_lower_right(piece.shape[2], end)
+            parts.append(F.scaled_dot_product_attention(piece, k[:, :, :end], v[:, :, :end], attn_mask=mask))
+        return torch.cat(parts, 2)                                      # (B, h, T / cp, d)
+
+    def ends(self) -> tuple[int, int]:
+        """Where this rank's two pieces end: their queries see the keys up to there."""
+        size, rank, width = self.tokens.cp.size, self.tokens.cp.rank, self.tokens.here // 2
+        return (rank + 1) * width, (2 * size - rank) * width
+
+
+class AllToAllAttend(nn.Module):
+    """Exchange tokens for heads, attend, and exchange them back."""
+
+    def __init__(self, causal: bool, tokens: SplitTokens):
+        super().__init__()
+        self.causal, self.tokens = causal, tokens
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:       # 3 x (B, h, T / cp, d)
+        cp, total = self.tokens.cp, self.tokens.total
+        q, k, v = mappings.all_to_all(torch.stack([q, k, v]), 2, 3, cp, total)          # 3 x (B, h / cp, T, d)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        return mappings.all_to_all(y, 2, 1, cp, q.shape[1] * cp.size)   # (B, h, T / cp, d)
+
+
+class RingAttend(nn.Module):
+    """Keys and values go round the ranks; each answers its queries for the block that is there, and merges the answers."""
+
+    def __init__(self, causal: bool, tokens: SplitTokens):
+        super().__init__()
+        self.causal, self.tokens = causal, tokens
+
+    @torch.compiler.disable(reason="its sends and receives run beside the computation")
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:       # 3 x (B, h, T / cp, d)
+        lengths = [len(piece) for piece in self.tokens.order(torch.device("cpu"))]
+        return Ring.apply(q, k, v, self.causal, self.tokens.cp, lengths)
+
+
+class Ring(Function):
+    """Attention of this rank's queries with the keys of all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, axis: Axis, lengths: list[int]) -> Tensor:
+        out = torch.zeros_like(q, dtype=lse_type(q))                    # the answer for no keys at all,
+        lse = out.new_full(q.shape[:3], -torch.inf)                     # (B, h, T) whose softmax has the denominator 0
+        for source, (keys, values) in rounds(torch.stack([k, v]), axis, lengths):
+            rows, columns, diagonal = visible(causal, axis.rank, source, q.shape[2], keys.shape[2])
+            part = blocks.forward(q[:, :, rows], keys[:, :, columns], values[:, :, columns], diagonal)
+            merge(out[:, :, rows], lse[:, :, rows], *part)
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.causal, ctx.axis, ctx.lengths = causal, axis, lengths
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        axis, kind = ctx.axis, lse_type(q)
+        dq = torch.zeros_like(q, dtype=kind)
+        home = Homewards(axis, ctx.lengths, (2, *k.shape), kind, q.device)
+        for source, (keys, values) in rounds(torch.stack([k, v]), axis, ctx.lengths):
+            rows, columns, diagonal = visible(ctx.causal, axis.rank, source, q.shape[2], keys.shape[2])
+            a, b, c = blocks.backward(grad[:, :, rows], q[:, :, rows], keys[:, :, columns], values[:, :, columns],
+                                      out[:, :, rows], lse[:, :, rows], diagonal)
+            dq[:, :, rows] += a
+            sums = home.arrived(source)                                 # (2, B, h, T_source, d)
+            sums[0, :, :, columns] += b
+            sums[1, :, :, columns] += c
+            home.send(sums, source)
+        dk, dv = home.arrived(axis.rank).to(k.dtype)
+        return dq.to(q.dtype), dk, dv, None, None, None
+
+
+def visible(causal: bool, rank: int, source: int, queries: int, keys: int) -> tuple[slice, slice, bool]:
+    """Which rows (queries here) and columns (keys from `source`) see each other, and whether only up to the diagonal.
+
+    Causal in a zigzag: each rank has a piece from the front and one from the back. A lower rank's front piece lies before
+    all of mine, its back piece behind; of a higher rank, my back piece sees everything, my front piece nothing. So every
+    round is the same work on every rank: a half of the square.
+    """
+    if not causal or rank == source:
+        return slice(None), slice(None), causal
+    if source < rank:
+        return slice(None), slice(0, keys // 2), False
+    return slice(queries // 2, None), slice(None), False
+
+
+def merge(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
+    """Make `out` (B, h, T, d) and `lse` (B, h, T) the answer for the keys of both: means weighed by exp(lse), in place."""
+    both = torch.logaddexp(lse, new_lse)
+    out.mul_((lse - both).exp()[..., None]).add_(new_out * (new_lse - both).exp()[..., None])
+    lse.copy_(both)
+
+
+def lse_type(q: Tensor) -> torch.dtype:
+    """What is added up over the blocks is kept in float32 at least."""
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def rounds(pair: Tensor, axis: Axis, lengths: list[int]) -> Iterator[tuple[int, Tensor]]:
+    """(rank it comes from, its keys and values) for every rank of the ring, my own first. The next is under way meanwhile."""
+    for turn in range(axis.size):
+        source, coming = (axis.rank - turn) % axis.size, None
+        if turn < axis.size - 1:
+            shape = (*pair.shape[:3], lengths[(source - 1) % axis.size], *pair.shape[4:])
+            coming = pair.new_empty(shape)
+            works = pass_on(pair, coming, axis)
+        yield source, pair
+        if coming is not None:
+            for work in works:
+                work.wait()
+            pair = coming
+
+
+class Homewards:
+    """Gradients of keys and values travel after them, each rank adding its part, until they are back where they belong."""
+
+    def __init__(self, axis: Axis, lengths: list[int], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device):
+        self.axis, self.lengths, self.shape = axis, lengths, shape
+        self.like = torch.empty(0, dtype=dtype, device=device)
+        self.coming: Tensor | None = None
+        self.works: list[Any] = []
+        self.sent: Tensor | None = None
+
+    def arrived(self, source: int) -> Tensor:
+        """The sums for the keys of `source`, so far."""
+        for work in self.works:
+            work.wait()
+        if self.coming is None:
+            return self.like.new_zeros(self._shape(source))
+        return self.coming
+
+    def send(self, sums: Tensor, source: int) -> None:
+        """Pass them on; those of the rank before come in."""
+        self.sent, self.coming = sums, self.like.new_empty(self._shape((source - 1) % self.axis.size))
+        self.works = pass_on(sums, self.coming, self.axis)
+
+    def _shape(self, source: int) -> tuple[int, ...]:
+        return (*self.shape[:3], self.lengths[source], *self.shape[4:])
+
+
+def pass_on(out: Tensor, into: Tensor, axis: Axis) -> list[Any]:
+    """Send to the next rank of the ring and receive from the one before; returns what to wait for."""
+    after, before = axis.ranks[(axis.rank + 1) % axis.size], axis.ranks[(axis.rank - 1) % axis.size]
+    return dist.batch_isend_irecv([dist.P2POp(dist.isend, out.contiguous(), after, axis.group),
+                                   dist.P2POp(dist.irecv, into, before, axis.group)])
+
+
+METHODS = {"gather": GatherAttend, "ring": RingAttend, "all_to_all": AllToAllAttend}
+
+
+def context_parallel(model: nn.Module, tokens: SplitTokens, method: str) -> nn.Module:
+    """Put the attention of `method` at the model's seams. Raises `CourseError` if all_to_all cannot share out the heads."""
+    size = tokens.cp.size
+    if size == 1:
+        return model
+    if method == "all_to_all":
+        for name, module in model.named_modules():
+            if hasattr(module, "qkv"):
+                start, stop = placement(module.qkv.weight).box[1]
+                if (stop - start) % size:
+                    raise CourseError(f"parallel.context=all_to_all gives each of parallel.cp={size} ranks a part of the "
+                                      f"{stop - start} heads that tp leaves in {name}: choose a cp that divides them, "
+                                      "or parallel.context=ring")
+    fill(model, "attend", lambda old: METHODS[method](old.causal, tokens))              # type: ignore[arg-type]
+    return model
+
+
+def needs_zigzag(model: nn.Module, method: str) -> bool:
+    """Causal attention is balanced by a zigzag; all_to_all has all tokens of a head anyway."""
+    return method != "all_to_all" and any(getattr(module, "seam", None) == "attend" and module.causal
+                                          for module in model.modules())

@@ -1,0 +1,112 @@
+"""Samples cut into pieces of tokens: over cp through the whole model, over tp between its linears (sequence parallelism).
+
+Between a row linear and the next column linear, every tensor-parallel rank would compute the same norms, dropout and
+residual sums of the same tokens. With sequence parallelism each does that for its own piece of them: a column linear
+gathers the pieces, a row linear scatters its sum (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2). The
+all-reduce that this replaces is a reduce-scatter and an all-gather, so the same bytes move.
+
+What is cut is data on the model's class, `token_plan`: "context" cuts over cp alone, "sequence" over cp and then tp.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from course.parallel import mappings
+from course.parallel.mesh import Axis
+from course.parallel.placement import place, placement
+
+Batch = dict[str, Tensor]
+PADDING = {"target": -1}                            # what tokens added at the end hold: a target that weighs nothing, else 0
+
+
+class SplitTokens(nn.Module):
+    """The tokens of this rank. Uneven pieces are as `torch.tensor_split` cuts them.
+
+    zigzag: each context-parallel rank has a piece from the front and one from the back, such that with causal
+    attention all have the same work: of 2·cp pieces, rank r has number r and number 2·cp - 1 - r. They must be
+    equal, so the tokens are padded at the end, where causal attention lets nobody see them.
+    """
+
+    def __init__(self, plan: Mapping[str, str], cp: Axis, tp: Axis, zigzag: bool):
+        super().__init__()
+        self.plan, self.cp, self.tp, self.zigzag = plan, cp, tp, zigzag
+        self.total = 0                              # tokens of a sample, set by the batch that is cut
+        self.here = 0                               # of these, on this context-parallel rank
+
+    def cut(self, batch: Batch) -> Batch:
+        self.total = batch["position"].shape[1]
+        self.here = len(self.order(torch.device("cpu"))[self.cp.rank])
+        return {name: self._piece(name, x) if name in self.plan else x for name, x in batch.items()}
+
+    def _piece(self, name: str, x: Tensor) -> Tensor:
+        x = self._padded(x, PADDING.get(name, 0))
+        if self.zigzag:
+            x = x.index_select(1, self.order(x.device)[self.cp.rank])
+        else:
+            x = mappings.shard(x, 1, self.cp)
+        return mappings.shard(x, 1, self.tp) if self.plan[name] == "sequence" else x
+
+    def _padded(self, x: Tensor, value: float) -> Tensor:
+        missing = -x.shape[1] % (2 * self.cp.size) if self.zigzag else 0
+        return torch.cat([x, x.new_full((len(x), missing, *x.shape[2:]), value)], 1) if missing else x
+
+    def order(self, device: torch.device) -> tuple[Tensor, ...]:
+        """The positions of each context-parallel rank's tokens, in the order in which it has them."""
+        size = self.cp.size
+        if not self.zigzag:
+            return torch.arange(self.total, device=device).tensor_split(size)
+        pieces = torch.arange(self.total + -self.total % (2 * size), device=device).chunk(2 * size)
+        return tuple(torch.cat([pieces[rank], pieces[-1 - rank]]) for rank in range(size))
+
+    def whole(self, output: Tensor) -> Tensor:
+        """The output of all ranks for all tokens, in order; without a gradient."""
+        with torch.no_grad():
+            if self.plan["target"] == "sequence":
+                output = mappings.gather(output, 1, self.tp, self.here)
+            order = torch.cat(self.order(output.device))
+            return mappings.gather(output, 1, self.cp, len(order))[:, order.argsort()[:self.total]]
+
+
+class SplitTotal(nn.Module):
+    """A loss's sum over this rank's tokens, completed: the same on every rank that has tokens of the sample.
+
+    Gradients are added up over tp, where each rank has its own part of the tokens (reduce | identity), and averaged over
+    cp: there the gradient is multiplied by cp (all-reduce | all-reduce), which the average undoes.
+    """
+
+    def __init__(self, cp: Axis, tp: Axis):
+        super().__init__()
+        self.cp, self.tp = cp, tp
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = mappings.reduce(x, self.tp)
+        return mappings.copy(mappings.reduce(x, self.cp), self.cp)
+
+
+def split_tokens(model: nn.Module, cp: Axis, tp: Axis, zigzag: bool) -> SplitTokens:
+    """Cut what the model's `token_plan` names over cp, and over tp if that is an axis of more than one rank."""
+    plan: Mapping[str, str] = model.token_plan      # type: ignore[assignment]
+    tokens = SplitTokens(plan, cp, tp, zigzag)
+    model.tokens = tokens
+    total = SplitTotal(cp, tp if plan["target"] == "sequence" else Axis("tp"))
+    fill(model, "total", lambda old: total)
+    return tokens
+
+
+def fill(model: nn.Module, seam: str, make: Callable[[nn.Module], nn.Module]) -> None:
+    """Put `make(module)` in the place of every module at the named seam."""
+    for name, module in list(model.named_modules()):
+        if getattr(module, "seam", None) == seam:
+            owner, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, make(module))
+
+
+def mark_partial(model: nn.Module, tp: Axis) -> None:
+    """With sequence parallelism every parameter that tp does not cut sees only its rank's tokens: its gradient is a part."""
+    for parameter in model.parameters():
+        where = placement(parameter)
+        if where.axis is None:
+            place(parameter, replace(where, partial_over=tp))
