@@ -68,6 +68,8 @@ class Parallel:
     order: str = "pp-dp-cp-tp"                      # slowest first: the last axis joins neighbouring ranks
     sp: bool = False                                # sequence parallel: norms and residuals cut by tokens over tp
     context: Literal["gather", "ring", "all_to_all"] = "ring"       # how attention works over cp
+    schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"      # of a pipeline's passes
+    chunks: int = 1                                 # of blocks on each pipeline rank; interleaved needs 2 or more
 
 
 @dataclass(frozen=True)
@@ -229,12 +231,16 @@ def check(config: Config) -> Config:
     if c.dim % c.heads:
         raise CourseError(f"model.dim={c.dim} is not divisible by model.heads={c.heads}: change one of them")
     for key in ("train.steps", "train.global_batch", "data.lead", "log.every", "checkpoint.every", "checkpoint.keep",
-                "parallel.pp", "parallel.cp", "parallel.tp", "model.patch", "model.depth", "model.channels"):
+                "parallel.pp", "parallel.cp", "parallel.chunks", "parallel.tp", "model.patch", "model.depth", "model.channels"):
         section, name = key.split(".")
         if getattr(getattr(config, section), name) < 1:
             raise CourseError(f"{key} must be at least 1, not {getattr(getattr(config, section), name)}")
     if sorted(config.parallel.order.split("-")) != ["cp", "dp", "pp", "tp"]:
         raise CourseError(f"parallel.order={config.parallel.order} must name pp, dp, cp and tp once each, such as pp-dp-cp-tp")
+    p = config.parallel
+    if (p.chunks > 1) != (p.schedule == "interleaved" and p.pp > 1):
+        raise CourseError(f"parallel.chunks={p.chunks} with parallel.schedule={p.schedule} and parallel.pp={p.pp}: interleaved "
+                          "needs at least 2 chunks on each of several pipeline ranks, the other schedules 1")
     if config.graphs:
         raise CourseError("graphs=true: this version does not capture CUDA graphs yet; set graphs=false")
     return config

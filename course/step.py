@@ -8,6 +8,7 @@ clips and updates. Nothing in a step is decided on the host, so nothing waits fo
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -80,6 +81,35 @@ def eager(model: nn.Module, progress: Progress, config: Config, mesh: Mesh) -> C
     return compute
 
 
+def build_compute(model: nn.Module, progress: Progress, config: Config, mesh: Mesh) -> Compute:
+    """How this layout does forward and backward."""
+    return (pipelined if mesh.pp.size > 1 else eager)(model, progress, config, mesh)
+
+
+def pipelined(model: Any, progress: Progress, config: Config, mesh: Mesh) -> Compute:
+    """The same as `eager`, with the model's stages on the ranks along pp and micro-batches on their way between them."""
+    last = config.parallel.chunks - 1 if mesh.pp.rank == mesh.pp.size - 1 else None         # the chunk that ends in the loss
+
+    def compute(batch: Batch) -> Tensor:
+        micros = [model.tokens.cut(micro) for micro in split(batch, config.train.micro_batch)]
+        weight = global_weight(model, batch, mesh.dp)
+        loss = torch.zeros_like(weight)
+
+        def forward(chunk: int, micro: int, x: Any) -> Any:
+            with autocast(config.precision, weight.device):
+                output = model.chunks[chunk](micros[micro], x)
+            if chunk != last:
+                return output
+            total, _ = model.loss(output, micros[micro])
+            loss.add_(total.detach() / weight)
+            return total * (mesh.dp.size / weight) * progress.loss_scale
+
+        model.pipeline.train(forward, [len(micro["sample"]) for micro in micros])
+        return loss                                   # of the global mean, on the last stage; 0 on the others
+
+    return compute
+
+
 def global_weight(model: nn.Module, batch: Batch, dp: Axis) -> Tensor:
     """W: what the samples of the global batch weigh together."""
     weight = model.loss.weight(batch).sum()           # type: ignore[operator, union-attr]
@@ -108,17 +138,16 @@ def train_step(compute: Compute, model: nn.Module, optimizer: torch.optim.Optimi
     def step(batch: Batch) -> tuple[Tensor, Tensor]:
         batch = model.prepare(batch, progress.step)   # type: ignore[operator]
         loss = compute(batch)
-        add_partial_gradients(parameters, mesh.tp)
+        add_partial_gradients(parameters)
         average_gradients(parameters, mesh.dp_cp)
         norm = gradient_norm(parameters, mesh) / progress.loss_scale
-        bad = ~(loss.isfinite() & norm.isfinite())
-        bad = anywhere(bad, mesh.all)
+        bad, nan = anywhere(torch.stack([~(loss.isfinite() & norm.isfinite()), ~loss.isfinite()]), mesh.all)
         progress.lr.copy_(learning_rate(progress.step, config))
         optimizer.grad_scale = progress.loss_scale / clip_factor(norm, config.optim.clip)    # type: ignore[attr-defined]
         optimizer.found_inf = bad                     # type: ignore[attr-defined]
         optimizer.step()
         optimizer.zero_grad()
-        advance(progress, loss, bad, config.precision)
+        advance(progress, nan, bad, config.precision)
         return loss, norm
 
     return step
@@ -140,23 +169,23 @@ def clip_factor(norm: Tensor, most: float) -> Tensor:
     return (most / (norm + 1e-6)).clamp(max=1.0) if most else torch.ones_like(norm)
 
 
-def anywhere(flag: Tensor, everyone: Axis) -> Tensor:
-    """1.0 if the flag is set on any rank, else 0.0, the same on all."""
-    value = flag.float()
+def anywhere(flags: Tensor, everyone: Axis) -> Tensor:
+    """For each flag 1.0 if it is set on any rank, else 0.0, the same on all."""
+    value = flags.float()
     if everyone.size > 1:
         dist.all_reduce(value, dist.ReduceOp.MAX, group=everyone.group)
     return value
 
 
-def advance(progress: Progress, loss: Tensor, bad: Tensor, precision: str) -> None:
-    """Count the step."""
+def advance(progress: Progress, nan: Tensor, bad: Tensor, precision: str) -> None:
+    """Count the step; the flags say whether its loss was not finite, and whether it was skipped."""
     p, skipped = progress, (bad > 0).long()
     scale, good = next_scale(precision, p.loss_scale, p.good_steps, bad)
     p.loss_scale.copy_(scale)
     p.good_steps.copy_(good)
     p.step += 1
     p.skipped_steps += skipped
-    p.nan_steps += (~loss.isfinite()).long()
+    p.nan_steps += (nan > 0).long()
     p.streak.copy_((p.streak + 1) * skipped)
     p.longest_streak.copy_(torch.maximum(p.longest_streak, p.streak))
 

@@ -22,7 +22,7 @@ from course.parallel import Mesh, build_mesh, join, leave, parallelize, placemen
 from course.perf import flops
 from course.precision import parameter_dtype, set_matmul
 from course.report import Report, Stopwatch, memory_gb
-from course.step import Progress, Step, build_optimizer, eager, train_step
+from course.step import Progress, Step, build_compute, build_optimizer, train_step
 from course.stop import Stop
 from course.validate import Validation
 
@@ -43,7 +43,7 @@ def main(config: Config) -> Path:
             model.compile()
         progress = Progress.start(config, world.device)
         optimizer = build_optimizer(model, progress, config)
-        step = train_step(eager(model, progress, config, mesh), model, optimizer, progress, config, mesh)
+        step = train_step(build_compute(model, progress, config, mesh), model, optimizer, progress, config, mesh)
         return fit(step, model, optimizer, progress, config, mesh)
     finally:
         leave()
@@ -123,8 +123,9 @@ def measure(number: int, samples: int, loss: Tensor, norm: Tensor, seconds: floa
             mesh: Mesh) -> dict[str, Any]:
     """One record of metrics.jsonl; the loss is the mean over the global batch of the last step."""
     loss = loss.clone()
-    if mesh.dp.size > 1:
-        dist.all_reduce(loss, group=mesh.dp.group)
+    for axis in (mesh.dp, mesh.pp):                  # the last stage of a pipeline has the loss, the others 0
+        if axis.size > 1:
+            dist.all_reduce(loss, group=axis.group)
     batch = config.train.global_batch
     tflops = flops.vit_step(config.model, batch) / seconds / mesh.world.size / 1e12
     peak = flops.peak_tflops(mesh.world.device, config.precision)

@@ -48,7 +48,7 @@ def train(batches: Sequence[Batch], seed: int, *overrides: str, loss_scale: floa
     progress = step.Progress.start(c, torch.device("cpu"))
     progress.loss_scale.fill_(loss_scale)
     optimizer = step.build_optimizer(built, progress, c)
-    one = step.train_step(step.eager(built, progress, c, over), built, optimizer, progress, c, over)
+    one = step.train_step(step.build_compute(built, progress, c, over), built, optimizer, progress, c, over)
     mine = order.my_slice(c.train.global_batch, over.dp.size, over.dp.rank)
     seen: list[float] = []
     built.register_forward_pre_hook(lambda module, arguments: seen.append(float(len(arguments[0]["sample"]))))

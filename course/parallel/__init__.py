@@ -4,9 +4,9 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from course.errors import CourseError
 from course.parallel.context import context_parallel, needs_zigzag
 from course.parallel.mesh import Axis, Mesh, World, build_mesh, join, leave
+from course.parallel.pipeline import split_stages
 from course.parallel.placement import Placement, place_serial, placement
 from course.parallel.sequence import mark_partial, split_tokens
 from course.parallel.tensor import tensor_parallel
@@ -34,5 +34,5 @@ def parallelize(model: nn.Module, mesh: Mesh, settings: "Parallel") -> nn.Module
     if tokens is not None:
         model = context_parallel(model, tokens, settings.context)
     if mesh.pp.size > 1:
-        raise CourseError(f"parallel.pp={mesh.pp.size}: not yet")
+        model = split_stages(model, mesh, settings.schedule, settings.chunks)
     return model

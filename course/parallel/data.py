@@ -22,12 +22,16 @@ def average_gradients(parameters: Iterable[nn.Parameter], axis: Axis) -> None:
         gradient.copy_(mean)
 
 
-def add_partial_gradients(parameters: Iterable[nn.Parameter], axis: Axis) -> None:
-    """Complete the gradients of which every rank of the axis has a part (its tokens' part): one all-reduce of all of them."""
-    partial = [p.grad for p in parameters if p.grad is not None and placement(p).partial_over is not None]
-    if axis.size == 1 or not partial:
-        return
-    flat = _flatten_dense_tensors(partial)
-    dist.all_reduce(flat, group=axis.group)
-    for gradient, whole in zip(partial, _unflatten_dense_tensors(flat, partial), strict=True):
-        gradient.copy_(whole)
+def add_partial_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Complete gradients of which several ranks have a part (`partial_over`): one all-reduce of all of them, for each axis."""
+    partial: dict[str, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        axis = placement(parameter).partial_over
+        if axis is not None and parameter.grad is not None:
+            partial.setdefault(axis.name, []).append(parameter)
+    for held in partial.values():
+        gradients, axis = [p.grad for p in held if p.grad is not None], placement(held[0]).partial_over
+        flat = _flatten_dense_tensors(gradients)
+        dist.all_reduce(flat, group=axis.group)     # type: ignore[union-attr]
+        for gradient, whole in zip(gradients, _unflatten_dense_tensors(flat, gradients), strict=True):
+            gradient.copy_(whole)

@@ -7,7 +7,7 @@ from course.launch import ranks
 from course.parallel import placement
 from course.parallel.placement import Box
 
-SMALL = ["model.grid=[8,16]", "model.channels=3", "model.patch=4", "model.dim=16", "model.depth=2", "model.heads=4",
+SMALL = ["model.grid=[8,16]", "model.channels=3", "model.patch=4", "model.dim=16", "model.depth=5", "model.heads=4",
          "model.residual=false", "data.source=mock", "optim.name=sgd", "optim.lr=0.1", "optim.warmup=2", "optim.clip=0.05",
          "precision=fp64", "train.device=cpu", "train.global_batch=8", "train.steps=4"]
 Pieces = dict[str, list[tuple[Box, torch.Tensor]]]
@@ -26,7 +26,7 @@ def train(overrides: list[str]) -> tuple[list[float], list[float], Pieces]:
     random.initialize(model, c.train.seed, torch.device("cpu"), torch.float64)
     progress = step.Progress.start(c, torch.device("cpu"))
     optimizer = step.build_optimizer(model, progress, c)
-    one = step.train_step(step.eager(model, progress, c, mesh), model, optimizer, progress, c, mesh)
+    one = step.train_step(step.build_compute(model, progress, c, mesh), model, optimizer, progress, c, mesh)
     generator, mine = torch.Generator().manual_seed(1), order.my_slice(8, mesh.dp.size, mesh.dp.rank)
     losses, norms = [], []
     for number in range(3):
@@ -34,8 +34,9 @@ def train(overrides: list[str]) -> tuple[list[float], list[float], Pieces]:
         batch = {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name in ("input", "target")}
         batch["sample"] = torch.arange(8) + 8 * number
         loss, norm = one({name: tensor[mine] for name, tensor in batch.items()})
-        if mesh.dp.size > 1:
-            torch.distributed.all_reduce(loss, group=mesh.dp.group)
+        for axis in (mesh.dp, mesh.pp):
+            if axis.size > 1:
+                torch.distributed.all_reduce(loss, group=axis.group)
         losses.append(loss.item())
         norms.append(norm.item())
     pieces: Pieces = {}
@@ -76,6 +77,9 @@ LAYOUTS = {"dp2": (2, ["parallel.dp=2"]), "tp2": (2, ["parallel.tp=2"]),
            "sp2": (2, ["parallel.tp=2", "parallel.sp=true"]),
            "cp2 gather": (2, ["parallel.cp=2", "parallel.context=gather"]), "cp2 ring": (2, ["parallel.cp=2"]),
            "cp2 all_to_all": (2, ["parallel.cp=2", "parallel.context=all_to_all"]),
+           "pp2 gpipe": (2, ["parallel.pp=2", "parallel.schedule=gpipe", "train.micro_batch=3"]),
+           "pp2 1f1b": (2, ["parallel.pp=2", "train.micro_batch=1"]),
+           "pp2 interleaved": (2, ["parallel.pp=2", "parallel.schedule=interleaved", "parallel.chunks=2", "train.micro_batch=2"]),
            "tp-dp order": (4, ["parallel.tp=2", "parallel.dp=2", "parallel.order=pp-tp-cp-dp"])}
 
 
