@@ -69,6 +69,9 @@ class Parallel:
     sp: bool = False                                # sequence parallel: norms and residuals cut by tokens over tp
     context: Literal["gather", "ring", "all_to_all"] = "ring"       # how attention works over cp
     schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"      # of a pipeline's passes
+    data: Literal["naive", "bucketed", "ddp", "none"] = "bucketed"      # how gradients are averaged; none: not at all
+    bucket_mb: float = 25.0                         # of gradients in one collective
+    zero: bool = False                              # ZeRO-1: optimizer states cut over dp x cp
     chunks: int = 1                                 # of blocks on each pipeline rank; interleaved needs 2 or more
 
 
@@ -241,6 +244,11 @@ def check(config: Config) -> Config:
     if (p.chunks > 1) != (p.schedule == "interleaved" and p.pp > 1):
         raise CourseError(f"parallel.chunks={p.chunks} with parallel.schedule={p.schedule} and parallel.pp={p.pp}: interleaved "
                           "needs at least 2 chunks on each of several pipeline ranks, the other schedules 1")
+    if p.data == "ddp" and (p.pp > 1 or p.zero):
+        raise CourseError("parallel.data=ddp wraps a whole model and keeps whole optimizer states: with parallel.pp > 1 or "
+                          "parallel.zero=true use parallel.data=bucketed")
+    if p.data != "bucketed" and p.zero:
+        raise CourseError(f"parallel.zero=true has buckets of its own: use parallel.data=bucketed, not {p.data}")
     if config.graphs:
         raise CourseError("graphs=true: this version does not capture CUDA graphs yet; set graphs=false")
     return config

@@ -6,7 +6,7 @@ clips and updates. Nothing in a step is decided on the host, so nothing waits fo
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from course.config import Config
 from course.data import Batch
 from course.parallel import Axis, Mesh, placement
-from course.parallel.data import add_partial_gradients, average_gradients
+from course.parallel.data import Naive
 from course.precision import FIRST_SCALE, autocast, next_scale
 
 Compute = Callable[[Batch], Tensor]
@@ -125,7 +125,7 @@ def split(batch: Batch, size: int) -> Iterator[Batch]:
         yield {name: tensor[start:start + (size or samples)] for name, tensor in batch.items()}
 
 
-def train_step(compute: Compute, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress,
+def train_step(compute: Compute, model: nn.Module, gradients: Naive, optimizer: torch.optim.Optimizer, progress: Progress,
                config: Config, mesh: Mesh) -> Step:
     """compute, finish the gradients, clip, update: no decision is taken on the host, nothing waits for the device.
 
@@ -133,27 +133,26 @@ def train_step(compute: Compute, model: nn.Module, optimizer: torch.optim.Optimi
     optimizers take the flag `found_inf`, and with `grad_scale` they undo loss scaling and clip in the
     same pass over the gradients.
     """
-    parameters = list(model.parameters())
-
     def step(batch: Batch) -> tuple[Tensor, Tensor]:
         batch = model.prepare(batch, progress.step)   # type: ignore[operator]
+        gradients.begin(-(-len(batch["sample"]) // (config.train.micro_batch or len(batch["sample"]))))
         loss = compute(batch)
-        add_partial_gradients(parameters)
-        average_gradients(parameters, mesh.dp_cp)
-        norm = gradient_norm(parameters, mesh) / progress.loss_scale
+        gradients.finish()
+        norm = gradient_norm(gradients.parameters, mesh) / progress.loss_scale
         bad, nan = anywhere(torch.stack([~(loss.isfinite() & norm.isfinite()), ~loss.isfinite()]), mesh.all)
         progress.lr.copy_(learning_rate(progress.step, config))
         optimizer.grad_scale = progress.loss_scale / clip_factor(norm, config.optim.clip)    # type: ignore[attr-defined]
         optimizer.found_inf = bad                     # type: ignore[attr-defined]
         optimizer.step()
-        optimizer.zero_grad()
+        gradients.clear()
+        gradients.updated()
         advance(progress, nan, bad, config.precision)
         return loss, norm
 
     return step
 
 
-def gradient_norm(parameters: list[nn.Parameter], mesh: Mesh) -> Tensor:
+def gradient_norm(parameters: Sequence[nn.Parameter], mesh: Mesh) -> Tensor:
     """The 2-norm of all gradients, each logical element counted once, on the rank that owns it."""
     owned = [p.grad for p in parameters if p.grad is not None and (mesh.all.size == 1 or placement(p).owner)]
     norm = torch.nn.utils.get_total_norm(owned) if owned else torch.zeros((), device=mesh.world.device)
@@ -201,9 +200,9 @@ def learning_rate(step: Tensor, config: Config) -> Tensor:
     return torch.minimum(rate, o.lr * (step + 1) / o.warmup) if o.warmup else rate
 
 
-def build_optimizer(model: nn.Module, progress: Progress, config: Config) -> torch.optim.Optimizer:
+def build_optimizer(parameters: Sequence[nn.Parameter], progress: Progress, config: Config) -> torch.optim.Optimizer:
     """PyTorch's fused optimizer with the learning rate as a tensor, which the step sets."""
     o = config.optim
     if o.name == "sgd":
-        return torch.optim.SGD(model.parameters(), progress.lr, o.momentum, weight_decay=o.weight_decay, fused=True)
-    return torch.optim.Adam(model.parameters(), progress.lr, o.betas, o.eps, o.weight_decay, fused=True)
+        return torch.optim.SGD(parameters, progress.lr, o.momentum, weight_decay=o.weight_decay, fused=True)
+    return torch.optim.Adam(parameters, progress.lr, o.betas, o.eps, o.weight_decay, fused=True)

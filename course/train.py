@@ -18,7 +18,7 @@ from course.config import Config
 from course.data import train_loader
 from course.errors import CourseError
 from course.models import build_model
-from course.parallel import Mesh, build_mesh, join, leave, parallelize, placement
+from course.parallel import Mesh, build_mesh, data_parallel, join, leave, parallelize, placement
 from course.perf import flops
 from course.precision import parameter_dtype, set_matmul
 from course.report import Report, Stopwatch, memory_gb
@@ -42,8 +42,10 @@ def main(config: Config) -> Path:
         if config.compile:
             model.compile()
         progress = Progress.start(config, world.device)
-        optimizer = build_optimizer(model, progress, config)
-        step = train_step(build_compute(model, progress, config, mesh), model, optimizer, progress, config, mesh)
+        gradients = data_parallel(model, mesh, config.parallel)
+        optimizer = build_optimizer(gradients.parameters, progress, config)
+        compute = build_compute(model, progress, config, mesh)
+        step = train_step(compute, model, gradients, optimizer, progress, config, mesh)
         return fit(step, model, optimizer, progress, config, mesh)
     finally:
         leave()
@@ -78,7 +80,7 @@ def fit(step: Step, model: nn.Module, optimizer: torch.optim.Optimizer, progress
                 watch.restart()
             if due(number, config.checkpoint.every, last or stopping):
                 state = {**progress.state(), "samples": samples}
-                saved = checkpoint.save(run / "checkpoints", model, optimizer, state, configuration.as_plain(config), mesh.all)
+                saved = checkpoint.save(run / "checkpoints", optimizer, state, configuration.as_plain(config), mesh.all)
                 if mesh.world.rank == 0:
                     checkpoint.prune(run / "checkpoints", config.checkpoint.keep)
                 watch.restart()

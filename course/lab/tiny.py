@@ -12,11 +12,11 @@ from course import config, random, step
 from course.config import Config
 from course.data import Batch, order
 from course.models import build_model
-from course.parallel import Mesh, build_mesh, join, parallelize
+from course.parallel import Mesh, build_mesh, data_parallel, join, parallelize
 
 TINY = ["model.grid=[8,16]", "model.channels=3", "model.patch=4", "model.dim=16", "model.depth=2", "model.heads=2",
         "data.source=mock", "optim.name=sgd", "optim.momentum=0", "optim.lr=0.1", "optim.schedule=constant", "optim.warmup=0",
-        "precision=fp64", "train.device=cpu", "train.eval_every=0"]
+        "precision=fp64", "parallel.data=naive", "train.device=cpu", "train.eval_every=0"]
 
 
 def settings(*overrides: str) -> Config:
@@ -47,8 +47,10 @@ def train(batches: Sequence[Batch], seed: int, *overrides: str, loss_scale: floa
     built = model(c, over, seed)
     progress = step.Progress.start(c, torch.device("cpu"))
     progress.loss_scale.fill_(loss_scale)
-    optimizer = step.build_optimizer(built, progress, c)
-    one = step.train_step(step.build_compute(built, progress, c, over), built, optimizer, progress, c, over)
+    gradients = data_parallel(built, over, c.parallel)
+    optimizer = step.build_optimizer(gradients.parameters, progress, c)
+    compute = step.build_compute(built, progress, c, over)
+    one = step.train_step(compute, built, gradients, optimizer, progress, c, over)
     mine = order.my_slice(c.train.global_batch, over.dp.size, over.dp.rank)
     seen: list[float] = []
     built.register_forward_pre_hook(lambda module, arguments: seen.append(float(len(arguments[0]["sample"]))))

@@ -18,15 +18,17 @@ def train(overrides: list[str]) -> tuple[list[float], list[float], Pieces]:
     from course import config, random, step
     from course.data import order
     from course.models import build_model
-    from course.parallel import build_mesh, join, parallelize
+    from course.parallel import build_mesh, data_parallel, join, parallelize
 
     c = config.load("vit-demo", [*SMALL, *overrides])
     mesh = build_mesh(c.parallel, join("cpu"))
     model = parallelize(build_model(c.model, c.train.seed), mesh, c.parallel)
     random.initialize(model, c.train.seed, torch.device("cpu"), torch.float64)
     progress = step.Progress.start(c, torch.device("cpu"))
-    optimizer = step.build_optimizer(model, progress, c)
-    one = step.train_step(step.build_compute(model, progress, c, mesh), model, optimizer, progress, c, mesh)
+    gradients = data_parallel(model, mesh, c.parallel)
+    optimizer = step.build_optimizer(gradients.parameters, progress, c)
+    compute = step.build_compute(model, progress, c, mesh)
+    one = step.train_step(compute, model, gradients, optimizer, progress, c, mesh)
     generator, mine = torch.Generator().manual_seed(1), order.my_slice(8, mesh.dp.size, mesh.dp.rank)
     losses, norms = [], []
     for number in range(3):
@@ -39,6 +41,7 @@ def train(overrides: list[str]) -> tuple[list[float], list[float], Pieces]:
                 torch.distributed.all_reduce(loss, group=axis.group)
         losses.append(loss.item())
         norms.append(norm.item())
+    gradients.settle()
     pieces: Pieces = {}
     for p in model.parameters():
         where = placement(p)
@@ -72,8 +75,10 @@ def assert_equal_to_serial(size: int, layout: list[str], extra: tuple[str, ...] 
     assert all(seen.all() for seen in covered.values())
 
 
-LAYOUTS = {"dp2": (2, ["parallel.dp=2"]), "tp2": (2, ["parallel.tp=2"]),
+LAYOUTS = {"dp2": (2, ["parallel.dp=2", "parallel.bucket_mb=0.01"]), "tp2": (2, ["parallel.tp=2"]),
            "tp4": (4, ["parallel.tp=4"]), "dp2 tp2": (4, ["parallel.tp=2", "parallel.dp=2"]),
+           "dp2 naive": (2, ["parallel.data=naive"]), "dp2 ddp": (2, ["parallel.data=ddp"]),
+           "dp2 zero": (2, ["parallel.zero=true", "parallel.bucket_mb=0.01"]),
            "sp2": (2, ["parallel.tp=2", "parallel.sp=true"]),
            "cp2 gather": (2, ["parallel.cp=2", "parallel.context=gather"]), "cp2 ring": (2, ["parallel.cp=2"]),
            "cp2 all_to_all": (2, ["parallel.cp=2", "parallel.context=all_to_all"]),
@@ -122,17 +127,22 @@ def run(overrides: list[str]) -> None:
     training.main(config.load("vit-demo", [*SMALL, "train.eval_every=0", "log.every=1", "log.tensorboard=false", *overrides]))
 
 
-def test_a_run_goes_on_in_another_layout(tmp_path):
-    """Two steps on tp=2 and two in one process, or the other way round: the losses are those of the undisturbed run."""
+OTHERS = {"tp": ["parallel.tp=2", "parallel.sp=true"], "pp": ["parallel.pp=2", "train.micro_batch=4"],
+          "zero": ["parallel.zero=true", "parallel.bucket_mb=0.01"]}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_run_goes_on_in_another_layout(name, tmp_path):
+    """Two steps in a layout and two in one process, or the other way round: the losses are those of the undisturbed run."""
     from course.report import read_metrics
 
     def losses(name: str, *parts: tuple[int, list[str]]) -> list[float]:
         for size, overrides in parts:
-            ranks(size)(run, [f"log.dir={tmp_path}", f"log.name={name}", "optim.schedule=constant", *overrides])
+            ranks(size)(run, [f"log.dir={tmp_path}", f"log.name={name}", "optim.schedule=constant", "optim.name=adam",
+                              "optim.lr=0.001", *overrides])
         return [record["loss"] for record in read_metrics(tmp_path / "vit-demo" / name / "metrics.jsonl")]
 
-    half, cut = "train.steps=2", "parallel.tp=2"
     whole = losses("whole", (1, []))
     assert len(whole) == 4
-    assert losses("apart", (2, [half, cut]), (1, [])) == pytest.approx(whole, rel=1e-12)
-    assert losses("together", (1, [half]), (2, [cut])) == pytest.approx(whole, rel=1e-12)
+    assert losses("apart", (2, ["train.steps=2", *OTHERS[name]]), (1, [])) == pytest.approx(whole, rel=1e-9)
+    assert losses("together", (1, ["train.steps=2"]), (2, OTHERS[name])) == pytest.approx(whole, rel=1e-9)
