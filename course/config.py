@@ -53,6 +53,7 @@ class Train:
     steps: int = 22_000
     global_batch: int = 16                          # samples in one optimizer step, over all ranks
     micro_batch: int = 0                            # samples in one forward pass of one rank; 0: its whole share
+    recompute: Literal["none", "selective", "full"] = "none"        # what of the forward pass backward computes again
     eval_every: int = 0                             # steps between validations; 0: only at the end
     seed: int = 0                                   # weights, data order, dropout
     device: Literal["auto", "cpu", "cuda"] = "auto"

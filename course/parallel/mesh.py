@@ -80,6 +80,11 @@ def join(device: str = "auto") -> World:
     return World(rank, size, chosen)
 
 
+def launched() -> bool:
+    """Whether torchrun or srun started this process as one of several."""
+    return _identity()[1] > 1
+
+
 def leave() -> None:
     """Part from the other processes; does nothing in a process that is alone."""
     if dist.is_initialized():

@@ -15,35 +15,29 @@ Pieces = dict[str, list[tuple[Box, torch.Tensor]]]
 
 def train(overrides: list[str]) -> tuple[list[float], list[float], Pieces]:
     """Three steps in a layout: losses, gradient norms, and every parameter's piece with its box."""
-    from course import config, random, step
+    from course import config
     from course.data import order
-    from course.models import build_model
-    from course.parallel import build_mesh, data_parallel, join, parallelize
+    from course.parallel import build_mesh, join
+    from course.train import assemble
 
     c = config.load("vit-demo", [*SMALL, *overrides])
     mesh = build_mesh(c.parallel, join("cpu"))
-    model = parallelize(build_model(c.model, c.train.seed), mesh, c.parallel)
-    random.initialize(model, c.train.seed, torch.device("cpu"), torch.float64)
-    progress = step.Progress.start(c, torch.device("cpu"))
-    gradients = data_parallel(model, mesh, c.parallel)
-    optimizer = step.build_optimizer(gradients.parameters, progress, c)
-    compute = step.build_compute(model, progress, c, mesh)
-    one = step.train_step(compute, model, gradients, optimizer, progress, c, mesh)
+    training = assemble(c, mesh)
     generator, mine = torch.Generator().manual_seed(1), order.my_slice(8, mesh.dp.size, mesh.dp.rank)
     losses, norms = [], []
     for number in range(3):
         shape = (8, 3, 8, 16)
         batch = {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name in ("input", "target")}
         batch["sample"] = torch.arange(8) + 8 * number
-        loss, norm = one({name: tensor[mine] for name, tensor in batch.items()})
+        loss, norm = training.step({name: tensor[mine] for name, tensor in batch.items()})
         for axis in (mesh.dp, mesh.pp):
             if axis.size > 1:
                 torch.distributed.all_reduce(loss, group=axis.group)
         losses.append(loss.item())
         norms.append(norm.item())
-    gradients.settle()
+    training.gradients.settle()
     pieces: Pieces = {}
-    for p in model.parameters():
+    for p in training.model.parameters():
         where = placement(p)
         pieces.setdefault(where.name, []).append((where.box, p.detach().reshape([b - a for a, b in where.box])))
     return losses, norms, pieces
