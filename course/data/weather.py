@@ -65,8 +65,11 @@ def make(config: Weather, say: Callable[[str], None] = print) -> None:
     device = check(config)
     plan = years_of(config)
     missing = [year for year, file in plan.items() if not is_made(file, year, config)]
+    statistics = [Path(config.path) / "stats" / f"{name}.npy" for name in ("global_means", "global_stds", "time_means")]
     if len(missing) < len(plan):
         say(f"{len(plan) - len(missing)} of {len(plan)} files are there already")
+    for file in statistics if missing else []:   # they will be of other years: an interrupted run must not leave them
+        file.unlink(missing_ok=True)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)                     # the transforms are small: as fast, and the same bytes on any number of cores
     try:
@@ -75,7 +78,8 @@ def make(config: Weather, say: Callable[[str], None] = print) -> None:
             write_years({year: plan[year] for year in group}, config, device, say)
     finally:
         torch.set_num_threads(threads)
-    layout.write_statistics(Path(config.path), layout.find_years(Path(config.path), "train"))
+    if not all(file.is_file() for file in statistics):   # else write nothing: a shared folder may be read-only
+        layout.write_statistics(Path(config.path), layout.find_years(Path(config.path), "train"))
     say(f"{config.path}: {len(plan)} files, one a year, of {config.times} states of {len(layout.CHANNELS)} channels on "
         f"{config.grid[0]} x {config.grid[1]} points, and their statistics")
 

@@ -298,6 +298,30 @@ def test_the_same_seed_makes_the_same_bytes(made, tmp_path):
     assert abs(first[0] - read(Path(other.path))[0])[:, 0].max() > 1                      # m/s of u10
 
 
+def test_a_whole_data_set_is_left_alone_and_one_without_statistics_gets_them(made):
+    """So that a folder that a class shares may be read-only."""
+    path = Path(made[0].path)
+    before = {file: (file.stat().st_mtime_ns, file.read_bytes()) for file in path.rglob("*.*")}
+    make(made[0], quiet)
+    assert {file: (file.stat().st_mtime_ns, file.read_bytes()) for file in path.rglob("*.*")} == before
+    (path / "stats/time_means.npy").unlink()
+    make(made[0], quiet)
+    assert (path / "stats/time_means.npy").read_bytes() == before[path / "stats/time_means.npy"][1]
+
+
+def test_a_run_that_is_interrupted_leaves_no_statistics_of_other_years(made, tmp_path, monkeypatch):
+    config = dataclasses.replace(made[0], path=str(shutil.copytree(made[0].path, tmp_path / "copy")))
+    (Path(config.path) / "train/1980.h5").unlink()
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("course.data.weather.write_years", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        make(config, quiet)
+    assert not list(Path(config.path).glob("stats/*"))
+
+
 def test_a_missing_year_is_made_again_and_the_others_are_left(made, tmp_path):
     config = dataclasses.replace(made[0], path=str(tmp_path / "w"))
     shutil.copytree(made[0].path, config.path)
