@@ -454,7 +454,7 @@ lab.picture(curve, "The learning rate rises within 20 steps and then falls along
 
 # %% [markdown]
 # The same curves, and a forecast drawn at each validation, are in **TensorBoard**. Here it opens inside the notebook,
-# for as long as the notebook runs; in a terminal it is `tensorboard --logdir runs`.
+# for as long as the notebook runs, if your browser runs on the same machine; in a terminal it is `tensorboard --logdir runs`.
 
 # %%
 address = lab.tensorboard(run)
