@@ -104,10 +104,12 @@ lab.beside("matrix multiplication, 1024 x 1024, float32", my_flops_per_second / 
 #
 # *How was this measured?* One run proves little: the first one finds nothing in the caches, and at any moment your
 # machine may be busy with something else. `bench.seconds` runs the work a few times without counting, then takes the
-# **median** of seven laps. Every time in this course is measured like this. Here is all there is to it:
+# **median** of seven laps. Every time in this course is measured like this. Here is all there is to it, the measurement and
+# one lap of it:
 
 # %%
 lab.show("course.perf.bench.seconds")
+lab.show("course.perf.bench._lap")
 
 # %% [markdown]
 # > **Question.** What does `wait` do, and why would every GPU look infinitely fast without it?
