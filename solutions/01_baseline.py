@@ -282,13 +282,23 @@ for _ in range(60):
 loader.close()
 samples_per_second = settings.train.global_batch / sorted(times)[len(times) // 2]
 lab.beside("training by hand", my_samples_per_second, samples_per_second, "samples/s")
+
+# %% [markdown]
+# **What you should see:** the hint gives 6 × 892,096 × 128 = 0.69 × 10⁹ FLOPs a sample. Your ceiling of lesson 00 over that is
+# how many samples a second there would be if a step did nothing but large matrix multiplications; it stays below. Keep both
+# numbers in mind: there is a name for their quotient.
+#
+# That was the speed. Did the model learn anything?
+#
+# > **Predict** the curve of the loss: where does it begin, and how smooth will it be?
+
+# %%
 curve = figures.curves({"your training step": (range(1, 61), [loss.item() for loss in losses])}, "step", "relative L2 loss",
                        "The first 60 steps", {"persistence": persistence})
 lab.picture(curve, "A rough curve that starts at the loss of persistence and sinks a little below it within 60 steps")
 
 # %% [markdown]
-# **What you should see:** the hint gives 6 × 892,096 × 128 = 0.69 × 10⁹ FLOPs a sample, so your ceiling of lesson 00 over that
-# many samples a second, if the step did nothing but large matrix multiplications. It reaches perhaps half of it: see below.
+# It begins at persistence, as it must, and comes down a little in these 240 samples.
 #
 # > **Question.** The curve is rough. Is that a mistake? What would make it smoother?
 #
@@ -309,7 +319,7 @@ lab.picture(curve, "A rough curve that starts at the loss of persistence and sin
 # > multiplication of 1024 × 1024, measured again at this moment.)
 
 # %%
-my_mfu = 0.5                     # your prediction
+my_mfu = 0.9                     # your prediction
 
 # %%
 from course.perf import bench, flops
@@ -431,13 +441,6 @@ for key, value in last.items():
 #
 # > **Question.** What do you expect of the validation loss, above or below the training loss? Why do both drop fastest
 # > at the beginning?
-#
-# <details><summary>Answer</summary>
-# They lie close together: 500 steps of 4 samples see 2000 samples, little more than one pass over 1436 pairs, so the model
-# has had little chance to learn them by heart. In the beginning much can be learned from every sample. At the end the learning
-# rate has dropped to almost nothing (it follows half a cosine) and the weights hardly move; the noise that is left is that of
-# the samples.
-# </details>
 
 # %%
 steps = [record["step"] for record in records]
@@ -453,6 +456,13 @@ curve = figures.curves({"learning rate": (steps, [record["lr"] for record in rec
 lab.picture(curve, "The learning rate rises within 20 steps and then falls along half a cosine to zero")
 
 # %% [markdown]
+# <details><summary>Answer</summary>
+# They lie close together: 500 steps of 4 samples see 2000 samples, little more than one pass over 1436 pairs, so the model
+# has had little chance to learn them by heart. In the beginning much can be learned from every sample. At the end the learning
+# rate has dropped to almost nothing (it follows half a cosine) and the weights hardly move; the noise that is left is that of
+# the samples.
+# </details>
+#
 # The same curves, and a forecast drawn at each validation, are in **TensorBoard**. Here it opens inside the notebook,
 # for as long as the notebook runs, if your browser runs on the same machine; in a terminal it is `tensorboard --logdir runs`.
 
