@@ -91,7 +91,7 @@ def test_parity(name, extra):
 
 def test_parity_notices_a_missing_all_reduce():
     """The test itself can fail: without the all-reduce of a row linear, or of the gradients, something differs."""
-    for broken in ("tensor.mappings.reduce", "tensor.mappings.copy"):
+    for broken in ("mappings.reduce", "mappings.copy"):
         def wrong(overrides, broken=broken):
             from unittest import mock
             with mock.patch(f"course.parallel.{broken}", lambda x, axis: x):
