@@ -10,19 +10,38 @@ from course.parallel.placement import Box
 SMALL = ["model.grid=[8,16]", "model.channels=3", "model.patch=4", "model.dim=16", "model.depth=2", "model.heads=4",
          "model.residual=false", "data.source=mock", "optim.name=sgd", "optim.lr=0.1", "optim.warmup=2", "optim.clip=0.05",
          "precision=fp64", "train.device=cpu", "train.global_batch=8", "train.steps=4"]
+# each model's preset, and what makes it small: 11 tokens and 9 patches divide by nothing
+MODELS = {"vit": ("vit-demo", SMALL),
+          "gpt": ("gpt-demo", ["model.vocab=24", "model.context=11", *SMALL[3:6], *SMALL[7:]]),
+          "dit": ("dit-demo", ["model.latent=[3,6,6]", "model.classes=4", *SMALL[3:6], *SMALL[7:]])}
 Pieces = dict[str, list[tuple[Box, torch.Tensor]]]
 
 
-def train(overrides: list[str]) -> tuple[list[float], list[float], Pieces]:
+def draw(kind: str, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """A loader's batch of 8 samples."""
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    if kind == "gpt":
+        return {"tokens": torch.randint(24, (8, 12), generator=generator)}
+    if kind == "dit":
+        return {"latent": normal(8, 3, 6, 6), "label": torch.randint(4, (8,), generator=generator)}
+    return {name: normal(8, 3, 8, 16) for name in ("input", "target")}
+
+
+def train(overrides: list[str], kind: str = "vit") -> tuple[list[float], list[float], Pieces]:
     """Three steps in a layout: losses, gradient norms, and every parameter's piece with its box."""
     from course import config, random, step
     from course.data import order
     from course.models import build_model
     from course.parallel import build_mesh, join, parallelize
 
-    c = config.load("vit-demo", [*SMALL, *overrides])
+    preset, small = MODELS[kind]
+    c = config.load(preset, [*small, *overrides])
     mesh = build_mesh(c.parallel, join("cpu"))
     model = parallelize(build_model(c.model, c.train.seed), mesh, c.parallel)
+    if kind == "dit":                                # where gates and head start at zero, gradients reach next to nothing
+        model.init_plan = lambda: {"*": 0.2}
     random.initialize(model, c.train.seed, torch.device("cpu"), torch.float64)
     progress = step.Progress.start(c, torch.device("cpu"))
     optimizer = step.build_optimizer(model, progress, c)
@@ -30,8 +49,7 @@ def train(overrides: list[str]) -> tuple[list[float], list[float], Pieces]:
     generator, mine = torch.Generator().manual_seed(1), order.my_slice(8, mesh.dp.size, mesh.dp.rank)
     losses, norms = [], []
     for number in range(3):
-        shape = (8, 3, 8, 16)
-        batch = {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name in ("input", "target")}
+        batch = draw(kind, generator)
         batch["sample"] = torch.arange(8) + 8 * number
         loss, norm = one({name: tensor[mine] for name, tensor in batch.items()})
         if mesh.dp.size > 1:
@@ -48,18 +66,18 @@ def train(overrides: list[str]) -> tuple[list[float], list[float], Pieces]:
 SERIAL: dict[tuple[str, ...], tuple] = {}
 
 
-def serial(extra: tuple[str, ...]) -> tuple:
+def serial(extra: tuple[str, ...], kind: str = "vit") -> tuple:
     """The serial run, once for each setting."""
-    if extra not in SERIAL:
-        SERIAL[extra], = ranks(1)(train, list(extra))
-    return SERIAL[extra]
+    if (kind, *extra) not in SERIAL:
+        SERIAL[kind, *extra], = ranks(1)(train, list(extra), kind)
+    return SERIAL[kind, *extra]
 
 
-def assert_equal_to_serial(size: int, layout: list[str], extra: tuple[str, ...] = ()) -> None:
+def assert_equal_to_serial(size: int, layout: list[str], extra: tuple[str, ...] = (), kind: str = "vit") -> None:
     """Losses, gradient norms and every element of every parameter, on every rank that has it; and together they are whole."""
-    losses, norms, whole = serial(extra)
+    losses, norms, whole = serial(extra, kind)
     covered = {name: torch.zeros_like(pieces[0][1], dtype=torch.bool) for name, pieces in whole.items()}
-    for rank, (own_losses, own_norms, pieces) in enumerate(ranks(size)(train, [*layout, *extra])):
+    for rank, (own_losses, own_norms, pieces) in enumerate(ranks(size)(train, [*layout, *extra], kind)):
         assert own_losses == pytest.approx(losses, rel=1e-12), f"rank {rank}: losses"
         assert own_norms == pytest.approx(norms, rel=1e-6), f"rank {rank}: gradient norms"         # reported in float32
         for name, parts in pieces.items():
@@ -76,6 +94,7 @@ LAYOUTS = {"dp2": (2, ["parallel.dp=2"]), "tp2": (2, ["parallel.tp=2"]),
            "sp2": (2, ["parallel.tp=2", "parallel.sp=true"]),
            "cp2 gather": (2, ["parallel.cp=2", "parallel.context=gather"]), "cp2 ring": (2, ["parallel.cp=2"]),
            "cp2 all_to_all": (2, ["parallel.cp=2", "parallel.context=all_to_all"]),
+           "cp2 sp2": (4, ["parallel.cp=2", "parallel.tp=2", "parallel.sp=true"]),
            "tp-dp order": (4, ["parallel.tp=2", "parallel.dp=2", "parallel.order=pp-tp-cp-dp"])}
 
 
@@ -87,6 +106,20 @@ LAYOUTS = {"dp2": (2, ["parallel.dp=2"]), "tp2": (2, ["parallel.tp=2"]),
 def test_parity(name, extra):
     size, layout = LAYOUTS[name]
     assert_equal_to_serial(size, layout, extra)
+
+
+# the layout that `make test` tries; the others are slow
+QUICK = {"gpt": "sp2", "dit": "sp2"}
+
+
+@pytest.mark.parametrize(("kind", "name", "extra"), [
+    pytest.param(kind, name, extra, marks=[] if QUICK[kind] == name and not extra else pytest.mark.slow)
+    for kind, extras in (("gpt", [(), ("model.tied=false", "model.dropout=0.2", "train.micro_batch=3")]),
+                         ("dit", [(), ("train.micro_batch=3",)]))
+    for name in ("dp2", "tp2", "sp2", "cp2 gather", "cp2 ring", "cp2 all_to_all", "cp2 sp2") for extra in extras])
+def test_parity_of_other_models(kind, name, extra):
+    size, layout = LAYOUTS[name]
+    assert_equal_to_serial(size, layout, extra, kind)
 
 
 def test_parity_notices_a_missing_all_reduce():
