@@ -24,12 +24,14 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@touch $@
 
 demo: env
-	@echo "== 1/3 Making an atmosphere: course data weather path=$(DATA)"
+	@echo "== 1/4 Making an atmosphere: course data weather path=$(DATA)"
 	$(BIN)/course data weather path=$(DATA)
-	@echo "== 2/3 Training a forecast model on it: course train vit-demo"
+	@echo "== 2/4 Training a forecast model on it: course train vit-demo"
 	$(BIN)/course train vit-demo data.path=$(DATA) log.dir=$(RUNS) log.name=$(NAME)
-	@echo "== 3/3 Scoring it on a year it has not seen: course evaluate"
+	@echo "== 3/4 Scoring it on a year it has not seen: course evaluate"
 	$(BIN)/course evaluate $(RUNS)/vit-demo/$(NAME)
+	@echo "== 4/4 Cutting it over two processes: do two steps give the parameters of one process?"
+	$(BIN)/course verify vit-demo parallel.tp=2 train.steps=2
 
 test: env
 	@echo "== Running the tests (those marked slow run in .ci/run)"

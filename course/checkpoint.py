@@ -5,12 +5,14 @@
         rank00000.safetensors    the pieces that rank 0 owned
 
 `index.json` maps each serial parameter name (and `name.exp_avg` and so on for optimizer states) to its
-global shape, dtype and pieces; a piece is a box of the global tensor in one file. A reader in any layout
-takes from the pieces the box that it needs. Nothing is pickled: reading a checkpoint executes nothing.
+global shape, dtype and pieces; a piece is a box of the global tensor in one file, or, of a ZeRO-1 run, a
+flat range of such a box. A reader in any layout takes from the pieces the box that it needs. Nothing is
+pickled: reading a checkpoint executes nothing.
 A folder appears under its name only when all of it is on the disk.
 """
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ from torch import Tensor, nn
 from course.errors import CourseError
 from course.files import atomic, flush, remove, sha256
 from course.parallel.mesh import Axis
-from course.parallel.placement import Box, box_shape, placement
+from course.parallel.placement import Box, Placement, box_shape, placement
 
 FORMAT = 2                                           # 2: fused QKV weights are (3, heads, head_dim, dim)
 
@@ -33,15 +35,16 @@ class Damaged(CourseError):
     """A checkpoint that is not what was written."""
 
 
-def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any],
-         config: dict[str, Any], everyone: Axis) -> Path:
-    """Write `folder/step_N` (N is state["step"]); every rank calls it and writes the pieces that it owns.
+def save(folder: Path, optimizer: torch.optim.Optimizer, state: dict[str, Any], config: dict[str, Any], everyone: Axis) -> Path:
+    """Write `folder/step_N` (N is state["step"]): the optimizer's parameters and states.
+
+    Every rank calls it and writes the pieces that it owns.
 
     Raises `CourseError` on every rank if any of them cannot write; earlier checkpoints are untouched.
     """
     final = folder / f"step_{state['step']:06d}"
     together(everyone, lambda: remove(temporary(final)) if everyone.rank == 0 else None)
-    entries = together(everyone, lambda: write_pieces(temporary(final), model, optimizer, everyone.rank))
+    entries = together(everyone, lambda: write_pieces(temporary(final), optimizer, everyone.rank))
     together(everyone, lambda: publish(final, entries, state, config) if everyone.rank == 0 else None)
     return final
 
@@ -69,28 +72,32 @@ def temporary(final: Path) -> Path:
     return final.with_name(f".{final.name}.partial")
 
 
-def owned(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor, tuple[int, ...], Box]]:
-    """(name, tensor here, global shape, box) of every parameter and optimizer state that this rank owns."""
-    for parameter in model.parameters():
-        place = placement(parameter)
-        if place.owner:
-            shape = box_shape(place.box)
-            yield place.name, parameter.data.reshape(shape), place.global_shape, place.box
+def updated(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """What an optimizer updates, in order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def owned(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor, Placement]]:
+    """(name, tensor here, place of the parameter) of every parameter and optimizer state that this rank owns."""
+    for parameter in updated(optimizer):
+        where = placement(parameter)
+        if where.owner:
+            yield where.name, parameter.data, where
             for key, value in optimizer.state.get(parameter, {}).items():
-                if torch.is_tensor(value) and value.ndim == 0:
-                    yield f"{place.name}.{key}", value, (), ()
-                elif torch.is_tensor(value):
-                    yield f"{place.name}.{key}", value.reshape(shape), place.global_shape, place.box
+                if torch.is_tensor(value):
+                    yield f"{where.name}.{key}", value, where if value.ndim else Placement(where.name, (), ())
 
 
-def write_pieces(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> dict[str, Any]:
+def write_pieces(folder: Path, optimizer: torch.optim.Optimizer, rank: int) -> dict[str, Any]:
     """Write this rank's file into `folder`; return its part of the index."""
     pieces, tensors = {}, {}
     name = f"rank{rank:05d}.safetensors"
-    for key, tensor, shape, box in owned(model, optimizer):
-        tensors[key] = tensor.detach().cpu().contiguous()
-        pieces[key] = {"shape": list(shape), "dtype": str(tensor.dtype).removeprefix("torch."),
-                       "pieces": [{"file": name, "key": key, "box": [list(side) for side in box], "flat": None}]}
+    for key, tensor, where in owned(optimizer):
+        shape = tensor.shape if where.flat else box_shape(where.box)
+        tensors[key] = tensor.detach().reshape(shape).cpu().contiguous()
+        pieces[key] = {"shape": list(where.global_shape), "dtype": str(tensor.dtype).removeprefix("torch."),
+                       "pieces": [{"file": name, "key": key, "box": [list(side) for side in where.box],
+                                   "flat": list(where.flat) if where.flat else None}]}
     if not tensors:
         return {"tensors": {}, "files": {}}
     with atomic(folder / name) as file:
@@ -169,17 +176,24 @@ def load(checkpoint: Path, index: dict[str, Any], model: nn.Module, optimizer: t
 
     Raises `CourseError` if the checkpoint is of another model, before anything is changed.
     """
+    updates = updated(optimizer) if optimizer is not None else []
     parameters = list(model.parameters())
     fits(checkpoint, index, parameters)
-    for parameter in parameters:
-        place = placement(parameter)
-        parameter.data.copy_(read_box(checkpoint, index, place.name, place.box).view(parameter.shape))
-        for key in index["tensors"] if optimizer is not None else ():
+    for parameter in [*parameters, *updates]:
+        parameter.data.copy_(read_part(checkpoint, index, placement(parameter).name, parameter))
+    for parameter in updates:
+        for key, found in index["tensors"].items():
             stem, _, leaf = key.rpartition(".")
-            if stem == place.name and optimizer is not None:
-                scalar = not index["tensors"][key]["shape"]
-                value = read_box(checkpoint, index, key, () if scalar else place.box)
-                optimizer.state[parameter][leaf] = (value if scalar else value.view(parameter.shape)).to(parameter.device)
+            if stem == placement(parameter).name and optimizer is not None:
+                value = read_part(checkpoint, index, key, parameter) if found["shape"] else read_box(checkpoint, index, key, ())
+                optimizer.state[parameter][leaf] = value.to(parameter.device)
+
+
+def read_part(checkpoint: Path, index: dict[str, Any], name: str, parameter: Tensor) -> Tensor:
+    """The part of a global tensor that belongs to what is here of a parameter, in its shape."""
+    where = placement(parameter)
+    part = read_box(checkpoint, index, name, where.box)
+    return (part if where.flat is None else part.flatten()[slice(*where.flat)]).view(parameter.shape)
 
 
 def fits(checkpoint: Path, index: dict[str, Any], parameters: list[nn.Parameter]) -> None:
@@ -206,5 +220,17 @@ def read_box(checkpoint: Path, index: dict[str, Any], name: str, box: Box) -> Te
                     return file.get_tensor(piece["key"])
                 source = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(overlap, piece["box"], strict=True))
                 target = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(overlap, box, strict=True))
-                whole[target] = file.get_slice(piece["key"])[source]
+                if piece["flat"] is None:
+                    whole[target] = file.get_slice(piece["key"])[source]
+                else:
+                    flat, here = unflat(file.get_tensor(piece["key"]), piece)
+                    whole[target] = torch.where(here[source], flat[source], whole[target])
     return whole
+
+
+def unflat(part: Tensor, piece: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """(the box of a piece with its flat range filled in, where that is)."""
+    shape = box_shape(piece["box"])
+    values, here = part.new_zeros(math.prod(shape)), torch.zeros(math.prod(shape), dtype=torch.bool)
+    values[slice(*piece["flat"])], here[slice(*piece["flat"])] = part, True
+    return values.view(shape), here.view(shape)

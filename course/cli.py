@@ -31,6 +31,15 @@ def train(preset: Annotated[str, typer.Argument(help="a preset, or the path of a
 
 
 @app.command()
+def verify(preset: Annotated[str, typer.Argument(help="a preset, or the path of a YAML file")],
+           settings: Overrides = None) -> None:
+    """Compare a layout (parallel.tp=2 ...) with one process, parameter by parameter. Starts CPU ranks itself, or use torchrun."""
+    from course import verify as comparison
+
+    raise typer.Exit(0 if comparison.main(preset, settings or []) else 1)
+
+
+@app.command()
 def evaluate(run: Annotated[Path, typer.Argument(help="the folder of a run, such as runs/vit-demo/default")],
              split: Annotated[str, typer.Option(help="train, valid or test years")] = "test",
              samples: Annotated[int, typer.Option(min=1, help="how many forecasts to average over")] = 64,

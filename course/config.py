@@ -63,6 +63,7 @@ class Train:
     steps: int = 22_000
     global_batch: int = 16                          # samples in one optimizer step, over all ranks
     micro_batch: int = 0                            # samples in one forward pass of one rank; 0: its whole share
+    recompute: Literal["none", "selective", "full"] = "none"        # what of the forward pass backward computes again
     eval_every: int = 0                             # steps between validations; 0: only at the end
     seed: int = 0                                   # weights, data order, dropout
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -78,6 +79,11 @@ class Parallel:
     order: str = "pp-dp-cp-tp"                      # slowest first: the last axis joins neighbouring ranks
     sp: bool = False                                # sequence parallel: norms and residuals cut by tokens over tp
     context: Literal["gather", "ring", "all_to_all"] = "ring"       # how attention works over cp
+    schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"      # of a pipeline's passes
+    data: Literal["naive", "bucketed", "ddp", "none"] = "bucketed"      # how gradients are averaged; none: not at all
+    bucket_mb: float = 25.0                         # of gradients in one collective
+    zero: bool = False                              # ZeRO-1: optimizer states cut over dp x cp
+    chunks: int = 1                                 # of blocks on each pipeline rank; interleaved needs 2 or more
 
 
 @dataclass(frozen=True)
@@ -241,7 +247,7 @@ def check(config: Config) -> Config:
     counts = [f"model.{name}" for name in ("vocab", "context", "patch", "dim", "depth", "heads", "channels", "classes")
               if hasattr(config.model, name)]
     for key in ("train.steps", "train.global_batch", "data.lead", "log.every", "checkpoint.every", "checkpoint.keep",
-                "parallel.pp", "parallel.cp", "parallel.tp", *counts):
+                "parallel.pp", "parallel.cp", "parallel.chunks", "parallel.tp", *counts):
         section, name = key.split(".")
         if getattr(getattr(config, section), name) < 1:
             raise CourseError(f"{key} must be at least 1, not {getattr(getattr(config, section), name)}")
@@ -251,6 +257,15 @@ def check(config: Config) -> Config:
                           "set data.source=mock")
     if sorted(config.parallel.order.split("-")) != ["cp", "dp", "pp", "tp"]:
         raise CourseError(f"parallel.order={config.parallel.order} must name pp, dp, cp and tp once each, such as pp-dp-cp-tp")
+    p = config.parallel
+    if (p.chunks > 1) != (p.schedule == "interleaved" and p.pp > 1):
+        raise CourseError(f"parallel.chunks={p.chunks} with parallel.schedule={p.schedule} and parallel.pp={p.pp}: interleaved "
+                          "needs at least 2 chunks on each of several pipeline ranks, the other schedules 1")
+    if p.data == "ddp" and (p.pp > 1 or p.zero):
+        raise CourseError("parallel.data=ddp wraps a whole model and keeps whole optimizer states: with parallel.pp > 1 or "
+                          "parallel.zero=true use parallel.data=bucketed")
+    if p.data != "bucketed" and p.zero:
+        raise CourseError(f"parallel.zero=true has buckets of its own: use parallel.data=bucketed, not {p.data}")
     if config.graphs:
         raise CourseError("graphs=true: this version does not capture CUDA graphs yet; set graphs=false")
     return config

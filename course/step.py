@@ -6,8 +6,9 @@ clips and updates. Nothing in a step is decided on the host, so nothing waits fo
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from course.config import Config
 from course.data import Batch
 from course.parallel import Axis, Mesh, placement
-from course.parallel.data import add_partial_gradients, average_gradients
+from course.parallel.data import Naive
 from course.precision import FIRST_SCALE, autocast, next_scale
 
 Compute = Callable[[Batch], Tensor]
@@ -80,6 +81,35 @@ def eager(model: nn.Module, progress: Progress, config: Config, mesh: Mesh) -> C
     return compute
 
 
+def build_compute(model: nn.Module, progress: Progress, config: Config, mesh: Mesh) -> Compute:
+    """How this layout does forward and backward."""
+    return (pipelined if mesh.pp.size > 1 else eager)(model, progress, config, mesh)
+
+
+def pipelined(model: Any, progress: Progress, config: Config, mesh: Mesh) -> Compute:
+    """The same as `eager`, with the model's stages on the ranks along pp and micro-batches on their way between them."""
+    last = config.parallel.chunks - 1 if mesh.pp.rank == mesh.pp.size - 1 else None         # the chunk that ends in the loss
+
+    def compute(batch: Batch) -> Tensor:
+        micros = [model.tokens.cut(micro) for micro in split(batch, config.train.micro_batch)]
+        weight = global_weight(model, batch, mesh.dp)
+        loss = torch.zeros_like(weight)
+
+        def forward(chunk: int, micro: int, x: Any) -> Any:
+            with autocast(config.precision, weight.device):
+                output = model.chunks[chunk](micros[micro], x)
+            if chunk != last:
+                return output
+            total, _ = model.loss(output, micros[micro])
+            loss.add_(total.detach() / weight)
+            return total * (mesh.dp.size / weight) * progress.loss_scale
+
+        model.pipeline.train(forward, [len(micro["sample"]) for micro in micros])
+        return loss                                   # of the global mean, on the last stage; 0 on the others
+
+    return compute
+
+
 def global_weight(model: nn.Module, batch: Batch, dp: Axis) -> Tensor:
     """W: what the samples of the global batch weigh together."""
     weight = model.loss.weight(batch).sum()           # type: ignore[operator, union-attr]
@@ -95,7 +125,7 @@ def split(batch: Batch, size: int) -> Iterator[Batch]:
         yield {name: tensor[start:start + (size or samples)] for name, tensor in batch.items()}
 
 
-def train_step(compute: Compute, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress,
+def train_step(compute: Compute, model: nn.Module, gradients: Naive, optimizer: torch.optim.Optimizer, progress: Progress,
                config: Config, mesh: Mesh) -> Step:
     """compute, finish the gradients, clip, update: no decision is taken on the host, nothing waits for the device.
 
@@ -103,28 +133,26 @@ def train_step(compute: Compute, model: nn.Module, optimizer: torch.optim.Optimi
     optimizers take the flag `found_inf`, and with `grad_scale` they undo loss scaling and clip in the
     same pass over the gradients.
     """
-    parameters = list(model.parameters())
-
     def step(batch: Batch) -> tuple[Tensor, Tensor]:
         batch = model.prepare(batch, progress.step)   # type: ignore[operator]
+        gradients.begin(-(-len(batch["sample"]) // (config.train.micro_batch or len(batch["sample"]))))
         loss = compute(batch)
-        add_partial_gradients(parameters, mesh.tp)
-        average_gradients(parameters, mesh.dp_cp)
-        norm = gradient_norm(parameters, mesh) / progress.loss_scale
-        bad = ~(loss.isfinite() & norm.isfinite())
-        bad = anywhere(bad, mesh.all)
+        gradients.finish()
+        norm = gradient_norm(gradients.parameters, mesh) / progress.loss_scale
+        bad, nan = anywhere(torch.stack([~(loss.isfinite() & norm.isfinite()), ~loss.isfinite()]), mesh.all)
         progress.lr.copy_(learning_rate(progress.step, config))
         optimizer.grad_scale = progress.loss_scale / clip_factor(norm, config.optim.clip)    # type: ignore[attr-defined]
         optimizer.found_inf = bad                     # type: ignore[attr-defined]
         optimizer.step()
-        optimizer.zero_grad()
-        advance(progress, loss, bad, config.precision)
+        gradients.clear()
+        gradients.updated()
+        advance(progress, nan, bad, config.precision)
         return loss, norm
 
     return step
 
 
-def gradient_norm(parameters: list[nn.Parameter], mesh: Mesh) -> Tensor:
+def gradient_norm(parameters: Sequence[nn.Parameter], mesh: Mesh) -> Tensor:
     """The 2-norm of all gradients, each logical element counted once, on the rank that owns it."""
     owned = [p.grad for p in parameters if p.grad is not None and (mesh.all.size == 1 or placement(p).owner)]
     norm = torch.nn.utils.get_total_norm(owned) if owned else torch.zeros((), device=mesh.world.device)
@@ -140,23 +168,23 @@ def clip_factor(norm: Tensor, most: float) -> Tensor:
     return (most / (norm + 1e-6)).clamp(max=1.0) if most else torch.ones_like(norm)
 
 
-def anywhere(flag: Tensor, everyone: Axis) -> Tensor:
-    """1.0 if the flag is set on any rank, else 0.0, the same on all."""
-    value = flag.float()
+def anywhere(flags: Tensor, everyone: Axis) -> Tensor:
+    """For each flag 1.0 if it is set on any rank, else 0.0, the same on all."""
+    value = flags.float()
     if everyone.size > 1:
         dist.all_reduce(value, dist.ReduceOp.MAX, group=everyone.group)
     return value
 
 
-def advance(progress: Progress, loss: Tensor, bad: Tensor, precision: str) -> None:
-    """Count the step."""
+def advance(progress: Progress, nan: Tensor, bad: Tensor, precision: str) -> None:
+    """Count the step; the flags say whether its loss was not finite, and whether it was skipped."""
     p, skipped = progress, (bad > 0).long()
     scale, good = next_scale(precision, p.loss_scale, p.good_steps, bad)
     p.loss_scale.copy_(scale)
     p.good_steps.copy_(good)
     p.step += 1
     p.skipped_steps += skipped
-    p.nan_steps += (~loss.isfinite()).long()
+    p.nan_steps += (nan > 0).long()
     p.streak.copy_((p.streak + 1) * skipped)
     p.longest_streak.copy_(torch.maximum(p.longest_streak, p.streak))
 
@@ -172,9 +200,9 @@ def learning_rate(step: Tensor, config: Config) -> Tensor:
     return torch.minimum(rate, o.lr * (step + 1) / o.warmup) if o.warmup else rate
 
 
-def build_optimizer(model: nn.Module, progress: Progress, config: Config) -> torch.optim.Optimizer:
+def build_optimizer(parameters: Sequence[nn.Parameter], progress: Progress, config: Config) -> torch.optim.Optimizer:
     """PyTorch's fused optimizer with the learning rate as a tensor, which the step sets."""
     o = config.optim
     if o.name == "sgd":
-        return torch.optim.SGD(model.parameters(), progress.lr, o.momentum, weight_decay=o.weight_decay, fused=True)
-    return torch.optim.Adam(model.parameters(), progress.lr, o.betas, o.eps, o.weight_decay, fused=True)
+        return torch.optim.SGD(parameters, progress.lr, o.momentum, weight_decay=o.weight_decay, fused=True)
+    return torch.optim.Adam(parameters, progress.lr, o.betas, o.eps, o.weight_decay, fused=True)

@@ -3,8 +3,8 @@
 The step itself is in `course/step.py`. Everything here runs on the host, between steps.
 """
 
-import math
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,30 @@ from course.config import Config
 from course.data import train_loader
 from course.errors import CourseError
 from course.models import build_model
-from course.parallel import Mesh, build_mesh, join, leave, parallelize, placement
+from course.parallel import Mesh, build_mesh, data_parallel, join, leave, parallelize
+from course.parallel.data import Naive
 from course.perf import flops
 from course.precision import parameter_dtype, set_matmul
+from course.recompute import recompute
 from course.report import Report, Stopwatch, memory_gb
-from course.step import Progress, Step, build_optimizer, eager, train_step
+from course.step import Progress, Step, build_compute, build_optimizer, train_step
 from course.stop import Stop
 from course.validate import Validation
 
 HOPELESS = 10                                        # steps without an update in a row, after which a run gives up
+
+
+@dataclass(frozen=True)
+class Training:
+    """A model in its layout, and what trains it."""
+
+    config: Config
+    mesh: Mesh
+    model: nn.Module
+    gradients: Naive
+    optimizer: torch.optim.Optimizer
+    progress: Progress
+    step: Step
 
 
 def main(config: Config) -> Path:
@@ -35,25 +50,33 @@ def main(config: Config) -> Path:
         torch.set_num_threads(config.train.threads)
     world = join(config.train.device)
     try:
-        mesh = build_mesh(config.parallel, world)
-        set_matmul(config.precision)
-        model = parallelize(build_model(config.model, config.train.seed), mesh, config.parallel)
-        random.initialize(model, config.train.seed, world.device, parameter_dtype(config.precision))
-        if config.compile:
-            model.compile()
-        progress = Progress.start(config, world.device)
-        optimizer = build_optimizer(model, progress, config)
-        step = train_step(eager(model, progress, config, mesh), model, optimizer, progress, config, mesh)
-        return fit(step, model, optimizer, progress, config, mesh)
+        return fit(assemble(config, build_mesh(config.parallel, world)))
     finally:
         leave()
 
 
-def fit(step: Step, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress, config: Config,
-        mesh: Mesh) -> Path:
+def assemble(config: Config, mesh: Mesh) -> Training:
+    """Build the serial model, cut it for the mesh, give each rank its part of the weights, and put the step around it."""
+    set_matmul(config.precision)
+    model = parallelize(build_model(config.model, config.train.seed), mesh, config.parallel)
+    random.initialize(model, config.train.seed, mesh.world.device, parameter_dtype(config.precision))
+    recompute(model, config.train.recompute)
+    if config.compile:
+        model.compile()
+    progress = Progress.start(config, mesh.world.device)
+    gradients = data_parallel(model, mesh, config.parallel)
+    optimizer = build_optimizer(gradients.parameters, progress, config)
+    compute = build_compute(model, progress, config, mesh)
+    step = train_step(compute, model, gradients, optimizer, progress, config, mesh)
+    return Training(config, mesh, model, gradients, optimizer, progress, step)
+
+
+def fit(training: Training) -> Path:
     """Repeat the step to the last one, or until a signal; log, validate and save on the way."""
+    config, mesh, model, progress, optimizer = (training.config, training.mesh, training.model, training.progress,
+                                                training.optimizer)
     t, run = config.train, run_folder(config)
-    start, samples = resume(run, model, optimizer, progress, config, mesh)
+    start, samples = resume(run, training)
     if start >= t.steps:
         speak(mesh, f"{run} is finished ({start} steps): for a new run set log.name=..., to go on set train.steps higher")
         return run
@@ -62,9 +85,9 @@ def fit(step: Step, model: nn.Module, optimizer: torch.optim.Optimizer, progress
     watch = Stopwatch(mesh.world.device)
     with (Report(run, t.steps, start, mesh.world.rank == 0, config.log.tensorboard) as report, Stop(mesh.all) as stop,
           closing(batches)):
-        report.say(opening(config, model, mesh, run))
+        report.say(opening(config, mesh, run))
         for number in range(start + 1, t.steps + 1):
-            loss, norm = step(next(batches))
+            loss, norm = training.step(next(batches))
             samples += t.global_batch
             watch.tick()
             stopping, last = stop.agreed(), number == t.steps
@@ -78,7 +101,7 @@ def fit(step: Step, model: nn.Module, optimizer: torch.optim.Optimizer, progress
                 watch.restart()
             if due(number, config.checkpoint.every, last or stopping):
                 state = {**progress.state(), "samples": samples}
-                saved = checkpoint.save(run / "checkpoints", model, optimizer, state, configuration.as_plain(config), mesh.all)
+                saved = checkpoint.save(run / "checkpoints", optimizer, state, configuration.as_plain(config), mesh.all)
                 if mesh.world.rank == 0:
                     checkpoint.prune(run / "checkpoints", config.checkpoint.keep)
                 watch.restart()
@@ -99,20 +122,20 @@ def run_folder(config: Config) -> Path:
     return Path(config.log.dir) / config.preset / config.log.name
 
 
-def resume(run: Path, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress, config: Config,
-           mesh: Mesh) -> tuple[int, int]:
+def resume(run: Path, training: Training) -> tuple[int, int]:
     """Go on from the newest good checkpoint of this run, if there is one: (steps done, samples consumed)."""
+    config, mesh = training.config, training.mesh
     found = checkpoint.newest(run / "checkpoints", lambda text: speak(mesh, text))
     if found and not config.checkpoint.resume:
         raise CourseError(f"{run} exists and checkpoint.resume=false: choose another log.name, or remove the folder")
     if found:
-        checkpoint.load(*found, model, optimizer)
+        checkpoint.load(*found, training.model, training.optimizer)
     if mesh.world.rank == 0:
         configuration.save(config, run / "config.yaml")
     if not found:
         return 0, 0
     index = found[1]
-    progress.restore(index["state"])
+    training.progress.restore(index["state"])
     speak(mesh, f"resuming {run} at step {index['state']['step']}")
     for change in configuration.differences(index["config"], configuration.as_plain(config)):
         speak(mesh, f"  changed since then: {change}")
@@ -122,9 +145,7 @@ def resume(run: Path, model: nn.Module, optimizer: torch.optim.Optimizer, progre
 def measure(number: int, samples: int, loss: Tensor, norm: Tensor, seconds: float, progress: Progress, config: Config,
             mesh: Mesh) -> dict[str, Any]:
     """One record of metrics.jsonl; the loss is the mean over the global batch of the last step."""
-    loss = loss.clone()
-    if mesh.dp.size > 1:
-        dist.all_reduce(loss, group=mesh.dp.group)
+    loss = global_loss(loss, mesh)
     batch = config.train.global_batch
     tflops = flops.step(config.model, batch) / seconds / mesh.world.size / 1e12
     peak = flops.peak_tflops(mesh.world.device, config.precision)
@@ -135,6 +156,15 @@ def measure(number: int, samples: int, loss: Tensor, norm: Tensor, seconds: floa
             "loss_scale": state["loss_scale"], "skipped_steps": state["skipped_steps"], "nan_steps": state["nan_steps"]}
 
 
+def global_loss(loss: Tensor, mesh: Mesh) -> Tensor:
+    """The mean over the global batch, from the ranks' shares; the last stage of a pipeline has them, the others 0."""
+    loss = loss.clone()
+    for axis in (mesh.dp, mesh.pp):
+        if axis.size > 1:
+            dist.all_reduce(loss, group=axis.group)
+    return loss
+
+
 def give_up_if_hopeless(progress: Progress, run: Path) -> None:
     """Stop a run that has not learned anything for ten steps in a row; its last checkpoint stays."""
     if progress.longest_streak.item() >= HOPELESS:
@@ -143,9 +173,9 @@ def give_up_if_hopeless(progress: Progress, run: Path) -> None:
                           "train in bf16 or fp32, under another log.name")
 
 
-def opening(config: Config, model: nn.Module, mesh: Mesh, run: Path) -> str:
+def opening(config: Config, mesh: Mesh, run: Path) -> str:
     """What is about to happen, in one line."""
-    count = sum(math.prod(placement(p).global_shape) for p in model.parameters())
+    count = sum(p.numel() for p in build_model(config.model).parameters())
     device = torch.cuda.get_device_name(mesh.world.device) if mesh.world.device.type == "cuda" else "CPU"
     return (f"{config.preset}: {count / 1e6:.2f} million parameters, {config.train.steps} steps of "
             f"{config.train.global_batch} samples, {config.precision}, {mesh.world.size} x {device}; writing {run}")

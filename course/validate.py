@@ -31,22 +31,27 @@ def row_weights(pairs: Pairs, device: torch.device) -> Tensor:
     return latitude_weights(torch.from_numpy(layout.grid_latitudes(pairs.years[0])).float()).to(device)
 
 
-def forward_only(model: nn.Module, precision: str) -> Callable[[Batch], tuple[Tensor, Batch]]:
+def forward_only(model: nn.Module, precision: str) -> Callable[[Batch], tuple[Tensor | None, Batch]]:
     """The model's output, without gradients or dropout, in float32 or float64, and the prepared batch, of which it is.
 
-    In a layout that cuts samples both are of this rank's tokens; `model.tokens.whole` puts the output together.
+    In a layout that cuts samples both are of this rank's tokens; `model.tokens.whole` puts the output together. In a
+    pipeline the last stage has the output, the others None.
     """
     @torch.no_grad()
-    def forward(batch: Batch) -> tuple[Tensor, Batch]:
+    def forward(batch: Batch) -> tuple[Tensor | None, Batch]:
         was_training = model.training
         model.eval()
         device = batch["sample"].device
         batch = model.prepare(batch, torch.zeros((), dtype=torch.int64, device=device))   # type: ignore[operator]
         batch = model.tokens.cut(batch)               # type: ignore[union-attr, operator]
         with autocast(precision, device):
-            output = model(batch)
+            if hasattr(model, "pipeline"):
+                stages: Any = model
+                output = stages.pipeline.infer(lambda chunk, _, x: stages.chunks[chunk](batch, x), len(batch["sample"]))
+            else:
+                output = model(batch)
         model.train(was_training)
-        return (output.float() if precision != "fp64" else output), batch
+        return (output if output is None or precision == "fp64" else output.float()), batch
 
     return forward
 
@@ -71,20 +76,23 @@ class Validation:
 
     def run(self, model: nn.Module, report: Report, step: int) -> dict[str, Any]:
         """`valid_loss` and `valid_rmse` over all samples and ranks; a picture of the first forecast goes to the report."""
-        device, dp = self.mesh.world.device, self.mesh.dp
+        device, mesh = self.mesh.world.device, self.mesh
+        one_of_many = mesh.cp.rank == mesh.tp.rank == 0                                    # the ranks that have the same samples
         forward = forward_only(model, self.config.precision)
         sums = torch.zeros(2 + len(self.channels), dtype=torch.float64, device=device)     # loss, weight, squared errors
-        for number, batch in enumerate(eval_loader(self.config, dp, device, self.pairs)):
+        for number, batch in enumerate(eval_loader(self.config, mesh.dp, device, self.pairs)):
             output, ready = forward(batch)
+            if output is None:
+                continue
             loss, weight = model.loss(output, ready)                                       # type: ignore[operator]
             output = model.fields(model.tokens.whole(output))                              # type: ignore[union-attr, operator]
             real = (batch["sample"] >= 0)[:, None]                                         # (B, 1)
             errors = squared_error(output, batch["target"], self.weights).where(real, 0)   # (B, C)
-            sums += torch.cat([loss[None], weight[None], errors.sum(0)])
+            sums += torch.cat([loss[None], weight[None], errors.sum(0)]) * one_of_many
             if number == 0 and report.speaks:
                 report.picture(f"forecast/{self._name}", self._picture(batch, output), step)
-        if dp.size > 1:
-            dist.all_reduce(sums, group=dp.group)
+        if mesh.all.size > 1:
+            dist.all_reduce(sums, group=mesh.all.group)
         rmse = (sums[2:] / sums[1]).sqrt().tolist()
         ordered = dict(zip(self.channels, rmse, strict=True))
         return {"valid_loss": (sums[0] / sums[1]).item(), "valid_rmse": {self._name: ordered[self._name]} | ordered}

@@ -27,7 +27,7 @@ def make(seed=0, **changes):
 
 def save(folder, step=7, seed=0):
     model, optimizer = make(seed)
-    return checkpoint.save(folder, model, optimizer, STATE | {"step": step}, {"a": 1}, ALONE), model, optimizer
+    return checkpoint.save(folder, optimizer, STATE | {"step": step}, {"a": 1}, ALONE), model, optimizer
 
 
 def test_what_is_loaded_is_what_was_saved(tmp_path):
@@ -135,17 +135,17 @@ def test_a_checkpoint_of_another_model_is_refused_and_nothing_changed(tmp_path, 
 
 @pytest.mark.parametrize("where", ["course.checkpoint.save_file", "course.files.flush"])
 def test_a_full_disk_loses_nothing(tmp_path, monkeypatch, where):
-    old, model, optimizer = save(tmp_path, 5)
+    old, _, optimizer = save(tmp_path, 5)
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(where, full)
     with pytest.raises(CourseError, match="disk is full"):
-        checkpoint.save(tmp_path, model, optimizer, STATE | {"step": 10}, {}, ALONE)
+        checkpoint.save(tmp_path, optimizer, STATE | {"step": 10}, {}, ALONE)
     monkeypatch.undo()
     assert checkpoint.newest(tmp_path, print)[0] == old
-    checkpoint.save(tmp_path, model, optimizer, STATE | {"step": 10}, {}, ALONE)   # with space again it works
+    checkpoint.save(tmp_path, optimizer, STATE | {"step": 10}, {}, ALONE)   # with space again it works
     assert [p.name for p in checkpoint.steps(tmp_path)] == ["step_000005", "step_000010"]
 
 

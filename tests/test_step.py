@@ -8,7 +8,7 @@ import torch
 from course import config, random
 from course import step as stepping
 from course.models import build_model
-from course.parallel import Mesh, World, build_mesh, parallelize
+from course.parallel import Mesh, World, build_mesh, data_parallel, parallelize
 from course.step import Progress, build_optimizer, eager, learning_rate, train_step
 
 CPU = torch.device("cpu")
@@ -24,9 +24,10 @@ def assemble(*overrides, device=CPU):
     dtype = torch.float64 if settings.precision == "fp64" else torch.float32
     random.initialize(model, settings.train.seed, device, dtype)
     progress = Progress.start(settings, device)
-    optimizer = build_optimizer(model, progress, settings)
+    gradients = data_parallel(model, mesh, settings.parallel)
+    optimizer = build_optimizer(gradients.parameters, progress, settings)
     compute = eager(model, progress, settings, mesh)
-    return settings, model, progress, optimizer, train_step(compute, model, optimizer, progress, settings, mesh)
+    return settings, model, progress, optimizer, train_step(compute, model, gradients, optimizer, progress, settings, mesh)
 
 
 def batches(count, dtype=torch.float64):

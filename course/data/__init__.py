@@ -25,12 +25,12 @@ def open_pairs(config: "Config", split: str) -> Pairs:
 
 
 def train_loader(config: "Config", dp: "Axis", device: torch.device, consumed: int,
-                 example: Callable[[int, torch.device], Batch]) -> Generator[Batch, None, None]:
+                 example: Callable[[int, torch.device, int], Batch]) -> Generator[Batch, None, None]:
     """This rank's part of one global batch after another, on its device, without end, after `consumed` samples."""
     t = config.train
     if config.data.source == "mock":
         mine = order.my_slice(t.global_batch, dp.size, dp.rank)
-        return to_device(repeat(example(mine.stop - mine.start, device)), device, config)
+        return to_device(repeat(example(mine.stop - mine.start, device, mine.start)), device, config)
     pairs = open_pairs(config, "train")
     ids = order.train_batches(t.seed, len(pairs), t.global_batch, dp.size, dp.rank, consumed)
     return to_device(native.loader(pairs, ids, config.data.workers, pin=device.type == "cuda"), device, config)

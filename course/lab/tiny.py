@@ -8,15 +8,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from course import config, random, step
+from course import config, random
 from course.config import Config
 from course.data import Batch, order
 from course.models import build_model
 from course.parallel import Mesh, build_mesh, join, parallelize
+from course.train import assemble
 
 TINY = ["model.grid=[8,16]", "model.channels=3", "model.patch=4", "model.dim=16", "model.depth=2", "model.heads=2",
         "data.source=mock", "optim.name=sgd", "optim.momentum=0", "optim.lr=0.1", "optim.schedule=constant", "optim.warmup=0",
-        "precision=fp64", "train.device=cpu", "train.eval_every=0"]
+        "precision=fp64", "parallel.data=naive", "train.device=cpu", "train.eval_every=0"]
 
 
 def settings(*overrides: str) -> Config:
@@ -42,17 +43,15 @@ def train(batches: Sequence[Batch], seed: int, *overrides: str, loss_scale: floa
     Returns `losses`, the global mean of each step, (steps,), `weights`, all parameters end to end, `seen`, the number
     of samples in each forward pass here, and `free`, 1.0 if no loss holds on to the graph.
     """
-    c = settings(f"train.global_batch={len(batches[0]['sample'])}", *overrides)
+    c = settings(f"train.global_batch={len(batches[0]['sample'])}", f"train.seed={seed}", *overrides)
     over = mesh(c)
-    built = model(c, over, seed)
-    progress = step.Progress.start(c, torch.device("cpu"))
-    progress.loss_scale.fill_(loss_scale)
-    optimizer = step.build_optimizer(built, progress, c)
-    one = step.train_step(step.eager(built, progress, c, over), built, optimizer, progress, c, over)
+    training = assemble(c, over)
+    training.progress.loss_scale.fill_(loss_scale)
+    built = training.model
     mine = order.my_slice(c.train.global_batch, over.dp.size, over.dp.rank)
     seen: list[float] = []
     built.register_forward_pre_hook(lambda module, arguments: seen.append(float(len(arguments[0]["sample"]))))
-    losses = [one({name: tensor[mine] for name, tensor in batch.items()})[0] for batch in batches]
+    losses = [training.step({name: tensor[mine] for name, tensor in batch.items()})[0] for batch in batches]
     free = not any(loss.requires_grad for loss in losses)
     return {"losses": everywhere(torch.stack(losses).detach(), over), "weights": flat(built),
             "seen": torch.tensor(seen), "free": torch.tensor(float(free))}

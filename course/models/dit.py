@@ -215,9 +215,9 @@ class DiT(nn.Module):
         """The output laid out as latents: (B, T, P) -> (B, C, H, W)."""
         return to_fields(output, self.c.latent[1:], self.c.patch)
 
-    def example(self, samples: int, device: torch.device) -> Batch:
-        """A loader's batch of random numbers in the right shapes, the same in every run."""
-        shape, sample = (samples, *self.c.latent), torch.arange(samples, device=device)
-        counter = torch.arange(math.prod(shape), device=device).view(shape)
+    def example(self, samples: int, device: torch.device, first: int = 0) -> Batch:
+        """A loader's batch of random numbers in the right shapes: samples `first` and on, the same in every run."""
+        each, sample = math.prod(self.c.latent), torch.arange(first, first + samples, device=device)
+        counter = torch.arange(first * each, (first + samples) * each, device=device).view(samples, *self.c.latent)
         label = (random.uniform(random.key("example", "label"), sample) * self.c.classes).long()
         return {"latent": random.normal(random.key("example", "latent"), counter), "label": label, "sample": sample}

@@ -149,9 +149,9 @@ class GPT(nn.Module):
             x = block(x, batch)                                         # (B, T, D)
         return x if self.head is None else self.head(x)                 # (B, T, V)
 
-    def example(self, samples: int, device: torch.device) -> Batch:
-        """A loader's batch of random tokens in the right shapes, the same in every run."""
-        shape = (samples, self.c.context + 1)
-        counter = torch.arange(torch.Size(shape).numel(), device=device).view(shape)
+    def example(self, samples: int, device: torch.device, first: int = 0) -> Batch:
+        """A loader's batch of random tokens in the right shapes: samples `first` and on, the same in every run."""
+        length = self.c.context + 1
+        counter = torch.arange(first * length, (first + samples) * length, device=device).view(samples, length)
         tokens = (random.uniform(random.key("example", "tokens"), counter) * self.c.vocab).long()
-        return {"tokens": tokens, "sample": torch.arange(samples, device=device)}
+        return {"tokens": tokens, "sample": torch.arange(first, first + samples, device=device)}

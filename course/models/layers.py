@@ -147,8 +147,8 @@ class SampleNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:                             # (B, T, P)
         squares = self.total(x.square().flatten(1).sum(1))              # (B,)
-        positive = squares > 0
-        return squares.where(positive, 1.0).sqrt().where(positive, 0.0)                 # (B,) sqrt has no slope at 0
+        zero = squares == 0                                             # there sqrt has no slope
+        return squares.where(~zero, 1.0).sqrt().where(~zero, 0.0)       # (B,)
 
 
 class Tokens(nn.Module):

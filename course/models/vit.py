@@ -135,9 +135,10 @@ class ViT(nn.Module):
         """The output laid out on the grid: (B, T, P) -> (B, C, H, W)."""
         return to_fields(output, self.c.grid, self.c.patch)
 
-    def example(self, samples: int, device: torch.device) -> Batch:
-        """A loader's batch of random numbers in the right shapes, the same in every run."""
+    def example(self, samples: int, device: torch.device, first: int = 0) -> Batch:
+        """A loader's batch of random numbers in the right shapes: samples `first` and on, the same in every run."""
         shape = (samples, self.c.channels, *self.c.grid)
-        counter = torch.arange(torch.Size(shape).numel(), device=device).view(shape)
+        each = torch.Size(shape[1:]).numel()
+        counter = torch.arange(first * each, (first + samples) * each, device=device).view(shape)
         input, target = (random.normal(random.key("example", part), counter) for part in ("input", "target"))
-        return {"input": input, "target": target, "sample": torch.arange(samples, device=device)}
+        return {"input": input, "target": target, "sample": torch.arange(first, first + samples, device=device)}

@@ -4,25 +4,35 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from course.errors import CourseError
 from course.parallel.context import context_parallel, needs_zigzag
+from course.parallel.data import METHODS, Naive
 from course.parallel.mesh import Axis, Mesh, World, build_mesh, join, leave
+from course.parallel.pipeline import split_stages
 from course.parallel.placement import Placement, place_serial, placement
 from course.parallel.sequence import mark_partial, split_tokens
 from course.parallel.tensor import tensor_parallel
+from course.parallel.zero import Zero
 
 if TYPE_CHECKING:
     from course.config import Parallel
 
-__all__ = ["Axis", "Mesh", "Placement", "World", "build_mesh", "join", "leave", "parallelize", "place_serial", "placement"]
+__all__ = ["Axis", "Mesh", "Placement", "World", "build_mesh", "data_parallel", "join", "leave", "parallelize", "place_serial",
+           "placement"]
+
+
+def data_parallel(model: nn.Module, mesh: Mesh, settings: "Parallel") -> Naive:
+    """What averages a model's gradients over dp x cp. Comes after the parameters have got their values."""
+    if mesh.dp_cp.size == 1:
+        return Naive(model, mesh.dp_cp)
+    return (Zero if settings.zero else METHODS[settings.data])(model, mesh.dp_cp, settings.bucket_mb)
 
 
 def parallelize(model: nn.Module, mesh: Mesh, settings: "Parallel") -> nn.Module:
     """Cut a serial model, on the meta device, along the axes of the mesh, and name each parameter's place in it.
 
-    The data-parallel axis needs no surgery: `train_step` averages gradients over it.
+    The data-parallel axis needs no surgery: gradients are averaged over it (`data_parallel`).
     """
-    model = place_serial(model, owner=mesh.dp_cp.rank == 0)
+    model = place_serial(model, owner=settings.zero or mesh.dp_cp.rank == 0)             # with ZeRO each rank owns its segments
     tokens = None
     sp = mesh.tp if settings.sp else Axis("tp")
     if mesh.cp.size * sp.size > 1:
@@ -34,5 +44,5 @@ def parallelize(model: nn.Module, mesh: Mesh, settings: "Parallel") -> nn.Module
     if tokens is not None:
         model = context_parallel(model, tokens, settings.context)
     if mesh.pp.size > 1:
-        raise CourseError(f"parallel.pp={mesh.pp.size}: not yet")
+        model = split_stages(model, mesh, settings.schedule, settings.chunks)
     return model

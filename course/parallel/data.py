@@ -1,9 +1,24 @@
-"""Data parallelism: every rank computes the gradients of its own samples, then all take the average."""
+"""Data parallelism: every rank computes the gradients of its own samples, then all take the average over dp x cp.
 
-from collections.abc import Iterable
+Four ways behind one interface, `parallel.data`:
 
+    naive      after the backward pass, one all-reduce of everything
+    bucketed   gradients gathered in buckets; a bucket's all-reduce starts as soon as its last gradient is there, and runs
+               beside the rest of the backward pass (Li et al. 2020, arXiv:2006.15704)
+    ddp        the same by PyTorch's DistributedDataParallel
+    none       no communication, to measure what it costs: the ranks drift apart
+
+`begin(passes)` comes before the backward passes of a step (one for each micro-batch; only the last one communicates),
+`finish()` after them, `updated()` after the optimizer. ZeRO-1 is in `course/parallel/zero.py`.
+"""
+
+import copy
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from course.parallel.mesh import Axis
@@ -22,12 +37,180 @@ def average_gradients(parameters: Iterable[nn.Parameter], axis: Axis) -> None:
         gradient.copy_(mean)
 
 
-def add_partial_gradients(parameters: Iterable[nn.Parameter], axis: Axis) -> None:
-    """Complete the gradients of which every rank of the axis has a part (its tokens' part): one all-reduce of all of them."""
-    partial = [p.grad for p in parameters if p.grad is not None and placement(p).partial_over is not None]
-    if axis.size == 1 or not partial:
-        return
-    flat = _flatten_dense_tensors(partial)
-    dist.all_reduce(flat, group=axis.group)
-    for gradient, whole in zip(partial, _unflatten_dense_tensors(flat, partial), strict=True):
-        gradient.copy_(whole)
+def add_partial_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Complete gradients of which several ranks have a part (`partial_over`): one all-reduce of all of them, for each axis."""
+    partial: dict[str, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        axis = placement(parameter).partial_over
+        if axis is not None and parameter.grad is not None:
+            partial.setdefault(axis.name, []).append(parameter)
+    for held in partial.values():
+        gradients, axis = [p.grad for p in held if p.grad is not None], placement(held[0]).partial_over
+        flat = _flatten_dense_tensors(gradients)
+        dist.all_reduce(flat, group=axis.group)     # type: ignore[union-attr]
+        for gradient, whole in zip(gradients, _unflatten_dense_tensors(flat, gradients), strict=True):
+            gradient.copy_(whole)
+
+
+class Naive:
+    """One all-reduce at the end."""
+
+    def __init__(self, model: nn.Module, axis: Axis, bucket_mb: float = 0.0):
+        self.axis = axis
+        self.members = list(model.parameters())     # what gets gradients
+        self.parameters = self.members              # what the optimizer updates
+
+    def begin(self, passes: int) -> None:
+        """Backward passes of a step are about to begin."""
+
+    def finish(self) -> None:
+        """Complete the gradients of `parameters`."""
+        add_partial_gradients(self.parameters)
+        average_gradients(self.parameters, self.axis)
+
+    def clear(self) -> None:
+        """Forget the gradients."""
+        for parameter in self.members:
+            parameter.grad = None
+
+    def updated(self) -> None:
+        """The optimizer has updated `parameters`."""
+
+    def settle(self) -> None:
+        """Wait until the model's parameters are those of the last step."""
+
+
+class Off(Naive):
+    """No averaging."""
+
+    def finish(self) -> None:
+        add_partial_gradients(self.parameters)
+
+
+class DDP(Naive):
+    """PyTorch's, with its buckets as gradients. The model's forward pass goes through it."""
+
+    def __init__(self, model: nn.Module, axis: Axis, bucket_mb: float):
+        super().__init__(model, axis)
+        inner = copy.copy(model)                    # the same modules; its forward pass stays the model's own
+        self.ddp = nn.parallel.DistributedDataParallel(inner, process_group=axis.group, bucket_cap_mb=bucket_mb,
+                                                       gradient_as_bucket_view=True, init_sync=False)
+        model.forward = self._forward
+        self.passes = 1
+
+    def begin(self, passes: int) -> None:
+        self.passes = passes
+
+    def _forward(self, *inputs: Any) -> Any:
+        if torch.is_grad_enabled():                 # evaluation has no backward pass to prepare for
+            self.passes -= 1
+            self.ddp.require_backward_grad_sync = self.passes == 0      # what its `no_sync` sets
+            return self.ddp(*inputs)
+        return self.ddp.module(*inputs)
+
+    def finish(self) -> None:
+        add_partial_gradients(self.members)         # a sum of averages is the average of the sums
+
+
+class Bucket:
+    """Gradients of some parameters, laid end to end in one tensor, whose views they become."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], multiple: int = 1):
+        self.parameters = parameters
+        self.numel = sum(p.numel() for p in parameters)
+        self.flat = torch.zeros(self.numel + -self.numel % multiple, dtype=parameters[0].dtype, device=parameters[0].device)
+        self.views = self.cut(self.flat)
+        self.missing = 0                            # gradients not there yet in this step
+        self.work: Any = None
+
+    def cut(self, flat: Tensor) -> list[Tensor]:
+        """The part of each parameter in a tensor that is laid out like this bucket."""
+        parts = flat[:self.numel].split([p.numel() for p in self.parameters])
+        return [part.view_as(p) for part, p in zip(parts, self.parameters, strict=True)]
+
+    def take(self, index: int) -> None:
+        """The gradient of a parameter moves into the bucket, if it is not there yet."""
+        parameter, view = self.parameters[index], self.views[index]
+        if parameter.grad is None:
+            view.zero_()
+        elif parameter.grad is not view:
+            view.copy_(parameter.grad)
+        parameter.grad = view
+
+
+class Bucketed(Naive):
+    """Buckets of about `bucket_mb` MiB, the last layers' first, since their gradients come first.
+
+    All ranks start the buckets in the same order. Gradients that are partial wait for their sum: they have a bucket of
+    their own, the last one, which `finish` starts.
+    """
+
+    def __init__(self, model: nn.Module, axis: Axis, bucket_mb: float):
+        super().__init__(model, axis)
+        self.late = [p for p in self.members if placement(p).partial_over is not None]
+        early = [p for p in reversed(self.members) if placement(p).partial_over is None]
+        self.buckets = [self.make_bucket(group) for group in [*in_buckets(early, bucket_mb * 2**20), self.late] if group]
+        self.passes, self.started = 1, 0
+        self.seen: dict[nn.Parameter, int] = {}
+        for bucket in self.buckets:
+            for index, parameter in enumerate(bucket.parameters):
+                parameter.register_post_accumulate_grad_hook(self._hook(bucket, index))
+
+    def make_bucket(self, parameters: Sequence[nn.Parameter]) -> Bucket:
+        return Bucket(parameters)
+
+    def begin(self, passes: int) -> None:
+        self.passes, self.started = passes, 0
+        self.seen = dict.fromkeys(self.members, 0)
+        for bucket in self.buckets:
+            bucket.missing = len(bucket.parameters)
+
+    def _hook(self, bucket: Bucket, index: int) -> Any:
+        def arrived(parameter: Tensor) -> None:
+            bucket.take(index)
+            self.seen[parameter] += 1               # type: ignore[index]
+            if self.seen[parameter] == self.passes:                     # type: ignore[index]
+                bucket.missing -= 1
+                self._start_what_is_ready()
+        return arrived
+
+    def _start_what_is_ready(self) -> None:
+        last = len(self.buckets) - bool(self.late)
+        while self.started < last and self.buckets[self.started].missing == 0:
+            self.start(self.buckets[self.started])
+            self.started += 1
+
+    def start(self, bucket: Bucket) -> None:
+        """Begin a bucket's all-reduce."""
+        bucket.work = dist.all_reduce(bucket.flat, group=self.axis.group, async_op=True)
+
+    def finish(self) -> None:
+        for bucket in self.buckets[self.started:]:
+            for index in range(len(bucket.parameters)):                 # a parameter that had no gradient counts as zero
+                bucket.take(index)
+        add_partial_gradients(self.late)
+        for bucket in self.buckets[self.started:]:
+            self.start(bucket)
+        for bucket in self.buckets:
+            self.complete(bucket)
+
+    def complete(self, bucket: Bucket) -> None:
+        """Wait for a bucket's sum and make it the mean."""
+        bucket.work.wait()
+        bucket.flat /= self.axis.size
+
+
+def in_buckets(parameters: Sequence[nn.Parameter], size: float) -> list[list[nn.Parameter]]:
+    """Neighbours together, up to `size` bytes, the same format in each; a larger one alone."""
+    buckets: list[list[nn.Parameter]] = []
+    full = 0.0
+    for parameter in parameters:
+        if not buckets or full + parameter.nbytes > size or parameter.dtype != buckets[-1][0].dtype:
+            buckets.append([])
+            full = 0.0
+        buckets[-1].append(parameter)
+        full += parameter.nbytes
+    return buckets
+
+
+METHODS = {"naive": Naive, "bucketed": Bucketed, "ddp": DDP, "none": Off}

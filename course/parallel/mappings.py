@@ -26,8 +26,8 @@ from torch.autograd import Function
 from course.parallel.mesh import Axis
 
 # PyTorch 2.13 renames them
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 def bounds(n: int, size: int, rank: int) -> tuple[int, int]:
@@ -52,7 +52,7 @@ def all_gather(x: Tensor, dim: int, axis: Axis, n: int) -> Tensor:
     most = -(-n // axis.size)
     piece = _padded(x.movedim(dim, 0), most)                            # (most, ...)
     pieces = piece.new_empty(axis.size * most, *piece.shape[1:])        # (size * most, ...)
-    _all_gather(pieces, piece, group=axis.group)
+    all_gather_single(pieces, piece, group=axis.group)
     if n < len(pieces):
         parts = pieces.view(axis.size, most, *piece.shape[1:])
         pieces = torch.cat([part[:rows] for part, rows in zip(parts, lengths(n, axis.size), strict=True)])
@@ -66,7 +66,7 @@ def reduce_scatter(x: Tensor, dim: int, axis: Axis) -> Tensor:
     if n < axis.size * most:
         rows = torch.cat([_padded(part, most) for part in rows.tensor_split(axis.size)])
     piece = rows.new_empty(most, *rows.shape[1:])
-    _reduce_scatter(piece, rows.contiguous(), group=axis.group)
+    reduce_scatter_single(piece, rows.contiguous(), group=axis.group)
     return piece[:lengths(n, axis.size)[axis.rank]].movedim(0, dim)
 
 

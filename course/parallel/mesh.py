@@ -45,12 +45,17 @@ class Mesh:
     """The four axes, the joint axis over which gradients are averaged, and the whole world as an axis."""
 
     world: World
+    grid: torch.Tensor                              # the ranks, laid out as (pp, dp, cp, tp)
     pp: Axis
     dp: Axis
     cp: Axis
     tp: Axis
     dp_cp: Axis
     all: Axis
+
+    def lines(self, name: str) -> list[list[int]]:
+        """The ranks of every group along an axis, of this rank's and of the others'."""
+        return self.grid.movedim(AXES.index(name), -1).flatten(0, 2).tolist()
 
 
 def join(device: str = "auto") -> World:
@@ -73,6 +78,11 @@ def join(device: str = "auto") -> World:
         backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
         dist.init_process_group(backend, rank=rank, world_size=size, device_id=chosen if chosen.type == "cuda" else None)
     return World(rank, size, chosen)
+
+
+def launched() -> bool:
+    """Whether torchrun or srun started this process as one of several."""
+    return _identity()[1] > 1
 
 
 def leave() -> None:
@@ -98,14 +108,15 @@ def build_mesh(parallel: "Parallel", world: World) -> Mesh:
         raise CourseError(f"parallel: {arithmetic} = {product}, but there are {world.size} processes: "
                           f"start {product} with torchrun or srun, or change an axis")
     if world.size == 1:
-        return Mesh(world, **{name: Axis(name) for name in (*AXES, "dp_cp", "all")})
+        return Mesh(world, torch.zeros(1, 1, 1, 1, dtype=torch.long), *(Axis(name) for name in (*AXES, "dp_cp", "all")))
     order = parallel.order.split("-")
     ranks = torch.arange(world.size).view([sizes[name] for name in order])
-    grid = DeviceMesh(world.device.type, ranks.permute([order.index(name) for name in AXES]), mesh_dim_names=AXES)
+    ranks = ranks.permute([order.index(name) for name in AXES])     # (pp, dp, cp, tp)
+    grid = DeviceMesh(world.device.type, ranks, mesh_dim_names=AXES)
     joint = grid["dp", "cp"]._flatten("dp_cp")
     whole = Axis("all", world.size, world.rank, tuple(range(world.size)), dist.group.WORLD)
-    axes = {name: _axis(name, grid[name]) for name in AXES}
-    return Mesh(world, **axes, dp_cp=_axis("dp_cp", joint), all=whole)
+    pp, dp, cp, tp = (_axis(name, grid[name]) for name in AXES)
+    return Mesh(world, ranks, pp, dp, cp, tp, _axis("dp_cp", joint), whole)
 
 
 def _axis(name: str, mesh: DeviceMesh) -> Axis:

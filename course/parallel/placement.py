@@ -19,7 +19,8 @@ class Placement:
     fused QKV weight, so that a part of its heads is a box. box: which part of it is here; the tensor
     itself has the box's elements in order. axis: the mesh axis along which it is sharded, None where it is
     whole. partial_over: the axis over which its gradient is a partial sum. owner: whether this rank speaks
-    for it where several hold the same box (in the gradient norm and in checkpoints).
+    for it where several hold the same box (in the gradient norm and in checkpoints). flat: with ZeRO-1, first and one past
+    the last of the box's elements, in order, that this tensor has; None for all of them.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Placement:
     axis: Axis | None = None
     partial_over: Axis | None = None
     owner: bool = True
+    flat: tuple[int, int] | None = None
 
 
 def place_serial(model: nn.Module, owner: bool = True) -> nn.Module:

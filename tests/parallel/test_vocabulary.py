@@ -110,7 +110,7 @@ def cut_model(overrides):
     one = model.embed.token.weight is model.head.proj.weight
     random.initialize(model, 0, torch.device("cpu"), torch.float64)
     embedding, head = model.embed.token.weight, model.head.proj.weight
-    optimizer = step.build_optimizer(model, step.Progress.start(c, torch.device("cpu")), c)
+    optimizer = step.build_optimizer(list(model.parameters()), step.Progress.start(c, torch.device("cpu")), c)
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     norm = step.gradient_norm(list(model.parameters()), mesh).item()

@@ -1,0 +1,216 @@
+"""Pipeline parallelism: each rank holds some of the blocks, and micro-batches pass from rank to rank.
+
+`split_stages` cuts the model, `Pipeline` runs a schedule of forward and backward passes (`course/parallel/schedule.py`) and
+sends what goes between them: activations forward, their gradients back. Nothing here synchronizes with the device.
+"""
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from course.errors import CourseError
+from course.parallel.mesh import Axis, Mesh
+from course.parallel.placement import place, placement
+from course.parallel.schedule import SCHEDULES, Pass, before
+
+Tensors = tuple[Tensor, ...]
+Wire = tuple[int, int, str]                         # from which stage's rank to which, "F" or "B"
+Forward = Callable[[int, int, Any], Any]            # (chunk, micro-batch, what the stage before put out) -> what this one does
+
+
+def split_stages(model: Any, mesh: Mesh, schedule: str, chunks: int) -> nn.Module:
+    """Keep this rank's share of the blocks, the embedding on the first stage, the head on the last.
+
+    `model.chunks` are models of this rank's stages one by one, which share its modules; `model.pipeline` runs them. Blocks
+    are shared out as `tensor_split` does; the depth need not divide. Raises `CourseError` where a stage would have none.
+    """
+    pp = mesh.pp
+    names, stages = list(model.blocks), pp.size * chunks
+    ends = [{placement(p).name for p in end.parameters()} for end in (model.embed, model.head)]
+    if len(names) < stages:
+        raise CourseError(f"{pp.size} pipeline ranks with {chunks} chunks each need {stages} blocks, but the model has "
+                          f"{len(names)}: use a smaller parallel.pp or parallel.chunks")
+    shares = [[names[i] for i in share] for share in torch.arange(len(names)).tensor_split(stages)]
+    mine = [shares[chunk * pp.size + pp.rank] for chunk in range(chunks)]
+    model.chunks = [part_of(model, share, first=pp.rank == chunk == 0,
+                            last=pp.rank == pp.size - 1 and chunk == chunks - 1) for chunk, share in enumerate(mine)]
+    whole = part_of(model, [name for share in mine for name in share], pp.rank == 0, pp.rank == pp.size - 1)
+    model._modules = whole._modules
+    model.pipeline = Pipeline(mesh, schedule, chunks)
+    if tied := ends[0] & ends[1]:
+        tie_ends(model, tied, mesh)
+    return model
+
+
+def part_of(model: Any, names: list[str], first: bool, last: bool) -> Any:
+    """A model of some of the blocks; the modules are the same objects."""
+    part = copy.copy(model)
+    part._modules = dict(model._modules)
+    part.blocks = nn.ModuleDict({name: model.blocks[name] for name in names})
+    part.embed = model.embed if first else None
+    part.head = model.head if last else None
+    return part
+
+
+@dataclass(frozen=True)
+class Message:
+    """What a stage puts out for one sample: of each tensor the shape, the format, and whether it has a gradient."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+    grads: tuple[bool, ...]
+    single: bool                                    # a tensor, not a tuple
+
+    @classmethod
+    def of(cls, out: Any) -> "Message":
+        parts = as_tuple(out)
+        return cls(tuple(tuple(x.shape[1:]) for x in parts), tuple(x.dtype for x in parts),
+                   tuple(x.requires_grad for x in parts), isinstance(out, Tensor))
+
+    def empty(self, samples: int, device: torch.device, kind: str = "F") -> list[Tensor]:
+        """Room for a message of activations ("F"), or for the gradients of those that have one ("B")."""
+        return [torch.empty(samples, *shape, dtype=dtype, device=device)
+                for shape, dtype, grad in zip(self.shapes, self.dtypes, self.grads, strict=True) if kind == "F" or grad]
+
+
+class Pipeline:
+    """The stages of this rank and its wires to its neighbours.
+
+    Each wire has a group of its own, so that what is sent on one does not wait for what is awaited on another (NCCL
+    does the calls of a group one after the other).
+    """
+
+    def __init__(self, mesh: Mesh, schedule: str, chunks: int):
+        self.pp, self.chunks, self.device = mesh.pp, chunks, mesh.world.device
+        self.schedule = schedule
+        self.wires = make_wires(mesh, chunks)
+        self.messages: dict[int, Message] = {}      # by the stage that puts it out
+        self.under_way: list[tuple[Any, Tensor]] = []
+
+    def train(self, forward: Forward, samples: Sequence[int]) -> None:
+        """Forward and backward of every micro-batch; the last stage's `forward` returns the scalar to differentiate.
+
+        samples: how many each micro-batch has.
+        """
+        if not self.messages:
+            self._agree(forward, samples[0])
+        passes = SCHEDULES[self.schedule](self.pp.size, self.pp.rank, len(samples), self.chunks)
+        kept: dict[tuple[int, int], tuple[Any, Any]] = {}           # input and output of forward passes
+        awaited = self._receive(passes[0], samples)
+        for number, work in enumerate(passes):
+            coming, awaited = awaited, self._receive(passes[number + 1], samples) if number + 1 < len(passes) else ([], [])
+            given = arrive(*coming)
+            if work.kind == "F":
+                x = self._as_input(work, given)
+                out = forward(work.chunk, work.micro, x)
+                kept[work.chunk, work.micro] = x, out
+                self._send(work, [part.detach() for part in as_tuple(out)])
+            else:
+                x, out = kept.pop((work.chunk, work.micro))
+                torch.autograd.backward([part for part in as_tuple(out) if part.requires_grad], given or None)
+                self._send(work, [part.grad for part in as_tuple(x) if part.requires_grad])     # type: ignore[misc]
+        self._finish()
+
+    @torch.no_grad()
+    def infer(self, forward: Forward, samples: int) -> Any:
+        """One forward pass through all stages; the last one's output, None on the others."""
+        if not self.messages:
+            with torch.enable_grad():
+                self._agree(forward, samples)
+        out = None
+        for chunk in range(self.chunks):
+            work = Pass("F", chunk, 0)
+            out = forward(chunk, 0, self._as_input(work, arrive(*self._receive(work, [samples]))))
+            self._send(work, list(as_tuple(out)))
+        self._finish()
+        return out if self.pp.rank == self.pp.size - 1 else None
+
+    def _agree(self, forward: Forward, samples: int) -> None:
+        """Once, before the first pass: every stage learns what the others put out, from a forward pass of zeros."""
+        for stage in range(self.pp.size * self.chunks - 1):
+            owner, found = self.pp.ranks[stage % self.pp.size], [None]
+            if stage % self.pp.size == self.pp.rank:
+                given = self.messages[stage - 1].empty(samples, self.device) if stage else []
+                work = Pass("F", stage // self.pp.size, 0)
+                found = [Message.of(forward(work.chunk, 0, self._as_input(work, [x.zero_() for x in given])))]  # type: ignore[list-item]
+            dist.broadcast_object_list(found, owner, group=self.pp.group, device=torch.device("cpu"))
+            self.messages[stage] = found[0]                         # type: ignore[assignment]
+
+    def _as_input(self, work: Pass, given: list[Tensor]) -> Any:
+        if not given:
+            return None
+        message = self.messages[self._stage(work) - 1]
+        parts = tuple(x.requires_grad_(grad) for x, grad in zip(given, message.grads, strict=True))
+        return parts[0] if message.single else parts
+
+    def _stage(self, work: Pass) -> int:
+        return work.chunk * self.pp.size + self.pp.rank
+
+    def _receive(self, work: Pass, samples: Sequence[int]) -> tuple[list[Any], list[Tensor]]:
+        """Begin to receive what a pass needs from another stage: what to wait for, and where it comes."""
+        source = before(work, self.pp.rank, self.pp.size, self.chunks)
+        if source is None:
+            return [], []
+        message = self.messages[self._stage(work) - (work.kind == "F")]
+        parts = message.empty(samples[work.micro], self.device, work.kind)
+        group = self.wires[source[0], self.pp.rank, work.kind]
+        return [dist.irecv(part, self.pp.ranks[source[0]], group) for part in parts], parts
+
+    def _send(self, work: Pass, parts: Iterable[Tensor]) -> None:
+        """Send a pass's result to the stage that needs it, if there is one."""
+        stage = self._stage(work) + (1 if work.kind == "F" else -1)
+        if 0 <= stage < self.pp.size * self.chunks:
+            to = stage % self.pp.size
+            group = self.wires[self.pp.rank, to, work.kind]
+            self.under_way = [(sent, part) for sent, part in self.under_way if not sent.is_completed()]
+            for part in parts:
+                part = part.contiguous()
+                self.under_way.append((dist.isend(part, self.pp.ranks[to], group), part))
+
+    def _finish(self) -> None:
+        for sent, _ in self.under_way:
+            sent.wait()
+        self.under_way = []
+
+
+def as_tuple(x: Any) -> Tensors:
+    """A tensor, a tuple of them, or None, as a tuple."""
+    return () if x is None else (x,) if isinstance(x, Tensor) else tuple(x)
+
+
+def arrive(works: list[Any], parts: list[Tensor]) -> list[Tensor]:
+    """The parts, when they are there."""
+    for work in works:
+        work.wait()
+    return parts
+
+
+def make_wires(mesh: Mesh, chunks: int) -> dict[Wire, dist.ProcessGroup]:
+    """A group of two for every wire of this rank, by (from, to, kind). All ranks make all groups, in the same order."""
+    size, mine = mesh.pp.size, {}
+    pairs = [(rank, (rank + 1) % size) for rank in range(size if chunks > 1 else size - 1)]     # the last leads back to chunk 1
+    for line in mesh.lines("pp"):
+        for low, high in pairs:
+            for wire in ((low, high, "F"), (high, low, "B")):
+                group = dist.new_group([line[low], line[high]])
+                if mesh.world.rank in (line[low], line[high]):
+                    mine[wire] = group
+    return mine
+
+
+def tie_ends(model: nn.Module, tied: set[str], mesh: Mesh) -> None:
+    """Weights that the first and the last stage share: each stage has a part of the gradient, the first one owns them."""
+    ends = None
+    for line in mesh.lines("pp"):
+        group = dist.new_group([line[0], line[-1]])
+        if mesh.world.rank in (line[0], line[-1]):
+            ends = Axis("ends", 2, int(mesh.pp.rank > 0), (line[0], line[-1]), group)
+    for parameter in model.parameters():
+        where = placement(parameter)
+        if where.name in tied:
+            place(parameter, replace(where, partial_over=ends, owner=where.owner and mesh.pp.rank == 0))

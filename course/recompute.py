@@ -1,0 +1,32 @@
+"""Activation checkpointing: keep less from the forward pass, compute it again in the backward pass.
+
+    full        keep each block's input alone: a third more FLOPs (Chen et al. 2016, arXiv:1604.06174)
+    selective   keep what matmuls and attention put out, which is dear to compute; compute norms, GELU, dropout and sums
+                again, which is cheap (in the spirit of Korthikanti et al. 2022, arXiv:2205.05198, section 5)
+
+Dropout is a function of the sample's key, so the second pass drops the same without any saved generator state.
+"""
+
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+# by the beginning of the operator's name: matmuls and fused attention
+DEAR = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_mm", "aten::_scaled_dot_product", "c10d::", "_c10d_functional::")
+
+
+def keep_dear(context: Any, operator: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
+    """The policy of `selective`: results that are dear, in FLOPs or in communication, are kept."""
+    return CheckpointPolicy.MUST_SAVE if operator.name().startswith(DEAR) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def recompute(model: nn.Module, how: str) -> nn.Module:
+    """Let every block of the model keep less; `how` is none, selective or full."""
+    if how == "none":
+        return model
+    contexts: dict[str, Any] = {"context_fn": partial(create_selective_checkpoint_contexts, keep_dear)} if how == "selective" else {}
+    for block in model.blocks.values():             # type: ignore[operator]
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, **contexts)
+    return model

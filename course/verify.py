@@ -1,0 +1,169 @@
+"""`course verify PRESET parallel.tp=2 ...`: does this layout train as one process does? If not, what differs first?
+
+Two runs from the same weights on the same batches: rank 0 alone, then all ranks in the layout. After every step all
+losses and parameters are compared, each parameter under its serial name. In float64 with plain gradient descent, which
+is the default here, every layout computes the same up to rounding, so what differs by more is a mistake. In another
+precision (precision=bf16) rounding differs visibly; how much is measured, by running serially once more with the same
+samples in micro-batches of one, which changes nothing but the order of sums.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from course import config as configuration
+from course.config import Config, Parallel
+from course.data import order
+from course.launch import ranks
+from course.parallel import Axis, Mesh, World, build_mesh, join, leave, placement
+from course.parallel.mesh import launched
+from course.precision import parameter_dtype
+from course.train import Training, assemble, global_loss
+
+DEFAULTS = ["data.source=mock", "precision=fp64", "optim.name=sgd", "optim.schedule=constant", "optim.warmup=0", "optim.lr=0.1",
+            "train.steps=3", "train.global_batch=8"]
+EXACT = 1e-10                                       # what rounding may leave in float64, of the largest value of a parameter
+ROUNDING = 8.0                                      # how many times the measured rounding a layout may differ
+
+
+@dataclass(frozen=True)
+class Gap:
+    """How far the loss, or a parameter, is from the serial run's after a step, relative to its largest value there."""
+
+    step: int
+    name: str
+    size: float
+    bound: float
+
+    @property
+    def wrong(self) -> bool:
+        return not self.size <= self.bound          # a NaN is wrong
+
+
+Snapshot = dict[str, Tensor]                        # the loss and all parameters after a step, by serial name
+
+
+def main(preset: str, overrides: list[str]) -> bool:
+    """Compare, print, and say whether all is equal. Without torchrun or srun it starts the ranks itself, on the CPU."""
+    config = configuration.load(preset, [*DEFAULTS, *overrides])
+    p = config.parallel
+    count = p.pp * max(1, p.dp) * p.cp * p.tp
+    if launched() or count == 1:
+        gaps = compare(config)
+    else:
+        config = replace(config, parallel=replace(p, dp=max(1, p.dp)), train=replace(config.train, device="cpu"))
+        gaps = ranks(count, timeout=3600)(compare, config)[0]
+    return tell(config, gaps) if gaps else True     # only rank 0 has them
+
+
+def compare(config: Config) -> list[Gap]:
+    """On every rank of the layout; the gaps of all parameters after every step, on rank 0."""
+    world = join(config.train.device)
+    mesh = build_mesh(config.parallel, world)
+    try:
+        serial, rounding = references(config, world) if world.rank == 0 else ([], {})
+        training = assemble(config, mesh)
+        gaps: list[Gap] = []
+        for number in range(config.train.steps):
+            loss = one_step(training, number)
+            found = differences(training, loss, serial[number] if serial else {})
+            gaps += [Gap(number + 1, name, size, rounding.get(name, EXACT)) for name, size in found.items()]
+        return gaps if world.rank == 0 else []
+    finally:
+        leave()
+
+
+def references(config: Config, world: World) -> tuple[list[Snapshot], dict[str, float]]:
+    """The serial run after every step, and by how much each parameter may differ because of rounding (float64: `EXACT`)."""
+    alone = replace(config, parallel=Parallel(dp=1), compile=False)
+    mesh = build_mesh(alone.parallel, replace(world, rank=0, size=1))
+    snapshots = serial_run(alone, mesh)
+    if config.precision == "fp64":
+        return snapshots, {}
+    again = serial_run(replace(alone, train=replace(alone.train, micro_batch=1)), mesh)
+    rounding = {name: max(gap(b[name], a[name]) for a, b in zip(snapshots, again, strict=True)) for name in snapshots[0]}
+    least = max(rounding.values()) / 10             # a parameter may be lucky in these steps
+    return snapshots, {name: ROUNDING * max(size, least) for name, size in rounding.items()}
+
+
+def serial_run(config: Config, mesh: Mesh) -> list[Snapshot]:
+    """Loss and parameters after each step of one process, in host memory."""
+    training, snapshots = assemble(config, mesh), []
+    for number in range(config.train.steps):
+        loss = one_step(training, number)
+        snapshots.append({"loss": loss.cpu()} | {placement(p).name: p.detach().cpu().reshape(placement(p).global_shape).clone()
+                                                 for p in training.model.parameters()})
+    return snapshots
+
+
+def one_step(training: Training, number: int) -> Tensor:
+    """Train on this rank's part of global batch `number`, random numbers; the global loss."""
+    t, mesh = training.config.train, training.mesh
+    mine = order.my_slice(t.global_batch, mesh.dp.size, mesh.dp.rank)
+    dtype = parameter_dtype(training.config.precision)
+    batch = training.model.example(mine.stop - mine.start, mesh.world.device, number * t.global_batch + mine.start)  # type: ignore[operator]
+    batch = {name: x.to(dtype) if x.is_floating_point() else x for name, x in batch.items()}
+    loss, _ = training.step(batch)
+    training.gradients.settle()
+    return global_loss(loss, mesh)
+
+
+def differences(training: Training, loss: Tensor, serial: Snapshot) -> dict[str, float]:
+    """How far the loss and each parameter are from the serial ones, the most over all ranks. Rank 0 brings `serial`."""
+    everyone = training.mesh.all
+    here: dict[str, list[nn.Parameter]] = {}
+    for parameter in training.model.parameters():
+        here.setdefault(placement(parameter).name, []).append(parameter)
+    found = {}
+    for name, shape, dtype in shared([(name, x.shape, x.dtype) for name, x in serial.items()], everyone):
+        whole = serial[name].to(training.mesh.world.device) if serial else torch.empty(
+            shape, dtype=dtype, device=training.mesh.world.device)
+        if everyone.size > 1:
+            dist.broadcast(whole, 0)
+        scale = whole.abs().max().item()
+        mine = [(loss, whole)] if name == "loss" else [
+            (p.detach(), whole[tuple(slice(*side) for side in placement(p).box)].reshape(p.shape)) for p in here.get(name, [])]
+        found[name] = max((gap(a, b, scale) for a, b in mine), default=0.0)
+    answers: list[dict[str, float]] = [{}] * everyone.size
+    if everyone.size == 1:
+        return found
+    dist.all_gather_object(answers, found)
+    return {name: max((answer[name] for answer in answers), key=lambda x: (math.isnan(x), x)) for name in found}
+
+
+def shared(value: Any, everyone: Axis) -> Any:
+    """Rank 0's value, on every rank."""
+    box = [value]
+    if everyone.size > 1:
+        dist.broadcast_object_list(box, 0)
+    return box[0]
+
+
+def gap(a: Tensor, b: Tensor, scale: float = 0.0) -> float:
+    """The largest difference, relative to `scale` or the largest value of `b`."""
+    largest = (a.double() - b.double()).abs().max().item()
+    return largest / (scale or b.abs().max().item() or 1.0) if largest else 0.0
+
+
+def tell(config: Config, gaps: list[Gap]) -> bool:
+    """Print the verdict; whether all is equal."""
+    p, steps = config.parallel, config.train.steps
+    layout = " ".join(f"{name}={getattr(p, name)}" for name in ("pp", "dp", "cp", "tp")) + (" sp" if p.sp else "")
+    print(f"{config.preset} in {config.precision}, {steps} steps of {config.optim.name}: {layout} against one process")
+    for number in range(1, steps + 1):
+        at = [entry for entry in gaps if entry.step == number]
+        worst = max(at, key=lambda entry: entry.size / entry.bound if entry.size == entry.size else math.inf)
+        print(f"  step {number}: the loss differs by {at[0].size:.1e}; of {len(at) - 1} parameters {worst.name} differs most, "
+              f"by {worst.size:.1e} of its largest value (rounding may leave {worst.bound:.1e})")
+    wrong = [entry for entry in gaps if entry.wrong]
+    if not wrong:
+        print("equal: this layout trains as one process does")
+        return True
+    first = [entry for entry in wrong if entry.step == wrong[0].step]
+    print(f"DIFFERENT from step {first[0].step} on, in {len(first)} of {len(gaps) // steps} values: first "
+          + ", ".join(f"{entry.name} ({entry.size:.1e})" for entry in first[:5]) + ("" if len(first) < 6 else ", ..."))
+    return False

@@ -1,0 +1,34 @@
+"""`course verify`: equal layouts pass, a mistake is named with its first step and parameter."""
+
+from unittest import mock
+
+import pytest
+
+from course import config, verify
+from course.launch import ranks
+
+SMALL = ["model.grid=[8,16]", "model.channels=3", "model.patch=4", "model.dim=16", "model.depth=2", "model.heads=4",
+         "train.device=cpu"]
+
+
+@pytest.mark.parametrize("precision", ["fp64", "bf16"])
+def test_an_equal_layout(precision, capsys):
+    assert verify.main("vit-demo", [*SMALL, "parallel.tp=2", "parallel.sp=true", f"precision={precision}"])
+    said = capsys.readouterr().out
+    assert "equal: this layout trains as one process does" in said and "step 3:" in said
+
+
+@pytest.mark.parametrize("precision", ["fp64", "bf16"])
+def test_a_mistake_is_named(precision, capsys):
+    settings = config.load("vit-demo", [*verify.DEFAULTS, *SMALL, "parallel.tp=2", "parallel.sp=true", f"precision={precision}"])
+
+    def forgetful(settings):
+        with mock.patch("course.parallel.data.add_partial_gradients", lambda parameters: None):     # norms see their own tokens alone
+            return verify.compare(settings)
+
+    assert not verify.tell(settings, ranks(2)(forgetful, settings)[0])
+    assert "DIFFERENT from step 1 on" in (said := capsys.readouterr().out) and "first" in said and "norm" in said
+
+
+def test_a_nan_is_different():
+    assert verify.Gap(1, "x", float("nan"), 1.0).wrong and not verify.Gap(1, "x", 0.5, 1.0).wrong
