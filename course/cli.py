@@ -8,7 +8,15 @@ import typer
 
 from course.errors import CourseError
 
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="settings, such as train.steps=100")]
+KEYS = "[KEY=VALUE]..."
+OF_A_RUN = "settings, such as train.steps=100: all stand, with their defaults, in course/config.py"
+OF_WEATHER = ("path=FOLDER, grid=[LATITUDES,LONGITUDES], train=, valid= and test=NUMBER of yearly files, times=ENTRIES in each, "
+              "six hours apart, seed=, truncation=WAVES (0: what the grid can show), device=cpu or cuda")
+OF_ERA5 = ("path=FOLDER, grid=[LATITUDES,LONGITUDES], train=, valid= and test=YEARS such as 1979-2015, "
+           "chunk=TIMES in memory at once")
+Overrides = Annotated[list[str] | None, typer.Argument(metavar=KEYS, help=OF_A_RUN)]
+OverridesOfWeather = Annotated[list[str] | None, typer.Argument(metavar=KEYS, help=OF_WEATHER)]
+OverridesOfEra5 = Annotated[list[str] | None, typer.Argument(metavar=KEYS, help=OF_ERA5)]
 
 app = typer.Typer(help="Deep Learning at Scale: from one GPU to model parallelism.", no_args_is_help=True,
                   pretty_exceptions_enable=False, add_completion=False)
@@ -71,7 +79,7 @@ def doctor(need: Annotated[str, typer.Option(help="fail if one of these is missi
 
 
 @data.command()
-def weather(settings: Overrides = None) -> None:
+def weather(settings: OverridesOfWeather = None) -> None:
     """Simulate an atmosphere and write it in the layout of the ERA5 course data."""
     from course import config
     from course.data import weather as maker
@@ -81,7 +89,7 @@ def weather(settings: Overrides = None) -> None:
 
 @data.command()
 def era5(source: Annotated[str, typer.Argument(help="a .nc file, a glob or folder of them, or a .zarr store")],
-         settings: Overrides = None) -> None:
+         settings: OverridesOfEra5 = None) -> None:
     """Convert ERA5 in NetCDF or Zarr (names of WeatherBench2 or CDS)."""
     from course import config
     from course.data import era5 as converter
@@ -119,9 +127,9 @@ def ceilings(device: Annotated[str, typer.Option(help="cpu or cuda")] = "",
 
 
 @app.command()
-def check(file: Annotated[Path, typer.Argument(help="a notebook, or a script in percent format")],
+def check(file: Annotated[Path, typer.Argument(help="a saved notebook, or a script in percent format")],
           exercise: Annotated[list[str] | None, typer.Option(help="only this exercise; may be repeated")] = None,
-          seed: Annotated[int | None, typer.Option(help="inputs of an earlier check; else drawn afresh")] = None) -> None:
+          seed: Annotated[int | None, typer.Option(help="that of an earlier check; else drawn afresh")] = None) -> None:
     """Check the exercises of a lesson's notebook, as `check("name")` does inside it."""
     from course.lab import present, submissions
 
@@ -146,20 +154,23 @@ def build(names: Annotated[list[str] | None, typer.Argument(help="such as 01; al
 
 @app.command()
 def grade(folder: Annotated[Path, typer.Argument(help="of submissions, as nbgrader, Canvas or Moodle lay them out")],
-          out: Annotated[Path, typer.Option(help="where gradebook.csv, junit.xml and feedback/ go")] = Path("grades"),
+          out: Annotated[Path, typer.Option(help="for gradebook.csv, junit.xml, feedback/ and what is kept")] = Path("grades"),
           lesson: Annotated[list[str] | None, typer.Option(help="only this lesson, such as 01; may be repeated")] = None,
           jobs: Annotated[int, typer.Option(min=0, help="learners at a time; 0: one for each two cores")] = 0,
-          seed: Annotated[int | None, typer.Option(help="of the hidden inputs, the same for everybody; else drawn")] = None,
-          trust: Annotated[bool, typer.Option("--trust", help="run others' code though nothing isolates it")] = False) -> None:
-    """Grade a folder of learners' notebooks with hidden variants of the checks. Run again, it goes on where it stopped."""
+          seed: Annotated[int | None, typer.Option(help="of the hidden inputs; else that kept in --out, or drawn")] = None,
+          trust: Annotated[bool, typer.Option("--trust", help="run answers even where nothing isolates them")] = False) -> None:
+    """Grade a folder of learners' notebooks with hidden variants of the checks.
+
+    Run again with the same --out, it goes on where it stopped, grades what is new, and keeps what it graded before.
+    """
     from course.lab import grade as grading
 
     grading.main(folder, out, lesson or [], jobs, seed, trust)
 
 
 @app.command()
-def release(out: Annotated[Path, typer.Option(help="a folder that does not exist yet, or is an earlier release")]) -> None:
-    """Write what learners get: the course without solutions, with blank notebooks."""
+def release(out: Annotated[Path, typer.Option(help="a folder that does not exist yet")]) -> None:
+    """Write what learners get: the course with blank notebooks, without solutions."""
     from course.lab import release as releasing
 
     releasing.main(out)

@@ -12,20 +12,31 @@ FIELD, ERROR = "viridis", "PuOr"
 EXTENT = (0.0, 360.0, -90.0, 90.0)
 
 
-def truth_forecast_error(truth: np.ndarray, forecast: np.ndarray, title: str, start: np.ndarray | None = None) -> Figure:
-    """Maps of truth, forecast and their difference, of (H, W) fields; and of the start where it is given."""
+Scale = tuple[float, float, float]                   # the lowest and highest value that have a colour, the largest error
+
+
+def scale_of(truth: np.ndarray, forecast: np.ndarray) -> Scale:
+    """Colours that suit these fields, of any equal shape; of a whole forecast at once, so that its maps can be compared."""
+    low, high = np.percentile(truth, [1, 99])
+    return float(low), float(high), max(float(np.percentile(abs(forecast - truth), 99)), 1e-6)
+
+
+def truth_forecast_error(truth: np.ndarray, forecast: np.ndarray, title: str, start: np.ndarray | None = None,
+                         scale: Scale | None = None) -> Figure:
+    """Maps of truth, forecast and their difference, of (H, W) fields; and of the start where it is given.
+
+    Colours suit these fields, unless `scale` says which: give several maps one, to compare them by eye.
+    """
     maps = [("truth", truth), ("forecast", forecast)]
     if start is not None:
         maps.insert(0, ("start", start))
     figure = Figure(figsize=(4.2 * (len(maps) + 1), 2.9), layout="constrained")
     axes = figure.subplots(1, len(maps) + 1)
-    low, high = np.percentile(truth, [1, 99])
+    low, high, most = scale or scale_of(truth, forecast)
     for axis, (name, field) in zip(axes, maps, strict=False):
         image = draw(axis, field, name, FIELD, low, high)
     figure.colorbar(image, ax=axes[:-1].tolist(), orientation="horizontal", shrink=0.4, aspect=40)
-    error = forecast - truth
-    most = max(float(np.percentile(abs(error), 99)), 1e-6)
-    image = draw(axes[-1], error, "forecast - truth", ERROR, -most, most)
+    image = draw(axes[-1], forecast - truth, "forecast - truth", ERROR, -most, most)
     figure.colorbar(image, ax=axes[-1], orientation="horizontal", shrink=0.9)
     figure.suptitle(title)
     return figure

@@ -26,7 +26,9 @@ def recompute(model: nn.Module, how: str) -> nn.Module:
     """Let every block of the model keep less; `how` is none, selective or full."""
     if how == "none":
         return model
-    contexts: dict[str, Any] = {"context_fn": partial(create_selective_checkpoint_contexts, keep_dear)} if how == "selective" else {}
+    contexts: dict[str, Any] = {}
+    if how == "selective":
+        contexts["context_fn"] = partial(create_selective_checkpoint_contexts, keep_dear)
     for block in model.blocks.values():             # type: ignore[operator]
         block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, **contexts)
     return model

@@ -30,6 +30,11 @@
 # A notebook is made of cells. Click the one below and press **Shift + Enter**: it runs, and the next one is selected.
 # Work from top to bottom. If you get lost, choose *Kernel → Restart Kernel and Run All Cells*: a finished lesson runs
 # through, an unfinished one stops at the first exercise you have not solved.
+#
+# **Work in a copy**: *File → Save Notebook As…*, and append `_mine` to the name: `notebooks/00_start_here_mine.ipynb`. When
+# the course is updated, `git pull` brings a new version of its own notebooks and leaves yours alone. (Did you
+# work in the original? Then `git pull` stops and says so; nothing is lost. Save your notebook under the other name,
+# run `git restore notebooks`, and pull again.)
 
 # %%
 from course.lab import notebook as lab
@@ -50,8 +55,6 @@ lab.begin("00")
 #
 # `course doctor` looks at everything that the course uses, and says how to mend what is missing. Nothing in this lesson
 # needs more than an *ok* for Python and PyTorch. Rows without a mark are plain facts, or things you can do without.
-#
-# Close other programs that compute: this lesson measures your machine, and a busy one measures wrong.
 
 # %%
 from course import doctor
@@ -63,8 +66,15 @@ doctor.show(doctor.examine())
 #
 # Whatever a model is called, a training step comes down to two kinds of work: **arithmetic** on numbers, and **moving**
 # numbers between memory and the units that do the arithmetic. A machine has a ceiling for each: so many floating-point
-# operations a second (FLOP/s), so many bytes a second.
-#
+# operations a second (FLOP/s), so many bytes a second. You are going to measure both. A machine that is busy with
+# something else measures too slow, so close other programs that compute; `quiet.look()` says whether any are left.
+
+# %%
+from course.lab import quiet
+
+quiet.look()
+
+# %% [markdown]
 # The arithmetic of deep learning is almost all matrix multiplication, so that is what we measure first.
 #
 # > **Predict.** How many FLOP/s will your machine reach when it multiplies two 1024 × 1024 matrices of 32-bit floats?
@@ -87,12 +97,19 @@ peak_flops = 2 * side**3 / seconds
 lab.beside("matrix multiplication, 1024 x 1024, float32", my_flops_per_second / 1e9, peak_flops / 1e9, "GFLOP/s")
 
 # %% [markdown]
+# **What you should see:** cores × cycles × operations, for instance 2 × 3 × 10⁹ × 32 = 190 GFLOP/s, is what a CPU could do
+# if nothing ever waited, and a large matrix multiplication comes close to it. (A GPU reaches tens of thousands.) If yours is
+# well below, it does fewer operations in a cycle than you thought, or runs slower when it is warm. From here on the
+# ceiling is what you *measured*.
+#
 # *How was this measured?* One run proves little: the first one finds nothing in the caches, and at any moment your
 # machine may be busy with something else. `bench.seconds` runs the work a few times without counting, then takes the
-# **median** of seven laps. Every time in this course is measured like this. Here is all there is to it:
+# **median** of seven laps. Every time in this course is measured like this. Here is all there is to it, the measurement and
+# one lap of it:
 
 # %%
 lab.show("course.perf.bench.seconds")
+lab.show("course.perf.bench._lap")
 
 # %% [markdown]
 # > **Question.** What does `wait` do, and why would every GPU look infinitely fast without it?
@@ -118,9 +135,14 @@ lab.beside(f"copy of {megabytes} MB", my_bytes_per_second / 1e9, peak_bytes / 1e
 print(f"\nIn the time in which one byte moves, this machine does {peak_flops / peak_bytes:.1f} floating-point operations.")
 
 # %% [markdown]
+# **What you should see:** a good part of what the memory's data sheet says, seldom all of it: one core alone cannot keep
+# all of the memory busy, and reading and writing get in each other's way.
+#
 # Remember that last number: it is the **balance** of your machine. Work that does fewer operations than this for each
 # byte it moves leaves the arithmetic units waiting. On the best GPUs the balance is above 100, which is why so
 # much of this course is about moving less.
+#
+# If you doubt a measurement, run its cell again: two that differ by more than a few percent tell of a machine that is not quiet.
 
 # %% [markdown]
 # ## Your first exercise: what a matrix multiplication costs
@@ -205,20 +227,23 @@ for name, (m, k, n) in shapes.items():
     print(f"{name:12} {predicted * 1e6:9.1f} us {measured * 1e6:9.1f} us   {measured / predicted:5.2f}")
 
 # %% [markdown]
-# Draw it. Across: **arithmetic intensity**, FLOPs for each byte that must move. Up: FLOP/s. The roof is your
+# **What you should see:** the large ones, from 128 tokens on, take what you predicted, give or take a fifth. Small ones take
+# up to twice as long. And one of them may even be *faster* than predicted, which a least time should not allow.
+#
+# To see why, draw it. Across: **arithmetic intensity**, FLOPs for each byte that must move. Up: FLOP/s. The roof is your
 # prediction: on the left the slope of memory, on the right the flat ceiling of arithmetic, and the dotted line between
-# them is your machine's balance. The dots are what you measured.
+# them is your machine's balance. The marks are what you measured.
 
 # %%
 from course.lab import figures
 
 lab.picture(figures.roofline({"this machine": (peak_flops, peak_bytes)}, points, "Matrix multiplications on this machine"),
-            "A roof that rises with arithmetic intensity and then is flat; six dots, the small ones far below it, the large ones "
-            "close to it")
+            "A roof that rises with arithmetic intensity and then is flat. Of six marks the large multiplications lie close to "
+            "it, 16 tokens and 64 x 64 below it, and 1 token above its slope")
 
 # %% [markdown]
 # > **Question.** Small multiplications, such as 64 x 64, lie below the roof. They neither compute much nor move much. What
-# > are they waiting for? And why can a dot on the *left* lie **above** the slope?
+# > are they waiting for? And why can a mark on the *left*, such as 1 token, lie **above** the slope?
 #
 # <details><summary>Answer</summary>
 # For somebody to start them: calling an operation costs a few microseconds whatever its size. You will meet this
@@ -228,10 +253,13 @@ lab.picture(figures.roofline({"this machine": (peak_flops, peak_bytes)}, points,
 # </details>
 
 # %% [markdown]
-# Move the slider: it changes how many tokens are multiplied at once with the weights of a layer of the reference model
-# of lesson 01 (width 384 to 1536). The weights have to be read whether one token uses them or 64,800.
+# ## How many tokens does it take?
 #
-# > **Before you move it:** at about how many tokens will the dot reach the ceiling of arithmetic?
+# The next picture shows one layer of the reference model of lesson 01, a map from width 384 to 1536, *at best*, on your roof.
+# Its weights have to be read whether one token uses them or 64,800, which is a whole batch of that model: 16 samples of
+# 45 × 90 = 4050 tokens. The slider changes how many tokens use them at once; it starts at one.
+#
+# > **Predict, before you move it:** at about how many tokens will the mark reach the ceiling of arithmetic?
 
 # %%
 from course.lab import widgets
@@ -246,8 +274,16 @@ def layer_on_the_roof(tokens: int):
 
 
 slider = widgets.explore(layer_on_the_roof, tokens=[1, 4, 16, 64, 256, 1024, 4096, 16384, 64800],
-                         alt="A dot that climbs the roof's slope as tokens grow, and reaches the flat ceiling of arithmetic "
-                             "where its intensity passes the machine's balance.")
+                         alt="The roof of this machine, and on it the layer at as many tokens as the slider says.")
+
+# %% [markdown]
+# <details><summary>Answer</summary>
+# At roughly twice your machine's balance: on a laptop, ten or twenty tokens. As long as the weights are most of what
+# moves, t tokens do 2·t operations for each weight of 4 bytes: t/2 FLOPs a byte. Where that equals the balance, the mark
+# reaches the ceiling. From there on more tokens cost more time; before, they cost next to <i>nothing</i>. In bf16 on an H200 it
+# takes more than 300. This is why one works in batches, and why a language model that writes one token at a time
+# leaves a GPU idle.
+# </details>
 
 # %% [markdown]
 # ## The same on a large GPU
@@ -272,6 +308,9 @@ lab.beside("\nH200 in bf16 over this machine in float32", my_flops_ratio, h200["
 lab.beside("memory traffic, H200 over this machine", my_bytes_ratio, h200["copy"] / peak_bytes, "times")
 
 # %% [markdown]
+# **What you should see:** against a laptop's CPU, thousands of times the arithmetic, and about a hundred times the memory
+# traffic.
+#
 # > **Question.** The GPU gains more in arithmetic than in memory traffic, and more again with every smaller format. What
 # > does that do to its balance, and to the work of whoever programs it?
 #
@@ -286,8 +325,11 @@ lab.beside("memory traffic, H200 over this machine", my_bytes_ratio, h200["copy"
 #
 # From lesson 07 on, a model is trained by several **ranks**: processes, one for each GPU, that send tensors to one another.
 # You do not need several GPUs to learn how that works: `ranks(4)` runs a function on four processes of your
-# laptop, with the very calls that a cluster uses. Below, every rank brings its own number, and one **all-reduce** adds
-# them up for everybody.
+# laptop, with the very calls that a cluster uses.
+#
+# Ranks talk in **collectives**: calls in which every rank of a group takes part, each with a tensor of its own, and
+# which end when all have come. The one you will use most is the **all-reduce**: it adds up the tensors of all ranks and gives the
+# sum to every one of them. Below, each rank brings its own number: rank 0 brings 0, rank 1 brings 1, and so on.
 #
 # > **Predict** the four results before you run it.
 
@@ -306,17 +348,29 @@ def add_up():
 ranks(4)(add_up)
 
 # %% [markdown]
+# Everybody has 0 + 1 + 2 + 3 = 6: that is the *all* in all-reduce.
+#
+# > **Question.** A collective ends when all have come. What happens if one rank does not call it?
+#
+# <details><summary>Answer</summary>
+# The others wait for it. On a cluster they wait for minutes, until a time limit ends the job, and it is not easy to find out
+# whom they waited for. <code>ranks</code> notices at once, and says which rank is missing, and where. Try it: put
+# <code>if dist.get_rank() &lt; 3:</code> before the all-reduce.
+# </details>
+
+# %% [markdown]
 # ## What you know now
 #
 # - A machine has two ceilings, and their ratio, the balance, says which one a piece of work will meet.
 # - The least time of a piece of work is the longer of its two times. You can compute it before you run it.
 # - Small work waits for neither: it waits to be started.
+# - Ranks talk in collectives, which end when every rank has called them.
 #
-# **Check your work once more, from outside.** In a terminal, in the folder of the course:
+# **Check your work once more, from outside.** Save the notebook; then, in a terminal, in the folder of the course:
 #
 # ```
 # . .venv/bin/activate
-# course check notebooks/00_start_here.ipynb
+# course check notebooks/00_start_here_mine.ipynb
 # ```
 #
 # Next: [lesson 01](01_baseline.ipynb), where you write a training step, train a model that forecasts the weather, and

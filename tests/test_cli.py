@@ -138,3 +138,17 @@ def test_help_is_quick_and_names_the_commands():
     for command in ("train", "evaluate", "data", "doctor", "presets"):
         assert command in done.stdout
     assert "| torch" not in done.stderr.replace("|   ", "| ")            # imported only by the commands that need it
+
+
+@pytest.mark.parametrize("command", ["weather", "era5"])
+def test_help_names_every_setting(monkeypatch, capsys, command):
+    """Their defaults stand in one place, but the terminal is where one asks for their names."""
+    from dataclasses import fields
+
+    from course.data.era5 import Era5
+    from course.data.weather import Weather
+
+    status, text = call(monkeypatch, capsys, "data", command, "--help")
+    assert status == 0
+    for field in fields({"weather": Weather, "era5": Era5}[command]):
+        assert f"{field.name}=" in text or field.name == "source", field.name

@@ -65,8 +65,11 @@ def make(config: Weather, say: Callable[[str], None] = print) -> None:
     device = check(config)
     plan = years_of(config)
     missing = [year for year, file in plan.items() if not is_made(file, year, config)]
+    statistics = [Path(config.path) / "stats" / f"{name}.npy" for name in ("global_means", "global_stds", "time_means")]
     if len(missing) < len(plan):
         say(f"{len(plan) - len(missing)} of {len(plan)} files are there already")
+    for file in statistics if missing else []:   # they will be of other years: an interrupted run must not leave them
+        file.unlink(missing_ok=True)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)                     # the transforms are small: as fast, and the same bytes on any number of cores
     try:
@@ -75,9 +78,10 @@ def make(config: Weather, say: Callable[[str], None] = print) -> None:
             write_years({year: plan[year] for year in group}, config, device, say)
     finally:
         torch.set_num_threads(threads)
-    layout.write_statistics(Path(config.path), layout.find_years(Path(config.path), "train"))
-    say(f"{config.path}: {len(plan)} files of {config.times} entries, {config.grid[0]} x {config.grid[1]}, "
-        f"{len(layout.CHANNELS)} channels, and their statistics")
+    if not all(file.is_file() for file in statistics):   # else write nothing: a shared folder may be read-only
+        layout.write_statistics(Path(config.path), layout.find_years(Path(config.path), "train"))
+    say(f"{config.path}: {len(plan)} files, one a year, of {config.times} states of {len(layout.CHANNELS)} channels on "
+        f"{config.grid[0]} x {config.grid[1]} points, and their statistics")
 
 
 def check(config: Weather) -> torch.device:
@@ -144,7 +148,9 @@ def write_years(files: dict[int, Path], config: Weather, device: torch.device, s
     years = list(files)
     air = Atmosphere(truncation_of(config), device=device)
     view = View(air, config.grid)
-    say(f"{len(years)} years from {years[0]}, T{air.sphere.truncation}, on {device}: {SPIN_UP_DAYS} days of spin-up")
+    named = f"the year {years[0]}" if len(years) == 1 else f"{len(years)} years at once, {years[0]} to {years[-1]},"
+    say(f"simulating {named} on {device}, with waves down to 1/{air.sphere.truncation} of the globe's circumference; "
+        f"the first {SPIN_UP_DAYS} days, until there are storms, are not written")
     state = air.start(config.seed, years)
     for _ in range(SPIN_UP_DAYS):
         state = air.advance(state, 24)
@@ -161,7 +167,8 @@ def write_years(files: dict[int, Path], config: Weather, device: torch.device, s
                 field[time] = entry
             budgets.append(torch.stack(air.budget(state)).cpu())                         # (3, years)
             if (time + 1) % math.ceil(config.times / 4) == 0:
-                say(f"  {time + 1} of {config.times} entries")
+                say(f"  {time + 1} of {config.times} states, {(time + 1) * layout.HOURS / 24:.0f} days")
+        say("a check: how far what should stay as it is has moved (mass: end against start; energy: second half against first)")
         for i, file in enumerate(opened):
             file.attrs["settings"] = settings(years[i], config)
             record(file, torch.stack(budgets)[:, :, i].numpy(), say, years[i])
@@ -179,8 +186,8 @@ def record(file: h5py.File, budget: np.ndarray, say: Callable[[str], None], year
     for name, value in drift.items():
         file.attrs[name] = value
     file.attrs["kinetic_energy"] = kinetic.mean()                                        # J/m²
-    say(f"  {year}: mass changed by {drift['mass_drift']:.1e}, energy from one half to the other by "
-        f"{drift['energy_drift']:.1e}, kinetic energy by {drift['kinetic_energy_drift']:+.1%}")
+    say(f"  {year}: mass of the air {drift['mass_drift']:+.6%}, energy {drift['energy_drift']:+.2%}, "
+        f"energy of the winds, which come and go, {drift['kinetic_energy_drift']:+.0%}")
 
 
 class View:

@@ -6,7 +6,8 @@
     sandbox     other people's code in a process of its own; namespaces (bubblewrap), watchdog and scratch, its parts
     child       what runs in that process
     check       run, compare, judge; present shows the verdict
-    notebook    what lessons call; widgets, pictures with sliders; tiny, the real model at its smallest
+    notebook    what lessons call; figures; widgets, pictures with sliders; quiet, whether others compute here
+    tiny        the real model at its smallest, for checks
     lessons     from the master to the notebooks
-    submissions, grade, feedback, release   for instructors
+    submissions, grade, release             for instructors
 """

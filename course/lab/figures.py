@@ -1,6 +1,7 @@
 """Figures of the lessons: pure functions from numbers to a matplotlib figure, in colours that the colour-blind tell apart."""
 
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -9,25 +10,25 @@ from matplotlib.patches import Rectangle
 
 from course.pictures import FIELD
 
-BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#666666"
-MARKS = [("o", BLUE), ("s", ORANGE), ("^", GREEN), ("D", GREY)]
+BLUE, ORANGE, GREEN, PURPLE, SKY, GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#666666"
+MARKS = [("o", BLUE), ("s", ORANGE), ("^", GREEN), ("D", PURPLE), ("v", SKY), ("P", GREY)]
 
 
 def roofline(ceilings: Mapping[str, tuple[float, float]], points: Mapping[str, tuple[float, float]] | None = None,
              title: str = "") -> Figure:
     """FLOP/s against arithmetic intensity, both logarithmic.
 
-    `ceilings`: machine -> (FLOP/s, bytes/s), drawn as a roof each. `points`: name -> (FLOPs a byte, FLOP/s).
+    `ceilings`: machine -> (FLOP/s, bytes/s), drawn as a roof each. `points`: name -> (FLOPs a byte, FLOP/s), named in the
+    legend, each with a mark of its own: names beside dots that lie close together would cover one another.
     """
     figure = Figure(figsize=(6.5, 4.2), layout="constrained")
     axis = figure.subplots()
     intensity = np.logspace(-2, 4, 200)
-    for (name, (peak, width)), (_, colour) in zip(ceilings.items(), MARKS, strict=False):
-        axis.loglog(intensity, np.minimum(peak, width * intensity), color=colour, label=name)
-        axis.axvline(peak / width, color=colour, linestyle=":", linewidth=1)
-    for number, (name, (x, y)) in enumerate((points or {}).items()):
-        axis.plot(x, y, "o", color=ORANGE)
-        axis.annotate(name, (x, y), xytext=(4, 5 if number % 2 else -11), textcoords="offset points", fontsize=8)
+    for (name, (peak, width)), dash in zip(ceilings.items(), cycle(("-", "--", "-."))):
+        axis.loglog(intensity, np.minimum(peak, width * intensity), color=GREY, linestyle=dash, label=name)
+        axis.axvline(peak / width, color=GREY, linestyle=":", linewidth=1)
+    for (name, (x, y)), (mark, colour) in zip((points or {}).items(), cycle(MARKS)):
+        axis.plot(x, y, mark, color=colour, label=name, linestyle="")
     axis.set_xlabel("arithmetic intensity (FLOPs a byte)")
     axis.set_ylabel("FLOP/s")
     axis.grid(alpha=0.3, which="both")
@@ -41,9 +42,9 @@ def curves(lines: Mapping[str, tuple[Sequence[float], Sequence[float]]], x: str,
     """Lines, name -> (xs, ys), over one another; `levels` are horizontal lines to compare with."""
     figure = Figure(figsize=(6.5, 3.8), layout="constrained")
     axis = figure.subplots()
-    for (name, (xs, ys)), (mark, colour) in zip(lines.items(), MARKS, strict=False):
+    for (name, (xs, ys)), (mark, colour) in zip(lines.items(), cycle(MARKS)):
         axis.plot(xs, ys, color=colour, label=name, marker=mark if len(xs) < 15 else "", linewidth=1.5 if len(xs) < 100 else 0.9)
-    for (name, level), dash in zip((levels or {}).items(), ("--", ":", "-."), strict=False):
+    for (name, level), dash in zip((levels or {}).items(), cycle(("--", ":", "-."))):
         axis.axhline(level, color=GREY, linestyle=dash, label=name)
     axis.set_xlabel(x)
     axis.set_ylabel(y)

@@ -2,7 +2,8 @@
 
 Every answer runs isolated (`sandbox`), on inputs of a seed and of sizes that learners have not seen; what
 they printed, wrote or claim counts for nothing. Results are kept one by one, so that a run that was
-interrupted goes on where it stopped, and one with new submissions grades only those.
+interrupted goes on where it stopped, one with new submissions grades only those, and the gradebook of
+one lesson grows into that of the course.
 """
 
 import csv
@@ -22,7 +23,7 @@ from course.errors import CourseError
 from course.files import atomic, sha256
 from course.lab import cells, present, sandbox
 from course.lab.check import Fact, Verdict, reference
-from course.lab.exercise import Exercise, find
+from course.lab.exercise import Exercise, all_exercises, find
 from course.lab.submissions import Submission, collect, judge, of_lesson
 
 
@@ -40,21 +41,54 @@ class Graded:
 
 def main(folder: Path, out: Path, only: Sequence[str] = (), jobs: int = 0, seed: int | None = None,
          trust: bool = False) -> list[Graded]:
-    """Grade all submissions below `folder`; write gradebook.csv, junit.xml and feedback/ to `out`."""
-    layers = sandbox.layers()
-    if not (layers.isolates or trust):
-        raise CourseError(f"nothing here isolates other people's code from your files ({'; '.join(layers.why.values())}): "
-                          "install bubblewrap, or run this as root in a container, or, if you trust every submission, --trust")
+    """Grade all submissions below `folder`; write gradebook.csv, junit.xml and feedback/ to `out`.
+
+    All three hold whatever was ever graded into `out`: other lessons and other folders, too.
+    """
     submissions, notes = collect(folder)
     submissions = [s for s in submissions if not only or s.lesson in only]
     if not submissions:
         raise CourseError("\n".join([f"{folder} holds no notebook of a lesson that has exercises", *notes]))
     seed = settle_seed(out, seed)
-    lessons = sorted({s.lesson for s in submissions})
-    exercises = [exercise for lesson in lessons for exercise in of_lesson(lesson)]
-    print(f"{len(submissions)} notebooks of {len({s.learner for s in submissions})} learners, lessons {', '.join(lessons)}, "
-          f"seed {seed}\n  " + "\n  ".join([*layers.report(), *notes]), flush=True)
+    known = [one for one in (recall(submission, out, seed) for submission in submissions) if one]
+    new = [s for s in submissions if s not in {one.submission for one in known}]
+    learners, lessons = {s.learner for s in submissions}, sorted({s.lesson for s in submissions})
+    print("\n  ".join([f"{len(submissions)} notebooks of {len(learners)} learners, lessons {', '.join(lessons)}: "
+                       f"{len(new)} to grade, {len(known)} graded already", *notes]), flush=True)
+    if new:
+        print(f"seed {seed}; {protection(trust)}", flush=True)
+    others = earlier(out, submissions)
+    graded = known + (grade_all(new, out, jobs, seed) if new else []) + others
+    graded.sort(key=lambda g: (g.submission.learner, g.submission.lesson))
+    gradebook(graded, out / "gradebook.csv")
+    junit(graded, out / "junit.xml")
+    for learner in dict.fromkeys(g.submission.learner for g in graded):
+        feedback(learner, [g for g in graded if g.submission.learner == learner], out / "feedback" / f"{slug(learner)}.html")
+    kept = f"; in them are also {len(others)} notebooks that earlier runs graded and this one did not look at" if others else ""
+    print(f"wrote {out}/gradebook.csv, {out}/junit.xml and {out}/feedback/{kept}")
+    return graded
+
+
+def protection(trust: bool) -> str:
+    """What keeps answers from harm here, in a sentence; a `CourseError` where nothing does and nobody said that this is fine."""
+    layers = sandbox.layers()
+    limits = "within limits on time, memory, processes, output and disk"
+    if layers.namespaces:
+        return f"every answer runs with files, processes and a network of its own (bubblewrap), {limits}"
+    if layers.user:
+        return (f"every answer runs as a user of its own that cannot read or change your files, {limits}; "
+                f"the network stays open to it (bubblewrap would close it: {layers.why['namespaces']})")
+    if trust:
+        return f"every answer runs as you, {limits}: nothing else keeps it from your files and the network, as --trust allows"
+    raise CourseError(f"nothing here isolates other people's code from your files ({'; '.join(layers.why.values())}): "
+                      "install bubblewrap, or run this as root in a container, or, if you trust every submission, --trust")
+
+
+def grade_all(submissions: Sequence[Submission], out: Path, jobs: int, seed: int) -> list[Graded]:
+    """Grade some submissions at a time, telling of each as it is done."""
+    keep_seed(out, seed)
     graded = []
+    exercises = [exercise for lesson in sorted({s.lesson for s in submissions}) for exercise in of_lesson(lesson)]
     with ThreadPoolExecutor(jobs or max(1, (os.cpu_count() or 2) // 2)) as pool:
         list(pool.map(lambda job: reference(*job), [(e.name, seed, True, size) for e in exercises for size in e.sizes]))
         tasks = [pool.submit(grade, submission, out, seed) for submission in submissions]
@@ -63,46 +97,68 @@ def main(folder: Path, out: Path, only: Sequence[str] = (), jobs: int = 0, seed:
             last = graded[-1]
             print(f"{len(graded)}/{len(tasks)} {present.printable(last.submission.learner)}, lesson {last.submission.lesson}: "
                   f"{last.points} of {sum(e.points for e in of_lesson(last.submission.lesson))} points", flush=True)
-    graded.sort(key=lambda g: (g.submission.learner, g.submission.lesson))
-    gradebook(graded, exercises, out / "gradebook.csv")
-    junit(graded, out / "junit.xml")
-    for learner in dict.fromkeys(g.submission.learner for g in graded):
-        feedback(learner, [g for g in graded if g.submission.learner == learner], out / "feedback" / f"{slug(learner)}.html")
-    print(f"wrote {out}/gradebook.csv, {out}/junit.xml and {out}/feedback/")
     return graded
 
 
 def settle_seed(out: Path, seed: int | None) -> int:
-    """The seed of the hidden inputs: as given, or that of the run which this one goes on with, or a new one; kept in `out`."""
+    """The seed of the hidden inputs: as given, or that of the run which this one goes on with, or a new one."""
     path = out / "seed"
     if seed is None and path.is_file() and path.read_text().strip().isdigit():
         return int(path.read_text())
-    seed = secrets.randbits(31) if seed is None else seed
-    with atomic(path) as temporary:
+    return secrets.randbits(31) if seed is None else seed
+
+
+def keep_seed(out: Path, seed: int) -> None:
+    """Write the seed down for the runs that go on with this one."""
+    with atomic(out / "seed") as temporary:
         temporary.write_text(f"{seed}\n")
-    return seed
 
 
 def grade(submission: Submission, out: Path, seed: int) -> Graded:
-    """Grade one submission, or take its kept result if neither it nor the checks have changed."""
-    exercises = of_lesson(submission.lesson)
-    kept = out / "results" / f"{slug(submission.learner)}-{submission.lesson}.json"
-    key = {"notebook": sha256(submission.path), "seed": seed, "versions": {e.name: e.version for e in exercises}}
-    if known := recall(kept, key):
-        return Graded(submission, known)
-    verdicts = tuple(safely(exercise, submission, seed) for exercise in exercises)
-    with atomic(kept) as temporary:
-        temporary.write_text(json.dumps({**key, "verdicts": [asdict(verdict) for verdict in verdicts]}, indent=1))
+    """Grade one submission and keep the result."""
+    verdicts = tuple(safely(exercise, submission, seed) for exercise in of_lesson(submission.lesson))
+    record = {**key(submission, seed), "verdicts": [asdict(verdict) for verdict in verdicts]}
+    with atomic(kept_at(submission, out)) as temporary:
+        temporary.write_text(json.dumps(record, indent=1))
     return Graded(submission, verdicts)
 
 
-def recall(path: Path, key: dict[str, Any]) -> tuple[Verdict, ...] | None:
-    """The kept verdicts, if they are on this notebook by these checks and this seed."""
+def kept_at(submission: Submission, out: Path) -> Path:
+    """Where the result of a submission is kept."""
+    return out / "results" / f"{slug(submission.learner)}-{submission.lesson}.json"
+
+
+def key(submission: Submission, seed: int) -> dict[str, Any]:
+    """All that a result depends on: whose it is, the notebook, the checks and their inputs."""
+    return {"learner": submission.learner, "lesson": submission.lesson, "notebook": sha256(submission.path), "seed": seed,
+            "versions": {exercise.name: exercise.version for exercise in of_lesson(submission.lesson)}}
+
+
+def recall(submission: Submission, out: Path, seed: int) -> Graded | None:
+    """The kept result, if it is on this very notebook by these checks and this seed."""
+    found = result(kept_at(submission, out))
+    if not found or any(found[0].get(name) != value for name, value in key(submission, seed).items()):
+        return None
+    return Graded(submission, found[1])
+
+
+def earlier(out: Path, submissions: Sequence[Submission]) -> list[Graded]:
+    """What is kept in `out` of other notebooks than these, without exercises that there are no longer."""
+    looked_at = {kept_at(submission, out) for submission in submissions}
+    found = []
+    for path in sorted(set((out / "results").glob("*.json")) - looked_at):
+        if kept := result(path):
+            verdicts = tuple(verdict for verdict in kept[1] if verdict.exercise in all_exercises())
+            found.append(Graded(Submission(kept[0]["learner"], kept[0]["lesson"], path), verdicts))
+    return [one for one in found if one.verdicts]
+
+
+def result(path: Path) -> tuple[dict[str, Any], tuple[Verdict, ...]] | None:
+    """A kept result, whole, with its verdicts; None if it is missing or damaged."""
     try:
         kept = json.loads(path.read_text())
-        if {name: kept[name] for name in key} != key:
-            return None
-        return tuple(Verdict(**{**v, "facts": tuple(Fact(**fact) for fact in v["facts"])}) for v in kept["verdicts"])
+        verdicts = tuple(Verdict(**{**v, "facts": tuple(Fact(**fact) for fact in v["facts"])}) for v in kept["verdicts"])
+        return {**kept, "learner": str(kept["learner"]), "lesson": str(kept["lesson"])}, verdicts
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -119,8 +175,10 @@ def safely(exercise: Exercise, submission: Submission, seed: int) -> Verdict:
                    seed=seed, version=exercise.version)
 
 
-def gradebook(graded: Sequence[Graded], exercises: Sequence[Exercise], path: Path) -> None:
-    """A row for each learner: points of every exercise, their sum, and what there was to gain."""
+def gradebook(graded: Sequence[Graded], path: Path) -> None:
+    """A row for each learner: points of every exercise of every lesson graded, their sum, and what there was to gain."""
+    lessons = sorted({one.submission.lesson for one in graded})
+    exercises = [exercise for lesson in lessons for exercise in of_lesson(lesson)]
     rows: dict[str, dict[str, Any]] = {}
     for one in graded:
         row = rows.setdefault(one.submission.learner, {"learner": harmless(one.submission.learner), "points": 0})

@@ -180,7 +180,7 @@ def execute(notebook: Any, folder: Path) -> Any:
     except CellExecutionError as error:
         said = [output.get("text") or output.get("data", {}).get("text/plain", "") for cell in notebook.cells
                 for output in cell.get("outputs", [])]
-        where = next((line for line in str(error).splitlines() if line.strip("- ")), "")
+        where = next((line for line in str(error).splitlines()[1:] if line.strip("- ")), "")     # below nbclient's own words
         raise CourseError("\n".join([f"lesson {metadata['course']['lesson']} does not run; the cell that begins with",
                                      f"    {where}", f"stopped with {error.ename}: {error.evalue}", *said[-2:]])) from None
     finally:

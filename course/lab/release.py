@@ -7,9 +7,10 @@ from course.errors import CourseError
 from course.files import atomic
 from course.lab import lessons
 
-TOP = ("README.md", "LICENSE", "Makefile", "pyproject.toml", "constraints.txt", "environment.yml", "docs", "course", "notebooks",
+TOP = (".gitignore", "README.md", "LICENSE", "Makefile", "pyproject.toml", "constraints.txt", "environment.yml", "docs", "course",
        "data/README.md", "submit", "tests")
-NOT = ("__pycache__", ".*", "*.pyc", "*.egg-info", "lab")        # of docs and tests: what tests the lessons shows answers
+NOT = ("__pycache__", ".*", "*.pyc", "*.egg-info")
+ANSWERS = ("lab",)                                               # of tests: what tests the lessons shows answers
 
 
 def main(out: Path, root: Path = lessons.ROOT) -> None:
@@ -21,15 +22,14 @@ def main(out: Path, root: Path = lessons.ROOT) -> None:
         raise CourseError(f"{out} exists: name a folder that does not, or remove it first")
     if found := lessons.verify([], root):
         raise CourseError("\n".join(["not released:", *found]))
+    notebooks = [f"notebooks/{master.stem}.ipynb" for master in lessons.masters([], root)]      # no copies that lie beside them
     with atomic(out) as temporary:
-        for name in TOP:
+        for name in (*TOP, *notebooks):
             source, target = root / name, temporary / name
             if source.is_dir():
-                skip = shutil.ignore_patterns("__pycache__", "*.pyc", ".*") if name == "course" else shutil.ignore_patterns(*NOT)
-                shutil.copytree(source, target, ignore=skip)
+                shutil.copytree(source, target, ignore=shutil.ignore_patterns(*NOT, *(ANSWERS if name == "tests" else ())))
             elif source.is_file():
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(source, target)
-    count = len(list((out / "notebooks").glob("*.ipynb")))
-    print(f"wrote {out}: {count} blank notebooks and the library. The library is public: it holds the answers to those "
-          "exercises that are objects of it, and the checks compare with them")
+    print(f"wrote {out}: {len(notebooks)} blank notebooks and the library. The library is public: it holds the answers to those "
+          "exercises that are objects of it, and the known mistakes from which checks draw their hints")

@@ -19,13 +19,14 @@ def png(figure: Figure) -> bytes:
 def explore(draw: Callable[..., Figure], alt: str, **sliders: Sequence[Any]) -> Any:
     """Show `draw(**values)` with a slider for each keyword over its values; returns the widget.
 
-    It starts in the middle of each. `alt` says in words what the picture shows, for who cannot see it. Where widgets do
-    not work, such as on a page that only shows the notebook, the first picture stands in.
+    Each slider starts at its first value, so that moving it is an experiment. `alt` says in words what is drawn, for who
+    cannot see it; it stands below the picture, so it must not say what moving the slider shows. Where widgets do not
+    work, such as on a page that only shows the notebook, the first picture stands in.
     """
     import ipywidgets as widgets
     from IPython.display import display
 
-    handles = {name: widgets.SelectionSlider(options=list(values), value=values[len(values) // 2], description=name,
+    handles = {name: widgets.SelectionSlider(options=list(values), value=values[0], description=name,
                                              continuous_update=False, style={"description_width": "initial"})
                for name, values in sliders.items()}
     image = widgets.Image(format="png")

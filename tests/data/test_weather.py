@@ -267,7 +267,8 @@ def test_the_layout_is_written(made, tmp_path):
     assert np.isfinite(means).all() and np.allclose(climate.mean((1, 2)), means[:, 0, 0], rtol=1e-3, atol=1e-2)
     with h5py.File(year.path) as file:
         assert abs(file.attrs["mass_drift"]) < 1e-6 and abs(file.attrs["energy_drift"]) < 1e-2
-    assert any("mass" in line and "energy" in line for line in said)
+    assert any(line.startswith("simulating 4 years at once, 1979 to 1982, on cpu") for line in said)
+    assert [line.split(":")[0].strip() for line in said if "mass of the air" in line] == ["1979", "1980", "1981", "1982"]
 
 
 # Bounds of the mean and of the standard deviation, in the channel's unit: wide enough for a few days of weather.
@@ -295,6 +296,30 @@ def test_the_same_seed_makes_the_same_bytes(made, tmp_path):
     assert all(np.array_equal(a, b) for a, b in zip(first, read(Path(again.path)), strict=True))
     assert not np.array_equal(first[0], first[1])
     assert abs(first[0] - read(Path(other.path))[0])[:, 0].max() > 1                      # m/s of u10
+
+
+def test_a_whole_data_set_is_left_alone_and_one_without_statistics_gets_them(made):
+    """So that a folder that a class shares may be read-only."""
+    path = Path(made[0].path)
+    before = {file: (file.stat().st_mtime_ns, file.read_bytes()) for file in path.rglob("*.*")}
+    make(made[0], quiet)
+    assert {file: (file.stat().st_mtime_ns, file.read_bytes()) for file in path.rglob("*.*")} == before
+    (path / "stats/time_means.npy").unlink()
+    make(made[0], quiet)
+    assert (path / "stats/time_means.npy").read_bytes() == before[path / "stats/time_means.npy"][1]
+
+
+def test_a_run_that_is_interrupted_leaves_no_statistics_of_other_years(made, tmp_path, monkeypatch):
+    config = dataclasses.replace(made[0], path=str(shutil.copytree(made[0].path, tmp_path / "copy")))
+    (Path(config.path) / "train/1980.h5").unlink()
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("course.data.weather.write_years", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        make(config, quiet)
+    assert not list(Path(config.path).glob("stats/*"))
 
 
 def test_a_missing_year_is_made_again_and_the_others_are_left(made, tmp_path):

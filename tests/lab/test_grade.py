@@ -73,9 +73,50 @@ def test_goes_on_where_it_stopped_and_grades_only_what_is_new(tmp_path, monkeypa
     grade.main(tmp_path / "in", tmp_path / "out")
     assert sorted(judged) == ["matmul-cost", "roofline"]                          # Bob's alone
     assert marks(tmp_path / "out")["bob"]["points"] == "1" and (tmp_path / "out/seed").read_text() == seed
+    with monkeypatch.context() as still:                                          # nothing new: nothing is run
+        for what in ("judge", "reference"):
+            still.setattr(grade, what, lambda *_: pytest.fail("there was nothing to grade"))
+        still.setattr(sandbox, "layers", lambda: pytest.fail("and no need to know how answers are isolated"))
+        grade.main(tmp_path / "in", tmp_path / "out")
     kept.write_text("{")                                                          # a damaged result is made again
     grade.main(tmp_path / "in", tmp_path / "out")
     assert len(judged) == 4 and marks(tmp_path / "out")["ann"]["points"] == "2"
+
+
+def test_the_gradebook_of_one_lesson_grows_into_that_of_the_course(tmp_path, monkeypatch):
+    """Lessons are handed in one after another, often as a folder each; no run forgets what an earlier one found."""
+    monkeypatch.setattr(grade, "reference", lambda *_: ())
+    monkeypatch.setattr(sandbox, "layers", lambda: sandbox.Layers(True, False))
+    monkeypatch.setattr(grade, "judge", lambda exercise, *_, **how: grade.Verdict(exercise.name, (grade.Fact(True, "it holds"),)))
+    out = tmp_path / "out"
+    for lesson, learners in (("00_start_here", ("ann", "bob")), ("01_baseline", ("ann", "eve"))):
+        for learner in learners:
+            classroom.hand_in(tmp_path / lesson / learner / f"{lesson}.ipynb", classroom.notebook(lesson[:2]))
+        grade.main(tmp_path / lesson, out)
+    whole = marks(out)
+    assert {name: (row["points"], row["out_of"]) for name, row in whole.items()} == \
+        {"ann": ("9", "9"), "bob": ("2", "9"), "eve": ("7", "9")}
+    assert whole["bob"]["01 accumulate (3)"] == "" and whole["eve"]["00 roofline (1)"] == ""
+    grade.main(tmp_path / "00_start_here", out, only=["00"])
+    assert marks(out) == whole
+    page = (out / "feedback" / f"{grade.slug('ann')}.html").read_text()
+    assert "Lesson 00" in page and "Lesson 01" in page and len(ElementTree.parse(out / "junit.xml").getroot()) == 4
+    (out / "results/old-07.json").write_text(json.dumps({"learner": "old", "lesson": "07", "verdicts": [
+        {"exercise": "no longer there", "facts": []}]}))
+    (out / f"results/{grade.slug('bob')}-00.json").unlink()                         # how to forget a mark
+    grade.main(tmp_path / "01_baseline", out)
+    assert set(marks(out)) == {"ann", "eve"}
+
+
+@pytest.mark.parametrize(("layers", "words"), [
+    (sandbox.Layers(True, False, {"user": "it does not work here: PermissionError"}), "a network of its own (bubblewrap)"),
+    (sandbox.Layers(False, True, {"namespaces": "bubblewrap is not installed"}), "would close it: bubblewrap is not ins"),
+    (sandbox.Layers(False, False, {"namespaces": "", "user": ""}), "nothing else keeps it from your files"),
+])
+def test_it_says_calmly_what_keeps_answers_from_harm(monkeypatch, layers, words):
+    monkeypatch.setattr(sandbox, "layers", lambda: layers)
+    text = grade.protection(trust=True)
+    assert words in text and "limits on time" in text and "PermissionError" not in text and "\n" not in text
 
 
 def test_names_are_harmless_in_tables_pages_and_paths(tmp_path):

@@ -138,8 +138,9 @@ def test_build_executes_keeps_outputs_and_hides_this_machine(root, capsys):
 
 def test_a_lesson_that_fails_is_not_written(root):
     master(root).write_text(MASTER.replace("max(", "min("))
-    with pytest.raises(CourseError, match="roofline has not passed"):
+    with pytest.raises(CourseError, match="roofline has not passed") as caught:
         lessons.build([], root)
+    assert str(caught.value).splitlines()[1].strip() == 'check("roofline")'          # the cell that failed
     assert not (root / "solutions/42_answer.ipynb").exists()
 
 

@@ -103,9 +103,22 @@ def test_a_slider_redraws(monkeypatch):
     slider, image, words = box.children
     before = bytes(image.value)
     slider.value = 3
-    assert drawn == [2, 3] and bytes(image.value) != before and image.value[:4] == b"\x89PNG"
+    assert drawn == [1, 3] and bytes(image.value) != before and image.value[:4] == b"\x89PNG"
     assert shown[0]["text/plain"] == "a line" and {"image/png", "application/vnd.jupyter.widget-view+json"} <= set(shown[0])
     assert slider.description == "n" and words.value == "<i>a line</i>"
+
+
+def legend(axis) -> list[str]:
+    return [text.get_text() for text in axis.get_legend().get_texts()]
+
+
+def test_figures_leave_nothing_out_and_give_neighbours_different_marks():
+    names = [f"dot {number}" for number in range(9)]
+    roof = figures.roofline({"one": (1e11, 1e10), "two": (1e12, 1e10)}, dict.fromkeys(names, (5.0, 3e10))).axes[0]
+    assert legend(roof) == ["one", "two", *names] and not roof.texts
+    marks = [line.get_marker() for line in roof.lines if line.get_label() in names]
+    assert len(marks) == 9 and len(set(marks[:6])) == 6
+    assert legend(figures.curves({name: ([0, 1], [0, 1]) for name in names}, "x", "y").axes[0]) == names
 
 
 def test_figures_draw_what_they_are_given():
@@ -114,8 +127,8 @@ def test_figures_draw_what_they_are_given():
     roof = figures.roofline({"machine": (1e11, 1e10)}, {"dot": (5.0, 3e10)}, "title").axes[0]
     line = roof.lines[0]
     assert max(line.get_ydata()) == 1e11 and line.get_ydata()[0] == pytest.approx(1e10 * line.get_xdata()[0])
-    assert roof.get_title() == "title" and "dot" in {text.get_text() for text in roof.texts}
+    assert roof.get_title() == "title" and legend(roof) == ["machine", "dot"]
     curves = figures.curves({"a": ([1, 2], [3, 4])}, "x", "y", levels={"level": 5.0}).axes[0]
-    assert [text.get_text() for text in curves.get_legend().get_texts()] == ["a", "level"]
+    assert legend(curves) == ["a", "level"]
     patches = figures.patches(np.zeros((32, 64)), 4).axes[0]
     assert len(patches.get_xticks()) == 16 and len(patches.get_yticks()) == 8

@@ -18,11 +18,31 @@ def out(tmp_path_factory):
 
 
 def test_has_what_learners_need_and_no_solutions(out):
-    for name in ("README.md", "Makefile", "pyproject.toml", "constraints.txt", "course/configs/vit-demo.yaml",
+    for name in (".gitignore", "README.md", "Makefile", "pyproject.toml", "constraints.txt", "course/configs/vit-demo.yaml",
                  "course/perf/results/ceilings_h200.json", "data/README.md", "tests/test_step.py"):
         assert (out / name).is_file(), name
     assert not (out / "solutions").exists() and not (out / "tests/lab").exists() and not list(out.rglob("__pycache__"))
     assert sorted(path.stem for path in (out / "notebooks").iterdir()) == [path.stem for path in lessons.masters([])]
+
+
+def test_a_notebook_that_somebody_worked_in_stays_here(tmp_path, monkeypatch):
+    for name in ("notebooks/00_x.ipynb", "notebooks/my_00_x.ipynb", "solutions/00_x.py", ".gitignore", "docs/lab/page.md"):
+        (tmp_path / "here" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "here" / name).write_text("")
+    monkeypatch.setattr(lessons, "verify", lambda *_: [])
+    release.main(tmp_path / "out", tmp_path / "here")
+    found = {str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    assert found == {"notebooks/00_x.ipynb", ".gitignore", "docs/lab/page.md"}
+
+
+def test_hints_work_without_solutions(out, tmp_path):
+    """What checks draw their hints from is released: a known mistake is named to the learner who makes it."""
+    wrong = tmp_path / "00_start_here.py"
+    wrong.write_text('# %%\ndef roofline_seconds(flops, moved, peak_flops, peak_bytes):\n'
+                     "    return flops / peak_flops + moved / peak_bytes\n")
+    done = subprocess.run([sys.executable, "-m", "course.cli", "check", str(wrong), "--exercise", "roofline"], cwd=out, text=True,
+                          capture_output=True, env={**os.environ, "PYTHONPATH": str(out)})
+    assert done.returncode == 1 and "the longer of the two times counts" in done.stdout, done.stdout + done.stderr
 
 
 def test_notebooks_are_blank(out):
