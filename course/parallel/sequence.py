@@ -104,6 +104,16 @@ def fill(model: nn.Module, seam: str, make: Callable[[nn.Module], nn.Module]) ->
             setattr(model.get_submodule(owner), leaf, make(module))
 
 
+def enter(x: Tensor, axis: Axis, tokens: SplitTokens | None) -> Tensor:
+    """Where each rank begins to compute a part: everyone's tokens, which with sequence parallelism have to be gathered."""
+    return mappings.copy(x, axis) if tokens is None else mappings.gather(x, 1, axis, tokens.here)
+
+
+def leave(x: Tensor, axis: Axis, tokens: SplitTokens | None) -> Tensor:
+    """Where the parts are added up: for all tokens, or with sequence parallelism for this rank's own."""
+    return mappings.reduce(x, axis) if tokens is None else mappings.scatter(x, 1, axis)
+
+
 def mark_partial(model: nn.Module, tp: Axis) -> None:
     """With sequence parallelism every parameter that tp does not cut sees only its rank's tokens: its gradient is a part."""
     for parameter in model.parameters():
