@@ -1,7 +1,7 @@
 """How fast the parallel layouts are, beside what PyTorch offers: `torchrun --nproc-per-node N -m course.perf.parallel KIND FILE`.
 
-Each run measures what its number of GPUs allows and adds rows to FILE (JSON); run it with 1, 2 and 4 processes and read the
-efficiency off (`course bench parallel FILE`). Medians after warm-up, the slowest rank counts. KIND is tp, vit, cp, dp, pp or zero.
+Each run measures what its number of GPUs allows and adds rows to FILE (JSON); run it with 1, 2 and 4 processes. Medians after
+warm-up, the slowest rank counts. KIND is tp, vit, cp, dp, pp or zero.
 """
 
 import json
@@ -9,8 +9,9 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,8 @@ def stack(mesh: Mesh, settings: Parallel, dtype: torch.dtype, size: tuple[int, i
 
 def batch_of(samples: int, tokens: int, dim: int, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
     """A prepared batch of random tokens."""
-    return {"input": torch.randn(samples, tokens, dim, device=device, dtype=dtype), "sample": torch.arange(samples, device=device),
+    return {"input": torch.randn(samples, tokens, dim, device=device, dtype=dtype),
+            "sample": torch.arange(samples, device=device),
             "position": torch.arange(tokens, device=device).expand(samples, tokens)}
 
 
@@ -112,7 +114,11 @@ def measure(case: str, run: Callable[[], object], world: World, laps: int = LAPS
     """A row: time and peak memory of a call, in which everything that it needs is made once."""
     if world.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    ms = milliseconds(run, world, laps)
+    try:
+        ms = milliseconds(run, world, laps)
+    except Exception as error:                      # of PyTorch's own, on all ranks alike: the others' rows still count
+        print(f"{case}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+        return {"case": case, "gpus": world.size, "error": f"{type(error).__name__}: {str(error)[:300]}"}
     memory = torch.cuda.max_memory_allocated() / 1e9 if world.device.type == "cuda" else 0.0
     row = {"case": case, "gpus": world.size, "ms": ms, "memory_gb": memory, **more}
     if world.rank == 0:
@@ -170,7 +176,7 @@ def dtensor(world: World, size: tuple[int, int, int], batch: dict[str, Tensor], 
 
     grid = init_device_mesh(world.device.type, (world.size,))
     model = stack(build_mesh(Parallel(dp=world.size), world), Parallel(), torch.bfloat16, size, causal=True, cut=False)
-    whole = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)}
+    whole: Row = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)}
     plan = {"norm1": SequenceParallel(), "norm2": SequenceParallel(), "attn": PrepareModuleInput(**whole),
             "mlp": PrepareModuleInput(**whole), "attn.qkv": ColwiseParallel(), "mlp.up": ColwiseParallel(),
             "attn.out": RowwiseParallel(output_layouts=Shard(1)), "mlp.down": RowwiseParallel(output_layouts=Shard(1))}
@@ -178,7 +184,8 @@ def dtensor(world: World, size: tuple[int, int, int], batch: dict[str, Tensor], 
         parallelize_module(block, grid, plan)
     mine = {"input": batch["input"].chunk(world.size, 1)[world.rank].contiguous()}
     if compiled:
-        model.compile()
+        for block in model.blocks.values():
+            block.compile()
 
     def run() -> None:
         model(mine).float().square().mean().backward()
@@ -199,8 +206,7 @@ def vit(world: World, small: bool) -> Iterator[Row]:
                                      f"compile={compiled}", *settings, *extra])
             training: Any = assemble(config, build_mesh(config.parallel, world))
             batch = training.model.example(16, world.device)
-            yield measure(name + ", compiled" * compiled, lambda training=training, batch=batch: training.step(batch), world,
-                          samples=16)
+            yield measure(name + ", compiled" * compiled, partial(training.step, batch), world, samples=16)
             del training
             torch._dynamo.reset()
 
@@ -220,8 +226,8 @@ def cp(world: World, small: bool) -> Iterator[Row]:
                 pieces.cut({"position": torch.arange(tokens, device=device)[None]})
                 yield measure(f"{word} {method}", attention(kind(causal, pieces), tokens // n, device), world,
                               tokens=tokens, causal=causal)
-            yield measure(f"{word} PyTorch context_parallel", attention(sdpa(causal), tokens, device, torch_context(world, causal)),
-                          world, tokens=tokens, causal=causal)
+            theirs = attention(sdpa(causal), tokens, device, torch_context(world, causal))
+            yield measure(f"{word} PyTorch context_parallel", theirs, world, tokens=tokens, causal=causal)
 
 
 def sdpa(causal: bool) -> Callable[..., Tensor]:
@@ -233,6 +239,7 @@ def attention(attend: Callable[..., Tensor], tokens: int, device: torch.device, 
     heads, width = (4, 8) if device.type == "cpu" else (32, 128)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
 
+    grads: dict[torch.Size, Tensor] = {}
     made = [torch.randn(1, heads, tokens, width, device=device, dtype=dtype).requires_grad_() for _ in range(3)]
 
     def run() -> None:
@@ -240,7 +247,9 @@ def attention(attend: Callable[..., Tensor], tokens: int, device: torch.device, 
         with nullcontext() if context is None else context(given):
             if context is not None:
                 given = [x.requires_grad_() for x in given]
-            attend(*given).sum().backward()
+            out = attend(*given)
+            grads.setdefault(out.shape, torch.randn_like(out))
+            out.backward(grads[out.shape])
         for x in given:
             x.grad = None
 
@@ -257,7 +266,6 @@ def torch_context(world: World, causal: bool) -> Callable[[list[Tensor]], Any]:
     _attention._cp_options.enable_load_balance = causal
 
     def enter(given: list[Tensor]) -> Any:
-        from contextlib import ExitStack
         both = ExitStack()
         both.enter_context(sdpa_kernel(SDPBackend.CUDNN_ATTENTION if world.device.type == "cuda" else SDPBackend.MATH))
         both.enter_context(context_parallel(grid, buffers=given, buffer_seq_dims=[2] * 3, no_restore_buffers=set(given)))
@@ -271,7 +279,7 @@ def dp(world: World, small: bool) -> Iterator[Row]:
     size, (samples, tokens) = ((64, 2, 4), (4, 32)) if small else ((1024, 24, 16), (16, 1024))
     for compiled in (False, True):
         for method in ("none", "naive", "bucketed", "ddp") if world.size > 1 else ("none",):
-            settings = Parallel(dp=world.size, data=method)     # type: ignore[arg-type]
+            settings = Parallel(dp=world.size, data=method)
             mesh = build_mesh(settings, world)
             model = stack(mesh, settings, torch.float32, size, causal=True)
             if compiled:
@@ -309,7 +317,8 @@ def pp(world: World, small: bool) -> Iterator[Row]:
         yield measure(schedule, forward_backward(model, mesh, batch, 1, settings), world, 5, chunks=chunks)
         del model
     for schedule, chunks in (("GPipe", 1), ("1F1B", 1), ("Interleaved1F1B", 2)):
-        yield measure(f"PyTorch {schedule}", torch_pipeline(world, size, batch, micros, schedule, chunks), world, 5, chunks=chunks)
+        theirs = torch_pipeline(world, size, batch, micros, schedule, chunks)
+        yield measure(f"PyTorch {schedule}", theirs, world, 5, chunks=chunks)
 
 
 def torch_pipeline(world: World, size: tuple[int, int, int], batch: dict[str, Tensor], micros: int, schedule: str,
@@ -410,7 +419,9 @@ def main(kind: str, file: Path, small: bool) -> None:
 def write(kind: str, file: Path, world: World, rows: list[Row]) -> None:
     """Put the rows of this number of GPUs in the place of those that were there."""
     command = f"torchrun --nproc-per-node N -m course.perf.parallel {kind} FILE"
-    found = json.loads(file.read_text()) if file.exists() else {**bench.machine(world.device), "command": command, "rows": []}
+    found: dict[str, Any] = {**bench.machine(world.device), "command": command, "rows": []}
+    if file.exists():
+        found = json.loads(file.read_text())
     found["rows"] = [row for row in found["rows"] if row["gpus"] != world.size] + rows
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(found, indent=1))
