@@ -120,7 +120,7 @@ class Bucket:
         self.numel = sum(p.numel() for p in parameters)
         self.flat = torch.zeros(self.numel + -self.numel % multiple, dtype=parameters[0].dtype, device=parameters[0].device)
         self.views = self.cut(self.flat)
-        self.missing = 0                            # gradients not there yet in this step
+        self.waiting = [0] * len(parameters)        # how many backward passes of this step each gradient still waits for
         self.work: Any = None
 
     def cut(self, flat: Tensor) -> list[Tensor]:
@@ -148,10 +148,10 @@ class Bucketed(Naive):
     def __init__(self, model: nn.Module, axis: Axis, bucket_mb: float):
         super().__init__(model, axis)
         self.late = [p for p in self.members if placement(p).partial_over is not None]
-        early = [p for p in reversed(self.members) if placement(p).partial_over is None]
-        self.buckets = [self.make_bucket(group) for group in [*in_buckets(early, bucket_mb * 2**20), self.late] if group]
-        self.passes, self.started = 1, 0
-        self.seen: dict[nn.Parameter, int] = {}
+        others = [p for p in reversed(self.members) if placement(p).partial_over is None]
+        self.early = [self.make_bucket(group) for group in in_buckets(others, bucket_mb * 2**20)]
+        self.buckets = self.early + [self.make_bucket(group) for group in [self.late] if group]
+        self.started = 0                            # how many buckets' collectives have begun in this step
         for bucket in self.buckets:
             for index, parameter in enumerate(bucket.parameters):
                 parameter.register_post_accumulate_grad_hook(self._hook(bucket, index))
@@ -159,45 +159,50 @@ class Bucketed(Naive):
     def make_bucket(self, parameters: Sequence[nn.Parameter]) -> Bucket:
         return Bucket(parameters)
 
-    def begin(self, passes: int) -> None:
-        self.passes, self.started = passes, 0
-        self.seen = dict.fromkeys(self.members, 0)
-        for bucket in self.buckets:
-            bucket.missing = len(bucket.parameters)
-
     def _hook(self, bucket: Bucket, index: int) -> Any:
-        def arrived(parameter: Tensor) -> None:
-            bucket.take(index)
-            self.seen[parameter] += 1               # type: ignore[index]
-            if self.seen[parameter] == self.passes:                     # type: ignore[index]
-                bucket.missing -= 1
-                self._start_what_is_ready()
-        return arrived
+        return lambda parameter: arrived(self, bucket, index)
 
-    def _start_what_is_ready(self) -> None:
-        last = len(self.buckets) - bool(self.late)
-        while self.started < last and self.buckets[self.started].missing == 0:
-            self.start(self.buckets[self.started])
-            self.started += 1
+    def begin(self, passes: int) -> None:
+        self.started = 0
+        for bucket in self.buckets:
+            bucket.waiting = [passes] * len(bucket.parameters)
 
     def start(self, bucket: Bucket) -> None:
-        """Begin a bucket's all-reduce."""
-        bucket.work = dist.all_reduce(bucket.flat, group=self.axis.group, async_op=True)
+        start_sum(bucket, self.axis)
+
+    def complete(self, bucket: Bucket) -> None:
+        finish_mean(bucket, self.axis)
 
     def finish(self) -> None:
-        for bucket in self.buckets[self.started:]:
+        left = self.buckets[self.started:]
+        for bucket in left:
             for index in range(len(bucket.parameters)):                 # a parameter that had no gradient counts as zero
                 bucket.take(index)
         add_partial_gradients(self.late)
-        for bucket in self.buckets[self.started:]:
+        for bucket in left:
             self.start(bucket)
         for bucket in self.buckets:
             self.complete(bucket)
 
-    def complete(self, bucket: Bucket) -> None:
-        """Wait for a bucket's sum and make it the mean."""
-        bucket.work.wait()
-        bucket.flat /= self.axis.size
+
+def arrived(ddp: Bucketed, bucket: Bucket, index: int) -> None:
+    """A backward pass has added to the gradient of a bucket's parameter: start each bucket that is complete, in order."""
+    bucket.take(index)
+    bucket.waiting[index] -= 1
+    while ddp.started < len(ddp.early) and not any(ddp.early[ddp.started].waiting):
+        ddp.start(ddp.early[ddp.started])
+        ddp.started += 1
+
+
+def start_sum(bucket: Bucket, axis: Axis) -> None:
+    """Begin the all-reduce of a bucket, and do not wait for it."""
+    bucket.work = dist.all_reduce(bucket.flat, group=axis.group, async_op=True)
+
+
+def finish_mean(bucket: Bucket, axis: Axis) -> None:
+    """Wait for a bucket's sum and make it the mean."""
+    bucket.work.wait()
+    bucket.flat /= axis.size
 
 
 def in_buckets(parameters: Sequence[nn.Parameter], size: float) -> list[list[nn.Parameter]]:

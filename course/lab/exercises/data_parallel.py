@@ -1,10 +1,75 @@
-"""Lesson 07: gradients averaged over the data-parallel ranks."""
+"""Lesson 07: an all-reduce of sends and receives, gradients averaged over the ranks, and buckets sent during backward."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from course.lab import tiny
 from course.lab.exercise import Exercise, Tensors
+from course.lab.traffic import Traffic
+from course.parallel import data
+from course.parallel.mesh import Axis
+from course.parallel.placement import place_serial
+
+BUCKETS = ("parallel.data=bucketed", "parallel.bucket_mb=0.01")
 
 
-def draw(seed: int, hidden: bool) -> Tensors:
+def ring_all_reduce(x: Tensor, axis: Axis) -> Tensor:
+    """The sum of x over the axis, in new memory, made of sends to the right neighbour and receives from the left one."""
+    total = x.clone()
+    pieces = total.view(-1).tensor_split(axis.size)                     # views: writing into a piece writes into `total`
+    right, left = axis.ranks[(axis.rank + 1) % axis.size], axis.ranks[axis.rank - 1]
+    for step in range(2 * (axis.size - 1)):
+        at = (axis.rank - step) % axis.size                             # the piece that leaves; its neighbour at - 1 comes
+        coming = torch.empty_like(pieces[at - 1])
+        for work in [dist.isend(pieces[at], right, axis.group), dist.irecv(coming, left, axis.group)]:
+            work.wait()                              # type: ignore[union-attr]
+        if step < axis.size - 1:
+            pieces[at - 1].add_(coming)                                 # reduce-scatter
+        else:
+            pieces[at - 1].copy_(coming)                                # all-gather
+    return total
+
+
+def collective_times(ready: Sequence[float], seconds: Sequence[float]) -> list[tuple[float, float]]:
+    """When the all-reduce of each bucket begins and ends: in order, one at a time, none before its bucket is ready."""
+    times: list[tuple[float, float]] = []
+    free = 0.0                                       # when the network has done what came before
+    for at, lasts in zip(ready, seconds, strict=True):
+        begin = max(at, free)
+        free = begin + lasts
+        times.append((begin, free))
+    return times
+
+
+def draw_parts(seed: int, hidden: bool) -> Tensors:
+    """What each of up to four ranks brings: a tensor whose size no number of ranks divides, and one smaller than their number."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(4, 13, 5), (4, 2)] if hidden else [(4, 11), (4, 3)]
+    return {f"x{i}": torch.randn(shape, generator=generator, dtype=torch.float64) for i, shape in enumerate(shapes)}
+
+
+def go_round(inputs: Tensors) -> Tensors:
+    """All-reduce by the learner's ring, and what it sent."""
+    axis = tiny.mesh(tiny.settings()).dp
+    found: Tensors = {}
+    thrifty = alone = kept = True
+    for name, parts in inputs.items():
+        mine = parts[axis.rank].clone()
+        with Traffic() as traffic:
+            found[name] = ring_all_reduce(mine, axis)
+        most = 2 * (axis.size - 1) * -(-mine.numel() // axis.size) * mine.element_size()
+        thrifty, alone = thrifty and traffic.bytes <= most, alone and not traffic.collectives
+        kept = kept and mine.equal(parts[axis.rank])
+    return found | {"thrifty": torch.tensor(float(thrifty)), "alone": torch.tensor(float(alone)),
+                    "kept": torch.tensor(float(kept))}
+
+
+def draw_batches(seed: int, hidden: bool) -> Tensors:
     """Two global batches."""
     return tiny.drawn(seed, samples=12 if hidden else 8)
 
@@ -14,8 +79,138 @@ def train(inputs: Tensors) -> Tensors:
     return tiny.train(tiny.batches_of(inputs), int(inputs["seed"]))
 
 
+def draw_sizes(seed: int, hidden: bool) -> Tensors:
+    """Numbers of elements of parameters, one of four in float64, and the size of a bucket in bytes."""
+    generator = torch.Generator().manual_seed(seed)
+    many = 60 if hidden else 36
+    sizes = torch.randint(1, 300, (many,), generator=generator)
+    sizes[many // 2] = 3000                          # larger than a bucket
+    return {"sizes": sizes, "double": torch.arange(many) % 12 > 8, "bucket": torch.tensor(2500 + seed % 500)}
+
+
+def cut(inputs: Tensors) -> Tensors:
+    """Parameters put into buckets."""
+    parameters = [nn.Parameter(torch.empty(n, dtype=torch.float64 if double else torch.float32))
+                  for n, double in zip(inputs["sizes"].tolist(), inputs["double"].tolist(), strict=True)]
+    place = {id(parameter): index for index, parameter in enumerate(parameters)}
+    buckets = data.in_buckets(parameters, int(inputs["bucket"]))
+    return {"order": torch.tensor([place[id(parameter)] for bucket in buckets for parameter in bucket]),
+            "lengths": torch.tensor([len(bucket) for bucket in buckets])}
+
+
+class Branches(nn.Module):
+    """The sum of four linears of different sizes, which odd ranks compute in another order: their gradients come in another."""
+
+    def __init__(self, generator: torch.Generator):
+        super().__init__()
+        for width in (2, 3, 4, 5):
+            branch = nn.Linear(width, 1, bias=False, dtype=torch.float64)
+            branch.weight.data.normal_(generator=generator)
+            self.add_module(f"branch{width}", branch)
+
+    def forward(self, x: Tensor, rank: int) -> Tensor:
+        order = list(self.children()) if rank % 2 else list(self.children())[::-1]
+        return sum((branch(x[:, :branch.in_features]) ** 2 for branch in order), x.new_zeros(())).sum()
+
+
+def branches(inputs: Tensors) -> Tensor:
+    """Gradients, averaged in buckets of one parameter each, of a model whose gradients come in another order on odd ranks."""
+    axis = tiny.mesh(tiny.settings()).dp
+    model = place_serial(Branches(torch.Generator().manual_seed(int(inputs["seed"]))))
+    gradients = data.Bucketed(model, axis, 1e-9)
+    gradients.begin(1)
+    x = inputs["input0"].flatten(1)[:, :5] * (1 + axis.rank)
+    model(x, axis.rank).backward()
+    gradients.finish()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+class Pending:
+    """An all-reduce under way: its sum is there when one has waited for it, and not before."""
+
+    def __init__(self, tensor: Tensor, total: Tensor):
+        self.tensor, self.total = tensor, total
+
+    def wait(self) -> bool:
+        self.tensor.copy_(self.total)
+        return True
+
+
+@contextmanager
+def watched() -> Iterator[list[tuple[float, float]]]:
+    """In the block, (size, 1 if a backward pass is on) of every all-reduce that is started without waiting for it."""
+    seen: list[tuple[float, float]] = []
+    real = dist.all_reduce
+
+    def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+        if not async_op:
+            return real(tensor, op, group)
+        seen.append((float(tensor.numel()), float(torch._C._current_graph_task_id() >= 0)))
+        total = tensor.clone()
+        real(total, op, group)
+        return Pending(tensor, total)
+
+    dist.all_reduce = all_reduce
+    try:
+        yield seen
+    finally:
+        dist.all_reduce = real
+
+
+def overlap(inputs: Tensors) -> Tensors:
+    """The library's training with the learner's buckets, without and with micro-batches, and how its collectives were started."""
+    found: Tensors = {}
+    for name, more in (("whole", ()), ("micro", ("train.micro_batch=1",))):
+        with watched() as seen:
+            trained = tiny.train(tiny.batches_of(inputs), int(inputs["seed"]), *BUCKETS, *more)
+        started = torch.tensor(seen).reshape(-1, 2)
+        found |= {f"{name}_{key}": trained[key] for key in ("losses", "weights")}
+        found |= {f"{name}_sizes": started[:, 0], f"{name}_beside": started[:, 1]}
+    with watched() as seen:
+        found["branches"] = branches(inputs)
+    return found | {"branches_beside": torch.tensor(seen).reshape(-1, 2)[:, 1]}
+
+
+def draw_buckets(seed: int, hidden: bool) -> Tensors:
+    """When buckets are ready, and how long the all-reduce of each takes: now the network is faster, and now backward."""
+    generator = torch.Generator().manual_seed(seed)
+    many = 17 if hidden else 9
+    ready = torch.rand(many, generator=generator, dtype=torch.float64).cumsum(0)
+    return {"ready": ready, "seconds": 1.2 * torch.rand(many, generator=generator, dtype=torch.float64)}
+
+
+def times(inputs: Tensors) -> Tensors:
+    """Begin and end of each all-reduce."""
+    found = torch.tensor(collective_times(inputs["ready"].tolist(), inputs["seconds"].tolist()), dtype=torch.float64)
+    return {"begin": found[:, 0], "end": found[:, 1]}
+
+
 EXERCISES = [
-    Exercise("average-gradients", "07", ("course.parallel.data.average_gradients",), draw, train, {
+    Exercise("ring-all-reduce", "07", (f"{__name__}.ring_all_reduce",), draw_parts, go_round, {
+        "x0": "every rank has the sum of what the ranks brought",
+        "x1": "also of a tensor with fewer elements than ranks, or hardly more",
+        "alone": "it uses sends and receives alone",
+        "thrifty": "no rank sends more than 2 (n - 1) pieces of an n-th of the tensor",
+        "kept": "it leaves its input as it is"}, sizes=(2, 4), points=3),
+    Exercise("average-gradients", "07", ("course.parallel.data.average_gradients",), draw_batches, train, {
         "losses": "the loss of each of two steps is that of the serial run",
         "weights": "after two steps every rank has the weights of the serial run"}, sizes=(2, 4), points=2),
+    Exercise("in-buckets", "07", ("course.parallel.data.in_buckets",), draw_sizes, cut, {
+        "order": "every parameter is in one bucket, in the order in which they came",
+        "lengths": "each bucket is as full as it may be, and no fuller"}),
+    Exercise("overlap", "07", tuple(f"course.parallel.data.{name}" for name in ("arrived", "start_sum", "finish_mean")),
+             draw_batches, overlap, {
+        "whole_losses": "the loss of each of two steps is that of the serial run",
+        "whole_weights": "after two steps every rank has the weights of the serial run",
+        "whole_sizes": "each bucket's all-reduce is started once a step, in order",
+        "whole_beside": "and while the backward pass is still on",
+        "micro_losses": "the loss is the same in micro-batches of one sample",
+        "micro_weights": "and so are the weights",
+        "micro_sizes": "with micro-batches, too, each bucket is sent once a step",
+        "micro_beside": "during the last backward pass",
+        "branches": "gradients that come in another order on another rank are averaged rightly",
+        "branches_beside": "and all buckets that are complete are started at once"}, sizes=(2, 4), points=3),
+    Exercise("collective-times", "07", (f"{__name__}.collective_times",), draw_buckets, times, {
+        "begin": "every all-reduce begins as soon as it may",
+        "end": "and ends when it has lasted as long as it takes"}),
 ]

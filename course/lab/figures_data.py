@@ -1,0 +1,99 @@
+"""Figures of the lessons on data parallelism and scaling, and the pure functions from which they are drawn."""
+
+from collections.abc import Mapping, Sequence
+from itertools import cycle
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from course.lab.figures import BLUE, GREEN, GREY, MARKS, ORANGE, SKY
+
+Span = tuple[float, float]                           # begin and end
+
+
+def ring_counts(n: int, step: int) -> np.ndarray:
+    """How many ranks' numbers are in each piece of each rank after so many steps of a ring all-reduce, (rank, piece)."""
+    counts = np.ones((n, n), int)
+    for now in range(step):
+        before = counts.copy()
+        for rank in range(n):
+            at = (rank - now - 1) % n                # the piece that comes from the left neighbour
+            came = before[(rank - 1) % n, at]
+            counts[rank, at] = came + 1 if now < n - 1 else came
+    return counts
+
+
+def ring(n: int, step: int) -> Figure:
+    """The pieces of every rank after so many steps of a ring all-reduce, and which of them leave in the next one."""
+    counts = ring_counts(n, step)
+    figure = Figure(figsize=(5.2, 4), layout="constrained")
+    axis: Any = figure.subplots()
+    axis.imshow(counts, cmap="Blues", vmin=0, vmax=1.5 * n)
+    for rank in range(n):
+        for piece in range(n):
+            leaves = step < 2 * (n - 1) and piece == (rank - step) % n
+            axis.text(piece, rank, f"{counts[rank, piece]}{' ↓' if leaves else ''}", ha="center", va="center", fontsize=14,
+                      color=ORANGE if leaves else "black")
+    axis.set_xticks(range(n), [f"piece {piece}" for piece in range(n)])
+    axis.set_yticks(range(n), [f"rank {rank}" for rank in range(n)])
+    phase = "reduce-scatter" if step < n - 1 else "all-gather" if step < 2 * (n - 1) else "done"
+    axis.set_title(f"After {step} of {2 * (n - 1)} steps: {phase}")
+    return figure
+
+
+def fill(parts: Sequence[tuple[float, float]], size: float) -> tuple[list[float], list[float]]:
+    """Gradients, (seconds, bytes) in the order of backward, put into buckets: when each is ready, and its bytes."""
+    ready: list[float] = []
+    loads: list[float] = []
+    now = 0.0
+    for seconds, load in parts:
+        now += seconds
+        if loads and loads[-1] + load <= size:
+            ready[-1], loads[-1] = now, loads[-1] + load
+        else:
+            ready.append(now)
+            loads.append(load)
+    return ready, loads
+
+
+def all_reduce_seconds(load: float, ranks: int, bandwidth: float, latency: float) -> float:
+    """Of so many bytes over a ring: a latency, and 2 (n - 1) / n of the bytes at a bandwidth in bytes/s."""
+    return latency + 2 * (ranks - 1) / ranks * load / bandwidth
+
+
+def timeline(rows: Mapping[str, Sequence[Span]], end_of_backward: float, title: str = "", unit: str = "ms",
+             scale: float = 1e3) -> Figure:
+    """Bars over time, a row for each name; the dotted line is where backward ends, and what lies behind it is exposed."""
+    figure = Figure(figsize=(7.5, 1.2 + 0.6 * len(rows)), layout="constrained")
+    axis: Any = figure.subplots()
+    for number, (spans, (colour, other)) in enumerate(zip(rows.values(), cycle(((BLUE, SKY), (ORANGE, "#E9A06B"))))):
+        for index, (begin, end) in enumerate(spans):
+            axis.barh(number, (end - begin) * scale, left=begin * scale, height=0.6, color=colour if index % 2 == 0 else other)
+    axis.axvline(end_of_backward * scale, color=GREY, linestyle=":")
+    axis.set_yticks(range(len(rows)), list(rows))
+    axis.invert_yaxis()
+    axis.set_xlabel(f"{unit} since backward began")
+    axis.set_title(title)
+    return figure
+
+
+def logarithmic(lines: Mapping[str, tuple[Sequence[float], Sequence[float]]], x: str, y: str, title: str = "",
+                dashed: Mapping[str, tuple[Sequence[float], Sequence[float]]] | None = None, log_y: bool = True) -> Figure:
+    """Marked lines over a logarithmic x, with dashed ones to compare with; x ticks are the values of the first line."""
+    figure = Figure(figsize=(6.5, 4), layout="constrained")
+    axis: Any = figure.subplots()
+    for (name, (xs, ys)), (mark, colour) in zip(lines.items(), cycle(MARKS)):
+        axis.plot(xs, ys, color=colour, marker=mark, label=name)
+    for (name, (xs, ys)), colour in zip((dashed or {}).items(), cycle((GREY, GREEN))):
+        axis.plot(xs, ys, color=colour, linestyle="--", label=name)
+    axis.set_xscale("log")
+    if log_y:
+        axis.set_yscale("log")
+    axis.set_xlabel(x)
+    axis.set_ylabel(y)
+    axis.grid(alpha=0.3, which="both")
+    axis.legend()
+    axis.set_title(title)
+    return figure
+
