@@ -429,11 +429,11 @@ slider = widgets.explore(overlap_at, bucket_mb=[1300, 400, 100, 25, 5, 1], gigab
 
 # %% [markdown]
 # <details><summary>Answer</summary>
-# One bucket of everything is naive: it exposes the whole 5.2 ms, because nothing can leave before the last gradient is there. With
-# 25 MB less than 0.1 ms is exposed, the last bucket: there is nothing left to hide it behind. (Matrices here are up to 17 MB, so 1
-# and 5 MB both send one matrix at a time: no parameter is cut.) At 12.5 GB/s all the all-reduces take 145 ms, longer than backward:
-# the network is the bottleneck, and even the best buckets leave 81 ms exposed. Then one sends less often (accumulation), or fewer
-# bits. PyTorch's default is 25 MB, and this library's too.
+# One bucket of everything is naive: it exposes the whole 5.2 ms, because nothing can leave before the last gradient is there.
+# With 25 MB less than 0.1 ms is exposed, the last bucket: there is nothing left to hide it behind. (Matrices here are up to
+# 17 MB, so 1 and 5 MB both send one matrix at a time: no parameter is cut.) At 12.5 GB/s all the all-reduces take 145 ms,
+# longer than backward: the network is the bottleneck, and even the best buckets leave 81 ms exposed. Then one sends less
+# often (accumulation), or fewer bits. PyTorch's default is 25 MB, and this library's too.
 # </details>
 #
 # > **Question.** Why do the *first* buckets come from the *last* layers? And which bucket should be small?
