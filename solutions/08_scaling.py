@@ -88,8 +88,8 @@ lab.beside("the larger batch's loss is higher by", my_percent, max(0.01, 100 * (
 
 # %% [markdown]
 # The same samples, the same arithmetic, and the larger batch is behind: it took a quarter of the steps, and each was no
-# longer than the small batch's. What did it get for its four times as many samples in a step? A *better direction*. To use
-# that, it must take longer steps.
+# longer than the small batch's. What did it get for four times as many samples in a step? A *better direction*. Is it so much
+# better that a step may be longer?
 #
 # > **Question.** Why is the direction better?
 #
@@ -154,9 +154,13 @@ measured_noise_scale = noise_scale(one_norm, all_norm, 1, 64)
 lab.beside("noise scale", my_noise_scale, measured_noise_scale, "samples")
 
 # %% [markdown]
-# Remember the number: it is a forecast of the batch up to which a larger one is worth having, from one minute of training. It
-# is a rough one. It takes all directions as equally important, it knows nothing of Adam, and it grows while a model learns,
-# because the gradient gets shorter and the noise does not.
+# **What you should see:** two or three samples. So soon after the start all samples agree on what is to be learned first: the
+# gradient is long, and four samples know its direction well. Sixteen know it a little better, at four times the price.
+#
+# The noise scale grows while a model learns, because the gradient gets shorter and the noise does not. And it is a rough
+# measure: it takes all directions as equally important, and knows nothing of Adam. Still it is a forecast of the batch up to
+# which a larger one is worth having, for the price of one backward pass. Remember your number, and see what it says of the
+# experiment.
 #
 # ## How long may a step be?
 #
@@ -199,7 +203,7 @@ lab.beside("\nvit-bs2048", my_rate, config.load("vit-bs2048").optim.lr)
 # %% [markdown]
 # Back to the experiment: 16 samples a step, with the rate that each rule gives.
 #
-# > **Predict.** Will one of them reach the loss of 160 steps of 4?
+# > **Predict.** You measured the noise scale. Which of the three rates will be the best one for 16 samples?
 
 # %%
 my_best_rule = "sqrt"            # your prediction: "same", "sqrt" or "linear"
@@ -213,9 +217,10 @@ best = min((name for name in losses if name != "4"), key=lambda name: losses[nam
 print(f"the best at 16: {best}; you said {my_best_rule}")
 
 # %% [markdown]
-# **What you should see:** a higher rate mends part of the damage, or most of it. In 40 steps the difference between the rules
-# is hard to see, and where the small batch's own rate was not the best one, neither rule starts from the right place. To say
-# more one has to try many rates with every batch, for long enough. That is what the reference runs did.
+# **What you should see:** the rate of the small batch, and the higher the rate, the worse. Both rules are wrong here, and the
+# noise scale foretold it: above it there is little noise to average away, and how long a step may be depends on how curved
+# the loss is. A batch of 4 is above it already. Rules for the rate hold where noise rules, and that is later in training. To
+# see it one has to train for longer, and to try many rates with every batch: that is what the reference runs did.
 #
 # ## Warm-up and schedule
 #
@@ -397,7 +402,22 @@ lab.picture(figures_data.logarithmic({"samples": (batches, list(fewest.values())
                                       "fitted steps": (batches, [e_min / batch + per_batch for batch in batches])}),
             "Samples rise with the batch, slowly and then faster; steps fall, fast and then slowly; the fitted law is dashed")
 lab.beside("critical batch", my_critical, critical, "samples")
-lab.beside("noise scale early in training, over the critical batch", 1.0, measured_noise_scale / critical)
+
+# %% [markdown]
+# Is that the noise scale? You measured it after 640 samples. The reference runs wrote down the norm of the gradient at each
+# validation: take those close to the target, where the loss is within 5% of it, of the batches 4 and 128.
+
+# %%
+def squared_norm(batch: int) -> float:
+    """The mean squared norm of the gradients of a batch, where the validation loss is close to the target."""
+    squares = [norm**2 for lr in rates for loss, norm in zip(numbers(grid[batch, lr]["valid_loss"]), grid[batch, lr]["grad_norm"],
+                                                            strict=True) if abs(loss / target - 1) < 0.05]
+    return sum(squares) / len(squares)
+
+
+late_noise_scale = noise_scale(squared_norm(4), squared_norm(128), 4, 128)
+print(f"noise scale after 640 samples {measured_noise_scale:.1f}, near the target {late_noise_scale:.1f}; "
+      f"critical batch {critical:.1f}")
 
 # %% [markdown]
 # > **Question.** Samples cost money, steps cost time. Somebody has a thousand GPUs and is in a hurry, somebody else one GPU

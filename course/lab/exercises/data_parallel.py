@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from course.lab import tiny
 from course.lab.exercise import Exercise, Tensors
 from course.lab.traffic import Traffic
+from course.lab.watchdog import Limits
 from course.parallel import data
 from course.parallel.mesh import Axis
 from course.parallel.placement import place_serial
 
+RANKS = Limits(seconds=120)                          # most of it for starting Python six times
 BUCKETS = ("parallel.data=bucketed", "parallel.bucket_mb=0.01")
 
 
@@ -191,10 +193,10 @@ EXERCISES = [
         "x1": "also of a tensor with fewer elements than ranks, or hardly more",
         "alone": "it uses sends and receives alone",
         "thrifty": "no rank sends more than 2 (n - 1) pieces of an n-th of the tensor",
-        "kept": "it leaves its input as it is"}, sizes=(2, 4), points=3),
+        "kept": "it leaves its input as it is"}, sizes=(2, 4), points=3, limits=RANKS),
     Exercise("average-gradients", "07", ("course.parallel.data.average_gradients",), draw_batches, train, {
         "losses": "the loss of each of two steps is that of the serial run",
-        "weights": "after two steps every rank has the weights of the serial run"}, sizes=(2, 4), points=2),
+        "weights": "after two steps every rank has the weights of the serial run"}, sizes=(2, 4), points=2, limits=RANKS),
     Exercise("in-buckets", "07", ("course.parallel.data.in_buckets",), draw_sizes, cut, {
         "order": "every parameter is in one bucket, in the order in which they came",
         "lengths": "each bucket is as full as it may be, and no fuller"}),
@@ -209,7 +211,7 @@ EXERCISES = [
         "micro_sizes": "with micro-batches, too, each bucket is sent once a step",
         "micro_beside": "during the last backward pass",
         "branches": "gradients that come in another order on another rank are averaged rightly",
-        "branches_beside": "and all buckets that are complete are started at once"}, sizes=(2, 4), points=3),
+        "branches_beside": "and all buckets that are complete are started at once"}, sizes=(2, 4), points=3, limits=RANKS),
     Exercise("collective-times", "07", (f"{__name__}.collective_times",), draw_buckets, times, {
         "begin": "every all-reduce begins as soon as it may",
         "end": "and ends when it has lasted as long as it takes"}),
