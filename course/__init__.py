@@ -15,7 +15,7 @@
     checkpoint          what is written says nothing of the layout that wrote it
     report, pictures    what a run tells
     stop                signals
-    perf                FLOPs and peaks; bench, measurements
+    perf                FLOPs and peaks; bench, measurements; convergence, the runs behind lesson 08
     launch, worker      a function, even of a notebook's cell, on several ranks of this machine
     doctor, cli         what this machine has; the `course` command
     lab                 lessons, exercises, checks and grading, on top of all this
