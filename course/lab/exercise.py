@@ -35,6 +35,8 @@ class Exercise:
     draw: Callable[[int, bool], Tensors]
     program: Callable[[Tensors], Tensors]
     claims: dict[str, str]                           # name of an output -> what holds if it is right, in a sentence
+    flags: dict[str, str] = field(default_factory=dict)      # of outputs that are 1.0 if the claim holds: what it means if not
+    cases: Callable[[Tensors], list[str]] | None = None      # what was asked, in words, for each number of an output
     tolerance: float = 1e-9                          # relative, in the 2-norm: float64 and a few hundred additions
     why_tolerance: str = "rounding in float64"
     sizes: tuple[int, ...] = (1,)                    # numbers of ranks it is run on, each in turn
@@ -45,6 +47,11 @@ class Exercise:
     def names(self) -> tuple[str, ...]:
         """What the learner's cell defines."""
         return tuple(dotted.rpartition(".")[2] for dotted in self.objects)
+
+    @property
+    def facts(self) -> int:
+        """How many facts a check finds if nothing stops it: every claim on every number of ranks."""
+        return len(self.claims) * len(self.sizes)
 
     @property
     def version(self) -> str:

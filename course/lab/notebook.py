@@ -20,6 +20,8 @@ from course.lab import check as checks
 from course.lab import exercise as exercises
 
 RESULTS = blank.PACKAGE / "perf" / "results"
+MISSING = "write the cell of the exercise, run it, then this one"
+BROKEN = "mend that line, run the cell, then this one"
 BUILDING = "COURSE_BUILDS_LESSONS"                   # set while the builder executes a lesson
 
 
@@ -51,9 +53,9 @@ def check(name: str, seed: int | None = None) -> None:
     exercise = exercises.find(name)
     answer = cells.definitions(written(), exercise.names)
     if answer.problem:
-        verdict = checks.Verdict(name, (checks.Fact(False, answer.problem),), "run the cell of the exercise, then this one")
+        verdict = checks.unread(exercise, answer.problem, BROKEN if answer.broken else MISSING)
     else:
-        verdict = checks.examine(exercise, answer.source, secrets.randbits(31) if seed is None else seed)
+        verdict = checks.examine(exercise, answer.pieces, secrets.randbits(31) if seed is None else seed)
     display({"text/html": present.html(verdict)}, present.text(verdict, sys.stdout.isatty()))
     if not verdict.passed:
         raise CheckFailed(f"{name} has not passed yet: see above")

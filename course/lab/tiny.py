@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from course import config, random, step
 from course.config import Config
 from course.data import Batch, order
+from course.lab import returned
 from course.models import build_model
 from course.parallel import Mesh, build_mesh, join, parallelize
 
@@ -40,7 +41,8 @@ def train(batches: Sequence[Batch], seed: int, *overrides: str, loss_scale: floa
     """Train on global batches, of which each rank takes its slice, with the library's own step.
 
     Returns `losses`, the global mean of each step, (steps,), `weights`, all parameters end to end, `seen`, the number
-    of samples in each forward pass here, and `free`, 1.0 if no loss holds on to the graph.
+    of samples in each forward pass here, `cast`, 1.0 if all of them were inside autocast, and `free`, 1.0 if no loss holds on
+    to the graph. Raises `Returned` if `eager` or its `compute` returned what cannot be used.
     """
     c = settings(f"train.global_batch={len(batches[0]['sample'])}", *overrides)
     over = mesh(c)
@@ -48,14 +50,18 @@ def train(batches: Sequence[Batch], seed: int, *overrides: str, loss_scale: floa
     progress = step.Progress.start(c, torch.device("cpu"))
     progress.loss_scale.fill_(loss_scale)
     optimizer = step.build_optimizer(built, progress, c)
-    one = step.train_step(step.eager(built, progress, c, over), built, optimizer, progress, c, over)
+    compute = returned.function(step.eager(built, progress, c, over), "eager", "compute")
+    one = step.train_step(lambda batch: returned.tensor(compute(batch), "compute", (), torch.float64), built, optimizer, progress,
+                          c, over)
     mine = order.my_slice(c.train.global_batch, over.dp.size, over.dp.rank)
     seen: list[float] = []
+    cast: list[bool] = []
     built.register_forward_pre_hook(lambda module, arguments: seen.append(float(len(arguments[0]["sample"]))))
+    built.register_forward_pre_hook(lambda module, arguments: cast.append(torch.is_autocast_enabled("cpu")))
     losses = [one({name: tensor[mine] for name, tensor in batch.items()})[0] for batch in batches]
     free = not any(loss.requires_grad for loss in losses)
     return {"losses": everywhere(torch.stack(losses).detach(), over), "weights": flat(built),
-            "seen": torch.tensor(seen), "free": torch.tensor(float(free))}
+            "seen": torch.tensor(seen), "cast": torch.tensor(float(all(cast))), "free": torch.tensor(float(free))}
 
 
 def everywhere(value: Tensor, over: Mesh) -> Tensor:
