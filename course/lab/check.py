@@ -9,7 +9,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
@@ -27,7 +27,7 @@ from course.lab.exercise import Exercise, Mistake, Tensors, find, known_mistakes
 from course.lab.scratch import read, remove
 
 MOST = 200_000_000                                   # bytes of an outputs file
-FEW = 4                                              # numbers that are shown one by one
+FEW = 8                                              # numbers that are shown one by one
 UNKNOWN = "no known mistake gives these numbers: try your code on a case small enough to do by hand"
 ENDED = ("look for a loop that does not end, for memory that grows, and for a call that ends the process (sys.exit, os._exit) or "
          "makes it crash")
@@ -114,11 +114,27 @@ def judge(exercise: Exercise, run: Run, seed: int, hidden: bool, size: int) -> t
         facts.append(Fact(not where, where_run + claim + (f": no, {where[0]}" if where else "")))
     if all(fact.held for fact in facts):
         return facts, ""
-    for mistake, slip in zip(comparable(exercise), slips, strict=True):
-        if slip.outputs and not any(differ(slip.outputs[rank][key], run.outputs[rank].get(key), exercise.tolerance)
-                                    for rank in range(size) for key in exercise.claims):
-            return facts, mistake.hint
-    return facts, UNKNOWN
+    return facts, hint_for_numbers(exercise, run, expected, slips)
+
+
+def hint_for_numbers(exercise: Exercise, run: Run, expected: Run, slips: Sequence[Run]) -> str:
+    """The hint of the mistake that gives just these outputs; or else of one that gives those which it makes wrong.
+
+    The second is for who made two mistakes, each with outputs of its own.
+    """
+    def same(one: Run, other: Run, keys: Collection[str]) -> bool:
+        return not any(differ(a[key], b.get(key), exercise.tolerance)
+                       for a, b in zip(one.outputs, other.outputs, strict=True) for key in keys)
+
+    known = [(mistake, slip) for mistake, slip in zip(comparable(exercise), slips, strict=True) if slip.outputs]
+    for mistake, slip in known:
+        if same(slip, run, exercise.claims):
+            return mistake.hint
+    for mistake, slip in known:
+        changed = [key for key in exercise.claims if not same(expected, slip, [key])]
+        if same(slip, run, changed):
+            return mistake.hint
+    return UNKNOWN
 
 
 def stopped(run: Run) -> str:

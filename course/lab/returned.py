@@ -4,6 +4,7 @@ Without these, a forgotten `return` stops somewhere in the library, at a line th
 """
 
 from collections.abc import Callable
+from numbers import Real
 from typing import Any
 
 import torch
@@ -21,8 +22,8 @@ class Returned(Exception):
 
 
 def number(value: Any, who: str) -> float:
-    """The number that `who` returned; a tensor of one number will do."""
-    if isinstance(value, bool) or not (isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)):
+    """The number that `who` returned; one of NumPy's, or a tensor of one number, will do."""
+    if isinstance(value, bool) or not (isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1)):
         raise Returned(f"`{who}` returned {told(value)}; a number is wanted", cure(value, "return one number"))
     return float(value)
 

@@ -29,11 +29,32 @@ def test_the_right_answer_passes(name, hidden):
     pytest.param(name, mistake, marks=[] if name == QUICK else pytest.mark.slow, id=f"{name}: {mistake.name}")
     for name, mistake in PAIRS])
 def test_every_known_mistake_fails_with_its_hint(name, mistake):
+    if mistake.silent:
+        found = verdict(name, wrong(find(name), mistake))
+        assert not found.passed and found.hint not in ("", check.UNKNOWN), present.text(found)
+        return
+    for size in find(name).sizes:                    # on 2 ranks only if it is right on one, as `examine` does
+        run = check.reference(name, 5, False, size)[1 + check.comparable(find(name)).index(mistake)]
+        facts, hint = check.judge(find(name), run, 5, False, size)
+        if not all(fact.held for fact in facts):
+            break
+    assert hint == mistake.hint, facts
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == QUICK else pytest.mark.slow) for n in EXERCISES])
+def test_a_mistake_in_a_process_of_its_own_gets_the_same_hint(name):
+    mistake = known_mistakes(find(name))[0]
     found = verdict(name, wrong(find(name), mistake))
-    assert not found.passed
-    assert found.hint not in ("", check.UNKNOWN), present.text(found)
-    if not mistake.silent:
-        assert found.hint == mistake.hint, present.text(found)
+    assert not found.passed and found.hint == mistake.hint, present.text(found)
+
+
+def test_two_mistakes_at_once_get_a_hint_for_one():
+    """Each spoils an output of its own, so that what came is the work of neither alone."""
+    first, second = (next(m for m in known_mistakes(find("matmul-cost")) if m.name == name)
+                     for name in ("multiplications alone", "the result is not written"))
+    source = wrong(find("matmul-cost"), first).replace(second.old, second.new)
+    found = verdict("matmul-cost", source)
+    assert found.hint == first.hint and sum(fact.held for fact in found.facts) == 0
 
 
 def test_mistakes_have_hints_of_their_own():
