@@ -79,18 +79,23 @@ class Mistake:
 @cache
 def all_exercises() -> dict[str, Exercise]:
     """Every exercise by name, in the order of the lessons: the modules of `course.lab.exercises`."""
-    found = {}
-    for module in sorted(iter_modules(exercises.__path__), key=lambda m: m.name):
-        for exercise in import_module(f"{exercises.__name__}.{module.name}").EXERCISES:
-            found[exercise.name] = exercise
-    return found
+    found = [exercise for module in iter_modules(exercises.__path__)
+             for exercise in import_module(f"{exercises.__name__}.{module.name}").EXERCISES]
+    return {exercise.name: exercise for exercise in sorted(found, key=lambda exercise: exercise.lesson)}
+
+
+def offered(root: Path = blank.PACKAGE.parent) -> dict[str, Exercise]:
+    """The exercises of the lessons that are there, as a notebook or as a master; all, where neither are."""
+    there = {path.stem[:2] for folder in ("notebooks", "solutions") for path in (root / folder).glob("[0-9][0-9]_*")}
+    return {name: exercise for name, exercise in all_exercises().items() if exercise.lesson in there or not there}
 
 
 def find(name: str) -> Exercise:
-    """An exercise by name; a `CourseError` names the nearest where there is none."""
+    """An exercise by name; a `CourseError` names the nearest of those that are offered where there is none."""
     known = all_exercises()
     if name not in known:
-        raise CourseError(f"there is no exercise {name!r}{nearest(name, known)}; there are {', '.join(known)}")
+        there = offered()
+        raise CourseError(f"there is no exercise {name!r}{nearest(name, there)}; there are {', '.join(there)}")
     return known[name]
 
 

@@ -48,7 +48,7 @@ class RelativeL2(nn.Module):
     def forward(self, output, batch):
         target = batch["target"]
         dims = tuple(range(1, target.ndim))
-        error = torch.sqrt(((output - target) ** 2).sum(dim=dims))
+        error = torch.linalg.vector_norm(output - target, dim=dims)
         size = torch.sqrt((target ** 2).sum(dim=dims))
         weight = self.weight(batch)
         size = torch.where(weight > 0, size, torch.ones_like(size))

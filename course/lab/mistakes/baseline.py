@@ -31,6 +31,9 @@ MISTAKES = {
                 "replace the norm of padding by 1 *before* you divide"),
         Mistake("the safe norm in the wrong place", "weight > 0", "weight == 0",
                 "x.where(condition, 1.0) keeps x where the condition holds: this keeps padding's zeros and loses the real norms"),
+        Mistake("the slope of a square root at zero", "error / size", "((output - target)**2).flatten(1).sum(1).sqrt() / size",
+                "sqrt is infinitely steep at 0, and padding whose forecast is zeros lies there: its gradient is inf times 0, "
+                "which is nan; Tensor.norm takes care of that"),
         Mistake("padding counts", ">= 0", ">= -1",
                 "samples with the id -1 are padding and weigh nothing"),
         Mistake("the first sample left out", ">= 0", "> 0",
