@@ -489,7 +489,7 @@ address = lab.tensorboard(run)
 #
 # A loss is for training. What a forecaster asks is: by how many metres per second is the wind wrong? `evaluate` forecasts
 # a year that the model has never seen, and compares with **persistence**, with **climatology** (always the average of the
-# training years, point by point; the column *climate*), and with a **linear** regression on the neighbouring grid
+# training years, point by point), and with a **linear** regression on the neighbouring grid
 # points, which is what one could do without deep learning. RMSE is the root of the mean squared error.
 #
 # > **Predict.** By how many percent will the error of the wind, `u10`, after six hours be below that of persistence?
