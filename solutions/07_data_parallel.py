@@ -480,9 +480,11 @@ lab.show("course.parallel.data.Bucketed")
 #   Move it into the bucket, and count: `bucket.waiting[index]` says how many passes of this step the gradient still waits
 #   for. Then start (`ddp.start(...)`) what is complete: the bucket `ddp.early[ddp.started]` if none of its gradients waits,
 #   and the next, and so on;
-# - `start_sum(bucket, axis)` begins the all-reduce of `bucket.flat` with `async_op=True`, which returns at once, and keeps what
+# - `start_mean(bucket, axis)` begins the all-reduce of `bucket.flat` with `async_op=True`, which returns at once, and keeps what
 #   it returns in `bucket.work`;
-# - `finish_mean(bucket, axis)` waits for `bucket.work`, and makes the sum the mean.
+# - `finish_mean(bucket, axis)` waits for `bucket.work`, and makes the sum the mean. (NCCL can average by itself,
+#   `ReduceOp.AVG`, and gloo only add. `mean(x)` is the operation to ask for, and `divide(x, axis)` does
+#   what it leaves to do. To add and to divide yourself is right as well.)
 #
 # > **Question, before you write.** With micro-batches, a step has several backward passes, and gradients add up. When may a
 # > bucket be sent? And why must all ranks start buckets in the same order, whichever is complete first?
@@ -494,7 +496,7 @@ lab.show("course.parallel.data.Bucketed")
 # </details>
 
 # %% exercise="overlap"
-from course.parallel.data import arrived, start_sum, finish_mean
+from course.parallel.data import arrived, start_mean, finish_mean
 
 # %%
 check("overlap")
@@ -520,7 +522,7 @@ check("overlap")
 
 # %%
 def watched_step(settings):
-    with lab.yours(in_buckets, arrived, start_sum, finish_mean):
+    with lab.yours(in_buckets, arrived, start_mean, finish_mean):
         training = train.assemble(settings, parallel.build_mesh(settings.parallel, parallel.join("cpu")))
         torch.set_num_threads(1)
         batch = training.model.example(4, torch.device("cpu"))
@@ -626,7 +628,7 @@ lab.beside("bucketed", my_bucketed, measured["none", 1] / measured["bucketed", m
 
 # %%
 def verified(settings):
-    with lab.yours(average_gradients, in_buckets, arrived, start_sum, finish_mean):
+    with lab.yours(average_gradients, in_buckets, arrived, start_mean, finish_mean):
         return verify.compare(settings)
 
 

@@ -168,7 +168,7 @@ class Bucketed(Naive):
             bucket.waiting = [passes] * len(bucket.parameters)
 
     def start(self, bucket: Bucket) -> None:
-        start_sum(bucket, self.axis)
+        start_mean(bucket, self.axis)
 
     def complete(self, bucket: Bucket) -> None:
         finish_mean(bucket, self.axis)
@@ -194,15 +194,26 @@ def arrived(ddp: Bucketed, bucket: Bucket, index: int) -> None:
         ddp.started += 1
 
 
-def start_sum(bucket: Bucket, axis: Axis) -> None:
+def start_mean(bucket: Bucket, axis: Axis) -> None:
     """Begin the all-reduce of a bucket, and do not wait for it."""
-    bucket.work = dist.all_reduce(bucket.flat, group=axis.group, async_op=True)
+    bucket.work = dist.all_reduce(bucket.flat, mean(bucket.flat), group=axis.group, async_op=True)
 
 
 def finish_mean(bucket: Bucket, axis: Axis) -> None:
-    """Wait for a bucket's sum and make it the mean."""
+    """Wait for a bucket's mean."""
     bucket.work.wait()
-    bucket.flat /= axis.size
+    divide(bucket.flat, axis)
+
+
+def mean(x: Tensor) -> dist.ReduceOp:
+    """What a collective does on the way to a mean: NCCL can average, gloo only add."""
+    return dist.ReduceOp.AVG if x.is_cuda else dist.ReduceOp.SUM        # type: ignore[return-value]
+
+
+def divide(x: Tensor, axis: Axis) -> None:
+    """What is left to do then."""
+    if not x.is_cuda:
+        x /= axis.size
 
 
 def in_buckets(parameters: Sequence[nn.Parameter], size: float) -> list[list[nn.Parameter]]:

@@ -200,7 +200,7 @@ EXERCISES = [
     Exercise("in-buckets", "07", ("course.parallel.data.in_buckets",), draw_sizes, cut, {
         "order": "every parameter is in one bucket, in the order in which they came",
         "lengths": "each bucket is as full as it may be, and no fuller"}),
-    Exercise("overlap", "07", tuple(f"course.parallel.data.{name}" for name in ("arrived", "start_sum", "finish_mean")),
+    Exercise("overlap", "07", tuple(f"course.parallel.data.{name}" for name in ("arrived", "start_mean", "finish_mean")),
              draw_batches, overlap, {
         "whole_losses": "the loss of each of two steps is that of the serial run",
         "whole_weights": "after two steps every rank has the weights of the serial run",

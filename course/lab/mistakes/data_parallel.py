@@ -68,7 +68,7 @@ MISTAKES = {
                 "the bucket never gets its gradients: bucket.take(index) moves one in"),
         Mistake("not waited", "bucket.work.wait()", "pass",
                 "the sum may not be there yet: wait for bucket.work before you use bucket.flat"),
-        Mistake("a sum for a mean", "bucket.flat /= axis.size", "pass",
+        Mistake("a sum for a mean", "divide(bucket.flat, axis)", "pass",
                 "after the all-reduce a bucket holds sums over the ranks: divide by axis.size"),
         Mistake("one at a time", "while ddp.started", "if ddp.started",
                 "several buckets may be complete at once, where gradients came out of order: go on while the next one is"),
