@@ -36,6 +36,13 @@ def pair(value: Any, who: str, names: str) -> tuple[Any, Any]:
     return value[0], value[1]
 
 
+def several(value: Any, who: str, wanted: str) -> list[Any]:
+    """The list or tuple that `who` returned; `wanted` says of what, such as "a list of buckets"."""
+    if not isinstance(value, tuple | list):
+        raise Returned(f"`{who}` returned {told(value)}; {wanted} is wanted", cure(value, f"return {wanted}"))
+    return list(value)
+
+
 def function(value: Any, who: str, name: str) -> Callable[..., Any]:
     """The function that `who` returned, which calls it `name`."""
     if not callable(value):

@@ -13,6 +13,8 @@ from course.lab.exercise import find, right
     (lambda: returned.number((1, 2), "f"), "returned a tuple of 2", "one number"),
     (lambda: returned.pair(3, "f", "(a, b)"), "`f` returned an int (3); a pair is wanted, (a, b)", "comma"),
     (lambda: returned.pair((1, 2, 3), "f", "(a, b)"), "returned a tuple of 3", "(a, b)"),
+    (lambda: returned.several(None, "f", "a list"), "`f` returned None; a list is wanted", "did you forget it?"),
+    (lambda: returned.several(3.0, "f", "a list of pairs"), "returned a float (3.0)", "return a list of pairs"),
     (lambda: returned.function(None, "f", "g"), "`f` returned None; the function `g` is wanted", "did you forget it?"),
     (lambda: returned.function(torch.ones(2), "f", "g"), "returned a tensor of shape (2,)", "`return g`"),
     (lambda: returned.tensor(0.5, "f", (), torch.float64), "`f` returned a float (0.5); a scalar tensor is wanted", ".item()"),
@@ -31,6 +33,7 @@ def test_a_wrong_return_value_is_a_sentence_with_a_cure(call, text, cure):
 def test_right_return_values_pass_through():
     scalar = torch.ones((), dtype=torch.float64)
     assert returned.number(3, "f") == returned.number(scalar * 3, "f") == 3.0
+    assert returned.several((1, 2), "f", "") == [1, 2]
     assert returned.pair([1, 2], "f", "") == (1, 2) and returned.function(len, "f", "g") is len
     assert returned.tensor(scalar, "f", (), torch.float64) is scalar
 

@@ -8,7 +8,7 @@ import torch
 
 from course import step
 from course.config import Optim, Train
-from course.lab import tiny
+from course.lab import returned, tiny
 from course.lab.exercise import Exercise, Tensors
 
 
@@ -52,7 +52,8 @@ def estimate(inputs: Tensors) -> Tensors:
     """The noise scale from the squared norms that these cases have on average."""
     signal, noise, b, B = (inputs[name] for name in ("signal", "noise", "b", "B"))
     small, large = signal + noise / b, signal + noise / B
-    found = [float(noise_scale(*case)) for case in zip(small.tolist(), large.tolist(), b.tolist(), B.tolist(), strict=True)]
+    cases = zip(small.tolist(), large.tolist(), b.tolist(), B.tolist(), strict=True)
+    found = [returned.number(noise_scale(*case), "noise_scale") for case in cases]
     return {"scale": torch.tensor(found, dtype=torch.float64)}
 
 
@@ -67,7 +68,7 @@ def draw_rates(seed: int, hidden: bool) -> Tensors:
 def scale(inputs: Tensors) -> Tensors:
     """The new rates by both rules."""
     def rates(rule: str) -> torch.Tensor:
-        found = [float(scaled_rate(lr, batch, other, rule)) for lr, (batch, other) in
+        found = [returned.number(scaled_rate(lr, batch, other, rule), "scaled_rate") for lr, (batch, other) in
                  zip(inputs["lr"].tolist(), inputs["batches"].tolist(), strict=True)]
         return torch.tensor(found, dtype=torch.float64)
     return {"linear": rates("linear"), "sqrt": rates("sqrt")}
@@ -89,7 +90,8 @@ def schedules(inputs: Tensors) -> Tensors:
         for lr, warmup, steps in zip(*(inputs[name].tolist() for name in ("lr", "warmup", "steps")), strict=True):
             c = replace(tiny.settings(), train=Train(steps=steps))
             c = replace(c, optim=replace(Optim(lr=lr, warmup=warmup), **more))      # type: ignore[arg-type]
-            found += [step.learning_rate(torch.tensor(at), c).detach().double() for at in range(steps + 3)]
+            found += [returned.tensor(step.learning_rate(torch.tensor(at), c), "learning_rate", (), torch.float32)
+                      for at in range(steps + 3)]
         return torch.stack(found)
     return {"cosine": rates(), "floor": rates(min_lr=5e-4), "constant": rates(schedule="constant"), "cold": rates(warmup=0)}
 
@@ -113,7 +115,7 @@ def reach(inputs: Tensors) -> Tensors:
     for losses, target, every, batch in zip(*(inputs[name].tolist() for name in ("losses", "target", "every", "batch")),
                                             strict=True):
         steps = [every * (number + 1) for number in range(len(losses))]
-        found.append(float(samples_to(target, steps, losses, batch)))
+        found.append(returned.number(samples_to(target, steps, losses, batch), "samples_to"))
     reached = torch.tensor(found, dtype=torch.float64)
     return {"samples": reached.where(reached.isfinite(), -1), "never": reached.isinf()}
 
