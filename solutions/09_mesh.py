@@ -318,7 +318,7 @@ check("bytes-sent")
 # %%
 sent = bytes_sent(sizes, work)
 for axis, guess in my_gigabytes.items():
-    lab.beside(axis, guess, sent[axis] / 1e9, "GB")
+    lab.beside(axis, guess, sent[axis] / 1e9, "GB", "computed")
 
 # %% [markdown]
 # **What you should see:** tensor parallelism sends 81 GB, six times as much as context parallelism, fifteen times as much
@@ -401,7 +401,7 @@ def seconds(order: str) -> dict[str, float]:
 orders = {"-".join(names): seconds("-".join(names)) for names in permutations(AXES)}
 orders = dict(sorted(orders.items(), key=lambda entry: sum(entry[1].values())))
 best, *_, worst = orders.values()
-lab.beside("worst over best", my_factor, sum(worst.values()) / sum(best.values()))
+lab.beside("worst over best", my_factor, sum(worst.values()) / sum(best.values()), how="computed")
 lab.picture(figures_mesh.stacked(orders, "seconds of communication in a step", "64 GPUs, pp=2 dp=4 cp=2 tp=4, nodes of 8"),
             "24 bars in three groups: orders with tp and cp within a node are the shortest, orders with tp within and cp across "
             "nodes about one and a half times as long, orders with tp across nodes four to five times")

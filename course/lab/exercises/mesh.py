@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from course.config import Parallel
+from course.lab import returned
 from course.lab.exercise import Exercise, Tensors
 from course.lab.watchdog import Limits
 from course.parallel import mesh
@@ -76,9 +77,9 @@ def draw_nodes(seed: int, hidden: bool) -> Tensors:
 
 def touch(inputs: Tensors) -> Tensors:
     """For every axis of the drawn layouts, and every kind of node, how many nodes a group touches."""
-    found = [nodes_touched(mesh.groups(mesh.lay_out(sizes, order), dim), per_node)
+    found = [returned.number(nodes_touched(mesh.groups(mesh.lay_out(sizes, order), dim), per_node), "nodes_touched")
              for sizes, order in layouts(inputs) for dim in range(4) for per_node in inputs["per_node"].tolist()]
-    return {"nodes": torch.tensor([float(number) for number in found])}
+    return {"nodes": torch.tensor(found)}
 
 
 WORK = ("layers", "dim", "tokens", "samples", "micros", "parameters", "itemsize")
@@ -99,14 +100,16 @@ def send(inputs: Tensors) -> Tensors:
     """The bytes along each axis, for each layout and model."""
     found = [bytes_sent(sizes, dict(zip(WORK, work, strict=True)))
              for (sizes, _), work in zip(layouts(inputs), inputs["work"].tolist(), strict=True)]
-    return {axis: torch.tensor([float(sent[axis]) for sent in found], dtype=torch.float64) for axis in mesh.AXES}
+    return {axis: torch.tensor([returned.number(sent[axis], "bytes_sent") for sent in found], dtype=torch.float64)
+            for axis in mesh.AXES}
 
 
 EXERCISES = [
     Exercise("lay-out", "09", ("course.parallel.mesh.lay_out",), draw_layouts, lay_out, {
         "shapes": "the dims of the grid are pp, dp, cp and tp, whatever the order",
         "ranks": "every rank is in its place",
-        "sums": "in a mesh that the library builds with it, ranks talk to those they should"}, sizes=(1, 4), points=2),
+        "sums": "in a mesh that the library builds with it, ranks talk to those they should"},
+        sizes=(1, 4), limits=Limits(seconds=120), points=2),
     Exercise("groups", "09", ("course.parallel.mesh.groups",), draw_layouts, group, {
         "shapes": "there is a row for each group, as long as the axis",
         "ranks": "the groups of every axis are right, and so is the order within them"}, limits=QUICK),
