@@ -11,10 +11,12 @@ dependent computation via decomposition", ASPLOS). The collectives run on the st
 computation wait for them, not the host. Samples are gathered one by one, several in a call, so that each lies in one piece.
 """
 
+import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
@@ -30,11 +32,11 @@ class GatherLinear(Function):
     """(B, T/tp, D), (F, D), (F,) -> (B, T, F) with T = n."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, n: int, copies: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, n: int, name: str) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.axis, ctx.n, ctx.has_bias, ctx.copies = axis, n, bias is not None, copies and n % axis.size == 0
-        if ctx.copies:
-            _, (y,) = torch.ops.symm_mem.fused_all_gather_matmul(x, [weight.t()], 1, axis.group.group_name, return_A=False)  # type: ignore[union-attr]
+        ctx.axis, ctx.n, ctx.has_bias, ctx.name = axis, n, bias is not None, name
+        if name:
+            _, (y,) = torch.ops.symm_mem.fused_all_gather_matmul(x, [weight.t()], 1, name, return_A=False)
             return y if bias is None else y.add_(bias)
         y = x.new_empty(len(x), n, len(weight))
         for rows, whole in gathered(x, axis, n):
@@ -46,8 +48,8 @@ class GatherLinear(Function):
         x, weight = ctx.saved_tensors
         whole = x.new_empty(len(x), ctx.n, x.shape[2])
         again = [gather(x[rows], ctx.axis, ctx.n, whole[rows]) for rows in parts(len(x))]
-        if ctx.copies:
-            dx = torch.ops.symm_mem.fused_matmul_reduce_scatter(grad, weight, "sum", 1, ctx.axis.group.group_name)
+        if ctx.name:
+            dx = torch.ops.symm_mem.fused_matmul_reduce_scatter(grad, weight, "sum", 1, ctx.name)
         else:
             dx = torch.cat([piece() for piece in [scatter(grad[rows] @ weight, ctx.axis) for rows in parts(len(x))]])
         for part in again:
@@ -59,19 +61,19 @@ class LinearScatter(Function):
     """(B, T, F), (D, F) -> (B, T/tp, D)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, axis: Axis, copies: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, axis: Axis, name: str) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.axis, ctx.copies = axis, copies and x.shape[1] % axis.size == 0
-        if ctx.copies:
-            return torch.ops.symm_mem.fused_matmul_reduce_scatter(x, weight.t(), "sum", 1, axis.group.group_name)  # type: ignore[union-attr]
+        ctx.axis, ctx.name = axis, name
+        if name:
+            return torch.ops.symm_mem.fused_matmul_reduce_scatter(x, weight.t(), "sum", 1, name)
         pieces = [scatter(F.linear(x[rows], weight), axis) for rows in parts(len(x))]
         return torch.cat([piece() for piece in pieces])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        if ctx.copies:
-            whole, (dx,) = torch.ops.symm_mem.fused_all_gather_matmul(grad, [weight], 1, ctx.axis.group.group_name)
+        if ctx.name:
+            whole, (dx,) = torch.ops.symm_mem.fused_all_gather_matmul(grad, [weight], 1, ctx.name)
         else:
             whole, dx = grad.new_empty(len(x), x.shape[1], len(weight)), torch.empty_like(x)
             for rows, part in gathered(grad, ctx.axis, x.shape[1], whole):
@@ -86,6 +88,14 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Non
         torch.mm(rows, weight, out=into)
     else:
         torch.addmm(bias, rows, weight, out=into)
+
+
+def symmetric(group: dist.ProcessGroup | None, how: str, n: int, size: int) -> str:
+    """The group's name, where the linears should and can go by symmetric memory, else ""."""
+    if how != "symmetric" or n % size or group is None or not torch.cuda.is_available():
+        return ""
+    importlib.import_module("torch.distributed._symmetric_memory")      # registers torch.ops.symm_mem's operators
+    return group.group_name
 
 
 def weight_and_bias(grad: Tensor, x: Tensor, bias: bool) -> tuple[Tensor, Tensor | None]:
@@ -144,14 +154,14 @@ def finished(works: list[Any], result: Tensor, source: Tensor) -> Tensor:
 def gather_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, n: int, how: str = "nccl") -> Tensor:
     """Column linear of gathered tokens, (B, T/tp, D) -> (B, T, F/tp); n = T. Bias may be None."""
     x, weight, bias = cast(x, weight, bias)
-    return GatherLinear.apply(x, weight, bias, axis, n, how == "symmetric" and x.is_cuda)
+    return GatherLinear.apply(x, weight, bias, axis, n, symmetric(axis.group, how, n, axis.size))
 
 
 @torch.compiler.disable(reason="its collectives run beside its matmuls")
 def linear_scatter(x: Tensor, weight: Tensor, axis: Axis, how: str = "nccl") -> Tensor:
     """Row linear whose sum is scattered, (B, T, F/tp) -> (B, T/tp, D). The bias is added after it."""
     x, weight, _ = cast(x, weight, None)
-    return LinearScatter.apply(x, weight, axis, how == "symmetric" and x.is_cuda)
+    return LinearScatter.apply(x, weight, axis, symmetric(axis.group, how, x.shape[1], axis.size))
 
 
 def cast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -290,8 +290,9 @@ def dp(world: World, small: bool) -> Iterator[Row]:
     """A causal stack of GPT 350M's shape, 16 x 1024 tokens on each GPU, bf16 over fp32 parameters: forward, backward, average."""
     size, (samples, tokens) = ((64, 2, 4), (4, 32)) if small else ((1024, 24, 16), (16, 1024))
     for compiled in (False, True):
-        for method in ("none", "naive", "bucketed", "ddp") if world.size > 1 else ("none",):
-            settings = Parallel(dp=world.size, data=method)
+        for method, size_mb in (("none", 25.0), ("naive", 25.0), ("bucketed", 25.0), ("bucketed", 100.0), ("ddp", 25.0),
+                                ("ddp", 100.0)) if world.size > 1 else (("none", 25.0),):
+            settings = Parallel(dp=world.size, data=method, bucket_mb=size_mb)      # type: ignore[arg-type]
             mesh = build_mesh(settings, world)
             model = stack(mesh, settings, torch.float32, size, causal=True)
             if compiled:
@@ -308,7 +309,7 @@ def dp(world: World, small: bool) -> Iterator[Row]:
                 gradients.finish()
                 gradients.clear()
 
-            yield measure(method + ", compiled" * compiled, run, world)
+            yield measure(method + ", compiled" * compiled, run, world, bucket_mb=size_mb)
             del model, gradients, compute, run
             torch._dynamo.reset()
 
