@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from course import config, models, parallel, train, verify
-from course.lab import counting
+from course.lab import counting, scaling
 from course.lab import notebook as lab
 from course.lab.notebook import check
 from course.launch import ranks
@@ -479,9 +479,8 @@ for tp in (2, 4):
 # %%
 if (lab.RESULTS / "tp_h200.json").is_file():
     rows = lab.results("tp_h200")["rows"]
-    lab.recorded("tp_h200", {f"{row['case']}, {row['gpus']} GPU{'s' * (row['gpus'] > 1)}":
-                             {key: row.get(key, "") for key in ("ms", "memory_gb", "efficiency")} for row in rows},
-                 why="This library's tensor parallelism beside PyTorch's")
+    lab.recorded("tp_h200", scaling.table(rows, lambda case: "one GPU, compiled" if "compiled" in case else "one GPU"),
+                 why="The same stack: tensor parallelism without and with sequence parallelism and overlap, and DTensor")
 
 # %% [markdown]
 # ## What you know now

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from course import config, parallel, train, verify
 from course.config import Parallel
-from course.lab import counting, figures_context, widgets
+from course.lab import counting, figures_context, scaling, widgets
 from course.lab import notebook as lab
 from course.lab.notebook import check
 from course.launch import ranks
@@ -462,9 +462,8 @@ for case, (short, long) in pytorch.items():
 
 # %%
 if (lab.RESULTS / "cp_h200.json").is_file():
-    rows = lab.results("cp_h200")["rows"]
-    lab.recorded("cp_h200", {f"{row['case']}, {row['gpus']} GPU{'s' * (row['gpus'] > 1)}":
-                             {key: row.get(key, "") for key in ("ms", "memory_gb", "efficiency")} for row in rows},
+    rows = lab.results("cp_h200")["rows"]                # cases such as "16k causal ring"
+    lab.recorded("cp_h200", scaling.table(rows, lambda case: " ".join([*case.split()[:2], "one GPU"])),
                  why="This library's three ways beside PyTorch's")
 
 # %% [markdown]
