@@ -35,12 +35,9 @@ class GatherAttend(nn.Module):
         self.causal, self.tokens = causal, tokens
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:       # 3 x (B, h, T / cp, d)
-        tokens = self.tokens
-        order = torch.cat(tokens.order(q.device))                       # (T,) the gathered keys' positions
-        pairs = mappings.gather(torch.stack([k, v]), 3, tokens.cp, len(order))          # (2, B, h, T, d)
+        k, v = gather_in_order(torch.stack([k, v]), self.tokens)        # 2 x (B, h, T, d)
         if not self.causal:
-            return F.scaled_dot_product_attention(q, *pairs)
-        k, v = pairs.index_select(3, order.argsort())                   # in the order of time
+            return F.scaled_dot_product_attention(q, k, v)
         parts = []
         for piece, end in zip(q.chunk(2, 2), self.ends(), strict=True):                 # front and back, a zigzag
             mask = lower_right(piece.shape[2], end)
@@ -51,6 +48,13 @@ class GatherAttend(nn.Module):
         """Where this rank's two pieces end: their queries see the keys up to there."""
         size, rank, width = self.tokens.cp.size, self.tokens.cp.rank, self.tokens.here // 2
         return (rank + 1) * width, (2 * size - rank) * width
+
+
+def gather_in_order(pairs: Tensor, tokens: SplitTokens) -> Tensor:
+    """The keys and values of all ranks, in the order of time: (2, B, h, T / cp, d) -> (2, B, h, T, d)."""
+    order = torch.cat(tokens.order(pairs.device))                       # (T,) the positions, as gathered
+    pairs = mappings.gather(pairs, 3, tokens.cp, len(order))
+    return pairs.index_select(3, order.argsort()) if tokens.zigzag else pairs
 
 
 def lower_right(queries: int, keys: int) -> CausalBias:

@@ -4,12 +4,15 @@ The only file that reads the environment of a launcher. What it makes are values
 needs them. (`course/worker.py` joins the ranks of a notebook before their function runs.)
 """
 
+import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from course.errors import CourseError
@@ -45,7 +48,7 @@ class Mesh:
     """The four axes, the joint axis over which gradients are averaged, and the whole world as an axis."""
 
     world: World
-    grid: torch.Tensor                              # the ranks, laid out as (pp, dp, cp, tp)
+    grid: Tensor                                    # the ranks, laid out as (pp, dp, cp, tp)
     pp: Axis
     dp: Axis
     cp: Axis
@@ -55,7 +58,21 @@ class Mesh:
 
     def lines(self, name: str) -> list[list[int]]:
         """The ranks of every group along an axis, of this rank's and of the others'."""
-        return self.grid.movedim(AXES.index(name), -1).flatten(0, 2).tolist()
+        found: list[list[int]] = groups(self.grid, AXES.index(name)).tolist()
+        return found
+
+
+def lay_out(sizes: Mapping[str, int], order: str) -> Tensor:
+    """The ranks 0, 1, 2, ..., laid out as (pp, dp, cp, tp). `order`, such as "pp-dp-cp-tp", names the axes slowest first."""
+    names = order.split("-")
+    ranks = torch.arange(math.prod(sizes.values()))
+    ranks = ranks.view([sizes[name] for name in names])                 # as `order` says: the last axis joins neighbours
+    return ranks.permute([names.index(name) for name in AXES])          # (pp, dp, cp, tp)
+
+
+def groups(grid: Tensor, dim: int) -> Tensor:
+    """The ranks that differ along one dim of the grid alone, a row for each group: (groups, ranks in a group)."""
+    return grid.movedim(dim, -1).reshape(-1, grid.shape[dim])
 
 
 def join(device: str = "auto") -> World:
@@ -109,9 +126,7 @@ def build_mesh(parallel: "Parallel", world: World) -> Mesh:
                           f"start {product} with torchrun or srun, or change an axis")
     if world.size == 1:
         return Mesh(world, torch.zeros(1, 1, 1, 1, dtype=torch.long), *(Axis(name) for name in (*AXES, "dp_cp", "all")))
-    order = parallel.order.split("-")
-    ranks = torch.arange(world.size).view([sizes[name] for name in order])
-    ranks = ranks.permute([order.index(name) for name in AXES])     # (pp, dp, cp, tp)
+    ranks = lay_out(sizes, parallel.order)
     grid = DeviceMesh(world.device.type, ranks, mesh_dim_names=AXES)
     joint = grid["dp", "cp"]._flatten("dp_cp")
     whole = Axis("all", world.size, world.rank, tuple(range(world.size)), dist.group.WORLD)

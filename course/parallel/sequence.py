@@ -56,11 +56,9 @@ class SplitTokens(nn.Module):
 
     def order(self, device: torch.device) -> tuple[Tensor, ...]:
         """The positions of each context-parallel rank's tokens, in the order in which it has them."""
-        size = self.cp.size
-        if not self.zigzag:
-            return torch.arange(self.total, device=device).tensor_split(size)
-        pieces = torch.arange(self.total + -self.total % (2 * size), device=device).chunk(2 * size)
-        return tuple(torch.cat([pieces[rank], pieces[-1 - rank]]) for rank in range(size))
+        if self.zigzag:
+            return zigzag(self.total + -self.total % (2 * self.cp.size), self.cp.size, device)
+        return torch.arange(self.total, device=device).tensor_split(self.cp.size)
 
     def whole(self, output: Tensor) -> Tensor:
         """The output of all ranks for all tokens, in order; without a gradient."""
@@ -69,6 +67,12 @@ class SplitTokens(nn.Module):
                 output = mappings.gather(output, 1, self.tp, self.here)
             order = torch.cat(self.order(output.device))
             return mappings.gather(output, 1, self.cp, len(order))[:, order.argsort()[:self.total]]
+
+
+def zigzag(total: int, size: int, device: torch.device) -> tuple[Tensor, ...]:
+    """The positions of each rank's tokens: of 2 * size equal pieces, rank r has number r and number 2 * size - 1 - r."""
+    pieces = torch.arange(total, device=device).chunk(2 * size)
+    return tuple(torch.cat([pieces[rank], pieces[-1 - rank]]) for rank in range(size))
 
 
 class SplitTotal(nn.Module):

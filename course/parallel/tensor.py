@@ -6,6 +6,7 @@ Which linear is which is data on the model's class, `tensor_plan`; a vocabulary 
 """
 
 from dataclasses import replace
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -27,8 +28,6 @@ class ColumnLinear(nn.Module):
         self.weight, self.bias = cut(linear.weight, heads, axis), cut(linear.bias, heads, axis)
 
     def forward(self, x: Tensor) -> Tensor:                             # (B, T, D), sequence parallel (B, T / tp, D)
-        if self.tokens is not None and self.tokens.overlap != "none":
-            return overlap.gather_linear(x, self.weight, self.bias, self.axis, self.tokens.here, self.tokens.overlap)
         x = enter(x, self.axis, self.tokens)                            # (B, T, D)
         return F.linear(x, self.weight, self.bias)                      # (B, T, F / tp)
 
@@ -43,13 +42,31 @@ class RowLinear(nn.Module):
         self.bias = linear.bias
 
     def forward(self, x: Tensor) -> Tensor:                             # (B, T, F / tp)
-        if self.tokens is not None and self.tokens.overlap != "none":
-            return overlap.linear_scatter(x, self.weight, self.axis, self.tokens.overlap) + self.bias
         part = F.linear(x, self.weight)                                 # (B, T, D)
         return leave(part, self.axis, self.tokens) + self.bias          # (B, T, D), sequence parallel (B, T / tp, D)
 
 
-STYLES = {"column": ColumnLinear, "row": RowLinear, "vocabulary": VocabularyEmbedding, "vocabulary_head": VocabularyHead}
+class OverlappedColumnLinear(ColumnLinear):
+    """The same with sequence parallelism, gathering tokens beside the matmul."""
+
+    def forward(self, x: Tensor) -> Tensor:                             # (B, T / tp, D) -> (B, T, F / tp)
+        assert self.tokens is not None
+        return overlap.gather_linear(x, self.weight, self.bias, self.axis, self.tokens.here, self.tokens.overlap)
+
+
+class OverlappedRowLinear(RowLinear):
+    """The same with sequence parallelism, scattering the sums beside the matmul."""
+
+    def forward(self, x: Tensor) -> Tensor:                             # (B, T, F / tp) -> (B, T / tp, D)
+        assert self.tokens is not None
+        return overlap.linear_scatter(x, self.weight, self.axis, self.tokens.overlap) + self.bias
+
+
+def style_of(name: str, tokens: SplitTokens | None) -> Any:
+    """The module of a style that a model's `tensor_plan` names."""
+    if tokens is not None and tokens.overlap != "none" and name in ("column", "row"):
+        return OverlappedColumnLinear if name == "column" else OverlappedRowLinear
+    return {"column": ColumnLinear, "row": RowLinear, "vocabulary": VocabularyEmbedding, "vocabulary_head": VocabularyHead}[name]
 
 
 def tensor_parallel(model: nn.Module, axis: Axis, tokens: SplitTokens | None = None) -> nn.Module:
@@ -66,7 +83,7 @@ def tensor_parallel(model: nn.Module, axis: Axis, tokens: SplitTokens | None = N
         style = next((style for end, style in model.tensor_plan.items() if name.endswith(end)), None)    # type: ignore[union-attr, operator]
         if style is not None and isinstance(module, (nn.Linear, nn.Embedding)):
             owner, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(owner), leaf, STYLES[style](module, axis, tokens))
+            setattr(model.get_submodule(owner), leaf, style_of(style, tokens)(module, axis, tokens))
     fill(model, "cross_entropy", lambda old: VocabularyCrossEntropy(axis))
     tie(model)
     for parameter in model.parameters():

@@ -6,6 +6,7 @@ from course.config import Parallel
 from course.errors import CourseError
 from course.models import ViTConfig, build_model
 from course.parallel import Axis, World, build_mesh, join, parallelize, placement
+from course.parallel.mesh import groups, lay_out
 from course.parallel.placement import box_shape
 
 
@@ -54,3 +55,13 @@ def test_every_parameter_knows_its_place():
         assert place.name == name and math.prod(place.global_shape) == parameter.numel() and place.owner
         assert box_shape(place.box) == place.global_shape
     assert placement(model.blocks["0"].attn.qkv.weight).global_shape == (3, 8, 48, 384)         # heads can be cut
+
+
+@pytest.mark.parametrize(("order", "tp", "pp"), [
+    ("pp-dp-cp-tp", [[0, 1], [2, 3], [4, 5], [6, 7]], [[0, 4], [1, 5], [2, 6], [3, 7]]),
+    ("tp-dp-cp-pp", [[0, 4], [2, 6], [1, 5], [3, 7]], [[0, 1], [4, 5], [2, 3], [6, 7]]),
+])
+def test_ranks_are_laid_out_in_the_order_asked_for(order, tp, pp):
+    grid = lay_out({"pp": 2, "dp": 2, "cp": 1, "tp": 2}, order)
+    assert grid.shape == (2, 2, 1, 2)
+    assert groups(grid, 3).tolist() == tp and groups(grid, 0).tolist() == pp

@@ -1,0 +1,128 @@
+"""Lesson 10: tensor parallelism's mappings and linears, and those of sequence parallelism.
+
+`qkv_rows` is the answer to the exercise written inside a cell of the lesson.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from course.lab import returned, tiny
+from course.lab.exercise import Exercise, Tensors
+from course.lab.watchdog import Limits
+from course.parallel import mappings
+from course.parallel.mesh import Axis
+
+RANKS = Limits(seconds=120)                          # of which four have to start, on two cores perhaps
+WRITES = "it wrote into what it was given"
+HEADS = "model.heads=4"                              # which two ranks and four can share
+MOVES = "model.residual=false"                       # so that all parameters move from the first step on
+
+
+def qkv_rows(heads: int, head_dim: int, size: int, rank: int) -> Tensor:
+    """Which rows of qkv.weight, (3 * heads * head_dim, dim), a rank has: those of its heads in q, in k and in v."""
+    rows = torch.arange(3 * heads * head_dim).view(3, heads, head_dim)
+    return rows.tensor_split(size, 1)[rank].flatten()
+
+
+def draw_heads(seed: int, hidden: bool) -> Tensors:
+    """Numbers of ranks, heads of each rank and rows of each head; the first has sizes that all differ."""
+    generator = torch.Generator().manual_seed(seed)
+    cases = torch.randint(1, 6, (7 if hidden else 4, 3), generator=generator)
+    cases[0] = torch.tensor([4, 3, 2] if hidden else [2, 3, 4])
+    return {"cases": cases, "rank": torch.randint(0, 100, (len(cases),), generator=generator)}
+
+
+def rows_of_heads(inputs: Tensors) -> Tensors:
+    """The rows of the first, the last and a drawn rank."""
+    found = [returned.tensor(qkv_rows(size * each, head_dim, size, rank), "qkv_rows", (3 * each * head_dim,), torch.int64)
+             for (size, each, head_dim), drawn in zip(inputs["cases"].tolist(), inputs["rank"].tolist(), strict=True)
+             for rank in (0, drawn % size, size - 1)]
+    return {"rows": torch.cat(found).double()}
+
+
+def draw(seed: int, hidden: bool) -> Tensors:
+    """What training draws, and a tensor and a gradient for each of up to four ranks, whose rows no axis divides."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (4, 3, 13 if hidden else 9, 2)
+    return tiny.drawn(seed, samples=6 if hidden else 4) | {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64) for name in ("x", "grad")}
+
+
+def world(c: list[str]) -> Axis:
+    """All ranks, as the tensor-parallel axis."""
+    return tiny.mesh(tiny.settings(f"parallel.tp={dist.get_world_size()}", *c)).tp
+
+
+def measure(function: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, bool]:
+    """The function's value at x, what it makes of a gradient, and whether it left both as they were."""
+    given, came = x.clone().requires_grad_(), grad.clone()
+    value = function(given)
+    result = value.detach().clone()
+    back, = torch.autograd.grad(value, given, came)
+    return result, back.clone(), torch.equal(given.detach(), x) and torch.equal(came, grad)
+
+
+def train(inputs: Tensors, *overrides: str) -> Tensors:
+    """The library's training on all ranks as one tensor-parallel axis: losses, and this rank's part of the weights."""
+    c = [HEADS, MOVES, f"parallel.tp={dist.get_world_size()}", "parallel.overlap=none", *overrides]
+    trained = tiny.train(tiny.batches_of(inputs), int(inputs["seed"]), *c)
+    return {name: trained[name] for name in ("losses", "weights")}
+
+
+def copy_reduce(inputs: Tensors) -> Tensors:
+    """Copy and Reduce of drawn tensors, and a model trained with them."""
+    axis = world([HEADS])
+    x, grad = inputs["x"][axis.rank], inputs["grad"][axis.rank]
+    copied, back_copy, kept_copy = measure(lambda t: mappings.copy(t, axis), x, grad)
+    reduced, back_reduce, kept_reduce = measure(lambda t: mappings.reduce(t, axis), x, grad)
+    return {"copied": copied, "back_copy": back_copy, "reduced": reduced, "back_reduce": back_reduce,
+            "kept": torch.tensor([float(kept_copy), float(kept_reduce)]), **train(inputs)}
+
+
+def gather_scatter(inputs: Tensors) -> Tensors:
+    """Gather and Scatter of drawn tensors along the dim 1, and a model trained with sequence parallelism."""
+    axis = world([HEADS])
+    x, grad = inputs["x"][axis.rank], inputs["grad"][axis.rank]
+    n = x.shape[1]
+    start, stop = mappings.bounds(n, axis.size, axis.rank)
+    gathered, back_gather, kept_gather = measure(lambda t: mappings.gather(t, 1, axis, n), x[:, start:stop], grad)
+    scattered, back_scatter, kept_scatter = measure(lambda t: mappings.scatter(t, 1, axis), x, grad[:, start:stop])
+    return {"gathered": gathered, "back_gather": back_gather, "scattered": scattered, "back_scatter": back_scatter,
+            "kept": torch.tensor([float(kept_gather), float(kept_scatter)]), **train(inputs, "parallel.sp=true")}
+
+
+def linears(inputs: Tensors) -> Tensors:
+    """A model trained with the learner's linears, without and with sequence parallelism."""
+    found = {f"sp_{name}": value for name, value in train(inputs, "parallel.sp=true").items()}
+    return train(inputs) | found
+
+
+EXERCISES = [
+    Exercise("qkv-rows", "10", (f"{__name__}.qkv_rows",), draw_heads, rows_of_heads, {
+        "rows": "a rank has the rows of its heads, in q, in k and in v, in order"}, limits=Limits(seconds=30)),
+    Exercise("copy-reduce", "10", ("course.parallel.mappings.Copy", "course.parallel.mappings.Reduce"), draw, copy_reduce, {
+        "copied": "copy: every rank goes on with its own tensor",
+        "back_copy": "copy, backward: every rank gets the sum of all ranks' gradients",
+        "reduced": "reduce: every rank gets the sum of all ranks' tensors",
+        "back_reduce": "reduce, backward: the gradient goes through as it is",
+        "kept": "neither writes into its input or its gradient",
+        "losses": "the library trains a tensor-parallel model with them: the losses are those of one process",
+        "weights": "and so are the weights"}, flags={"kept": WRITES}, sizes=(2, 4), limits=RANKS, points=2),
+    Exercise("column-row", "10", ("course.parallel.tensor.ColumnLinear", "course.parallel.tensor.RowLinear"), draw, linears, {
+        "losses": "the library trains with them: the losses of two steps are those of one process",
+        "weights": "and so are the weights",
+        "sp_losses": "with sequence parallelism too: the losses",
+        "sp_weights": "and the weights"}, sizes=(2, 4), limits=RANKS, points=3),
+    Exercise("gather-scatter", "10", ("course.parallel.mappings.Gather", "course.parallel.mappings.Scatter"), draw,
+             gather_scatter, {
+        "gathered": "gather: every rank gets the pieces of all, in order, though they are not equally long",
+        "back_gather": "gather, backward: every rank gets its piece of the sum of all gradients",
+        "scattered": "scatter: every rank gets its piece of the sum of all tensors",
+        "back_scatter": "scatter, backward: the pieces of the gradient are put together",
+        "kept": "neither writes into its input or its gradient",
+        "losses": "the library trains with sequence parallelism: the losses are those of one process",
+        "weights": "and so are the weights"}, flags={"kept": WRITES}, sizes=(2, 4), limits=RANKS, points=2),
+]

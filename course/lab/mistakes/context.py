@@ -1,0 +1,87 @@
+"""Known wrong answers of lesson 11."""
+
+from course.lab.exercise import Mistake
+
+IN_ORDER = "return pairs.index_select(3, order.argsort()) if tokens.zigzag else pairs"
+GATHER = "pairs = mappings.gather(pairs, 3, tokens.cp, len(order))"
+WEIGHED = "out.mul_((lse - both).exp()[..., None]).add_(new_out * (new_lse - both).exp()[..., None])"
+PIECES = "torch.cat([pieces[rank], pieces[-1 - rank]])"
+CAUSAL = "return (slice(None), slice(0, keys // 2)) if source < rank else (slice(queries // 2, None), slice(None))"
+
+MISTAKES = {
+    "gather-in-order": (
+        Mistake("as they come", IN_ORDER, "return pairs",
+                "a zigzag's pieces come rank by rank, not in the order of time: sort them by their positions"),
+        Mistake("the order for its inverse", "order.argsort()", "order",
+                "`order` says which position each gathered row has; to put position 0 first you need to know where it stands: "
+                "the inverse permutation, order.argsort()"),
+        Mistake("no gradient", GATHER, "pairs = mappings.all_gather(pairs.detach(), 3, tokens.cp, len(order)) + 0 * pairs.sum()",
+                "no gradient flows back: PyTorch's collectives have none that you could rely on; mappings.gather has"),
+        Mistake("the gradient of one's own use alone", GATHER,
+                "start, stop = mappings.bounds(len(order), tokens.cp.size, tokens.cp.rank)\n"
+                "    whole = mappings.all_gather(pairs.detach(), 3, tokens.cp, len(order))\n"
+                "    pairs = torch.cat([whole[:, :, :, :start], pairs, whole[:, :, :, stop:]], 3)",
+                "all ranks use these keys, and each has a part of their gradient: mappings.gather adds them up on the way back"),
+        Mistake("keys in order, values not", IN_ORDER,
+                "return torch.stack([pairs[0].index_select(2, order.argsort()), pairs[1]]) if tokens.zigzag else pairs",
+                "the keys are in order and the values are not: a value belongs to its key"),
+        Mistake("a mean of gradients", GATHER,
+                GATHER + "\n    pairs = pairs.detach() + (pairs - pairs.detach()) / tokens.cp.size",
+                "the gradients of all ranks' uses add up: do not divide"),
+        Mistake("all pieces as long as mine", "len(order))", "pairs.shape[3] * tokens.cp.size)",
+                "pieces need not be equally long: give mappings.gather the number of all rows", silent=True),
+    ),
+    "merge": (
+        Mistake("a plain mean", WEIGHED, "out.add_(new_out).div_(2)",
+                "a block whose scores are higher counts more: weigh each answer by exp(its lse) over the sum of both"),
+        Mistake("a sum", WEIGHED, "out.add_(new_out)",
+                "each block's answer is divided by its own denominator already: weigh them, so that the weights add up to 1"),
+        Mistake("exponentials of large numbers", WEIGHED,
+                "a, b = lse.exp()[..., None], new_lse.exp()[..., None]\n    out.mul_(a / (a + b)).add_(new_out * (b / (a + b)))",
+                "exp(1000) is infinite: subtract first, exp(lse - both), where both is the log-sum-exp of the two"),
+        Mistake("weights changed over", WEIGHED,
+                "out.mul_((new_lse - both).exp()[..., None]).add_(new_out * (lse - both).exp()[..., None])",
+                "the weights have changed places: `out` belongs to `lse`, `new_out` to `new_lse`"),
+        Mistake("the old log-sum-exp", "    lse.copy_(both)\n", "",
+                "`lse` still belongs to the old keys alone, so the next block's weight is wrong: write the new one into it"),
+        Mistake("logarithms added", "torch.logaddexp(lse, new_lse)", "lse + new_lse",
+                "denominators add up, not their logarithms: torch.logaddexp(lse, new_lse)"),
+        Mistake("the larger of the two", "torch.logaddexp(lse, new_lse)", "torch.maximum(lse, new_lse)",
+                "the maximum keeps exp from overflowing, but the denominator of both is their sum: torch.logaddexp"),
+        Mistake("not in place", WEIGHED,
+                "out = out.mul((lse - both).exp()[..., None]).add(new_out * (new_lse - both).exp()[..., None])",
+                "this binds a new tensor to the name `out` and leaves the caller's as it is: write into it, with mul_ and add_"),
+    ),
+    "zigzag": (
+        Mistake("one piece each", PIECES, "torch.cat([pieces[2 * rank], pieces[2 * rank + 1]])",
+                "neighbouring pieces: rank 0 would have next to nothing to do, the last rank most. Pair front and back"),
+        Mistake("the piece that is as far on", PIECES, "torch.cat([pieces[rank], pieces[size + rank]])",
+                "piece r and piece size + r: then the last rank has more to do in both halves. Pair r with 2 size - 1 - r"),
+        Mistake("the back first", PIECES, "torch.cat([pieces[-1 - rank], pieces[rank]])",
+                "the right pieces, the back one first: a rank's tokens stand in the order of time"),
+        Mistake("the back reversed", PIECES, "torch.cat([pieces[rank], pieces[-1 - rank].flip(0)])",
+                "within a piece tokens stay in the order of time: do not reverse them"),
+        Mistake("off by one", PIECES, "torch.cat([pieces[rank], pieces[-rank]])",
+                "rank 0 pairs with the last piece, pieces[-1]; pieces[-0] is the first one"),
+        Mistake("dealt like cards", PIECES, "torch.arange(total, device=device)[rank::size]",
+                "this deals single tokens like cards, which balances as well, but no round is then a rectangle: pieces, please"),
+    ),
+    "visible": (
+        Mistake("the comparison turned round", "if source < rank else", "if source > rank else",
+                "turned round: it is a *lower* rank's front piece that lies before all of mine"),
+        Mistake("everything is seen", "if not causal", "if True",
+                "causal queries see no keys after them: half of each square stays out"),
+        Mistake("always causal", "if not causal", "if False",
+                "without causality every query sees every key: both slices whole"),
+        Mistake("the back half of the keys", "slice(0, keys // 2)", "slice(keys // 2, None)",
+                "of a lower rank it is the front piece, the first half of its keys, that lies before all of mine"),
+        Mistake("the front half of the queries", "slice(queries // 2, None)", "slice(0, queries // 2)",
+                "of a higher rank's keys my front piece sees nothing: it is my back piece, the second half of the queries"),
+        Mistake("a quarter of the square", "(slice(None), slice(0, keys // 2)) if",
+                "(slice(queries // 2, None), slice(0, keys // 2)) if",
+                "a lower rank's front piece lies before *all* of mine: both halves of my queries see it"),
+        Mistake("a ring without zigzag", CAUSAL,
+                "return (slice(None), slice(None)) if source < rank else (slice(0, 0), slice(None))",
+                "this is right if each rank has one piece, all before or all after mine; in a zigzag it is half of each square"),
+    ),
+}

@@ -1,0 +1,498 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+# ---
+
+# %% [markdown]
+# # 10 · Tensor and sequence parallel
+#
+# A layer of a large model does not fit one GPU, or takes too long on it. **Tensor parallelism** cuts the matrices of a
+# layer: each GPU has some of the heads and some of the hidden units, and works on all tokens. It takes two short mappings
+# and two linears. You write all four, and the library trains its real model with them. **Sequence parallelism** then cuts
+# what tensor parallelism has to leave whole.
+#
+# | | |
+# |---|---|
+# | you need | a laptop; no GPU |
+# | reading and doing | about 2 hours |
+# | computing | about two minutes on two cores, most of it in checks |
+# | you write | copy and reduce (5 lines), column and row linear (4), a rank's rows of qkv (2), gather and scatter (6) |
+# | you measure | all-reduces and bytes of a step, activations kept for the backward pass; and read times of 1, 2 and 4 H200s |
+#
+# You should have done [lesson 09](09_mesh.ipynb). Work in a copy: *File → Save Notebook As…*,
+# `10_tensor_parallel_mine.ipynb`.
+
+# %%
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from course import config, models, parallel, train, verify
+from course.lab import counting, scaling
+from course.lab import notebook as lab
+from course.lab.notebook import check
+from course.launch import ranks
+from course.parallel import build_mesh, mappings
+from course.step import build_compute
+
+lab.begin("10")
+
+# %% [markdown]
+# ## Cut an MLP by hand
+#
+# An MLP is two matrices with GELU between them: $z = \mathrm{gelu}(x A^\top)\, B^\top$. No GPU yet, no processes: just two
+# halves on one machine. There are two ways to cut a matrix. By its **output** features, the *rows* of PyTorch's weight,
+# each half computes some of the outputs from all of the input. By its **input** features, the *columns* of the weight, each
+# half takes some of the input and computes a *part of the sum* of every output.
+#
+# > **Predict.** Cut `A` by its outputs. Which way should `B` be cut, so that nothing has to be sent between the two? And
+# > how many sums over the two halves does the MLP take?
+
+# %%
+generator = torch.Generator().manual_seed(0)
+x = torch.randn(5, 8, generator=generator, dtype=torch.float64)         # 5 tokens of width 8
+A = torch.randn(32, 8, generator=generator, dtype=torch.float64)        # 32 hidden units
+B = torch.randn(8, 32, generator=generator, dtype=torch.float64)
+serial = F.gelu(x @ A.T) @ B.T
+
+halves = []
+for part_of_A, part_of_B in zip(A.chunk(2, 0), B.chunk(2, 1), strict=True):
+    hidden = F.gelu(x @ part_of_A.T)                                    # (5, 16), half of the hidden units
+    halves.append(hidden @ part_of_B.T)                                 # (5, 8), a part of every output
+print("the sum of both halves is the whole, to", (halves[0] + halves[1] - serial).abs().max().item())
+
+# %% [markdown]
+# Cut `B` by its inputs: half of the hidden units is just what it needs, and it is here already. GELU works on each unit
+# alone, so it does not mind. **One** sum at the end, for two matrix multiplications. Attention works the same way: `qkv` is
+# cut by its outputs such that each half has whole *heads*, every head attends on its own, and the output matrix is cut by
+# its inputs.
+#
+# The first kind is called **column** parallel, the second **row** parallel, after the matrices of the paper (Shoeybi et al.
+# 2019, arXiv:1909.08053), where inputs multiply from the left. Each model of the library says in a table which of its
+# linears is which:
+
+# %%
+print(models.layers.TENSOR_PLAN)
+
+# %% [markdown]
+# > **Question.** Why not cut both by their outputs? Each half would have half of the result, and nothing to add up.
+#
+# <details><summary>Answer</summary>
+# The second matrix needs <i>all</i> hidden units for each of its outputs. So they would have to be gathered in between: 32
+# numbers a token to send, four times the width, where the sum at the end has 8. And the result is in halves, which the
+# residual sum after it cannot use.
+# </details>
+#
+# ## What about the gradient?
+#
+# Now let the halves be two ranks. The forward pass needs one all-reduce, at the exit of each pair of linears.
+#
+# > **Question.** Both ranks compute a part from the same `x`. In the backward pass, each rank gets a gradient of `x` by way
+# > of *its* hidden units. What is the gradient of `x`? And what happens to the gradient of the output, on its way back
+# > through the sum?
+#
+# <details><summary>Answer</summary>
+# x went into both parts, so its gradient is the sum of both: another all-reduce, at the <i>entrance</i>, in the backward
+# pass. The sum at the exit is z = z0 + z1, so dz0 = dz1 = dz: the gradient goes through as it is, and every rank has it
+# already.
+# </details>
+#
+# So the region in which ranks compute parts has a door on each side, and each door does something in one direction only:
+#
+# | | forward | backward | in Megatron-LM |
+# |---|---|---|---|
+# | **copy**, at the entrance | identity | all-reduce | *f* |
+# | **reduce**, at the exit | all-reduce | identity | *g* |
+#
+# Each is the other one backwards. In the language of linear algebra, the backward pass of a linear map is its *transpose*.
+# The transpose of "give everyone a copy" is "add up what everyone has", and the other way round.
+
+# %% [markdown]
+# ## Exercise: copy and reduce
+#
+# PyTorch does not know that. Its collectives have no gradient that you could rely on, so you say what happens, in an
+# `autograd.Function` for each: `forward` gets the tensor and the axis, and stores in `ctx` what `backward` needs;
+# `backward` gets the gradient and returns one for each argument of `forward`, `None` for the axis.
+#
+# You get `all_reduce(x, axis)`, the sum over the axis in new memory. Two rules hold for every mapping of the library:
+#
+# - **the forward pass never writes into its input, the backward pass never into its gradient.** Both may be in use
+#   elsewhere: the residual connection has the same tensor. `dist.all_reduce` writes in place, which is why the library's
+#   helper clones first;
+# - `copy` returns a tensor that autograd can tell from its input: `x.view_as(x)`, which copies nothing.
+
+# %% exercise="copy-reduce"
+from course.parallel.mappings import Copy, Reduce  # noqa: F401
+
+# %%
+check("copy-reduce")
+
+# %% [markdown]
+# The check has trained the library's vision transformer on 2 and on 4 ranks with your classes, and compared losses and
+# weights.
+#
+# ## Does it train as one process does?
+#
+# "Is the difference between tp=1 and tp=8 rounding or a mistake?" is the question that users of large frameworks ask most.
+# You need not guess: `course verify` trains the same model from the same weights twice, on one process and in the layout,
+# in 64 bits and with plain gradient descent, and compares every parameter after every step.
+#
+# > **Predict.** By how much will they differ, relative to how much training changed them? A 64-bit number has 16 digits.
+
+# %%
+equal = verify.main("vit-demo", ["model.depth=2", "model.residual=false", "parallel.tp=2", "train.steps=2"])
+
+# %% [markdown]
+# And what does it say of a mistake? Below, `copy` forgets the all-reduce of its backward pass. Nothing crashes, nothing
+# hangs. Every shape is right.
+#
+# > **Predict.** Which parameters will be wrong after the first step: those inside the region, behind the door, or those in
+# > front of it? And will the *loss* of the first step tell you?
+
+
+# %%
+def with_a_mistake() -> list[verify.Gap]:
+    class Forgetful(mappings.Copy):
+        """identity | identity"""
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad, None
+
+    Forgetful.__name__ = "Copy"                      # whose place it takes
+    with lab.yours(Forgetful):
+        return verify.compare(settings)
+
+
+settings = config.load("vit-demo", [*verify.DEFAULTS, "model.depth=2", "model.residual=false", "parallel.dp=1", "parallel.tp=2",
+                                    "train.steps=2", "train.device=cpu"])
+equal = verify.tell(settings, ranks(2)(with_a_mistake)[0])
+
+# %% [markdown]
+# <details><summary>Answer</summary>
+# The first loss is right, since the forward pass is; the second is off by a hundred-millionth. Wrong are the parameters in
+# front of a door, whose gradients have come through it: norms, the embedding, the positions, all blocks below. Right are
+# the last MLP and the head, which lie behind the last door. Training with Adam would hide much of it, since Adam divides a
+# gradient by its size. The loss curve would look a little worse, and nobody would know why.
+# </details>
+#
+# ## Which rows of qkv?
+#
+# The matrix of queries, keys and values is one linear. Its output features, and so the rows of its weight, are laid out as
+# `(3, heads, head_dim)`: first all heads' queries, then all keys, then all values. A rank needs its heads' queries, keys
+# *and* values.
+#
+# > **Predict.** 4 heads of 2 dims, 2 ranks: 24 rows. Which does rank 0 get?
+
+# %%
+my_rows = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]     # your prediction
+
+# %% [markdown]
+# ## Exercise: the rows of a rank
+#
+# Return the numbers of the rows of `qkv.weight` that a rank has, in the order in which it has them: its queries, then its
+# keys, then its values. `size` divides `heads`.
+
+# %% exercise="qkv-rows"
+def qkv_rows(heads: int, head_dim: int, size: int, rank: int) -> Tensor:
+    """Which rows of qkv.weight, (3 * heads * head_dim, dim), a rank has: those of its heads in q, in k and in v."""
+    ### BEGIN SOLUTION
+    each = heads // size
+    rows = torch.arange(3 * heads * head_dim).reshape(3, heads, head_dim)
+    return rows[:, rank * each:(rank + 1) * each].reshape(-1)
+    ### END SOLUTION
+
+# %%
+check("qkv-rows")
+
+# %%
+print("rank 0:", qkv_rows(4, 2, 2, 0).tolist(), "- you said", my_rows)
+
+# %% [markdown]
+# Three blocks, not one. A plain `chunk` gives rank 0 all queries and half of the keys. Nothing in the shapes would tell
+# you, if the code behind it splits what it gets into three. This is one of the most frequent mistakes in converting
+# checkpoints. In the library every parameter carries its *logical* shape: for qkv `(3, heads, head_dim, dim)`, in
+# `placement(weight).global_shape`. So "cut dim 1 of it" is all there is to say, and checkpoints, clipping and `verify` read
+# the same.
+#
+# > **Question.** Why may a rank not have half of every head instead?
+#
+# <details><summary>Answer</summary>
+# A score is the product of a query and a key over <i>all</i> dims of a head, and then comes a softmax. Half of the dims
+# gives a part of the sum, and the sum has to be complete before the softmax: tokens × tokens numbers a head to all-reduce.
+# </details>
+
+# %% [markdown]
+# ## Exercise: column and row linear
+#
+# Now the two modules that take the place of `nn.Linear`. Their constructors are given: read them first. They get the serial
+# linear with its placements and the axis, and `cut(parameter, dim, axis)` is this rank's part of a parameter, cut along a
+# dim of its **logical** shape. A bias has the logical shape `(3, heads, head_dim)` for qkv and `(features,)` else; a weight
+# has one dim more, the inputs, at the end.
+#
+# > **Question.** Along which dim does `ColumnLinear` cut the weight of qkv, along which that of the MLP's `up`? And why
+# > does `RowLinear` not cut its bias?
+#
+# <details><summary>Answer</summary>
+# qkv along dim 1, the heads; up along dim 0, the hidden units: the last dim but one of the bias, if there is more than one.
+# A row linear's outputs are not cut, every rank has all of them once the parts are added up, so it needs the whole bias.
+# </details>
+#
+# You write the two `forward`. `enter(x, axis, tokens)` and `leave(x, axis, tokens)` are the doors: your copy and reduce, as
+# long as `tokens` is `None`. Pass `self.tokens` on; it is for sequence parallelism, below. A column linear goes through its
+# door and multiplies; a row linear multiplies, and goes through its door.
+#
+# > **Question, before you write.** Where does the row linear's bias go: before the sum, or after it?
+#
+# <details><summary>Answer</summary>
+# After it. Before it, each rank would add the bias to its part, and the sum would have it <code>tp</code> times. It is a
+# favourite mistake: biases start at zero, so the first loss is right.
+# </details>
+
+# %% exercise="column-row"
+from course.parallel.tensor import ColumnLinear, RowLinear  # noqa: F401
+
+# %%
+check("column-row")
+
+# %% [markdown]
+# ## Count
+#
+# > **Predict.** How many all-reduces does one training step take **per block**, forward and backward together? And how many
+# > kilobytes does each have? The model has 128 tokens of width 128 and a batch of 4, in 32 bits.
+
+# %%
+my_all_reduces = 2               # your prediction, for each block
+my_kilobytes = 100
+
+# %%
+small = ["data.source=mock", "train.device=cpu", "train.global_batch=4", "parallel.data=naive", "parallel.overlap=none",
+         "model.residual=false"]
+
+
+def count_a_step(*overrides: str) -> list[counting.Collective]:
+    """The collectives of one training step that move more than a few numbers."""
+    settings = config.load("vit-demo", [*small, *overrides])
+    training = train.assemble(settings, build_mesh(settings.parallel, parallel.join("cpu")))
+    _, calls = counting.collectives(lambda: verify.one_step(training, 1))
+    return [call for call in calls if call.bytes > 1000]
+
+
+calls = ranks(2)(count_a_step, "parallel.tp=2")[0]
+depth = config.load("vit-demo").model.depth
+lab.beside("all-reduces of a block", my_all_reduces, len(calls) / depth, how="counted")
+lab.beside("kilobytes of each", my_kilobytes, calls[0].bytes / 1000, "kB", "counted")
+
+# %% [markdown]
+# **What you should see:** four: forward at the exits of attention and MLP, backward at their entrances. Each has samples ×
+# tokens × width numbers, whatever `tp` is. They lie *between* matrix multiplications that need their result, so nothing
+# hides them unless one works at it. That is the price, and the reason why lesson 09 puts `tp` on the fastest links.
+
+# %% [markdown]
+# ## What is kept for the backward pass
+#
+# In training, activations take more memory than weights. `counting.saved` counts the bytes that a forward pass keeps: it
+# hooks into autograd wherever a tensor is saved.
+
+# %%
+lab.show("course.lab.counting.saved")
+
+# %% [markdown]
+# Count in units of one activation, samples × tokens × width numbers. A block keeps: the inputs of the two norms and their
+# outputs, **4**; queries, keys, values and the answer of attention, **4**; the hidden units before and after GELU, 4 times
+# the width each, **8**. 16 together.
+#
+# > **Predict.** Which of these does tensor parallelism cut? How many are left on each rank, with `tp=2` and with `tp=4`?
+
+# %%
+my_units = {2: 8.0, 4: 4.0}      # your prediction, for tp=2 and tp=4
+
+
+# %%
+def kept_by_a_block(*overrides: str) -> float:
+    """What one block keeps for its backward pass on this rank, in units of samples x tokens x width numbers."""
+    settings = config.load("vit-demo", [*small, *overrides])
+    training = train.assemble(settings, build_mesh(settings.parallel, parallel.join("cpu")))
+    model, c = training.model, settings.model
+    batch = model.prepare(model.example(4, torch.device("cpu")), training.progress.step)
+    batch = model.tokens.cut(batch)
+    x = model.embed(batch)
+    _, kept = counting.saved(lambda: model.blocks["0"](x, batch), model.parameters())
+    return kept / (4 * c.tokens * c.dim * 4)
+
+
+units = {1: ranks(1)(kept_by_a_block)[0]} | {tp: ranks(tp)(kept_by_a_block, f"parallel.tp={tp}")[0] for tp in (2, 4)}
+print(f"one process: {units[1]:.2f}")
+for tp in (2, 4):
+    lab.beside(f"tp={tp}", my_units[tp], units[tp], "activations a block", "counted")
+
+# %% [markdown]
+# **What you should see:** 4 + 12/tp. What lies inside the two regions is cut: 12 of the 16. What lies between them is not:
+# every rank has the inputs and outputs of the norms for all tokens, computes the same norms, the same dropout, the same
+# residual sums. With `tp=8` these 4 are nearly three quarters of all.
+#
+# ## Sequence parallelism
+#
+# Norms, dropout and residual sums work on each token alone. So between the regions, cut by **tokens**: each rank has tokens
+# / tp of them. At the entrance the column linear needs all tokens: an all-gather. At the exit each rank needs the sum for
+# its own tokens only: a reduce-scatter. (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.)
+#
+# | | forward | backward |
+# |---|---|---|
+# | **gather**, at the entrance | all-gather | reduce-scatter |
+# | **scatter**, at the exit | reduce-scatter | all-gather |
+#
+# > **Question.** What does this cost in bytes, compared with copy and reduce? (Lesson 07: how does a ring do an
+# > all-reduce?)
+#
+# <details><summary>Answer</summary>
+# Nothing. An all-reduce <i>is</i> a reduce-scatter and an all-gather, one after the other. Forward: one all-gather and one
+# reduce-scatter for each region, where there was one all-reduce. Backward the same.
+# </details>
+#
+# > **Question.** Why is the backward pass of this all-gather a reduce-scatter, and not just each rank's slice of the
+# > gradient?
+#
+# <details><summary>Answer</summary>
+# Behind the door every rank used <i>all</i> tokens, each for its own heads or hidden units. So every rank has a part of
+# every token's gradient: add them up, and give each rank the sum for its tokens. A slice would be right if all ranks
+# computed the same from the gathered tensor: some libraries offer both, and taking the wrong one trains without an error
+# message.
+# </details>
+#
+# ## Exercise: gather and scatter
+#
+# The same form as before, with a dim. You get `all_gather(x, dim, axis, n)`, which puts pieces together that need not be
+# equally long to n rows, and `reduce_scatter(x, dim, axis)`, this rank's piece of the sum.
+
+# %% exercise="gather-scatter"
+from course.parallel.mappings import Gather, Scatter  # noqa: F401
+
+# %%
+check("gather-scatter")
+
+# %% [markdown]
+# > **Predict.** What does a block keep now, with `tp=4`? One thing to decide: the column linear multiplies *gathered*
+# > tokens, and keeps its input for the gradient of its weight. And which collectives does a block make in a step, how many
+# > of each?
+
+# %%
+my_units_sp = 4.0                # your prediction, for tp=4 with sequence parallelism
+
+# %%
+sequence = ranks(4)(kept_by_a_block, "parallel.tp=4", "parallel.sp=true")[0]
+lab.beside("tp=4 with sequence parallelism", my_units_sp, sequence, "activations a block", "counted")
+with_sp = ranks(2)(count_a_step, "parallel.tp=2", "parallel.sp=true")[0]
+for op in sorted({call.op for call in with_sp}):
+    print(f"{op:15} {sum(call.op == op for call in with_sp) / depth:5.2f} for each block")
+print(f"bytes sent by a rank, sequence parallel over tensor parallel: "
+      f"{sum(call.sent for call in with_sp) / sum(call.sent for call in calls):.3f}")
+
+# %% [markdown]
+# **What you should see:** the inputs of the two norms are cut, so 2 + 2/tp + 12/tp = 5.5 where there were 7. The two that
+# are left are the gathered inputs of the column linears. They need not be kept: gather them *again* in the backward pass,
+# beside a matrix multiplication that has to be done anyway. Then all is cut, 16/tp. `course/parallel/overlap.py` does that:
+# more bytes, hidden; less memory.
+#
+# Four all-gathers and four reduce-scatters a block, where there were four all-reduces: the same bytes. And yet the step
+# sends a tenth more: there is one more all-reduce in it.
+#
+# ## Partial gradients
+#
+# > **Question.** Whose gradients does that last all-reduce complete? Look at a norm's weight: it is whole on every rank,
+# > and now each rank normalises its own tokens with it.
+
+# %%
+def norm_gradients() -> tuple[Tensor, Tensor]:
+    """The gradient of the first norm's weight on this rank, before and after the library has completed the gradients."""
+    settings = config.load("vit-demo", [*small, *layout])
+    training = train.assemble(settings, build_mesh(settings.parallel, parallel.join("cpu")))
+    model, weight = training.model, training.model.blocks["0"].norm1.weight
+    compute = build_compute(model, training.progress, settings, training.mesh)
+    training.gradients.begin(1)
+    compute(model.prepare(model.example(4, torch.device("cpu")), training.progress.step))
+    before = weight.grad.clone()
+    training.gradients.finish()
+    return before, weight.grad
+
+
+layout: list[str] = []
+(_, whole), = ranks(1)(norm_gradients)
+layout = ["parallel.tp=2", "parallel.sp=true"]
+(first, done), (second, _) = ranks(2)(norm_gradients)
+found = {"rank 0 alone": first, "rank 1 alone": second, "their sum": first + second, "after finish()": done}
+for label, gradient in found.items():
+    print(f"{label:15} differs from one process by {((gradient - whole).norm() / whole.norm()).item():.1e}")
+
+# %% [markdown]
+# Each rank has seen half of the tokens, so its gradient is a **part**: it must be added up over `tp`, before it is averaged
+# over `dp`. That goes for every parameter that `tp` does not cut and that works on cut tokens: norms, the biases of row
+# linears, the embedding, the head. The library marks them, `placement(p).partial_over`, from one rule and without naming
+# any, and adds all of them up in one all-reduce at the end.
+
+# %%
+lab.show("course.parallel.sequence.mark_partial")
+lab.show("course.parallel.data.add_partial_gradients")
+
+# %% [markdown]
+# > **Question.** What happens if one norm is forgotten? (It has happened, in a course like this one.)
+#
+# <details><summary>Answer</summary>
+# Every rank updates it with the gradient of its own tokens. The copies of one parameter drift apart, and nothing notices:
+# the loss goes down, a little worse. <code>course verify</code> names the parameter after one step.
+# </details>
+
+# %%
+equal = verify.main("vit-demo", ["model.depth=2", "model.residual=false", "parallel.tp=2", "parallel.sp=true", "train.steps=2"])
+
+# %% [markdown]
+# ## On GPUs
+#
+# Now time. A stack of 8 blocks of width 4096, a batch of 4 × 4096 tokens, forward and backward in bf16, on one H200:
+# PyTorch's own DTensor takes 286.6 ms (PyTorch 2.11, CUDA 13.0, cuDNN 9.19, NCCL 2.28.9). An activation is 4 × 4096 × 4096
+# × 2 bytes = 134 MB, and an all-reduce of that size runs at 287 GB/s over 2 GPUs and at 328 GB/s over 4 (bus bandwidth,
+# measured on the same machine).
+#
+# > **Predict** the times on 2 and on 4 GPUs, with arithmetic alone divided, and communication that nothing hides.
+
+# %%
+my_ms = {2: 143.0, 4: 72.0}      # your prediction: this one has no communication at all
+
+# %%
+dtensor = {1: 286.6, 2: 169.9, 4: 101.6}             # ms, sequence parallel, not compiled; 97.2 on 4 GPUs compiled
+bandwidth = {2: 287e9, 4: 328e9}
+activation = 4 * 4096 * 4096 * 2
+for tp in (2, 4):
+    talking = 8 * 4 * 2 * (tp - 1) / tp * activation / bandwidth[tp]
+    print(f"{tp} GPUs: arithmetic {dtensor[1] / tp:.0f} ms + communication {1000 * talking:.0f} ms "
+          f"= {dtensor[1] / tp + 1000 * talking:.0f} ms")
+    lab.beside("DTensor", my_ms[tp], dtensor[tp], "ms", "recorded")
+
+# %% [markdown]
+# **What you should see:** 158 and 91 ms predicted, 170 and 102 measured. The rest is smaller matrices, which are less
+# efficient, and starting kernels. Efficiency is 84% on 2 GPUs and 71% on 4. Communication alone costs a fifth on 4 GPUs;
+# what can be won is to run it *beside* the multiplications, one part of the batch after another.
+
+# %%
+if (lab.RESULTS / "tp_h200.json").is_file():
+    rows = lab.results("tp_h200")["rows"]
+    lab.recorded("tp_h200", scaling.table(rows, lambda case: "one GPU, compiled" if "compiled" in case else "one GPU"),
+                 why="The same stack: tensor parallelism without and with sequence parallelism and overlap, and DTensor")
+
+# %% [markdown]
+# ## What you know now
+#
+# - Column, then row: two matrices, one sum. Attention and MLP take one all-reduce each forward, and one each backward.
+# - A collective's gradient is another collective, its transpose: copy | reduce, gather | scatter.
+# - Cut qkv by heads, add a row linear's bias once, write into nobody's tensor.
+# - Sequence parallelism cuts what is left, for the same bytes; then parameters that are whole have gradients that are
+#   partial.
+# - `course verify` says whether a layout trains as one process does, and if not, which parameter was the first to differ.
+#
+# **Check your work once more, from outside.** Save the notebook; then, in a terminal: `course check
+# notebooks/10_tensor_parallel_mine.ipynb`.
+#
+# Next: [lesson 11](11_context_parallel.ipynb), where the sequence itself is too long for one GPU.
