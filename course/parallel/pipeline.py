@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from course.errors import CourseError
 from course.parallel.mesh import Axis, Mesh
 from course.parallel.placement import place, placement
-from course.parallel.schedule import SCHEDULES, Pass, before
+from course.parallel.schedule import Pass, before, passes_of
 
 Tensors = tuple[Tensor, ...]
 Wire = tuple[int, int, str]                         # from which stage's rank to which, "F" or "B"
@@ -99,7 +99,7 @@ class Pipeline:
         """
         if not self.messages:
             self._agree(forward, samples[0])
-        passes = SCHEDULES[self.schedule](self.pp.size, self.pp.rank, len(samples), self.chunks)
+        passes = passes_of(self.schedule, self.pp.size, self.pp.rank, len(samples), self.chunks)
         kept: dict[tuple[int, int], tuple[Any, Any]] = {}           # input and output of forward passes
         awaited = self._receive(passes[0], samples)
         for number, work in enumerate(passes):
