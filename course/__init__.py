@@ -3,7 +3,7 @@
     errors, files       one exception for what a user can mend; files that are whole or absent
     config              frozen dataclasses, presets, key=value
     random              randomness as a pure function
-    models              layers (the shared block) and vit, serial and unaware of parallelism
+    models              layers (the shared block), vit, gpt, and dit with its diffusion, serial and unaware of parallelism
     data                layout (files on disk), weather (with atmosphere, stepping, sphere) and era5, their makers,
                         order (who sees what when), native (a loader)
     parallel            mesh (who talks to whom), placement (what a rank holds), data (average gradients),

@@ -10,18 +10,28 @@ import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import yaml
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Discriminator, Tag, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from course.errors import CourseError
 from course.files import atomic
-from course.models.vit import ViTConfig
+from course.models import DiTConfig, GPTConfig, ViTConfig
 
 PRESETS = Path(__file__).parent / "configs"
+KINDS: dict[str, type] = {"vit": ViTConfig, "gpt": GPTConfig, "dit": DiTConfig}
 T = TypeVar("T")
+
+
+def kind_of(model: Any) -> str:
+    """The kind of a model's configuration, of plain values or built: a ViT if it does not say."""
+    return str(model.get("kind", "vit")) if isinstance(model, Mapping) else getattr(model, "kind", "vit")
+
+
+Model = Annotated[Annotated[ViTConfig, Tag("vit")] | Annotated[GPTConfig, Tag("gpt")] | Annotated[DiTConfig, Tag("dit")],
+                  Discriminator(kind_of)]
 
 
 @dataclass(frozen=True)
@@ -95,7 +105,7 @@ class Checkpoint:
 @dataclass(frozen=True)
 class Config:
     preset: str = "custom"                          # set by `load`: names the folder of the run
-    model: ViTConfig = field(default_factory=ViTConfig)
+    model: Model = field(default_factory=ViTConfig)     # model.kind says which
     data: Data = field(default_factory=Data)
     optim: Optim = field(default_factory=Optim)
     train: Train = field(default_factory=Train)
@@ -188,19 +198,26 @@ def strict(kind: Any) -> Any:
     """The dataclass itself, set up so that an unknown key is an error in it and its sections; a run may be called 7."""
     kind.__pydantic_config__ = ConfigDict(extra="forbid", coerce_numbers_to_str=True)
     for entry in dataclasses.fields(kind):
-        if dataclasses.is_dataclass(entry.type):
-            strict(entry.type)
+        for section in sections(entry.type):
+            strict(section)
     return kind
 
 
+def sections(annotation: Any) -> list[type]:
+    """The dataclasses that a field of this type may hold: a section of the configuration."""
+    if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
+        return [annotation]
+    return [section for part in get_args(annotation) for section in sections(part)]
+
+
 def flat_keys(kind: type, prefix: str = "") -> list[str]:
-    """Every dotted key of a dataclass, sections included."""
+    """Every dotted key of a dataclass, sections included, each once."""
     keys = []
     for entry in dataclasses.fields(kind):
         keys.append(prefix + entry.name)
-        if isinstance(entry.type, type) and dataclasses.is_dataclass(entry.type):
-            keys += flat_keys(entry.type, f"{prefix}{entry.name}.")
-    return keys
+        for section in sections(entry.type):
+            keys += flat_keys(section, f"{prefix}{entry.name}.")
+    return list(dict.fromkeys(keys))
 
 
 def save(config: Config, path: Path) -> None:
@@ -228,18 +245,17 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
 
 def check(config: Config) -> Config:
     """Refuse what no single key shows to be wrong."""
-    c = config.model
-    height, width = c.grid
-    if height % c.patch or width % c.patch:
-        raise CourseError(f"the grid {height}x{width} is not divisible by model.patch={c.patch}: "
-                          "choose a patch that divides both sides")
-    if c.dim % c.heads:
-        raise CourseError(f"model.dim={c.dim} is not divisible by model.heads={c.heads}: change one of them")
+    counts = [f"model.{name}" for name in ("vocab", "context", "patch", "dim", "depth", "heads", "channels", "classes")
+              if hasattr(config.model, name)]
     for key in ("train.steps", "train.global_batch", "data.lead", "log.every", "checkpoint.every", "checkpoint.keep",
-                "parallel.pp", "parallel.cp", "parallel.chunks", "parallel.tp", "model.patch", "model.depth", "model.channels"):
+                "parallel.pp", "parallel.cp", "parallel.chunks", "parallel.tp", *counts):
         section, name = key.split(".")
         if getattr(getattr(config, section), name) < 1:
             raise CourseError(f"{key} must be at least 1, not {getattr(getattr(config, section), name)}")
+    check_model(config.model)
+    if config.model.kind != "vit" and config.data.source == "files":
+        raise CourseError(f"data.source=files: there are no data files yet for model.kind={config.model.kind}; "
+                          "set data.source=mock")
     if sorted(config.parallel.order.split("-")) != ["cp", "dp", "pp", "tp"]:
         raise CourseError(f"parallel.order={config.parallel.order} must name pp, dp, cp and tp once each, such as pp-dp-cp-tp")
     p = config.parallel
@@ -256,6 +272,20 @@ def check(config: Config) -> Config:
     return config
 
 
+def check_model(c: ViTConfig | GPTConfig | DiTConfig) -> None:
+    """Refuse widths and sides that do not divide."""
+    if c.dim % c.heads:
+        raise CourseError(f"model.dim={c.dim} is not divisible by model.heads={c.heads}: change one of them")
+    if c.kind == "dit" and c.dim % 4:
+        raise CourseError(f"model.dim={c.dim} is not divisible by 4, for cosine and sine of row and column: choose one that is")
+    if c.kind == "gpt":
+        return
+    what, (height, width) = ("grid", c.grid) if c.kind == "vit" else ("latent", c.latent[1:])
+    if height % c.patch or width % c.patch:
+        raise CourseError(f"the {what} {height}x{width} is not divisible by model.patch={c.patch}: "
+                          "choose a patch that divides both sides")
+
+
 def nearest(word: str, candidates: Iterable[str]) -> str:
     """` (did you mean 'x'?)` for the most similar candidate, or nothing."""
     found = difflib.get_close_matches(word, list(candidates), 1, cutoff=0.5)
@@ -263,12 +293,28 @@ def nearest(word: str, candidates: Iterable[str]) -> str:
 
 
 def _explain(kind: type, found: ErrorDetails) -> str:
-    key = ".".join(str(part) for part in found["loc"])
+    path = [str(part) for part in found["loc"]]
+    if found["type"] == "union_tag_invalid":
+        tag = kind_of(found["input"])
+        return f"there is no model.kind={tag}{nearest(tag, KINDS)}; the kinds are {', '.join(KINDS)}"
+    model = path.pop(1) if path[0] == "model" and len(path) > 1 and path[1] in KINDS else ""       # the kind that was tried
+    key = ".".join(path)
     if found["type"] == "unexpected_keyword_argument":
-        keys = flat_keys(kind)
-        return f"there is no key {key!r}{nearest(key, keys) or _same_leaf(key, keys)}"
+        return f"there is no key {key!r}" + (_other_model(model, key) or _similar(key, flat_keys(kind)))
     given = str(found["input"])
     return f"{key}={given[:60]}: {found['msg'][0].lower()}{found['msg'][1:]}"
+
+
+def _other_model(model: str, key: str) -> str:
+    """A key that models of another kind have, or one like those that this one has."""
+    owners = [name for name, section in KINDS.items() if key in flat_keys(section, "model.")]
+    if owners:
+        return f" in a model of kind {model}: it is one of kind {' and '.join(owners)}"
+    return nearest(key, flat_keys(KINDS[model], "model.")) if model else ""
+
+
+def _similar(key: str, keys: list[str]) -> str:
+    return nearest(key, keys) or _same_leaf(key, keys)
 
 
 def _same_leaf(key: str, keys: list[str]) -> str:

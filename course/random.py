@@ -83,16 +83,18 @@ def initialize(model: nn.Module, seed: int, device: torch.device, dtype: torch.d
     the first pattern that fits counts. A parameter's `placement` says which box of it is here.
     """
     plan = model.init_plan()                       # type: ignore[operator]
+    made: dict[nn.Parameter, nn.Parameter] = {}    # tied weights stay one
     for module in model.modules():
         for leaf, old in list(module.named_parameters(recurse=False)):
-            place = old.placement                  # type: ignore[attr-defined]
-            rule = next((rule for pattern, rule in plan.items() if fnmatchcase(place.name, pattern)), None)
-            if rule is None:
-                raise KeyError(f"no rule in {type(model).__name__}.init_plan() fits parameter {place.name}")
-            value = _first_value(rule, key(seed, "weights", place.name), place, device)
-            new = nn.Parameter(value.view(old.shape).to(dtype), old.requires_grad)
-            new.placement = place                  # type: ignore[attr-defined]
-            setattr(module, leaf, new)
+            if old not in made:
+                place = old.placement              # type: ignore[attr-defined]
+                rule = next((rule for pattern, rule in plan.items() if fnmatchcase(place.name, pattern)), None)
+                if rule is None:
+                    raise KeyError(f"no rule in {type(model).__name__}.init_plan() fits parameter {place.name}")
+                value = _first_value(rule, key(seed, "weights", place.name), place, device)
+                made[old] = nn.Parameter(value.view(old.shape).to(dtype), old.requires_grad)
+                made[old].placement = place        # type: ignore[attr-defined]
+            setattr(module, leaf, made[old])
     return model
 
 

@@ -147,7 +147,7 @@ def measure(number: int, samples: int, loss: Tensor, norm: Tensor, seconds: floa
     """One record of metrics.jsonl; the loss is the mean over the global batch of the last step."""
     loss = global_loss(loss, mesh)
     batch = config.train.global_batch
-    tflops = flops.vit_step(config.model, batch) / seconds / mesh.world.size / 1e12
+    tflops = flops.step(config.model, batch) / seconds / mesh.world.size / 1e12
     peak = flops.peak_tflops(mesh.world.device, config.precision)
     state = progress.state()
     return {"step": number, "samples": samples, "global_batch": batch, "loss": loss.item(), "lr": state["lr"],

@@ -31,6 +31,12 @@ def test_reference_values():
     assert (m.patch, m.dim, m.depth, m.heads, m.mlp_ratio, m.grid) == (8, 384, 12, 8, 4.0, (360, 720))
 
 
+def test_the_kind_decides_what_a_model_is():
+    assert config.load("gpt-350m").model == config.GPTConfig(dim=1024, depth=24, heads=16)
+    assert config.load("dit-xl").model == config.DiTConfig()
+    assert isinstance(config.load("vit-demo").model, config.ViTConfig)
+
+
 def test_overrides_are_read_as_yaml():
     loaded = config.load("vit-demo", ["optim.lr=1e-3", "model.grid=[16, 32]", "compile=true", "log.name=7",
                                       "optim.betas=[0.9,0.95]"])
@@ -43,8 +49,9 @@ def test_configuration_is_frozen():
         config.load("vit-demo").train.steps = 3
 
 
-def test_save_and_load_give_the_same(tmp_path):
-    loaded = config.load("vit-demo", ["train.steps=7", "optim.lr=3e-4"])
+@pytest.mark.parametrize("preset", ["vit-demo", "gpt-demo", "dit-demo"])
+def test_save_and_load_give_the_same(tmp_path, preset):
+    loaded = config.load(preset, ["train.steps=7", "optim.lr=3e-4"])
     config.save(loaded, tmp_path / "config.yaml")
     assert config.load(str(tmp_path / "config.yaml")) == loaded
 
@@ -66,6 +73,25 @@ def test_save_and_load_give_the_same(tmp_path):
     ("vit-demo", "train.steps", ["key=value"]),
     ("vit-demo", "log.name='", ["quote"]),
     ("vit-demo", "graphs=true", ["graphs"]),
+    ("vit-demo", "model.dimm=3", ["no key 'model.dimm'", "did you mean 'model.dim'"]),
+    ("gpt-demo", "model.dimm=3", ["no key 'model.dimm'", "did you mean 'model.dim'"]),
+    ("gpt-demo", "model.vocabulary=3", ["no key 'model.vocabulary'", "did you mean 'model.vocab'"]),
+    ("vit-demo", "vocab=3", ["no key 'vocab'", "did you mean 'model.vocab'"]),
+    ("vit-demo", "lr=3", ["no key 'lr'", "did you mean 'optim.lr'"]),
+    ("dit-demo", "model.vocab=3", ["no key 'model.vocab' in a model of kind dit: it is one of kind gpt"]),
+    ("gpt-demo", "train.step=5", ["no key 'train.step' (did you mean 'train.steps'?)"]),
+    ("vit-demo", "model.kind=gtp", ["no model.kind=gtp", "did you mean 'gpt'", "vit, gpt, dit"]),
+    ("vit-demo", "model=5", ["model=5: "]),
+    ("gpt-demo", "model.depth=deep", ["model.depth=deep: ", "integer"]),
+    ("dit-demo", "model.latent=[4,8]", ["model.latent.2"]),
+    ("vit-demo", "model.patch=0", ["model.patch must be at least 1, not 0"]),
+    ("gpt-demo", "model.context=0", ["model.context must be at least 1, not 0"]),
+    ("dit-demo", "model.classes=0", ["model.classes must be at least 1, not 0"]),
+    ("gpt-demo", "model.heads=5", ["model.dim=64 is not divisible by model.heads=5"]),
+    ("dit-demo", "model.patch=3", ["latent 8x8", "not divisible by model.patch=3"]),
+    ("dit-demo", "model.dim=66", ["model.dim=66", "divisible by"]),
+    ("gpt-demo", "data.source=files", ["no data files yet for model.kind=gpt", "data.source=mock"]),
+    ("dit-demo", "data.source=files", ["no data files yet for model.kind=dit", "data.source=mock"]),
 ])
 def test_bad_settings_are_explained(preset, override, words):
     with pytest.raises(CourseError) as caught:

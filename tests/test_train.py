@@ -119,6 +119,21 @@ def test_mock_data_needs_no_files(tiny):
     assert losses(folder)[-1] < losses(folder)[0]
 
 
+@pytest.mark.parametrize("preset", ["gpt-demo", "dit-demo"])
+def test_other_models_learn_and_go_on_from_a_checkpoint(tmp_path, preset):
+    def losses_of(name: str, *runs: int) -> list[float]:
+        for steps in runs:
+            settings = [f"log.dir={tmp_path}", f"log.name={name}", "log.every=1", "log.tensorboard=false", "train.device=cpu",
+                        f"train.steps={steps}", "optim.schedule=constant", "optim.warmup=0", "model.depth=1", "optim.lr=3e-3"]
+            folder = train.main(config.load(preset, settings))
+        return losses(folder)
+
+    whole = losses_of("whole", 40)
+    assert len(whole) == 40 and sum(whole[-5:]) < 0.9 * sum(whole[:5]) and losses_of("parts", 20, 40) == whole      # bit for bit
+    records = read_metrics(tmp_path / preset / "parts" / "metrics.jsonl")
+    assert set(records[0]) == FIELDS and records[0]["tflops_per_gpu"] > 0
+
+
 @pytest.mark.slow
 def test_compiled_gives_the_same(tiny):
     eager, compiled = (losses(run([*tiny, "train.steps=3", f"compile={c}", f"log.name=compile-{c}"])) for c in ("false", "true"))

@@ -19,6 +19,7 @@ __all__ = ["Batch", "Pairs", "eval_loader", "open_pairs", "to_device", "train_lo
 
 def open_pairs(config: "Config", split: str) -> Pairs:
     """The checked data set of one split: `train`, `valid` or `test`."""
+    assert config.model.kind == "vit"                # `config.check` refuses the others
     limit = {"train": config.data.train_samples, "valid": config.data.valid_samples}.get(split, 0)
     return Pairs(config.data.path, split, config.model.channels, config.model.grid, config.data.lead, limit)
 

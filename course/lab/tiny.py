@@ -84,6 +84,7 @@ def batches_of(inputs: dict[str, Tensor]) -> list[Batch]:
 
 def fields(generator: torch.Generator, c: Config, samples: int, padding: int = 0) -> Batch:
     """A drawn batch of states of the weather; the last `padding` samples are zeros with the sample id -1."""
+    assert c.model.kind == "vit"
     shape = (samples, c.model.channels, *c.model.grid)
     batch = {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name in ("input", "target")}
     batch["sample"] = torch.arange(samples)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from course import random
-from course.models.layers import TENSOR_PLAN, Batch, Block, SampleNorm, Tokens
+from course.models.layers import TENSOR_PLAN, Batch, Block, SampleNorm, Tokens, to_fields, to_patches
 
 
 @dataclass(frozen=True)
@@ -31,20 +31,6 @@ class ViTConfig:
     @property
     def tokens(self) -> int:
         return self.grid[0] * self.grid[1] // self.patch**2
-
-
-def to_patches(x: Tensor, p: int) -> Tensor:
-    """Cut fields into patches of p x p points, row by row: (B, C, H, W) -> (B, T, C·p·p)."""
-    B, C, H, W = x.shape
-    x = x.view(B, C, H // p, p, W // p, p).permute(0, 2, 4, 1, 3, 5)    # (B, H/p, W/p, C, p, p)
-    return x.reshape(B, -1, C * p * p)
-
-
-def to_fields(x: Tensor, grid: tuple[int, int], p: int) -> Tensor:
-    """Lay patches out as fields again: (B, T, C·p·p) -> (B, C, H, W)."""
-    H, W = grid
-    x = x.view(len(x), H // p, W // p, -1, p, p)                        # (B, H/p, W/p, C, p, p)
-    return x.permute(0, 3, 1, 4, 2, 5).reshape(len(x), -1, H, W)
 
 
 class Embed(nn.Module):

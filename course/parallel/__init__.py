@@ -37,7 +37,7 @@ def parallelize(model: nn.Module, mesh: Mesh, settings: "Parallel") -> nn.Module
     sp = mesh.tp if settings.sp else Axis("tp")
     if mesh.cp.size * sp.size > 1:
         zigzag = mesh.cp.size > 1 and needs_zigzag(model, settings.context)
-        tokens = split_tokens(model, mesh.cp, sp, zigzag)
+        tokens = split_tokens(model, mesh.cp, sp, zigzag, settings.overlap)
     model = tensor_parallel(model, mesh.tp, tokens if sp.size > 1 else None)
     if sp.size > 1:
         mark_partial(model, sp)

@@ -17,7 +17,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.bias import CausalBias, causal_lower_right
+from torch.utils._python_dispatch import _disable_current_modes
 
 from course.errors import CourseError
 from course.parallel import blocks, mappings
@@ -42,7 +43,7 @@ class GatherAttend(nn.Module):
         k, v = pairs.index_select(3, order.argsort())                   # in the order of time
         parts = []
         for piece, end in zip(q.chunk(2, 2), self.ends(), strict=True):                 # front and back, a zigzag
-            mask = causal_lower_right(piece.shape[2], end)
+            mask = lower_right(piece.shape[2], end)
             parts.append(F.scaled_dot_product_attention(piece, k[:, :, :end], v[:, :, :end], attn_mask=mask))
         return torch.cat(parts, 2)                                      # (B, h, T / cp, d)
 
@@ -50,6 +51,14 @@ class GatherAttend(nn.Module):
         """Where this rank's two pieces end: their queries see the keys up to there."""
         size, rank, width = self.tokens.cp.size, self.tokens.cp.rank, self.tokens.here // 2
         return (rank + 1) * width, (2 * size - rank) * width
+
+
+def lower_right(queries: int, keys: int) -> CausalBias:
+    """The mask with which the last query sees all keys and each one before it one key less; kernels need not build it."""
+    if torch.compiler.is_compiling():
+        return causal_lower_right(queries, keys)
+    with _disable_current_modes():                  # PyTorch fails to make it within a mode such as FlopCounterMode or Trace
+        return causal_lower_right(queries, keys)
 
 
 class AllToAllAttend(nn.Module):

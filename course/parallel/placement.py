@@ -1,9 +1,11 @@
 """What a rank holds of a parameter. Clipping, checkpoints and `verify` read this and guess nothing from shapes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
+from course.errors import CourseError
+from course.parallel import mappings
 from course.parallel.mesh import Axis
 
 Box = tuple[tuple[int, int], ...]                  # for each dim: first row, one past the last
@@ -32,12 +34,11 @@ class Placement:
 
 def place_serial(model: nn.Module, owner: bool = True) -> nn.Module:
     """Attach to every parameter the placement of a whole, unsharded tensor; surgery then changes what it splits."""
-    for prefix, module in model.named_modules():
-        for leaf, parameter in module.named_parameters(recurse=False):
-            rows = getattr(module, "rows", tuple(parameter.shape[:1]))
-            shape = (*rows, *parameter.shape[1:])
-            name = f"{prefix}.{leaf}" if prefix else leaf
-            place(parameter, Placement(name, shape, tuple((0, n) for n in shape), owner=owner))
+    for name, parameter in model.named_parameters():                    # a tied one once, by its first name
+        module = model.get_submodule(name.rpartition(".")[0])
+        rows = getattr(module, "rows", tuple(parameter.shape[:1]))
+        shape = (*rows, *parameter.shape[1:])
+        place(parameter, Placement(name, shape, tuple((0, n) for n in shape), owner=owner))
     return model
 
 
@@ -55,3 +56,16 @@ def box_shape(box: Box) -> tuple[int, ...]:
 def placement(parameter: Tensor) -> Placement:
     """The placement attached to a parameter."""
     return parameter.placement                     # type: ignore[attr-defined]
+
+
+def cut(parameter: Tensor, dim: int, axis: Axis) -> nn.Parameter:
+    """This rank's part of a parameter along a dim of its logical shape."""
+    where = placement(parameter)
+    size = where.global_shape[dim]
+    if size % axis.size:
+        raise CourseError(f"parallel.{axis.name}={axis.size} does not divide the {size} heads or features of {where.name}: "
+                          f"choose a divisor of {size}")
+    box = tuple(mappings.bounds(size, axis.size, axis.rank) if d == dim else side for d, side in enumerate(where.box))
+    shape = box_shape(box)
+    part = parameter.new_empty(shape).reshape(-1, *shape[len(shape) + 1 - parameter.dim():])        # rows are one dim of it
+    return place(nn.Parameter(part), replace(where, box=box, axis=axis))

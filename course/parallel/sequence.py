@@ -30,9 +30,10 @@ class SplitTokens(nn.Module):
     equal, so the tokens are padded at the end, where causal attention lets nobody see them.
     """
 
-    def __init__(self, plan: Mapping[str, str], cp: Axis, tp: Axis, zigzag: bool):
+    def __init__(self, plan: Mapping[str, str], cp: Axis, tp: Axis, zigzag: bool, overlap: bool = False):
         super().__init__()
         self.plan, self.cp, self.tp, self.zigzag = plan, cp, tp, zigzag
+        self.overlap = overlap                      # gather and scatter over tp beside the linears' matmuls
         self.total = 0                              # tokens of a sample, set by the batch that is cut
         self.here = 0                               # of these, on this context-parallel rank
 
@@ -86,10 +87,10 @@ class SplitTotal(nn.Module):
         return mappings.copy(mappings.reduce(x, self.cp), self.cp)
 
 
-def split_tokens(model: nn.Module, cp: Axis, tp: Axis, zigzag: bool) -> SplitTokens:
+def split_tokens(model: nn.Module, cp: Axis, tp: Axis, zigzag: bool, overlap: bool) -> SplitTokens:
     """Cut what the model's `token_plan` names over cp, and over tp if that is an axis of more than one rank."""
     plan: Mapping[str, str] = model.token_plan      # type: ignore[assignment]
-    tokens = SplitTokens(plan, cp, tp, zigzag)
+    tokens = SplitTokens(plan, cp, tp, zigzag, overlap)
     model.tokens = tokens
     total = SplitTotal(cp, tp if plan["target"] == "sequence" else Axis("tp"))
     fill(model, "total", lambda old: total)
@@ -102,6 +103,16 @@ def fill(model: nn.Module, seam: str, make: Callable[[nn.Module], nn.Module]) ->
         if getattr(module, "seam", None) == seam:
             owner, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(owner), leaf, make(module))
+
+
+def enter(x: Tensor, axis: Axis, tokens: SplitTokens | None) -> Tensor:
+    """Where each rank begins to compute a part: everyone's tokens, which with sequence parallelism have to be gathered."""
+    return mappings.copy(x, axis) if tokens is None else mappings.gather(x, 1, axis, tokens.here)
+
+
+def leave(x: Tensor, axis: Axis, tokens: SplitTokens | None) -> Tensor:
+    """Where the parts are added up: for all tokens, or with sequence parallelism for this rank's own."""
+    return mappings.reduce(x, axis) if tokens is None else mappings.scatter(x, 1, axis)
 
 
 def mark_partial(model: nn.Module, tp: Axis) -> None:

@@ -2,7 +2,7 @@
 
 A *column* linear has a part of the output features on each rank, heads or hidden units; a *row* linear takes
 that part as its input and adds the partial products up (Shoeybi et al. 2019, arXiv:1909.08053, section 3).
-Which linear is which is data on the model's class, `tensor_plan`.
+Which linear is which is data on the model's class, `tensor_plan`; a vocabulary is cut as `vocabulary.py` says.
 """
 
 from dataclasses import replace
@@ -10,11 +10,11 @@ from dataclasses import replace
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from course.errors import CourseError
-from course.parallel import mappings
+from course.parallel import overlap
 from course.parallel.mesh import Axis
-from course.parallel.placement import box_shape, place, placement
-from course.parallel.sequence import SplitTokens
+from course.parallel.placement import cut, place, placement
+from course.parallel.sequence import SplitTokens, enter, fill, leave
+from course.parallel.vocabulary import VocabularyCrossEntropy, VocabularyEmbedding, VocabularyHead
 
 
 class ColumnLinear(nn.Module):
@@ -27,6 +27,8 @@ class ColumnLinear(nn.Module):
         self.weight, self.bias = cut(linear.weight, heads, axis), cut(linear.bias, heads, axis)
 
     def forward(self, x: Tensor) -> Tensor:                             # (B, T, D), sequence parallel (B, T / tp, D)
+        if self.tokens is not None and self.tokens.overlap:
+            return overlap.gather_linear(x, self.weight, self.bias, self.axis, self.tokens.here)
         x = enter(x, self.axis, self.tokens)                            # (B, T, D)
         return F.linear(x, self.weight, self.bias)                      # (B, T, F / tp)
 
@@ -41,38 +43,32 @@ class RowLinear(nn.Module):
         self.bias = linear.bias
 
     def forward(self, x: Tensor) -> Tensor:                             # (B, T, F / tp)
+        if self.tokens is not None and self.tokens.overlap:
+            return overlap.linear_scatter(x, self.weight, self.axis) + self.bias
         part = F.linear(x, self.weight)                                 # (B, T, D)
         return leave(part, self.axis, self.tokens) + self.bias          # (B, T, D), sequence parallel (B, T / tp, D)
 
 
-def enter(x: Tensor, axis: Axis, tokens: SplitTokens | None) -> Tensor:
-    """Where each rank begins to compute a part: everyone's tokens, which with sequence parallelism have to be gathered."""
-    return mappings.copy(x, axis) if tokens is None else mappings.gather(x, 1, axis, tokens.here)
-
-
-def leave(x: Tensor, axis: Axis, tokens: SplitTokens | None) -> Tensor:
-    """Where the parts are added up: for all tokens, or with sequence parallelism for this rank's own."""
-    return mappings.reduce(x, axis) if tokens is None else mappings.scatter(x, 1, axis)
-
-
-STYLES = {"column": ColumnLinear, "row": RowLinear}
+STYLES = {"column": ColumnLinear, "row": RowLinear, "vocabulary": VocabularyEmbedding, "vocabulary_head": VocabularyHead}
 
 
 def tensor_parallel(model: nn.Module, axis: Axis, tokens: SplitTokens | None = None) -> nn.Module:
-    """Replace the linears that the model's `tensor_plan` names; everything else is whole on every rank of the axis.
+    """Replace the linears and embeddings that the model's `tensor_plan` names; all else is whole on every rank of the axis.
 
     tokens: with sequence parallelism, how they are cut between those linears.
 
-    Takes a model on the meta device with its placements. Raises `CourseError` where heads or hidden units
-    are not divisible by the size of the axis.
+    Takes a model on the meta device with its placements. Raises `CourseError` where heads, hidden units or the
+    vocabulary are not divisible by the size of the axis.
     """
     if axis.size == 1:
         return model
-    for name, linear in list(model.named_modules()):
+    for name, module in list(model.named_modules()):
         style = next((style for end, style in model.tensor_plan.items() if name.endswith(end)), None)    # type: ignore[union-attr, operator]
-        if style is not None and isinstance(linear, nn.Linear):
+        if style is not None and isinstance(module, (nn.Linear, nn.Embedding)):
             owner, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(owner), leaf, STYLES[style](linear, axis, tokens))
+            setattr(model.get_submodule(owner), leaf, STYLES[style](module, axis, tokens))
+    fill(model, "cross_entropy", lambda old: VocabularyCrossEntropy(axis))
+    tie(model)
     for parameter in model.parameters():
         where = placement(parameter)
         if where.axis is None:                       # the same on all ranks: the first speaks for it
@@ -80,14 +76,9 @@ def tensor_parallel(model: nn.Module, axis: Axis, tokens: SplitTokens | None = N
     return model
 
 
-def cut(parameter: Tensor, dim: int, axis: Axis) -> nn.Parameter:
-    """This rank's part of a parameter along a dim of its logical shape."""
-    where = placement(parameter)
-    size = where.global_shape[dim]
-    if size % axis.size:
-        raise CourseError(f"parallel.{axis.name}={axis.size} does not divide the {size} heads or features of {where.name}: "
-                          f"choose a divisor of {size}")
-    box = tuple(mappings.bounds(size, axis.size, axis.rank) if d == dim else side for d, side in enumerate(where.box))
-    shape = box_shape(box)
-    part = parameter.new_empty(shape).reshape(-1, *shape[len(shape) + 1 - parameter.dim():])        # rows are one dim of it
-    return place(nn.Parameter(part), replace(where, box=box, axis=axis))
+def tie(model: nn.Module) -> None:
+    """Make parameters of one serial name one parameter again: weights that were tied before each use of them was cut."""
+    kept: dict[str, nn.Parameter] = {}
+    for module in model.modules():
+        for leaf, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, leaf, kept.setdefault(placement(parameter).name, parameter))

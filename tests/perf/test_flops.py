@@ -4,7 +4,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from course import random
-from course.models import ViTConfig, build_model
+from course.models import DiTConfig, GPTConfig, ViTConfig, build_model
 from course.parallel import place_serial
 from course.perf import flops
 
@@ -12,6 +12,10 @@ from course.perf import flops
 @pytest.mark.parametrize("config", [
     ViTConfig(grid=(8, 16), channels=3, patch=2, dim=24, depth=2, heads=3, mlp_ratio=2.0),
     ViTConfig(grid=(16, 16), channels=5, patch=4, dim=32, depth=3, heads=4, residual=True),
+    GPTConfig(vocab=37, context=11, dim=24, depth=2, heads=3, mlp_ratio=2.0),
+    GPTConfig(vocab=40, context=8, dim=32, depth=3, heads=4, tied=False),
+    DiTConfig(latent=(3, 8, 4), patch=2, dim=24, depth=2, heads=3, mlp_ratio=2.0, classes=5),
+    DiTConfig(latent=(4, 8, 8), patch=4, dim=32, depth=3, heads=4),
 ])
 def test_model_flops_equal_pytorchs_counter_exactly(config):
     model = random.initialize(place_serial(build_model(config)), 0, torch.device("cpu"))
@@ -19,7 +23,7 @@ def test_model_flops_equal_pytorchs_counter_exactly(config):
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         total, _ = model.loss(model(batch), batch)
         total.backward()
-    assert flops.vit_step(config, 3) == counter.get_total_flops()
+    assert flops.step(config, 3) == counter.get_total_flops()
 
 
 def test_peak_is_unknown_on_a_cpu():

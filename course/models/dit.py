@@ -1,0 +1,223 @@
+"""A diffusion transformer: from a noisy latent, its time and its class, the noise in it.
+
+Peebles and Xie 2023, "Scalable diffusion models with transformers" (arXiv:2212.09748), with adaLN-Zero blocks (section
+3.2): the norms have no weights of their own; shift, scale and the gate of each residual branch are a linear function of
+the condition, time plus class. That function starts at zero, so every block starts as the identity. The noise and its
+schedule are in `diffusion.py`. Of the paper's model this one has no learned variance: it predicts the noise alone.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from course import random
+from course.models import diffusion
+from course.models.layers import MLP, TENSOR_PLAN, Attention, Batch, Tokens, Total, to_fields, to_patches
+
+Pair = tuple[Tensor, Tensor]                        # what goes from block to block: x (B, T, D) and the condition c (B, D)
+
+
+@dataclass(frozen=True)
+class DiTConfig:
+    kind: Literal["dit"] = "dit"
+    latent: tuple[int, int, int] = (4, 32, 32)      # channels, height, width: an image of 256x256, 8 times smaller
+    patch: int = 2                                  # points on a side
+    dim: int = 1152
+    depth: int = 28
+    heads: int = 16
+    mlp_ratio: float = 4.0                          # width of the MLP over dim
+    classes: int = 1000
+    label_drop: float = 0.1                         # how often the class is hidden, for classifier-free guidance
+
+    @property
+    def tokens(self) -> int:
+        return self.latent[1] * self.latent[2] // self.patch**2
+
+
+def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:        # (B, T, D), 2 x (B, D)
+    """Shift and scale the features of a sample's tokens; zeros change nothing."""
+    return x * (1 + scale[:, None]) + shift[:, None]                    # (B, T, D)
+
+
+def waves(t: Tensor, dim: int) -> Tensor:
+    """Cosine and sine of each number at dim/2 frequencies, 1 down to almost 1/10000: (N,) -> (N, dim) float64.
+
+    Vaswani et al. 2017 (arXiv:1706.03762), section 3.5.
+    """
+    half = torch.arange(dim // 2, dtype=torch.float64, device=t.device)
+    angle = t[:, None] * torch.exp(-math.log(10_000) * half / len(half))        # (N, dim / 2)
+    return torch.cat([angle.cos(), angle.sin()], 1)
+
+
+def places(position: Tensor, columns: int, dim: int) -> Tensor:
+    """The fixed vectors of patches: `waves` of the row and of the column, half of the features each. (T,) -> (T, D)."""
+    return torch.cat([waves(position // columns, dim // 2), waves(position % columns, dim // 2)], 1)
+
+
+class Time(nn.Module):
+    """Map a time to a condition: 256 waves, then two linear maps with SiLU between them."""
+
+    WAVES = 256
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.up = nn.Linear(self.WAVES, dim)
+        self.down = nn.Linear(dim, dim)
+
+    def forward(self, time: Tensor) -> Tensor:                          # (B,)
+        x = waves(time, self.WAVES).to(self.up.weight.dtype)            # (B, 256)
+        return self.down(F.silu(self.up(x)))                            # (B, D)
+
+
+class Embed(nn.Module):
+    """Map each patch to a token that knows its place, and time and class to the condition."""
+
+    def __init__(self, c: DiTConfig):
+        super().__init__()
+        self.columns = c.latent[2] // c.patch
+        self.proj = nn.Linear(c.latent[0] * c.patch**2, c.dim)
+        self.time = Time(c.dim)
+        self.label = nn.Embedding(c.classes + 1, c.dim)                 # the last: class unknown
+
+    def forward(self, batch: Batch) -> Pair:
+        x = self.proj(batch["input"])                                   # (B, T, D)
+        x = x + places(batch["position"][0], self.columns, x.shape[-1]).to(x.dtype)     # (B, T, D)
+        return x, self.time(batch["time"]) + self.label(batch["label"])                 # (B, D)
+
+
+def plain_norm(dim: int) -> nn.LayerNorm:
+    """A LayerNorm without weights: `modulate` comes after it."""
+    return nn.LayerNorm(dim, eps=1e-6, elementwise_affine=False)
+
+
+class AdaBlock(nn.Module):
+    """A transformer block whose norms and residual branches the condition modulates (adaLN-Zero).
+
+    With sequence parallelism a rank modulates its own tokens only. What reaches `c` backwards, and so `ada` and the
+    embeddings of time and class, is then a sum over these tokens: a part, as for the weights of a norm, that is linear
+    in what came in and is completed once a step (`Placement.partial_over`).
+    """
+
+    def __init__(self, dim: int, heads: int, hidden: int):
+        super().__init__()
+        self.norm1 = plain_norm(dim)
+        self.attn = Attention(dim, heads)
+        self.norm2 = plain_norm(dim)
+        self.mlp = MLP(dim, hidden)
+        self.ada = nn.Linear(dim, 6 * dim)
+
+    def forward(self, x: Tensor, c: Tensor) -> Tensor:                  # (B, T, D), (B, D)
+        shift1, scale1, gate1, shift2, scale2, gate2 = self.ada(F.silu(c)).chunk(6, 1)  # 6 x (B, D)
+        x = x + gate1[:, None] * self.attn(modulate(self.norm1(x), shift1, scale1))     # (B, T, D)
+        return x + gate2[:, None] * self.mlp(modulate(self.norm2(x), shift2, scale2))   # (B, T, D)
+
+
+class Head(nn.Module):
+    """Map each token, modulated once more, to a patch of noise."""
+
+    def __init__(self, c: DiTConfig):
+        super().__init__()
+        self.norm = plain_norm(c.dim)
+        self.ada = nn.Linear(c.dim, 2 * c.dim)
+        self.proj = nn.Linear(c.dim, c.latent[0] * c.patch**2)
+
+    def forward(self, x: Tensor, c: Tensor) -> Tensor:                  # (B, T, D), (B, D)
+        shift, scale = self.ada(F.silu(c)).chunk(2, 1)                  # 2 x (B, D)
+        return self.proj(modulate(self.norm(x), shift, scale))          # (B, T, P)
+
+
+class MeanSquare(nn.Module):
+    """Each sample's mean squared error over its `values` numbers: (sum over the samples, number of samples).
+
+    Padding has the sample id -1 and weighs nothing.
+    """
+
+    def __init__(self, values: int):
+        super().__init__()
+        self.values = values                        # of the whole sample; a rank may have a part of its tokens
+        self.total = Total()
+
+    def forward(self, output: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:           # (B, T, P)
+        squares = self.total((output - batch["target"]).square().flatten(1).sum(1))     # (B,)
+        weight = self.weight(batch)                                                     # (B,)
+        return (squares / self.values * weight).sum(), weight.sum()
+
+    def weight(self, batch: Batch) -> Tensor:
+        """1 for each real sample, 0 for padding, (B,)."""
+        return (batch["sample"] >= 0).to(batch["target"].dtype)
+
+
+# what the random numbers of a sample and step are for
+NOISE, TIME, DROP = (random.key("dit", site) for site in ("noise", "time", "label drop"))
+
+
+# what has a token as dim 1, and is cut where samples are cut into pieces of tokens
+TOKEN_PLAN = {"input": "sequence", "target": "sequence", "position": "sequence"}
+
+
+class DiT(nn.Module):
+    """The noise in a latent, patch by patch: (B, T, P) with P = channels · patch². `prepare` makes the noise."""
+
+    tensor_plan = TENSOR_PLAN
+    token_plan = TOKEN_PLAN
+
+    def __init__(self, c: DiTConfig, seed: int = 0):
+        super().__init__()
+        self.c, self.seed = c, seed
+        self.embed = Embed(c)
+        self.blocks = nn.ModuleDict({str(i): AdaBlock(c.dim, c.heads, int(c.dim * c.mlp_ratio)) for i in range(c.depth)})
+        self.head = Head(c)
+        self.loss = MeanSquare(math.prod(c.latent))
+        self.tokens = Tokens()
+
+    def init_plan(self) -> dict[str, float | str]:
+        """Pattern of serial names -> standard deviation, "ones" or "zeros"; the first that fits counts.
+
+        Zero are the gates, so that blocks start as the identity, and the head, so that the output starts at the noise's
+        mean (section 3.2).
+        """
+        return {"*.bias": "zeros", "*.ada.weight": "zeros", "head.proj.weight": "zeros", "*": 0.02}
+
+    def prepare(self, batch: Batch, step: Tensor) -> Batch:
+        """A loader's batch, `latent` (B, C, H, W) and `label` (B,), as the model takes it.
+
+        `input`, the noised latent, and `target`, the noise, in patches (B, T, P); `time`, `label` (B,); `position` (B, T).
+        Noise, time and dropped labels depend on the seed, the step and the sample's id alone. In evaluation the step is
+        0 and no label is dropped.
+        """
+        sample, clean, T = batch["sample"], batch["latent"], self.c.tokens
+        keys = random.sample_keys(self.seed, step if self.training else torch.zeros_like(step), sample)         # (B,)
+        time = (random.uniform(TIME, keys) * diffusion.STEPS).long()    # (B,)
+        value = torch.arange(clean[0].numel(), device=clean.device).view(clean.shape[1:])                       # (C, H, W)
+        noise = random.normal(random.fold(NOISE, keys)[:, None, None, None], value, clean.dtype)                # (B, C, H, W)
+        label = batch["label"]
+        if self.training:
+            label = label.where(random.uniform(DROP, keys) >= self.c.label_drop, self.c.classes)
+        noised = diffusion.add_noise(clean, noise, time)                # (B, C, H, W)
+        return {"sample": sample, "input": to_patches(noised, self.c.patch), "target": to_patches(noise, self.c.patch),
+                "time": time, "label": label, "position": torch.arange(T, device=clean.device).expand(len(clean), T)}
+
+    def forward(self, batch: Batch, x: Pair | None = None) -> Tensor | Pair:
+        """The output for a prepared batch. Of a pipeline's stage, which lacks some parts, `x` is what the last one put out.
+
+        Stages without a head put out (x, c), for their successor.
+        """
+        x, c = self.embed(batch) if self.embed is not None else x       # (B, T, D), (B, D)
+        for block in self.blocks.values():
+            x = block(x, c)                                             # (B, T, D)
+        return (x, c) if self.head is None else self.head(x, c)         # (B, T, P)
+
+    def fields(self, output: Tensor) -> Tensor:
+        """The output laid out as latents: (B, T, P) -> (B, C, H, W)."""
+        return to_fields(output, self.c.latent[1:], self.c.patch)
+
+    def example(self, samples: int, device: torch.device, first: int = 0) -> Batch:
+        """A loader's batch of random numbers in the right shapes: samples `first` and on, the same in every run."""
+        each, sample = math.prod(self.c.latent), torch.arange(first, first + samples, device=device)
+        counter = torch.arange(first * each, (first + samples) * each, device=device).view(samples, *self.c.latent)
+        label = (random.uniform(random.key("example", "label"), sample) * self.c.classes).long()
+        return {"latent": random.normal(random.key("example", "latent"), counter), "label": label, "sample": sample}

@@ -1,0 +1,100 @@
+"""A vocabulary in pieces: each tensor-parallel rank has some rows of the token embedding and some columns of the logits.
+
+The embedding and the logits are the largest tensors of a small language model: 50,304 logits a token, in float32 for the
+loss, are more than all else that a block remembers of it. So no rank ever has the logits of the whole vocabulary. From
+its own columns each has the largest logit, the sum of exponentials and, if the target lies there, the target's logit;
+these three numbers a token are what the ranks exchange (Shoeybi et al. 2019, arXiv:1909.08053, section 3).
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from course.errors import CourseError
+from course.parallel.mesh import Axis
+from course.parallel.placement import cut, placement
+from course.parallel.sequence import SplitTokens, enter, leave
+
+
+class VocabularyEmbedding(nn.Module):
+    """Look up the tokens whose rows are here, zeros for those of others, and add up over the ranks."""
+
+    def __init__(self, embedding: nn.Embedding, axis: Axis, tokens: SplitTokens | None = None):
+        super().__init__()
+        self.axis, self.tokens = axis, tokens
+        self.weight = cut_vocabulary(embedding.weight, axis)
+
+    def forward(self, tokens: Tensor) -> Tensor:                        # (B, T)
+        row, here = own(tokens, len(self.weight), self.axis)            # 2 x (B, T)
+        part = F.embedding(row, self.weight) * here[..., None]          # (B, T, D)
+        return leave(part, self.axis, self.tokens)                      # (B, T, D), sequence parallel (B, T / tp, D)
+
+
+class VocabularyHead(nn.Module):
+    """The logits of the tokens whose rows are here, y = x W'."""
+
+    def __init__(self, linear: nn.Linear, axis: Axis, tokens: SplitTokens | None = None):
+        super().__init__()
+        self.axis, self.tokens = axis, tokens
+        self.weight = cut_vocabulary(linear.weight, axis)
+
+    def forward(self, x: Tensor) -> Tensor:                             # (B, T, D), sequence parallel (B, T / tp, D)
+        x = enter(x, self.axis, self.tokens)                            # (B, T, D)
+        return F.linear(x, self.weight)                                 # (B, T, V / tp)
+
+
+class VocabularyCrossEntropy(nn.Module):
+    """-log softmax(logits)[target] of each token, in float32 or float64, from each rank's columns of the logits."""
+
+    def __init__(self, axis: Axis):
+        super().__init__()
+        self.axis = axis
+
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:        # (B, T, V / tp), (B, T)
+        return CrossEntropy.apply(logits, target, self.axis)            # (B, T)
+
+
+class CrossEntropy(Function):
+    """log(sum exp s) - s[target], the same on every rank | softmax(s) minus 1 at the target, each rank's own columns."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, axis: Axis) -> Tensor:
+        column, here = own(target, logits.shape[-1], axis)              # 2 x (B, T)
+        s = logits.to(torch.promote_types(logits.dtype, torch.float32))                 # (B, T, V / tp)
+        largest = s.amax(-1)                                            # (B, T)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=axis.group)
+        s = s - largest[..., None]                                      # new memory: from here on in place
+        wanted = s.gather(-1, column[..., None]).squeeze(-1) * here     # (B, T)
+        sums = torch.stack([wanted, s.exp_().sum(-1)])                  # (2, B, T)
+        dist.all_reduce(sums, group=axis.group)
+        wanted, total = sums
+        ctx.save_for_backward(s.div_(total[..., None]), column, here)   # the softmax
+        ctx.dtype = logits.dtype
+        return total.log() - wanted
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        softmax, column, here = ctx.saved_tensors
+        # in the softmax's own memory, which nobody else has; a second backward is an error of autograd's, not a wrong number
+        softmax.scatter_add_(-1, column[..., None], -here[..., None].to(softmax.dtype))
+        return softmax.mul_(grad[..., None]).to(ctx.dtype), None, None
+
+
+def own(tokens: Tensor, rows: int, axis: Axis) -> tuple[Tensor, Tensor]:
+    """Which of this rank's `rows` each token is (0 for tokens of others), and whether it is here."""
+    row = tokens - axis.rank * rows
+    here = (row >= 0) & (row < rows)
+    return row.where(here, 0), here
+
+
+def cut_vocabulary(weight: Tensor, axis: Axis) -> nn.Parameter:
+    """This rank's rows, (V / tp, D)."""
+    vocab = placement(weight).global_shape[0]
+    if vocab % axis.size:
+        raise CourseError(f"parallel.{axis.name}={axis.size} does not divide the vocabulary of {vocab} tokens: pad it, with "
+                          f"model.vocab={vocab + -vocab % axis.size}")
+    return cut(weight, 0, axis)
