@@ -10,26 +10,32 @@ from course.lab.figures import BLUE, GREEN, ORANGE, PURPLE, SKY
 from course.parallel.schedule import Pass, alive, bubble, idle, passes_of, timeline
 
 When = Mapping[tuple[int, Pass], tuple[float, float]]
+MOST_NUMBERED = 300                                  # boxes that are wide enough for their numbers
 FORWARD, BACKWARD = (BLUE, SKY, PURPLE, "#BBCCEE"), (ORANGE, "#E69F00", GREEN, "#F0E442")        # by chunk
 
 
-def timelines(runs: Mapping[str, When], p: int, unit: str = "forward passes of a micro-batch") -> Figure:
-    """What each rank does when, one panel for each of `runs` over the same clock: boxes with the number of the micro-batch."""
+def timelines(runs: Mapping[str, When], p: int, unit: str = "forward passes of a micro-batch", note: str = "") -> Figure:
+    """What each rank does when, one panel for each of `runs` over the same clock: boxes with the number of the micro-batch.
+
+    `note` stands above all.
+    """
     figure = Figure(figsize=(9, (0.38 * p + 0.75) * len(runs) + 0.5), layout="constrained")
     longest = max(end for when in runs.values() for _, end in when.values())
     for number, (name, when) in enumerate(runs.items()):
         axis: Any = figure.add_subplot(len(runs), 1, number + 1)
         for (rank, work), (start, end) in when.items():
-            colours = FORWARD if work.kind == "F" else BACKWARD
-            axis.add_patch(Rectangle((start, rank - 0.42), end - start, 0.84, facecolor=colours[work.chunk % 4], edgecolor="white"))
-            if len(when) <= 300:
-                axis.text((start + end) / 2, rank, str(work.micro), ha="center", va="center", fontsize=7, color="black", clip_on=True)
+            colour = (FORWARD if work.kind == "F" else BACKWARD)[work.chunk % 4]
+            axis.add_patch(Rectangle((start, rank - 0.42), end - start, 0.84, facecolor=colour, edgecolor="white"))
+            if len(when) <= MOST_NUMBERED:
+                axis.text((start + end) / 2, rank, str(work.micro), ha="center", va="center", fontsize=7)
         axis.set_xlim(0, longest)
         axis.set_ylim(p - 0.5, -0.5)
         axis.set_yticks(range(p), [f"rank {rank}" for rank in range(p)])
         axis.set_facecolor("#DDDDDD")
         axis.set_title(f"{name}: idle {idle(when, p):.1%}", fontsize=10, loc="left")
     axis.set_xlabel(f"time ({unit})")
+    if note:
+        figure.suptitle(note, fontsize=9)
     chunks = 1 + max(work.chunk for when in runs.values() for _, work in when)
     boxes = [Patch(color=colours[chunk], label=kind + (f", chunk {chunk}" if chunks > 1 else ""))
              for chunk in range(min(chunks, 4)) for kind, colours in (("forward", FORWARD), ("backward", BACKWARD))]
@@ -45,9 +51,9 @@ def simulated(schedule: str, p: int, m: int, v: int = 1) -> Figure:
         m = p                                        # a round has at least p micro-batches
     made = [passes_of(schedule, p, rank, m, v) for rank in range(p)]
     kept = ", ".join(f"{alive(passes) / v:g}" for passes in made)
-    title = (f"{schedule}, {p} ranks, {m} micro-batches" + (f", {v} chunks a rank" if v > 1 else "")
-             + f"; theory {bubble(p, m, v):.1%}\nactivations kept, in whole micro-batches of a rank: {kept}\n")
-    return timelines({title: timeline(made, v)}, p)
+    title = f"{schedule}, {p} ranks, {m} micro-batches" + (f", {v} chunks a rank" if v > 1 else "")
+    note = f"in theory idle {bubble(p, m, v):.1%}; activations kept, in micro-batches of all of a rank's layers: {kept}"
+    return timelines({title: timeline(made, v)}, p, note=note)
 
 
 def live(runs: Mapping[str, list[list[Pass]]], v: Mapping[str, int] | None = None) -> Figure:

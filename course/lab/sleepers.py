@@ -26,12 +26,12 @@ class Sleep(Function):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:           # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         ctx.pause(Pass("B", *ctx.of), ctx.seconds)
         return grad.clone(), None, None, None, None, None
 
 
-def run(schedule: str, m: int, v: int = 1, forward: float = 0.02, backward: float = 0.04) -> When:
+def run(schedule: str, m: int, v: int = 1, forward: float = 0.04, backward: float = 0.08) -> When:
     """Run the library's pipeline over all ranks; on each of them (start, end) in seconds of every pass of every rank.
 
     forward, backward: seconds that a pass through all chunks of a rank takes.

@@ -6,10 +6,11 @@ import torch
 
 from course.lab import tiny
 from course.lab.exercise import Exercise, Tensors
+from course.lab.watchdog import Limits
 from course.parallel import join, schedule
 from course.parallel.schedule import Pass
 
-Case = tuple[int, int, int]                          # ranks, micro-batches, chunks of a rank
+PATIENT = Limits(seconds=180)                        # most of it for starting 4 ranks on a machine with 2 cores
 
 
 def draw(seed: int, hidden: bool) -> Tensors:
@@ -81,8 +82,9 @@ TRAINS = {
     "losses": "the library trains with it, which is tried if all that holds: the losses of two steps are right",
     "weights": "and so are the weights after them"}
 EXERCISES = [
-    Exercise("gpipe", "12", ("course.parallel.schedule.gpipe",), draw, all_forward_first, CLAIMS | TRAINS, sizes=(2, 4), points=2),
+    Exercise("gpipe", "12", ("course.parallel.schedule.gpipe",), draw, all_forward_first, CLAIMS | TRAINS, sizes=(2, 4),
+             points=2, limits=PATIENT),
     Exercise("1f1b", "12", ("course.parallel.schedule.alternate", "course.parallel.schedule.one_forward_one_backward"), draw,
              in_turns, CLAIMS | {"interleaved": "interleaved 1F1B, which calls your `alternate`, takes the time that it should"}
-             | TRAINS, sizes=(2, 4), points=3),
+             | TRAINS, sizes=(2, 4), points=3, limits=PATIENT),
 ]

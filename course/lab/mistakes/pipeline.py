@@ -27,8 +27,8 @@ MISTAKES = {
         Mistake("one too many ahead", "min(p - rank - 1, m)", "min(p - rank, m)",
                 "it is as fast, but keeps one micro-batch more than it must: the last rank should be no forward pass ahead"),
         Mistake("one too few ahead", "min(p - rank - 1, m)", "min(max(p - rank - 2, 0), m)",
-                "the ranks behind this one run dry: while the first micro-batch goes to the end and comes back, p - rank - 1 others "
-                "must have followed it before this rank's turns begin"),
+                "the ranks behind this one run dry: p - rank - 1 micro-batches must follow the first one to keep them busy until "
+                "its gradient comes back"),
         Mistake("the same on every rank", "min(p - rank - 1, m)", "min(p - 1, m)",
                 "only the first rank is p - 1 forward passes ahead; each rank behind it has a shorter way to the end, by one"),
         Mistake("counted from the wrong end", "min(p - rank - 1, m)", "min(rank, m)",
@@ -42,7 +42,7 @@ MISTAKES = {
         Mistake("the pipeline is not drained", " + backward[len(forward) - ahead:]", "",
                 "when there are no forward passes left, `ahead` backward passes are: append them"),
         Mistake("minus nothing is everything", "backward[len(forward) - ahead:]", "backward[-ahead:]",
-                "with ahead = 0 the slice backward[-0:] is the whole list: count from the front, backward[len(forward) - ahead:]"),
+                "with ahead = 0 the slice backward[-0:] is the whole list: count from the front instead"),
         Mistake("the turns start over", "zip(forward[ahead:], backward, strict=False)", "zip(forward, backward, strict=False)",
                 "the first `ahead` forward passes have been done: the turns go on with forward[ahead:]"),
     ),
