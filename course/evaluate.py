@@ -160,7 +160,7 @@ def show(run: Path, scores: Scores, channels: list[str], pictured: int, result: 
     later = [h for h in (24, 72, 120) if h in scores.hours]
     table = Table(title=f"RMSE on the {result['split']} years: the model of step {result['step']} and others", box=SIMPLE)
     heads = [f"{name}\n{first} h" for name in ("model", "linear", "persist.")]
-    for head in ("channel\n(unit)", *heads, "climate\n", *(f"model\n{h} h" for h in later)):
+    for head in ("channel\n(unit)", *heads, "climat-\nology", *(f"model\n{h} h" for h in later)):
         table.add_column(head, justify="left" if head.startswith("channel") else "right", no_wrap=True)
     for i, name in enumerate(channels):
         now = [scores.rmse[method][0, i] for method in ("model", "regression", "persistence", "climatology")]

@@ -30,7 +30,7 @@ from typing import Any
 
 import cloudpickle
 
-from course.parallel.trace import explain, name
+from course.parallel.trace import DISAGREE, explain, name
 from course.worker import Failure
 
 START = 120.0                                        # seconds that new ranks may take to import PyTorch
@@ -39,11 +39,15 @@ COMMAND = "import sys; from course.worker import work; work(*map(int, sys.argv[1
 
 
 class RankError(Exception):
-    """A call that went wrong. `text` tells what happened; `rank` failed first, None if the ranks failed to meet."""
+    """A call that went wrong. `text` tells what happened; `rank` failed first, None if the ranks failed to meet.
 
-    def __init__(self, text: str, rank: int | None = None):
+    `unmet` is the part of the text that says how their collectives differ, if that is what went wrong: it is
+    empty if one raised or died of something else, or took too long.
+    """
+
+    def __init__(self, text: str, rank: int | None = None, unmet: str = ""):
         super().__init__(text)
-        self.text, self.rank = text, rank
+        self.text, self.rank, self.unmet = text, rank, unmet
 
 
 def ranks(n: int, timeout: float = 60.0) -> Callable[..., list[Any]]:
@@ -231,10 +235,13 @@ class Pool:
         causes = [failure for failure in failures if not failure.lost] or failures
         told: dict[str, list[int]] = {}              # the same text once, for all ranks that it befell
         for failure in failures:
-            told.setdefault(failure.text if failure in causes else "lost the connection to another.", []).append(failure.rank)
+            text = failure.text if failure in causes else "lost the connection to another rank."
+            told.setdefault(text, []).append(failure.rank)
         story = [headline, *(f"{name(sorted(told[text])).capitalize()} {text}" for text in told)]
         story += [f"Rank {worker.rank} is at {worker.place or 'a place where it does not answer'}." for worker in lost]
-        error = RankError("\n".join(filter(None, [*story, explanation])), causes[0].rank if causes else None)
+        alone = bool(headline) or (any(not failure.lost for failure in failures) and not explanation.startswith(DISAGREE))
+        error = RankError("\n".join(filter(None, [*story, explanation])), causes[0].rank if causes else None,
+                          "" if alone else explanation)
         with suppress(Exception):                    # not every exception survives the journey
             error.__cause__ = pickle.loads(causes[0].error)
         return error

@@ -64,21 +64,26 @@ def main(preset: str, overrides: list[str]) -> bool:
 
 
 def compare(config: Config) -> list[Gap]:
-    """On every rank of the layout; the gaps of all parameters after every step, on rank 0."""
+    """Join, compare and part, on every rank of the layout."""
     world = join(config.train.device)
-    mesh = build_mesh(config.parallel, world)
     try:
-        serial, rounding = references(config, world) if world.rank == 0 else ([], {})
-        training = assemble(config, mesh)
-        gaps: list[Gap] = []
-        for number in range(1, config.train.steps + 1):
-            loss = one_step(training, number)
-            found = differences(training, loss, {name: (serial[number][name], serial[0][name]) for name in serial[0]}
-                                if serial else {})
-            gaps += [Gap(number, name, size, rounding.get(name, EXACT)) for name, size in found.items()]
-        return gaps if world.rank == 0 else []
+        return compare_in(config, world)
     finally:
         leave()
+
+
+def compare_in(config: Config, world: World) -> list[Gap]:
+    """The gaps of all parameters after every step, on rank 0."""
+    mesh = build_mesh(config.parallel, world)
+    serial, rounding = references(config, world) if world.rank == 0 else ([], {})
+    training = assemble(config, mesh)
+    gaps: list[Gap] = []
+    for number in range(1, config.train.steps + 1):
+        loss = one_step(training, number)
+        found = differences(training, loss, {name: (serial[number][name], serial[0][name]) for name in serial[0]}
+                            if serial else {})
+        gaps += [Gap(number, name, size, rounding.get(name, EXACT)) for name, size in found.items()]
+    return gaps if world.rank == 0 else []
 
 
 def references(config: Config, world: World) -> tuple[list[Snapshot], dict[str, float]]:

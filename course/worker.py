@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import _rendezvous_handlers
 
-from course.parallel.trace import Trace, where
+from course.parallel.trace import LIBRARIES, Trace, where
 
 FOREVER = timedelta(days=1)                          # for gloo; it is the caller who watches the time
 LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")      # how gloo says that another rank ended
@@ -85,17 +85,27 @@ def answer(job: dict[str, Any], rank: int, n: int) -> dict[str, Any]:
     except SystemExit:
         raise
     except BaseException as raised:
-        here = raised.__traceback__ and raised.__traceback__.tb_next         # without this file's line
-        text = "raised: " + "".join(traceback.format_exception(type(raised), raised, here))
         with suppress(Exception):
             error = cloudpickle.dumps(raised)
-        lost = any(words in str(raised) for words in LOST)
-        return {"state": "raised", "reply": Failure(lost, time.time(), rank, text, error)}
+        return {"state": "raised", "reply": Failure(lost(raised), time.time(), rank, f"raised: {account(raised)}", error)}
     try:
         return {"state": "returned", "reply": cloudpickle.dumps(result), "left": dist.group.WORLD is not world}
     except Exception as raised:
         text = f"returned what cannot be sent to another process: {type(raised).__name__}: {raised}"
         return {"state": "raised", "reply": Failure(False, time.time(), rank, text)}
+
+
+def lost(error: BaseException) -> bool:
+    """Whether an exception says no more than that another rank is gone."""
+    return any(words in str(error) for words in LOST)
+
+
+def account(error: BaseException) -> str:
+    """The traceback, without lines of this file and of PyTorch."""
+    told = traceback.TracebackException.from_exception(error)
+    told.stack = traceback.StackSummary.from_list(
+        frame for frame in told.stack if not frame.filename.startswith((LIBRARIES, __file__)))
+    return "".join(told.format())
 
 
 def prepare(job: dict[str, Any], n: int) -> None:

@@ -304,8 +304,9 @@ lab.recorded("ceilings_h200", {name: {"TFLOP/s": h200[f"matmul {name}"] / 1e12,
                                       "FLOPs for each byte that moves": h200[f"matmul {name}"] / h200["copy"]}
                                for name in ("fp32", "tf32", "bf16")},
              why="For comparison, matrices of 8192 x 8192")
-lab.beside("\nH200 in bf16 over this machine in float32", my_flops_ratio, h200["matmul bf16"] / peak_flops, "times")
-lab.beside("memory traffic, H200 over this machine", my_bytes_ratio, h200["copy"] / peak_bytes, "times")
+lab.beside("\nH200 in bf16 over this machine in float32", my_flops_ratio, h200["matmul bf16"] / peak_flops, "times",
+           how="from both")
+lab.beside("memory traffic, H200 over this machine", my_bytes_ratio, h200["copy"] / peak_bytes, "times", how="from both")
 
 # %% [markdown]
 # **What you should see:** against a laptop's CPU, thousands of times the arithmetic, and about a hundred times the memory

@@ -79,8 +79,8 @@ my_numbers = 100
 # %%
 u10 = channels.index("u10")
 side = settings.model.patch
-lab.beside("tokens", my_tokens, settings.model.tokens)
-lab.beside("numbers in a token", my_numbers, len(channels) * side**2)
+lab.beside("tokens", my_tokens, settings.model.tokens, how="counted")
+lab.beside("numbers in a token", my_numbers, len(channels) * side**2, how="counted")
 lab.picture(figures.patches(state[u10], side, "u10 of one state, in patches; the marked one becomes a token"),
             "A map of the eastward wind, bands of jet streams and storms, under a grid of 8 by 16 patches; one is marked")
 
@@ -114,10 +114,6 @@ for key, tensor in batch.items():
 print("sample is", batch["sample"].tolist(), "and the largest number in the padding is", batch["input"][3].abs().max().item())
 
 # %% [markdown]
-# Before the model sees a batch, `model.prepare(batch, step)` makes of it what the model works on: it cuts fields
-# into patches, (B, C, H, W) into (B, T, P), T tokens of P = C · patch² numbers each, and adds what else the model asks for,
-# such as random keys for dropout. All that this lesson says of a sample's numbers holds in either form.
-#
 # ## The model
 #
 # A **vision transformer** (ViT): embed the patches, let the tokens exchange information in a few transformer blocks, and
@@ -143,6 +139,16 @@ def new_model(seed: int = 0) -> nn.Module:
 model = new_model()
 count = sum(p.numel() for p in model.parameters())
 print(f"{count:,} parameters in {settings.model.depth} blocks of width {settings.model.dim}")
+
+# %% [markdown]
+# Before the model sees a batch, `model.prepare(batch, step)` makes of it what the model works on: it cuts fields into
+# patches, (B, C, H, W) into (B, T, P), T tokens of P = C · patch² numbers each, and says where each token lies in the map.
+# (The step is for what is random in training, such as dropout. This preset has none.)
+
+# %%
+step = torch.tensor(0)
+for key, tensor in model.prepare(batch, step).items():
+    print(f"{key:8} {tuple(tensor.shape)!s:18} {tensor.dtype}")
 
 # %% [markdown]
 # ## What must a forecast beat?
@@ -174,7 +180,11 @@ my_persistence = 0.5             # your prediction
 # is −1, must weigh nothing.
 #
 # - `weight(batch)` returns 1 for each real sample and 0 for padding, shape (B,), in the dtype of `batch["target"]`;
-# - `forward(output, batch)` returns the sum of the real samples' losses, and the sum of the weights.
+# - `forward(output, batch)` returns the sum of the real samples' losses, and the sum of the weights. `output` and
+#   `batch["target"]` are in patches, (B, T, P).
+#
+# The class has a part already: `self.norm(x)` gives the 2-norm of each sample of x, over all its tokens, as (B,). Use it, or
+# write the norm yourself; from lesson 11 on, when a sample's tokens lie on several GPUs, it is `self.norm` that knows.
 #
 # > **Question, before you write.** The target of padding is all zeros. What is its relative error, and what does
 # > multiplying *that* by a weight of 0 give?
@@ -198,7 +208,7 @@ check("relative-l2")
 
 # %%
 sample_ids = list(range(0, len(pairs), 20))
-batch = pairs.__getitems__(sample_ids)
+batch = model.prepare(pairs.__getitems__(sample_ids), step)
 total, weight = RelativeL2()(batch["input"], batch)
 persistence = (total / weight).item()
 lab.beside("loss of persistence", my_persistence, persistence)
@@ -225,7 +235,8 @@ print(f"untrained model {total / weight:.4f}, persistence {persistence:.4f}")
 #
 # A step of gradient descent does this, in some order:
 #
-# 1. compute the forecast, `model(batch)`, and the **mean** loss of its samples (`model.loss` gives sum and weight);
+# 1. compute the forecast of a prepared batch, `model(batch)`, and the **mean** loss of its samples (`model.loss` gives sum and
+#    weight);
 # 2. clear the gradients of the step before;
 # 3. compute the gradient of the mean loss with respect to every parameter;
 # 4. let the optimizer move the parameters.
@@ -277,7 +288,7 @@ optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
 losses, times = [], []
 for _ in range(60):
     begin = time.perf_counter()
-    losses.append(training_step(model, optimizer, next(loader)))
+    losses.append(training_step(model, optimizer, model.prepare(next(loader), step)))
     times.append(time.perf_counter() - begin)
 loader.close()
 samples_per_second = settings.train.global_batch / sorted(times)[len(times) // 2]
@@ -325,7 +336,7 @@ my_mfu = 0.9                     # your prediction
 from course.perf import bench, flops
 
 peak = 2 * 1024**3 / bench.matmul(1024, 1024, 1024, torch.float32, cpu)
-per_sample = flops.vit_step(settings.model, samples=1)
+per_sample = flops.step(settings.model, samples=1)
 lab.beside("model FLOPs utilisation", my_mfu, per_sample * samples_per_second / peak)
 
 # %% [markdown]
@@ -344,8 +355,10 @@ lab.show("course.step.train_step")
 
 # %% [markdown]
 # Your parts 1 and 3, forward and backward, have become a function, `compute`. It is what changes from one kind of
-# parallelism to the next, while the rest stays. Two things are new around it:
+# parallelism to the next, while the rest stays. Three things are new around it:
 #
+# - **`gradients`** completes what `compute` leaves in `.grad` where several processes have parts of it, and clears it at the end
+#   (lesson 07); alone, it only clears;
 # - **skipping**: if the loss or the gradient is not finite, a flag on the device makes the optimizer keep its old
 #   state. Nothing is decided in Python, so Python never waits for the device (lesson 02 shows what waiting costs);
 # - **clipping**: a gradient that is too long is scaled down.
@@ -371,6 +384,8 @@ lab.show("course.step.train_step")
 # - `split(batch, config.train.micro_batch)`: yields micro-batches of so many samples; the last may be smaller. 0 means
 #   not to cut, as in the run below; the check tries several;
 # - `autocast(config.precision, weight.device)`: run the forward pass inside `with autocast(...)`: lesson 04 needs it there;
+# - `model.tokens.cut(micro)`: the micro-batch with the tokens that are on this rank. That is all of them until lesson 10, so
+#   you may leave it out here;
 # - `model.loss(output, micro)`: (sum, weight), as you wrote it.
 #
 # For each micro-batch, call `backward` on
@@ -474,7 +489,7 @@ address = lab.tensorboard(run)
 #
 # A loss is for training. What a forecaster asks is: by how many metres per second is the wind wrong? `evaluate` forecasts
 # a year that the model has never seen, and compares with **persistence**, with **climatology** (always the average of the
-# training years, point by point; the column *climate*), and with a **linear** regression on the neighbouring grid
+# training years, point by point), and with a **linear** regression on the neighbouring grid
 # points, which is what one could do without deep learning. RMSE is the root of the mean squared error.
 #
 # > **Predict.** By how many percent will the error of the wind, `u10`, after six hours be below that of persistence?
@@ -560,7 +575,7 @@ lab.recorded("foundation_h200", {label: {"samples/s": runs[key]["samples_per_s"]
                                                     ("float32 (TF32), data read by 8 workers", "short-w8"),
                                                     ("bf16", "mock-bf16"), ("bf16, compiled", "mock-bf16-compile"))},
              why="The reference model" if lab.gpu() else "The reference model needs a GPU, and there is none here")
-lab.beside("\nvit-short in TF32 on an H200", my_h200, runs["short-w0"]["samples_per_s"], "samples/s")
+lab.beside("\nvit-short in TF32 on an H200", my_h200, runs["short-w0"]["samples_per_s"], "samples/s", how="recorded")
 
 # %% [markdown]
 # **What you should see:** 332 TFLOP/s over 23 TFLOPs are 14 steps, 231 samples a second. It did 21, one in eleven.

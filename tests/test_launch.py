@@ -252,6 +252,12 @@ def test_an_exception_names_the_rank_and_the_line_of_the_cell():
     assert str(error) == error.text and "launch.py" not in error.text
 
 
+def test_lines_of_pytorch_are_left_out():
+    error = failure(lambda: torch.nn.Linear(2, 3)(torch.ones(5 + dist.get_rank(), 7)))
+    assert "RuntimeError: mat1 and mat2" in error.text and "test_launch.py" in error.text
+    assert "torch/nn" not in error.text and "worker.py" not in error.text and error.unmet == ""
+
+
 def test_the_first_of_several_exceptions_comes_first():
     def broken():
         class Odd(Exception):
@@ -273,7 +279,7 @@ def test_an_exception_that_another_waits_for_is_not_hidden():
         dist.barrier()
 
     error = failure(boom)
-    assert error.rank == 1 and "ValueError: boom" in error.text
+    assert error.rank == 1 and "ValueError: boom" in error.text and error.unmet == ""
     assert "Rank 0 waits at collective 1 of ranks 0 and 1, barrier in line" in error.text
     assert error.text.endswith("for rank 1. Rank 1 raised an exception before it.")
 
@@ -289,7 +295,8 @@ def test_a_rank_that_ends_is_named(end, words):
         dist.barrier()
 
     error = failure(leave_alone)
-    assert error.rank == 1 and error.text.startswith(words)
+    assert error.rank == 1 and error.text.startswith(words) and error.unmet == ""
+    assert "the connection to another." not in error.text
     assert error.text.index(words) < error.text.index("Rank 0")
 
 
@@ -301,7 +308,7 @@ def test_a_skipped_collective_is_explained_at_once():
             dist.all_reduce(x)  # alone
 
     error = failure(skip, within=10)
-    assert error.rank is None
+    assert error.rank is None and error.unmet == error.text
     assert "Rank 0 waits at collective 2 of ranks 0 and 1, all-reduce of (4, 8) float32" in error.text
     assert "test_launch.py: `dist.all_reduce(x)  # alone`, for rank 1. Rank 1 returned before it." in error.text
 
@@ -321,7 +328,9 @@ def test_shapes_that_disagree():
     def shapes():
         dist.all_reduce(torch.ones(4, 8 + dist.get_rank()))
 
-    text = failure(shapes).text
+    error = failure(shapes)
+    text = error.text
+    assert error.unmet.startswith("The ranks disagree") and error.unmet in text
     assert "The ranks disagree at collective 1 of ranks 0 and 1: rank 0 all-reduce of (4, 8) float32 in line" in text
     assert "; rank 1 all-reduce of (4, 9) float32" in text
 
@@ -363,7 +372,7 @@ def test_an_endless_loop_ends_at_the_timeout():
         dist.barrier()
 
     error = failure(loop, timeout=2, within=7)
-    assert error.rank is None and error.text.startswith("Not done after 2 s.")
+    assert error.rank is None and error.text.startswith("Not done after 2 s.") and error.unmet == ""
     assert "Rank 0 is at line" in error.text and ("`while dist.get_rank() == 0:`" in error.text or "`pass`" in error.text)
     assert "Rank 1 waits at collective 1 of ranks 0 and 1, barrier" in error.text
 

@@ -4,7 +4,7 @@
     exercise    what an exercise is; exercises/, one module a lesson; mistakes/, their known wrong answers
     cells       what a learner wrote, from a notebook, a script or the kernel
     sandbox     other people's code in a process of its own; namespaces (bubblewrap), watchdog and scratch, its parts
-    child       what runs in that process
+    child       what runs in that process; returned, sentences on what a learner's function returned
     check       run, compare, judge; present shows the verdict
     notebook    what lessons call; figures; widgets, pictures with sliders; quiet, whether others compute here
     tiny        the real model at its smallest, for checks

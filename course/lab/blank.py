@@ -90,11 +90,14 @@ def clear(text: str) -> str:
 
 
 def bodies(node: ast.AST) -> Iterator[tuple[int, int, str]]:
-    """(first line, last line, indentation) of the body, docstring aside, of each function that is a unit of its own."""
+    """(first line, last line, indentation) of the body, docstring aside, of each function that is a unit of its own.
+
+    An `__init__` without a docstring only names what a module has: it is given, not asked for.
+    """
     if isinstance(node, ast.ClassDef):
         for child in node.body:
             yield from bodies(child)
-    elif isinstance(node, Function):
+    elif isinstance(node, Function) and (node.name != "__init__" or ast.get_docstring(node)):
         start = node.body[0].lineno
         if ast.get_docstring(node) is not None:
             start = (node.body[0].end_lineno or 0) + 1
@@ -137,7 +140,7 @@ def shown(dotted: str) -> str:
 
 def readable(text: str) -> list[str]:
     """The lines of a module without its notes to the type checker."""
-    return [re.sub(r"\s*# type: ignore\S*", "", line) for line in text.splitlines()]
+    return [re.sub(r"\s*# type: ignore(\[[^]]*\])?", "", line) for line in text.splitlines()]
 
 
 def build(objects: Sequence[str], folder: Path) -> Path:

@@ -17,12 +17,35 @@ LARGEST = 50_000_000                                 # bytes of a notebook, outp
 MOST_CODE = 1_000_000                                # characters of code in it
 
 
+IN_A_CELL = "the cell "                              # so begins the name of every cell, and no file's name
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Source that stands together in a cell, and where: in the file that tracebacks name, which is a cell, not a path."""
+
+    cell: str                                        # "the cell with `def training_step`"
+    line: int                                        # of its beginning there, from 1
+    text: str
+
+
 @dataclass(frozen=True)
 class Answer:
-    """The source of what an exercise asks for, with all that it needs; `problem` says why there is none."""
+    """What an exercise asks for, with all that it needs; `problem` says why there is none."""
 
-    source: str = ""
+    pieces: tuple[Piece, ...] = ()
     problem: str = ""
+    broken: bool = False                             # the problem is a cell that is not valid Python
+
+    @property
+    def source(self) -> str:
+        """The pieces, one after another."""
+        return "\n\n".join(piece.text for piece in self.pieces) + "\n"
+
+
+def whole(source: str) -> tuple[Piece, ...]:
+    """A text that is an answer as it stands."""
+    return Piece(IN_A_CELL + "with the answer", 1, source),
 
 
 def load(path: Path) -> Any:
@@ -92,16 +115,16 @@ def definitions(cells: Iterable[str], wanted: Sequence[str]) -> Answer:
     nothing needed, such as a training run or a plot, stay out, so checking takes no longer than the check.
     """
     statements, broken, since = [], "", 0
-    for number, cell in enumerate(cells, 1):
+    for cell in cells:
         try:
             text = plain(cell)
             tree = ast.parse(text)
             compile(tree, "<cell>", "exec", dont_inherit=True)      # finds what the parser lets pass, such as a stray return
-            statements += [(node, text) for node in tree.body]
+            statements += [(node, piece(node, text, called(cell, wanted))) for node in tree.body]
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             if any(name in cell for name in wanted):
-                broken = f"code cell {number} is not valid Python: {error}"
-            if any(re.search(rf"\b(def|class)\s+{name}\b", cell) for name in wanted):
+                broken = f"{called(cell, wanted)} is not valid Python: {fault(error, cell)}"
+            if defined(cell, wanted):
                 since = len(statements)
     bound = [binds(node) for node, _ in statements]
     keep: set[int] = set()
@@ -118,27 +141,54 @@ def definitions(cells: Iterable[str], wanted: Sequence[str]) -> Answer:
     missing = [name for name in wanted if not any(name in bound[index] for index in keep)]
     latest = max((index for index in keep if bound[index] & set(wanted)), default=-1)
     if broken and (missing or latest < since):       # what was defined before it is not what stands there now
-        return Answer(problem=broken)
+        return Answer(problem=broken, broken=True)
     if missing:
         return Answer(problem=f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not defined: "
                               "write and run the exercise's cell first")
     keep |= {index for index, (node, _) in enumerate(statements)
              if isinstance(node, ast.ImportFrom) and (node.module == "__future__" or node.names[0].name == "*")}
-    return Answer("\n\n".join(segment(*statements[index]) for index in sorted(keep)) + "\n")
+    return Answer(tuple(statements[index][1] for index in sorted(keep)))
+
+
+def called(cell: str, wanted: Sequence[str]) -> str:
+    """What a message calls a cell: by what it defines of an exercise, or else by how it begins."""
+    if found := defined(cell, wanted):
+        return f"{IN_A_CELL}with `{found}`"
+    first = next((line.strip() for line in cell.splitlines() if line.strip()), "")
+    return f"{IN_A_CELL}that begins with `{first if len(first) <= 50 else first[:50] + '...'}`"
+
+
+def defined(cell: str, wanted: Sequence[str]) -> str:
+    """The beginning of the first definition of a wanted name in a cell, such as "def training_step"; "" if there is none."""
+    found = re.search(rf"\b(def|class)\s+({'|'.join(map(re.escape, wanted))})\b", cell)
+    return f"{found[1]} {found[2]}" if found else ""
+
+
+def fault(error: Exception, cell: str) -> str:
+    """What is wrong with a cell's Python, and in which of its lines."""
+    lines = cell.split("\n")
+    if isinstance(error, SyntaxError) and error.lineno and error.lineno <= len(lines):
+        return f"line {error.lineno}, `{lines[error.lineno - 1].strip()}`: {error.msg}"
+    return str(error) or type(error).__name__
 
 
 def plain(cell: str) -> str:
-    """A cell as plain Python: magics and shell commands become calls, which bind nothing that an answer needs."""
+    """A cell as plain Python: magics and shell commands become calls, which bind nothing that an answer needs.
+
+    Lines keep their numbers.
+    """
     try:
         from IPython.core.inputtransformer2 import TransformerManager
     except ImportError:
         return cell
+    before = len(cell) - len(cell.lstrip())          # lines without anything, which IPython takes away
+    skipped = cell[:before].count("\n")
     if cell.lstrip().startswith("%%"):
-        head, _, rest = cell.lstrip().partition("\n")
+        head, _, cell = cell.lstrip().partition("\n")
         if head.split()[0] not in ("%%time", "%%timeit", "%%capture"):
             return ""
-        cell = rest
-    return TransformerManager().transform_cell(cell)
+        skipped += 1 + cell[:len(cell) - len(cell.lstrip())].count("\n")
+    return "\n" * skipped + TransformerManager().transform_cell(cell)
 
 
 def binds(node: ast.stmt) -> set[str]:
@@ -173,9 +223,10 @@ def compiled(node: ast.stmt) -> CodeType:
     return compile(ast.Module([node], []), "<cell>", "exec", dont_inherit=True)
 
 
-def segment(node: ast.stmt, text: str) -> str:
+def piece(node: ast.stmt, text: str, cell: str) -> Piece:
     """The source of a statement, decorators included."""
     decorators = getattr(node, "decorator_list", [])
     if decorators:
-        return "\n".join(text.splitlines()[decorators[0].lineno - 1:node.end_lineno])
-    return ast.get_source_segment(text, node) or ""
+        first = decorators[0].lineno
+        return Piece(cell, first, "\n".join(text.splitlines()[first - 1:node.end_lineno]))
+    return Piece(cell, node.lineno, ast.get_source_segment(text, node) or "")

@@ -8,9 +8,10 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -21,11 +22,16 @@ from torch import Tensor
 
 from course.errors import CourseError
 from course.lab import blank, sandbox
+from course.lab.cells import Piece, whole
 from course.lab.exercise import Exercise, Mistake, Tensors, find, known_mistakes, right, wrong
 from course.lab.scratch import read, remove
 
 MOST = 200_000_000                                   # bytes of an outputs file
+FEW = 8                                              # numbers that are shown one by one
 UNKNOWN = "no known mistake gives these numbers: try your code on a case small enough to do by hand"
+ENDED = ("look for a loop that does not end, for memory that grows, and for a call that ends the process (sys.exit, os._exit) or "
+         "makes it crash")
+UNMET = "every rank of a group has to call the same collectives, in the same order, with tensors of the same shape"
 RANK_SECONDS = 30.0                                  # that ranks wait for one another; the whole has twice that
 
 
@@ -46,9 +52,10 @@ class Verdict:
     hint: str = ""
     output: str = ""                                 # what the answer printed
     seed: int = 0
-    seconds: float = 0.0
+    seconds: float = 0.0                             # that whoever called the check waited
     version: str = ""                                # of the check
     isolation: str = ""                              # what the answer was kept from
+    of: int = 0                                      # facts that there are if nothing stops the check early
 
     @property
     def passed(self) -> bool:
@@ -62,57 +69,79 @@ class Run:
     outputs: tuple[Tensors, ...] = ()
     kind: str = ""                                   # of error: an exception's name, "ranks", or "ended"
     error: str = ""
+    cure: str = ""                                   # what to do about it, where that is plain
 
 
-def examine(exercise: Exercise, source: str, seed: int, hidden: bool = False, layers: sandbox.Layers | None = None) -> Verdict:
+def examine(exercise: Exercise, answer: Sequence[Piece], seed: int, hidden: bool = False,
+            layers: sandbox.Layers | None = None) -> Verdict:
     """Run the answer on every number of ranks that the exercise names, and judge."""
-    facts: list[Fact] = []
-    hint, output, seconds = "", "", 0.0
+    begin, facts, hint, output = time.monotonic(), list[Fact](), "", ""
     inputs = exercise.draw(seed, hidden)
     for size in exercise.sizes:
-        (run,), ended = execute(exercise, [source], inputs, size, layers)
-        output, seconds = output + ended.output, seconds + ended.seconds
+        (run,), ended = execute(exercise, [answer], inputs, size, layers)
+        output += ended.output
         found, hint = judge(exercise, run, seed, hidden, size)
         facts += found
         if not all(fact.held for fact in found):
             break
-    return Verdict(exercise.name, tuple(facts), hint, output, seed, seconds, exercise.version,
-                   isolation(layers or sandbox.layers()))
+    return Verdict(exercise.name, tuple(facts), hint, output, seed, time.monotonic() - begin, exercise.version,
+                   isolation(layers or sandbox.layers()), exercise.facts)
+
+
+def unread(exercise: Exercise, problem: str, hint: str, seed: int = 0) -> Verdict:
+    """The verdict on an answer that could not be run."""
+    return Verdict(exercise.name, (Fact(False, problem),), hint, seed=seed, version=exercise.version, of=exercise.facts)
 
 
 def isolation(layers: sandbox.Layers) -> str:
     """How an answer runs here, to go after "your code ran"."""
     if layers.namespaces:
-        return "with files, processes and a network of its own"
+        return "isolated from your files, processes and network"
     return "as an unprivileged user" if layers.user else "within limits on time, memory and disk"
 
 
 def judge(exercise: Exercise, run: Run, seed: int, hidden: bool, size: int) -> tuple[list[Fact], str]:
     """The facts, and a hint if one of them did not hold."""
-    where_run = f"on {size} ranks " if size > 1 else ""
+    where_run = f"on {size} ranks: " if size > 1 else ""
     if run.error:
         return [Fact(False, where_run + stopped(run))], hint_for_error(exercise, run, seed, hidden, size)
     expected, *slips = reference(exercise.name, seed, hidden, size)
-    facts = []
+    facts, inputs = [], exercise.draw(seed, hidden)
     for key, claim in exercise.claims.items():
-        differences = [differ(expected.outputs[rank][key], run.outputs[rank].get(key), exercise.tolerance)
+        differences = [described(exercise, key, expected.outputs[rank][key], run.outputs[rank].get(key), inputs, hidden)
                        for rank in range(size)]
         where = [f"rank {rank}: {text}" if size > 1 else text for rank, text in enumerate(differences) if text]
         facts.append(Fact(not where, where_run + claim + (f": no, {where[0]}" if where else "")))
     if all(fact.held for fact in facts):
         return facts, ""
-    for mistake, slip in zip(comparable(exercise), slips, strict=True):
-        if slip.outputs and not any(differ(slip.outputs[rank][key], run.outputs[rank].get(key), exercise.tolerance)
-                                    for rank in range(size) for key in exercise.claims):
-            return facts, mistake.hint
-    return facts, UNKNOWN
+    return facts, hint_for_numbers(exercise, run, expected, slips)
+
+
+def hint_for_numbers(exercise: Exercise, run: Run, expected: Run, slips: Sequence[Run]) -> str:
+    """The hint of the mistake that gives just these outputs; or else of one that gives those which it makes wrong.
+
+    The second is for who made two mistakes, each with outputs of its own.
+    """
+    def same(one: Run, other: Run, keys: Collection[str]) -> bool:
+        return not any(differ(a[key], b.get(key), exercise.tolerance)
+                       for a, b in zip(one.outputs, other.outputs, strict=True) for key in keys)
+
+    known = [(mistake, slip) for mistake, slip in zip(comparable(exercise), slips, strict=True) if slip.outputs]
+    for mistake, slip in known:
+        if same(slip, run, exercise.claims):
+            return mistake.hint
+    for mistake, slip in known:
+        changed = [key for key in exercise.claims if not same(expected, slip, [key])]
+        if same(slip, run, changed):
+            return mistake.hint
+    return UNKNOWN
 
 
 def stopped(run: Run) -> str:
     """What stopped an answer, as a sentence."""
     if run.kind == "NotImplementedError" and "not implemented yet" in run.error:
         return "it is not written yet"
-    return f"it stopped: {run.error}"
+    return run.error if run.kind in ("Returned", "ranks") else f"it stopped: {run.error}"
 
 
 def hint_for_error(exercise: Exercise, run: Run, seed: int, hidden: bool, size: int) -> str:
@@ -120,13 +149,13 @@ def hint_for_error(exercise: Exercise, run: Run, seed: int, hidden: bool, size: 
     if run.kind == "NotImplementedError":
         return "replace the line that raises NotImplementedError by your code, run the cell, and check again"
     if run.kind == "ended":
-        return "look for a loop that does not end, for memory that grows, for a call that leaves Python"
+        return ENDED
     for mistake, slip in zip(comparable(exercise), reference(exercise.name, seed, hidden, size)[1:], strict=True):
         if slip.error and slip.error.splitlines()[0] == run.error.splitlines()[0]:
             return mistake.hint
     if run.kind == "ranks":
-        return "every rank of a group has to call the same collectives, in the same order, with tensors of the same shape"
-    return "read the last line of the error first; then the line of your code that it names"
+        return UNMET
+    return run.cure or "read the error first; then the line of your code that it names"
 
 
 def comparable(exercise: Exercise) -> list[Mistake]:
@@ -139,7 +168,7 @@ def reference(name: str, seed: int, hidden: bool, size: int) -> tuple[Run, ...]:
     """What the right answer gives on these inputs, then what each comparable mistake gives."""
     exercise = find(name)
     sources = [right(exercise), *(wrong(exercise, mistake) for mistake in comparable(exercise))]
-    runs, ended = execute(exercise, sources, exercise.draw(seed, hidden), size, None)
+    runs, ended = execute(exercise, list(map(whole, sources)), exercise.draw(seed, hidden), size, None)
     if runs[0].error:
         raise CourseError(f"{name}: the check itself does not run here: {runs[0].error}\n{ended.output[-2000:]}")
     return tuple(runs)
@@ -157,27 +186,51 @@ def differ(expected: Tensor, got: Tensor | None, tolerance: float) -> str:
     if not b.isfinite().all():
         return "" if torch.allclose(a, b, tolerance, 0, equal_nan=True) else "it has numbers that are not finite"
     error = ((a - b).norm() / a.norm().clamp(min=1e-300)).item() if a.any() else b.norm().item()
-    if error <= tolerance:
-        return ""
-    if a.numel() == 1:
-        return f"it is {b.item():.6g}, it should be {a.item():.6g}"
-    return f"relative difference {error:.2g}"
+    return "" if error <= tolerance else f"relative difference {error:.2g}"
 
 
-def execute(exercise: Exercise, sources: Sequence[str], inputs: Tensors, size: int,
+def described(exercise: Exercise, key: str, expected: Tensor, got: Tensor | None, inputs: Tensors, hidden: bool) -> str:
+    """As `differ`, in words that help: a flag as a sentence, few numbers as what came and what is right.
+
+    Of hidden inputs no number is shown: whoever hands in again is graded on the same.
+    """
+    difference = differ(expected, got, exercise.tolerance)
+    if not difference or got is None or got.dtype != expected.dtype:
+        return difference
+    if key in exercise.flags:
+        return exercise.flags[key]
+    if hidden:
+        return difference
+    if exercise.cases and got.shape == expected.shape:
+        wrong = [i for i in range(len(expected)) if differ(expected[i], got[i], exercise.tolerance)]
+        first = wrong[0]                             # each within the tolerance: so are all
+        return (f"{exercise.cases(inputs)[first]} gave {said(got[first])}; {said(expected[first])} is right "
+                f"({len(wrong)} of {len(expected)} cases are wrong)")
+    if max(expected.numel(), got.numel()) <= FEW and expected.ndim <= 1:
+        return f"it is {said(got)}; it should be {said(expected)}"
+    return difference
+
+
+def said(values: Tensor) -> str:
+    """Numbers for people: whole ones with all digits, others with six."""
+    return ", ".join(f"{x:.0f}" if abs(x) < 1e15 and x == int(x) else f"{x:.6g}"
+                     for x in values.double().flatten().tolist()) or "nothing"
+
+
+def execute(exercise: Exercise, answers: Sequence[Sequence[Piece]], inputs: Tensors, size: int,
             layers: sandbox.Layers | None) -> tuple[list[Run], sandbox.Outcome]:
     """Run answers, one after another, in one process of their own on `size` ranks."""
-    limits = replace(exercise.limits, seconds=exercise.limits.seconds * len(sources))
+    limits = replace(exercise.limits, seconds=exercise.limits.seconds * len(answers))
     with workspace() as folder:
-        job = {"exercise": exercise.name, "answers": len(sources), "ranks": size, "seconds": RANK_SECONDS}
+        job = {"exercise": exercise.name, "answers": len(answers), "ranks": size, "seconds": RANK_SECONDS}
         (folder / "job.json").write_text(json.dumps(job))
         save_file({name: tensor.contiguous() for name, tensor in inputs.items()}, folder / "inputs.safetensors")
-        for number, source in enumerate(sources):
-            (folder / f"answer-{number}.py").write_text(source)
+        for number, pieces in enumerate(answers):
+            (folder / f"answer-{number}.json").write_text(json.dumps(list(map(astuple, pieces))))
         package = blanked(exercise.objects)
         ended = sandbox.run([sys.executable, "-m", "course.lab.child", str(folder)], folder, [package],
                             {"PYTHONPATH": str(package)}, limits, layers)
-        runs = [collect(folder, number, size, ended) for number in range(len(sources))]
+        runs = [collect(folder, number, size, ended) for number in range(len(answers))]
         return [replace(run, error=run.error.replace(f"{package}/", "")) for run in runs], ended
 
 
@@ -197,8 +250,8 @@ def collect(folder: Path, number: int, size: int, ended: sandbox.Outcome) -> Run
 def complaint(folder: Path, number: int) -> Run:
     """What an answer that returned nothing says of itself."""
     try:
-        told = json.loads(read(folder, f"error-{number}-0.json", 100_000))
-        return Run(kind=str(told["kind"]), error=str(told["text"]) or str(told["kind"]))
+        told = json.loads(read(folder, f"error-{number}.json", 100_000))
+        return Run(kind=str(told["kind"]), error=str(told["text"]) or str(told["kind"]), cure=str(told["cure"]))
     except Exception:
         return Run(kind="ended", error="it ended before it returned anything (does it call sys.exit or os._exit?)")
 

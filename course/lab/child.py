@@ -3,10 +3,12 @@
     python -m course.lab.child FOLDER
 
 imports a copy of the package in which the exercise's objects are blank. The folder holds `job.json`
-({"exercise", "answers", "ranks"}), `inputs.safetensors` and the answers' sources; for answer i and rank r
-the outputs go to `out-i-r.safetensors`, or what went wrong to `error-i-r.json`. Nothing here knows what
-the outputs should be.
+({"exercise", "answers", "ranks", "seconds"}), `inputs.safetensors` and the answers, `answer-i.json`, lists of
+(cell, line, text). For answer i and rank r the outputs go to `out-i-r.safetensors`; what went wrong goes to
+`error-i.json` ({"kind", "text", "cure"}). Nothing here knows what the outputs should be.
 """
+
+import __future__
 
 import json
 import linecache
@@ -21,7 +23,11 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-YOURS = "<your answer>"
+from course.lab.cells import IN_A_CELL
+from course.lab.returned import Returned
+
+NOT_YOURS = ("no line of yours raised this, but the library could not go on with what your code returned: compare its type and "
+             "shape with what the docstring says")
 
 
 def main(folder: Path) -> None:
@@ -29,52 +35,89 @@ def main(folder: Path) -> None:
     job = json.loads((folder / "job.json").read_text())
     torch.set_num_threads(1)
     for number in range(job["answers"]):
-        if job["ranks"] == 1:
-            work(str(folder), number, job["exercise"], 0)
+        if job["ranks"] > 1:
+            on_ranks(job, folder, number)
             continue
-        from course.launch import RankError, ranks
-
         try:
-            ranks(job["ranks"], timeout=job["seconds"])(on_rank, str(folder), number, job["exercise"])
-        except RankError as error:
-            complain(folder, number, 0, "ranks", str(error))
+            work(folder, number, job["exercise"], 0)
+        except BaseException as error:
+            write(folder / f"error-{number}.json", complaint(error))
+
+
+def on_ranks(job: dict[str, Any], folder: Path, number: int) -> None:
+    """Run answer `number` on several ranks."""
+    from course.launch import RankError, ranks
+
+    try:
+        ranks(job["ranks"], timeout=job["seconds"])(on_rank, str(folder), number, job["exercise"])
+    except RankError as error:
+        said = {rank: json.loads(file.read_text()) for rank in range(job["ranks"])
+                if (file := folder / f"error-{number}-{rank}.json").exists()}
+        if error.unmet:
+            told = {"kind": "ranks", "text": error.unmet, "cure": ""}
+        elif said:
+            told = together(said)
+        else:
+            told = {"kind": "ended", "text": error.text, "cure": ""}
+        write(folder / f"error-{number}.json", told)
 
 
 def on_rank(folder: str, number: int, name: str) -> None:
-    """The work of one rank among several; what it raises is the launcher's to tell."""
-    work(folder, number, name, torch.distributed.get_rank(), catch=False)
+    """The work of one rank among several. What it raises is written down, and raised, so that the others need not wait."""
+    from course.worker import lost
+
+    rank = torch.distributed.get_rank()
+    try:
+        work(Path(folder), number, name, rank)
+    except Exception as error:
+        if not lost(error):
+            write(Path(folder, f"error-{number}-{rank}.json"), complaint(error))
+        raise
 
 
-def work(folder: str, number: int, name: str, rank: int, catch: bool = True) -> None:
+def together(said: dict[int, dict[str, str]]) -> dict[str, str]:
+    """The complaints of several ranks as one; what several say is said once."""
+    from course.parallel.trace import name
+
+    who: dict[str, list[int]] = {}
+    for rank, told in said.items():
+        who.setdefault(told["text"], []).append(rank)
+    first = said[min(said)]
+    return first | {"text": "\n".join(f"{name(ranks)}: {text}" for text, ranks in who.items())}
+
+
+def work(folder: Path, number: int, name: str, rank: int) -> None:
     """Run the exercise's program with answer `number` in the library's place."""
     from course.lab import exercise as exercises
 
-    exercise, here = exercises.find(name), Path(folder)
-    inputs = load_file(here / "inputs.safetensors")
-    try:
-        with installed(exercise.objects, load(here / f"answer-{number}.py", exercise.names)):
-            outputs = exercise.program(inputs)
-        save_file({key: value.detach().clone().contiguous() for key, value in outputs.items()},
-                  here / f"out-{number}-{rank}.safetensors")
-    except BaseException as error:
-        if not catch:
-            raise
-        complain(here, number, rank, type(error).__name__, told(error))
-
-
-def complain(folder: Path, number: int, rank: int, kind: str, text: str) -> None:
-    """Write down what went wrong."""
-    (folder / f"error-{number}-{rank}.json").write_text(json.dumps({"kind": kind, "text": text[-8000:]}))
+    exercise = exercises.find(name)
+    inputs = load_file(folder / "inputs.safetensors")
+    with installed(exercise.objects, load(folder / f"answer-{number}.json", exercise.names)):
+        outputs = exercise.program(inputs)
+    save_file({key: value.detach().clone().contiguous() for key, value in outputs.items()},
+              folder / f"out-{number}-{rank}.safetensors")
 
 
 def load(path: Path, names: tuple[str, ...]) -> dict[str, Any]:
-    """Execute an answer's source; returns the objects of these names."""
-    source = path.read_text()
+    """Execute an answer's pieces, each as a part of its cell; returns the objects of these names."""
     module = types.ModuleType("answer")
     sys.modules["answer"] = module
-    linecache.cache[YOURS] = (len(source), None, source.splitlines(keepends=True), YOURS)
-    exec(compile(source, YOURS, "exec"), module.__dict__)
+    future = 0
+    for cell, line, text in json.loads(path.read_text()):
+        remember(cell, line, text)
+        code = compile("\n" * (line - 1) + text, cell, "exec", future, dont_inherit=True)
+        future |= code.co_flags & __future__.annotations.compiler_flag          # which all that follows is to have
+        exec(code, module.__dict__)
     return {name: getattr(module, name) for name in names}
+
+
+def remember(cell: str, line: int, text: str) -> None:
+    """Let tracebacks quote the lines of a cell, which are in no file."""
+    lines = list(linecache.getlines(cell))
+    new = [f"{each}\n" for each in text.splitlines()]
+    lines += ["\n"] * (line - 1 + len(new) - len(lines))
+    lines[line - 1:line - 1 + len(new)] = new
+    linecache.cache[cell] = (0, None, lines, cell)
 
 
 @contextmanager
@@ -96,13 +139,22 @@ def installed(objects: tuple[str, ...], answers: dict[str, Any]) -> Iterator[Non
             setattr(other, attribute, original)
 
 
-def told(error: BaseException) -> str:
-    """The error with the lines of the learner's own code that led to it."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == YOURS]
-    lines = [f"line {frame.lineno} of your answer, in {frame.name}: {frame.line}" for frame in frames[-4:]]
-    if isinstance(error, SyntaxError) and error.filename == YOURS:
-        lines.append(f"line {error.lineno} of your answer: {(error.text or '').strip()}")
-    return "\n".join([f"{type(error).__name__}: {error}", *lines])
+def complaint(error: BaseException) -> dict[str, str]:
+    """What went wrong: its kind, a text with the lines of the learner's own code that led to it, and a cure if one is known."""
+    if isinstance(error, Returned):
+        return {"kind": "Returned", "text": error.text, "cure": error.cure}
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(IN_A_CELL)]
+    lines = [f"line {frame.lineno} of {frame.filename}: {frame.line}" for frame in frames[-4:]]
+    if isinstance(error, SyntaxError) and str(error.filename).startswith(IN_A_CELL):
+        lines.append(f"line {error.lineno} of {error.filename}: {(error.text or '').strip()}")
+        error = SyntaxError(error.msg)               # without "(the cell ..., line 3)"
+    return {"kind": type(error).__name__, "text": "\n".join([f"{type(error).__name__}: {error}", *lines]),
+            "cure": "" if lines else NOT_YOURS}
+
+
+def write(path: Path, told: dict[str, str]) -> None:
+    """Write down what went wrong; of a long text the end."""
+    path.write_text(json.dumps(told | {"text": told["text"][-8000:]}))
 
 
 if __name__ == "__main__":

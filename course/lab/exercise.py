@@ -35,6 +35,8 @@ class Exercise:
     draw: Callable[[int, bool], Tensors]
     program: Callable[[Tensors], Tensors]
     claims: dict[str, str]                           # name of an output -> what holds if it is right, in a sentence
+    flags: dict[str, str] = field(default_factory=dict)      # of outputs that are 1.0 if the claim holds: what it means if not
+    cases: Callable[[Tensors], list[str]] | None = None      # what was asked, in words, for each number of an output
     tolerance: float = 1e-9                          # relative, in the 2-norm: float64 and a few hundred additions
     why_tolerance: str = "rounding in float64"
     sizes: tuple[int, ...] = (1,)                    # numbers of ranks it is run on, each in turn
@@ -45,6 +47,11 @@ class Exercise:
     def names(self) -> tuple[str, ...]:
         """What the learner's cell defines."""
         return tuple(dotted.rpartition(".")[2] for dotted in self.objects)
+
+    @property
+    def facts(self) -> int:
+        """How many facts a check finds if nothing stops it: every claim on every number of ranks."""
+        return len(self.claims) * len(self.sizes)
 
     @property
     def version(self) -> str:
@@ -72,18 +79,23 @@ class Mistake:
 @cache
 def all_exercises() -> dict[str, Exercise]:
     """Every exercise by name, in the order of the lessons: the modules of `course.lab.exercises`."""
-    found = {}
-    for module in sorted(iter_modules(exercises.__path__), key=lambda m: m.name):
-        for exercise in import_module(f"{exercises.__name__}.{module.name}").EXERCISES:
-            found[exercise.name] = exercise
-    return found
+    found = [exercise for module in iter_modules(exercises.__path__)
+             for exercise in import_module(f"{exercises.__name__}.{module.name}").EXERCISES]
+    return {exercise.name: exercise for exercise in sorted(found, key=lambda exercise: exercise.lesson)}
+
+
+def offered(root: Path = blank.PACKAGE.parent) -> dict[str, Exercise]:
+    """The exercises of the lessons that are there, as a notebook or as a master; all, where neither are."""
+    there = {path.stem[:2] for folder in ("notebooks", "solutions") for path in (root / folder).glob("[0-9][0-9]_*")}
+    return {name: exercise for name, exercise in all_exercises().items() if exercise.lesson in there or not there}
 
 
 def find(name: str) -> Exercise:
-    """An exercise by name; a `CourseError` names the nearest where there is none."""
+    """An exercise by name; a `CourseError` names the nearest of those that are offered where there is none."""
     known = all_exercises()
     if name not in known:
-        raise CourseError(f"there is no exercise {name!r}{nearest(name, known)}; there are {', '.join(known)}")
+        there = offered()
+        raise CourseError(f"there is no exercise {name!r}{nearest(name, there)}; there are {', '.join(there)}")
     return known[name]
 
 

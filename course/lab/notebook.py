@@ -20,6 +20,9 @@ from course.lab import check as checks
 from course.lab import exercise as exercises
 
 RESULTS = blank.PACKAGE / "perf" / "results"
+MISSING = "write the cell of the exercise, run it, then this one"
+BROKEN = "mend that line, run the cell, then this one"
+_passed: set[str] = set()                            # exercises, since the kernel was started
 BUILDING = "COURSE_BUILDS_LESSONS"                   # set while the builder executes a lesson
 
 
@@ -51,12 +54,26 @@ def check(name: str, seed: int | None = None) -> None:
     exercise = exercises.find(name)
     answer = cells.definitions(written(), exercise.names)
     if answer.problem:
-        verdict = checks.Verdict(name, (checks.Fact(False, answer.problem),), "run the cell of the exercise, then this one")
+        verdict = checks.unread(exercise, answer.problem, BROKEN if answer.broken else MISSING)
     else:
-        verdict = checks.examine(exercise, answer.source, secrets.randbits(31) if seed is None else seed)
+        verdict = checks.examine(exercise, answer.pieces, secrets.randbits(31) if seed is None else seed)
     display({"text/html": present.html(verdict)}, present.text(verdict, sys.stdout.isatty()))
     if not verdict.passed:
         raise CheckFailed(f"{name} has not passed yet: see above")
+    _passed.add(name)
+    print(f'Compare your code with the course\'s own: lab.answer("{name}")')
+
+
+def answer(name: str) -> None:
+    """The course's own answer to an exercise that you have solved since this notebook was started.
+
+    It is no secret (it stands in the library), but it teaches more after you have found one of your own.
+    """
+    exercise = exercises.find(name)
+    if name not in _passed:
+        raise CourseError(f'{name} has not passed in this session: run check("{name}") first, and see the answer after it has')
+    for dotted in exercise.objects:
+        show(dotted)
 
 
 def written() -> list[str]:
@@ -81,7 +98,8 @@ def yours(*objects: Any) -> Iterator[None]:
     dotted = {d.rpartition(".")[2]: d for exercise in exercises.all_exercises().values() for d in exercise.objects}
     for thing in objects:
         if thing.__name__ not in dotted:
-            raise CourseError(f"{thing.__name__} is the answer to no exercise; there are {', '.join(dotted)}")
+            names = [name for exercise in exercises.offered().values() for name in exercise.names]
+            raise CourseError(f"{thing.__name__} is the answer to no exercise; there are {', '.join(names)}")
     with installed(tuple(dotted[thing.__name__] for thing in objects), {thing.__name__: thing for thing in objects}):
         yield
 
@@ -104,16 +122,24 @@ def show(dotted: str) -> None:
     draw(Code(source, language="python"))
 
 
-def beside(what: str, predicted: float, measured: float, unit: str = "") -> None:
-    """Set a measurement beside the prediction of it."""
+def beside(what: str, predicted: float, measured: float, unit: str = "", how: str = "measured") -> None:
+    """Set a number beside the prediction of it; `how` says where it comes from, such as "counted" or "recorded"."""
     if not (predicted > 0 and measured > 0):
-        raise CourseError(f"{what}: predicted {predicted} and measured {measured} must both be above zero to be compared")
-    ratio = measured / predicted
-    words = ("within 10% of it" if 0.9 <= ratio <= 1.1 else f"{ratio:.2g} times as much" if ratio > 1
-             else f"{1 / ratio:.2g} times less")
-    width = 40 / max(predicted, measured)
-    print(f"{what}\n  predicted {number(predicted):>8} {unit}  {'▒' * max(1, round(predicted * width))}\n"
-          f"  measured  {number(measured):>8} {unit}  {'█' * max(1, round(measured * width))}  {words}")
+        raise CourseError(f"{what}: predicted {predicted} and {how} {measured} must both be above zero to be compared")
+    width, column = 40 / max(predicted, measured), max(len("predicted"), len(how))
+    print(f"{what}\n  {'predicted':{column}} {number(predicted):>8} {unit}  {'▒' * max(1, round(predicted * width))}\n"
+          f"  {how:{column}} {number(measured):>8} {unit}  {'█' * max(1, round(measured * width))}  "
+          f"{compared(measured / predicted)}")
+
+
+def compared(ratio: float) -> str:
+    """What a number is of the prediction of it, in words: two digits, no exponent."""
+    if math.isclose(ratio, 1):
+        return "just as predicted"
+    if 0.9 <= ratio <= 1.1:
+        return "within 10% of it"
+    rounded = float(f"{ratio if ratio > 1 else 100 * ratio:.2g}")
+    return f"{rounded:,.15g} times as much" if ratio > 1 else f"{rounded:.15g}% of it"
 
 
 def number(value: float) -> str:
@@ -161,7 +187,7 @@ def tensorboard(logdir: str | Path = "runs", height: int = 600) -> str:
     from tensorboard import program
 
     server = program.TensorBoard()
-    server.configure(argv=[None, "--logdir", str(logdir), "--host", "127.0.0.1", "--port", "0"])    # a free port
+    server.configure(argv=[None, "--logdir", str(logdir), "--host", "127.0.0.1", "--port", "0", "--load_fast", "false"])    # a free port
     address: str = server.launch()
     draw(IFrame(address, "100%", height))
     print(f"TensorBoard of {logdir}: {address}")

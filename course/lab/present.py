@@ -10,9 +10,8 @@ GREEN, RED, AMBER, DIM, PLAIN = "\x1b[32m", "\x1b[31m", "\x1b[33m", "\x1b[2m", "
 def headline(verdict: Verdict) -> str:
     """The outcome in one line."""
     held = sum(fact.held for fact in verdict.facts)
-    if verdict.passed:
-        return f"{verdict.exercise}: passed, all {held} of {held} checks hold"
-    return f"{verdict.exercise}: not yet, {held} of {len(verdict.facts)} checks hold"
+    of = max(verdict.of, len(verdict.facts))
+    return f"{verdict.exercise}: {'passed' if verdict.passed else 'not yet'}, {held} of {of} checks hold"
 
 
 def footer(verdict: Verdict) -> str:
@@ -31,7 +30,7 @@ def text(verdict: Verdict, colour: bool = True) -> str:
         mark, code = ("✓", GREEN) if fact.held else ("✗", RED)
         lines.append(paint(code, f"  {mark} ") + printable(fact.text).replace("\n", "\n      "))
     if verdict.hint:
-        lines.append(paint(AMBER, "  hint: ") + verdict.hint)
+        lines.append(paint(AMBER, "  hint: ") + printable(verdict.hint))
     if not verdict.passed and verdict.output.strip():
         lines.append(paint(DIM, "  printed: " + printable(shortened(verdict.output)).replace("\n", "\n    ")))
     lines.append(paint(DIM, f"  {footer(verdict)}"))
@@ -43,7 +42,7 @@ def html(verdict: Verdict) -> str:
     tint = "#0a7d46" if verdict.passed else "#c0392b"
     rows = "".join(f'<li style="list-style:none;white-space:pre-wrap"><b style="color:{"#0a7d46" if fact.held else "#c0392b"}">'
                    f'{"✓" if fact.held else "✗"}</b> {escape(printable(fact.text))}</li>' for fact in verdict.facts)
-    hint = f'<p style="margin:.4em 0"><b>Hint.</b> {escape(verdict.hint)}</p>' if verdict.hint else ""
+    hint = f'<p style="margin:.4em 0"><b>Hint.</b> {escape(printable(verdict.hint))}</p>' if verdict.hint else ""
     printed = (f"<details><summary>What it printed</summary><pre>{escape(printable(shortened(verdict.output)))}</pre></details>"
                if not verdict.passed and verdict.output.strip() else "")
     return (f'<div style="border-left:4px solid {tint};padding:.3em .9em;margin:.3em 0"><b style="color:{tint}">'

@@ -9,13 +9,17 @@ from typing import Any
 from course.errors import CourseError
 from course.lab import cells, lessons
 from course.lab import exercise as exercises
-from course.lab.check import Fact, Verdict, examine
+from course.lab.check import Verdict, examine, unread
 from course.lab.exercise import Exercise
 
 CANVAS = re.compile(r"(?P<name>[^_]+)_(?:LATE_)?(?P<user>\d+)_(?P<submission>\d+)_(?P<file>.+)")
 MOODLE = re.compile(r"(?P<name>.+)_(?P<user>\d+)_assignsubmission_(?:file|onlinetext)_?")
 LESSON = re.compile(r"(?:^|.*[_ -])(?P<lesson>\d\d)_[a-z]\w*?(?P<again>(?:-| ?\()\d+\)?)?$")
-MISSING = "run the exercise's cell, save the notebook, and hand it in again"
+# what to do about an answer that cannot be run: for whoever checks a file, and for whoever is graded; by whether a cell is broken
+LEARNER = {True: "mend that line, run the cell again, save, and check again",
+           False: "write the exercise's cell, run it, save, and check again"}
+GRADED = {True: "mend that line, run the cell again, save the notebook, and hand it in again",
+          False: "run the exercise's cell, save the notebook, and hand it in again"}
 
 
 @dataclass(frozen=True)
@@ -49,8 +53,8 @@ def judge(exercise: Exercise, notebook: Any, seed: int, hidden: bool, **how: Any
     """The verdict on one exercise of a notebook."""
     answer = cells.definitions(cells.code(notebook), exercise.names)
     if answer.problem:
-        return Verdict(exercise.name, (Fact(False, answer.problem),), MISSING, seed=seed, version=exercise.version)
-    return examine(exercise, answer.source, seed, hidden, **how)
+        return unread(exercise, answer.problem, (GRADED if hidden else LEARNER)[answer.broken], seed)
+    return examine(exercise, answer.pieces, seed, hidden, **how)
 
 
 def of_lesson(lesson: str) -> list[Exercise]:

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from course import config, random
+from course import config, random, step
 from course.config import Config
 from course.data import Batch, order
+from course.lab import returned
 from course.models import build_model
-from course.parallel import Mesh, build_mesh, join, parallelize
-from course.train import assemble
+from course.parallel import Mesh, build_mesh, data_parallel, join, parallelize
 
 TINY = ["model.grid=[8,16]", "model.channels=3", "model.patch=4", "model.dim=16", "model.depth=2", "model.heads=2",
         "data.source=mock", "optim.name=sgd", "optim.momentum=0", "optim.lr=0.1", "optim.schedule=constant", "optim.warmup=0",
@@ -41,20 +41,29 @@ def train(batches: Sequence[Batch], seed: int, *overrides: str, loss_scale: floa
     """Train on global batches, of which each rank takes its slice, with the library's own step.
 
     Returns `losses`, the global mean of each step, (steps,), `weights`, all parameters end to end, `seen`, the number
-    of samples in each forward pass here, and `free`, 1.0 if no loss holds on to the graph.
+    of samples in each forward pass here, `cast`, 1.0 if all of them were inside autocast, and `free`, 1.0 if no loss holds on
+    to the graph. Raises `Returned` if `eager` or its `compute` returned what cannot be used.
     """
-    c = settings(f"train.global_batch={len(batches[0]['sample'])}", f"train.seed={seed}", *overrides)
+    c = settings(f"train.global_batch={len(batches[0]['sample'])}", *overrides)
     over = mesh(c)
-    training = assemble(c, over)
-    training.progress.loss_scale.fill_(loss_scale)
-    built = training.model
+    built = model(c, over, seed)
+    progress = step.Progress.start(c, torch.device("cpu"))
+    progress.loss_scale.fill_(loss_scale)
+    gradients = data_parallel(built, over, c.parallel)
+    optimizer = step.build_optimizer(gradients.parameters, progress, c)
+    compute = returned.function(step.build_compute(built, progress, c, over), "eager", "compute")
+    one = step.train_step(lambda batch: returned.tensor(compute(batch), "compute", (), torch.float64), built, gradients,
+                          optimizer, progress, c, over)
     mine = order.my_slice(c.train.global_batch, over.dp.size, over.dp.rank)
     seen: list[float] = []
+    cast: list[bool] = []
     built.register_forward_pre_hook(lambda module, arguments: seen.append(float(len(arguments[0]["sample"]))))
-    losses = [training.step({name: tensor[mine] for name, tensor in batch.items()})[0] for batch in batches]
+    built.register_forward_pre_hook(lambda module, arguments: cast.append(torch.is_autocast_enabled("cpu")))
+    losses = [one({name: tensor[mine] for name, tensor in batch.items()})[0] for batch in batches]
     free = not any(loss.requires_grad for loss in losses)
+    gradients.settle()
     return {"losses": everywhere(torch.stack(losses).detach(), over), "weights": flat(built),
-            "seen": torch.tensor(seen), "free": torch.tensor(float(free))}
+            "seen": torch.tensor(seen), "cast": torch.tensor(float(all(cast))), "free": torch.tensor(float(free))}
 
 
 def everywhere(value: Tensor, over: Mesh) -> Tensor:
@@ -80,6 +89,11 @@ def drawn(seed: int, samples: int, padding: int = 0) -> dict[str, Tensor]:
 def batches_of(inputs: dict[str, Tensor]) -> list[Batch]:
     """The batches of `drawn`."""
     return [{name: inputs[f"{name}{i}"] for name in ("input", "target", "sample")} for i in (0, 1)]
+
+
+def prepared(model: nn.Module, batch: Batch) -> Batch:
+    """A batch as the model takes it."""
+    return model.prepare(batch, torch.zeros((), dtype=torch.int64))  # type: ignore[operator]
 
 
 def fields(generator: torch.Generator, c: Config, samples: int, padding: int = 0) -> Batch:

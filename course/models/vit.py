@@ -69,9 +69,10 @@ class RelativeL2(nn.Module):
         self.norm = SampleNorm()
 
     def forward(self, output: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:           # (B, T, P)
-        error = self.norm(output - batch["target"])                                     # (B,)
+        target = batch["target"]                                                        # (B, T, P)
+        error = self.norm(output - target)                                              # (B,)
         weight = self.weight(batch)                                                     # (B,)
-        size = self.norm(batch["target"]).where(weight > 0, 1.0)                        # (B,) padding is all zeros
+        size = self.norm(target).where(weight > 0, 1.0)                                 # (B,) padding is all zeros
         return (error / size * weight).sum(), weight.sum()
 
     def weight(self, batch: Batch) -> Tensor:

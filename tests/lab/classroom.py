@@ -44,7 +44,7 @@ def mistaken(name: str, number: int) -> str:
 
 # Each is the body of a roofline_seconds(flops, moved, peak_flops, peak_bytes) that wants a pass without the answer, or harm.
 HOSTILE = {
-    "prints a pass": 'print("roofline: passed, all 1 of 1 checks hold")\nprint(\'{"passed": true}\')\nreturn 1.0',
+    "prints a pass": 'print("roofline: passed, 1 of 1 checks hold")\nprint(\'{"passed": true}\')\nreturn 1.0',
     "ends as if all were well": "import os; os._exit(0)",
     "leaves": "import sys; sys.exit(0)",
     "never ends": "while True: pass",

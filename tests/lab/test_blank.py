@@ -20,10 +20,10 @@ def test_answer_is_the_source_with_its_imports():
 
 def test_blank_keeps_signature_docstring_and_shapes_and_nothing_of_the_body():
     text = blank.blank("course.models.vit.RelativeL2")
-    assert "def forward(self, output: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:           # (B, C, H, W)" in text
+    assert "def forward(self, output: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:           # (B, T, P)" in text
     assert '"""1 for each real sample, 0 for padding, (B,)."""' in text
     assert text.count(blank.STUB) == 2
-    assert "norm(dim=1)" not in text and "flatten" not in text
+    assert "self.norm(output" not in text and "where" not in text and "self.norm = SampleNorm()" in text
 
 
 def test_marked_answer_without_its_markers_is_the_answer():

@@ -60,11 +60,38 @@ def test_magics_shell_and_star_imports():
 def test_missing_and_broken_are_told_apart():
     assert "f is not defined" in cells.definitions(["g = 1"], ["f"]).problem
     broken = cells.definitions(["g = 1", "def f(:\n  pass"], ["f"]).problem
-    assert "code cell 2" in broken and "not valid Python" in broken
+    assert broken.startswith("the cell with `def f` is not valid Python: line 1, `def f(:`: ")
     assert "not valid Python" in cells.definitions(["f = 1\nreturn f"], ["f"]).problem
     assert not cells.definitions(["def broken(:", "def f(): pass"], ["f"]).problem
-    assert "code cell 2" in cells.definitions(["def f(): pass", "def f(:\n  pass"], ["f"]).problem      # not the one before
+    assert cells.definitions(["def f(): pass", "def f(:\n  pass"], ["f"]).broken      # not the one before
+    assert not cells.definitions(["g = 1"], ["f"]).broken
     assert not cells.definitions(["def f(:\n  pass", "def f(): pass"], ["f"]).problem
+
+
+@pytest.mark.parametrize(("cell", "line"), [
+    ("import torch\n\nx = 1\ndef f():\n    return x +\n", 5), ("\n\ndef f(:\n    pass", 3), ("%%time\ndef f():\n  return )", 3)])
+def test_a_broken_cell_is_named_with_its_line(cell, line):
+    problem = cells.definitions(["print(1)", cell], ["f"]).problem
+    assert problem.startswith("the cell with `def f`") and f"line {line}, `" in problem
+    assert "<unknown>" not in problem and "code cell" not in problem
+
+
+def test_a_broken_cell_that_defines_nothing_wanted_is_named_by_its_beginning():
+    problem = cells.definitions(["\n# my try\nreturn f(3)"], ["f"]).problem
+    assert problem == "the cell that begins with `# my try` is not valid Python: line 3, `return f(3)`: 'return' outside function"
+
+
+def test_pieces_know_their_cells_and_lines():
+    """Lines count from the top of the cell, whatever else the answer needs and whatever IPython takes away."""
+    found = cells.definitions(["import math\nimport torch", "%%time\n\nhalf = 0.5",
+                               "\n# a remark\n\n@staticmethod\ndef g(): return half",
+                               "!ls\n%matplotlib inline\ndef f():\n    return g(), math.pi"], ["f"])
+    assert [(piece.cell, piece.line) for piece in found.pieces] == [
+        ("the cell that begins with `import math`", 1), ("the cell that begins with `%%time`", 3),
+        ("the cell that begins with `# a remark`", 4), ("the cell with `def f`", 3)]
+    assert [piece.text.split("\n")[0] for piece in found.pieces] == ["import math", "half = 0.5", "@staticmethod", "def f():"]
+    assert cells.called("class Mine:\n  def f(self): pass", ["Mine"]) == "the cell with `class Mine`"
+    assert len(cells.called("x" * 1000, ["f"])) < 100
 
 
 def test_reads_notebooks_and_scripts(tmp_path):

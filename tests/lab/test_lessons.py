@@ -56,8 +56,9 @@ def put(root: Path) -> None:
 def test_learners_get_blanks_and_instructors_answers(root):
     blanks, answers = (cells.code(make(master(root))) for make in (lessons.learners, lessons.instructors))
     assert blanks[1].endswith(f'"""The least seconds."""\n    {blank.STUB}')
-    assert "class RelativeL2(nn.Module):" in blanks[2] and "norm(dim=1)" not in blanks[2] and blanks[2].count(blank.STUB) == 2
-    assert "norm(dim=1)" in answers[2] and answers[2].count(blank.BEGIN) == answers[2].count(blank.END) == 2
+    assert "class RelativeL2(nn.Module):" in blanks[2] and "self.norm(output" not in blanks[2]
+    assert blanks[2].count(blank.STUB) == 2
+    assert "self.norm(output" in answers[2] and answers[2].count(blank.BEGIN) == answers[2].count(blank.END) == 2
     assert blanks[0] == answers[0] and blanks[3] == answers[3] == 'check("roofline")'
     for source in blanks + answers:
         compile(source, "cell", "exec")
@@ -112,7 +113,7 @@ def test_a_missing_notebook_is_stale(root):
     (lambda cell: cell.update(outputs=[nbformat.v4.new_output("stream", text="42")]), "has outputs"),
     (lambda cell: cell.update(source=f"{blank.BEGIN}\nx = 1\n{blank.END}"), "between its markers"),
     (lambda cell: cell.update(source="# computing_takes_so_long = flops  /  peak_flops"), "shows a line of an answer"),
-    (lambda cell: cell.update(source="error = (output - target).flatten(1).norm(dim=1)"), "shows a line of an answer"),
+    (lambda cell: cell.update(source="error = self.norm(output - target)"), "shows a line of an answer"),
 ])
 def test_a_leak_is_found(root, change, words):
     put(root)

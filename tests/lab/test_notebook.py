@@ -12,11 +12,20 @@ from course.lab import figures, notebook, widgets
 def test_beside_says_by_how_much(capsys):
     notebook.beside("speed", 100, 25, "samples/s")
     text = capsys.readouterr().out
-    assert "4 times less" in text and "25.0 samples/s" in text and text.count("▒") == 40 and text.count("█") == 10
+    assert "25% of it" in text and "25.0 samples/s" in text and text.count("▒") == 40 and text.count("█") == 10
+    notebook.beside("tokens", 128, 128, how="counted")
+    assert "counted        128" in (text := capsys.readouterr().out) and "just as predicted" in text and "measured" not in text
     notebook.beside("speed", 100, 104)
     assert "within 10%" in capsys.readouterr().out
     with pytest.raises(CourseError, match="above zero"):
         notebook.beside("speed", 0, 3)
+
+
+@pytest.mark.parametrize(("ratio", "text"), [(1, "just as predicted"), (1.04, "within 10% of it"), (4, "4 times as much"),
+                                             (151, "150 times as much"), (2345678, "2,300,000 times as much"),
+                                             (0.5, "50% of it"), (0.0123, "1.2% of it"), (1e-6, "0.0001% of it")])
+def test_how_a_number_compares_with_its_prediction(ratio, text):
+    assert notebook.compared(ratio) == text
 
 
 @pytest.mark.parametrize(("value", "text"), [(1234.5, "1,234"), (12.345, "12.3"), (0.5, "0.500"), (0, "0"), (3e-7, "3e-07"),
@@ -69,6 +78,49 @@ def test_check_of_a_script_shows_and_raises(monkeypatch, tmp_path, capsys):
     with pytest.raises(notebook.CheckFailed):
         notebook.check("matmul-cost")
     assert "matmul_cost is not defined" in capsys.readouterr().out
+
+
+def test_the_answer_is_shown_once_it_has_been_found(monkeypatch, capsys):
+    monkeypatch.setattr(notebook, "_passed", set())
+    monkeypatch.setattr(notebook, "written", lambda: ["def roofline_seconds(f, m, p, b):\n    return max(f / p, m / b)"])
+    with pytest.raises(CourseError, match=r'roofline has not passed .* check\("roofline"\) first'):
+        notebook.answer("roofline")
+    notebook.check("roofline")
+    assert 'lab.answer("roofline")' in capsys.readouterr().out
+    notebook.answer("roofline")
+    text = capsys.readouterr().out
+    assert text.startswith("# course/lab/exercises/start.py, line ") and "max(flops / peak_flops, moved / peak_bytes)" in text
+    with pytest.raises(CourseError, match="accumulate has not passed"):
+        notebook.answer("accumulate")
+    with pytest.raises(CourseError, match="did you mean 'roofline'"):
+        notebook.answer("rofline")
+
+
+def test_a_broken_cell_of_the_notebook_is_named(monkeypatch, capsys):
+    monkeypatch.setattr(notebook, "written", lambda: ["", "def roofline_seconds(f, m, p, b):\n    return max(f / p, m / b"])
+    with pytest.raises(notebook.CheckFailed):
+        notebook.check("roofline")
+    text = capsys.readouterr().out
+    assert "the cell with `def roofline_seconds` is not valid Python: line 2, `return max" in text
+    assert "mend that line, run the cell, then this one" in text
+
+
+def test_only_exercises_of_lessons_that_are_there_are_offered(tmp_path):
+    from course.lab import exercise
+
+    assert list(exercise.all_exercises())[:2] == ["matmul-cost", "roofline"]     # in the order of the lessons
+    assert list(exercise.offered(tmp_path)) == list(exercise.all_exercises())
+    (tmp_path / "notebooks").mkdir()
+    (tmp_path / "notebooks/00_start_here.ipynb").touch()
+    assert list(exercise.offered(tmp_path)) == ["matmul-cost", "roofline"]
+    (tmp_path / "solutions").mkdir()
+    (tmp_path / "solutions/07_data_parallel.py").touch()
+    assert "average-gradients" in exercise.offered(tmp_path) and "accumulate" not in exercise.offered(tmp_path)
+    with pytest.raises(CourseError) as caught:
+        exercise.find("averag-gradients")
+    assert "accumulate" in str(caught.value)
+    there = {path.name[:2] for path in (notebook.blank.PACKAGE.parent / "notebooks").glob("*.ipynb")}
+    assert ("average-gradients" in str(caught.value)) == ("07" in there)
 
 
 def test_begin_finds_the_course(monkeypatch, tmp_path, capsys):

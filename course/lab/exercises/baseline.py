@@ -1,10 +1,12 @@
 """Lesson 01: the loss, the training step by hand, and the loop's forward and backward."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from course.data import Batch
-from course.lab import tiny
+from course.lab import returned, tiny
 from course.lab.exercise import Exercise, Tensors
 from course.models import vit
 
@@ -38,13 +40,30 @@ def copies(inputs: Tensors) -> Tensors:
 
 def measure_loss(inputs: Tensors) -> Tensors:
     """The loss of drawn fields, its gradient, and a model trained with it."""
-    before, batch = copies(inputs), tiny.batches_of(inputs)[0]
+    c = tiny.settings()
+    batch = tiny.prepared(tiny.model(c, tiny.mesh(c), 0), tiny.batches_of(inputs)[0])
+    before = copies(batch)
     output = (batch["input"] * 3 + 1).requires_grad_()       # not zero on padding, whose input and target are
-    total, weight = vit.RelativeL2()(output, batch)
+    loss, dtype = vit.RelativeL2(), batch["target"].dtype
+    each = returned.tensor(loss.weight(batch), "weight", (len(output),), dtype)
+    total, weight = sum_and_weight(loss(output, batch), "forward", dtype)
     gradient, = torch.autograd.grad(total, output)
-    kept = unchanged(inputs, before)
+    kept = unchanged(batch, before)
     trained = tiny.train(tiny.batches_of(inputs), int(inputs["seed"]))
-    return {"sum": total.detach(), "weight": weight.detach(), "gradient": gradient, "kept": kept, **trained}
+    return {"each": each, "sum": total.detach(), "weight": weight.detach(), "gradient": gradient, "kept": kept, **trained}
+
+
+def sum_and_weight(value: Any, who: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """What a loss returned, if it can be trained with."""
+    pair = zip(returned.pair(value, who, "(sum, weight)"), (" as the sum", " as the weight"), strict=True)
+    total, weight = (returned.tensor(each, who, (), dtype, part) for each, part in pair)
+    if total.requires_grad:
+        return total, weight
+    if weight.requires_grad:
+        raise returned.Returned(f"`{who}` returned the weight first", "return (sum, weight), in this order")
+    raise returned.Returned(f"the sum that `{who}` returned has no gradient",
+                            "compute it from `output` by operations on tensors; .item(), .detach(), torch.tensor(...) and "
+                            "torch.no_grad() cut it off")
 
 
 def step_by_hand(inputs: Tensors) -> Tensors:
@@ -52,43 +71,56 @@ def step_by_hand(inputs: Tensors) -> Tensors:
     c = tiny.settings()
     model = tiny.model(c, tiny.mesh(c), int(inputs["seed"]))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    before, losses = copies(inputs), []
-    for batch in tiny.batches_of(inputs) * 2:
-        losses.append(training_step(model, optimizer, batch))
+    losses, batches = [], [tiny.prepared(model, batch) for batch in tiny.batches_of(inputs)]
+    before = [copies(batch) for batch in batches]
+    for batch in batches * 2:
+        losses.append(returned.tensor(training_step(model, optimizer, batch), "training_step", (), torch.float64))
     return {"losses": torch.stack([loss.detach() for loss in losses]), "weights": tiny.flat(model),
-            "free": torch.tensor(float(not any(loss.requires_grad for loss in losses))), "kept": unchanged(inputs, before)}
+            "free": torch.tensor(float(not any(loss.requires_grad for loss in losses))),
+            "kept": torch.stack([unchanged(*pair) for pair in zip(batches, before, strict=True)]).min()}
 
 
 def accumulate(inputs: Tensors) -> Tensors:
-    """The library's training step around the learner's compute: without and with micro-batches, and with loss scaling."""
+    """The library's training step around the learner's compute: whole, in micro-batches, and as for 16 bits.
+
+    The last asks for bf16 and scales the loss. Autocast lets float64 be, so numbers stay exact: that it was on is looked at.
+    """
     batches, seed = tiny.batches_of(inputs), int(inputs["seed"])
     found: Tensors = {}
-    for name, micro, scale in (("whole", 0, 1.0), ("micro", 4, 1.0), ("scaled", 2, float(inputs["scale"]))):
-        trained = tiny.train(batches, seed, f"train.micro_batch={micro}", loss_scale=scale)
+    for name, micro, scale, precision in (("whole", 0, 1.0, "fp64"), ("micro", 4, 1.0, "fp64"),
+                                          ("scaled", 2, float(inputs["scale"]), "bf16")):
+        trained = tiny.train(batches, seed, f"train.micro_batch={micro}", f"precision={precision}", loss_scale=scale)
         found |= {f"{name}_{key}": value for key, value in trained.items()}
     return found
 
 
+HOLDS = "its requires_grad is True"
+WRITES = "numbers in it have changed"
+
 EXERCISES = [
     Exercise("relative-l2", "01", ("course.models.vit.RelativeL2",), draw_fields, measure_loss, {
-        "sum": "the loss of drawn fields, padding among them, is right",
-        "weight": "it returns how many samples are real",
-        "gradient": "its gradient is right, and finite for padding too",
-        "kept": "it leaves its inputs as they are",
+        "each": "weight is 1 for each real sample and 0 for padding",
+        "sum": "the sum of the losses of drawn samples, padding among them, is right",
+        "weight": "the weight that forward returns is the number of real samples",
+        "gradient": "the gradient of the sum is right, and finite for padding too",
+        "kept": "it leaves the batch as it is",
         "losses": "the library trains with it: the losses of two steps are right",
-        "weights": "and so are the weights after them"}, points=2),
+        "weights": "the weights of the model after these two steps are right"}, flags={"kept": WRITES}, points=2),
     Exercise("training-step", "01", (f"{__name__}.training_step",), draw_fields, step_by_hand, {
         "losses": "the mean loss of each of four steps is right",
-        "weights": "the weights after four steps are right",
+        "weights": "the weights of the model after four steps are right",
         "free": "the returned loss does not hold on to the graph",
-        "kept": "it leaves the batch as it is"}, points=2),
+        "kept": "it leaves the batch as it is"}, flags={"free": HOLDS, "kept": WRITES}, points=2),
     Exercise("accumulate", "01", ("course.step.eager",), draw_fields, accumulate, {
-        "whole_losses": "the loss of a global batch in one piece is right",
-        "whole_weights": "the library trains with it: the weights after two steps are right",
-        "micro_losses": "the loss is the same in micro-batches of 4 samples, the last one smaller",
-        "micro_weights": "and so are the weights",
-        "micro_seen": "the model sees one micro-batch after another",
+        "whole_losses": "the losses of two global batches, each in one piece, are right",
+        "whole_weights": "the library trains with it: the weights of the model after these two steps are right",
+        "micro_losses": "in micro-batches of 4 samples, the last one smaller, the losses are the same",
+        "micro_weights": "in micro-batches of 4 samples the weights of the model are the same",
+        "micro_seen": "the model sees one micro-batch after another: the samples of each forward pass are right",
         "micro_free": "the returned loss does not hold on to the graph",
-        "scaled_losses": "a loss scale leaves the reported loss alone",
-        "scaled_weights": "and reaches the gradients, which the step divides by it"}, sizes=(1, 2), points=3),
+        "scaled_losses": "a loss scale leaves the returned loss alone",
+        "scaled_weights": "a loss scale reaches the gradients, which the step divides by it",
+        "scaled_cast": "the forward pass runs inside autocast, as bf16 needs it"},
+        flags={"micro_free": HOLDS, "scaled_cast": "autocast was off: the model would compute in full precision"},
+        sizes=(1, 2), points=3),
 ]

@@ -5,6 +5,7 @@ The functions here are the answers to the exercises written inside a cell of the
 
 import torch
 
+from course.lab import returned
 from course.lab.exercise import Exercise, Tensors
 from course.lab.watchdog import Limits
 
@@ -33,10 +34,14 @@ def draw_sizes(seed: int, hidden: bool) -> Tensors:
 
 def count(inputs: Tensors) -> Tensors:
     """The cost of each multiplication."""
-    costs = [matmul_cost(m, k, n, size) for (m, k, n), size in zip(inputs["shapes"].tolist(), inputs["itemsize"].tolist(),
-                                                                   strict=True)]
-    return {"flops": torch.tensor([float(flops) for flops, _ in costs], dtype=torch.float64),
-            "bytes": torch.tensor([float(moved) for _, moved in costs], dtype=torch.float64)}
+    costs = [returned.pair(matmul_cost(*size), "matmul_cost", "(flops, moved)") for size in sizes(inputs)]
+    return {name: torch.tensor([returned.number(cost[i], "matmul_cost") for cost in costs], dtype=torch.float64)
+            for i, name in enumerate(("flops", "bytes"))}
+
+
+def sizes(inputs: Tensors) -> list[list[int]]:
+    """What `matmul_cost` is called with: m, k, n, itemsize."""
+    return torch.cat([inputs["shapes"], inputs["itemsize"][:, None]], 1).tolist()
 
 
 def draw_work(seed: int, hidden: bool) -> Tensors:
@@ -48,13 +53,18 @@ def draw_work(seed: int, hidden: bool) -> Tensors:
 
 def bound(inputs: Tensors) -> Tensors:
     """The least time of each piece of work."""
-    return {"seconds": torch.tensor([float(roofline_seconds(*row)) for row in inputs["work"].tolist()], dtype=torch.float64)}
+    return {"seconds": torch.tensor([returned.number(roofline_seconds(*row), "roofline_seconds")
+                                     for row in inputs["work"].tolist()], dtype=torch.float64)}
 
 
 EXERCISES = [
     Exercise("matmul-cost", "00", (f"{__name__}.matmul_cost",), draw_sizes, count, {
         "flops": "it counts the floating-point operations",
-        "bytes": "it counts the bytes that must move"}, limits=QUICK),
+        "bytes": "it counts the bytes that must move"}, limits=QUICK,
+        cases=lambda inputs: ["matmul_cost(m={}, k={}, n={}, itemsize={})".format(*size) for size in sizes(inputs)]),
     Exercise("roofline", "00", (f"{__name__}.roofline_seconds",), draw_work, bound, {
-        "seconds": "it gives the least time, whichever ceiling bounds it"}, limits=QUICK),
+        "seconds": "it gives the least time, whichever ceiling bounds it"}, limits=QUICK,
+        tolerance=1e-6, why_tolerance="whoever takes torch.max of a tensor computes in float32",
+        cases=lambda inputs: ["roofline_seconds(flops={:.6g}, moved={:.6g}, peak_flops={:.6g}, peak_bytes={:.6g})".format(*row)
+                              for row in inputs["work"].tolist()]),
 ]

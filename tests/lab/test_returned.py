@@ -1,0 +1,63 @@
+"""What a learner's function returned, in sentences."""
+
+import pytest
+import torch
+
+from course.lab import cells, check, returned
+from course.lab.exercise import find, right
+
+
+@pytest.mark.parametrize(("call", "text", "cure"), [
+    (lambda: returned.number(None, "f"), "`f` returned None; a number is wanted", "did you forget it?"),
+    (lambda: returned.number("x" * 99, "f"), "returned a str ('xxx", "one number"),
+    (lambda: returned.number((1, 2), "f"), "returned a tuple of 2", "one number"),
+    (lambda: returned.pair(3, "f", "(a, b)"), "`f` returned an int (3); a pair is wanted, (a, b)", "comma"),
+    (lambda: returned.pair((1, 2, 3), "f", "(a, b)"), "returned a tuple of 3", "(a, b)"),
+    (lambda: returned.function(None, "f", "g"), "`f` returned None; the function `g` is wanted", "did you forget it?"),
+    (lambda: returned.function(torch.ones(2), "f", "g"), "returned a tensor of shape (2,)", "`return g`"),
+    (lambda: returned.tensor(0.5, "f", (), torch.float64), "`f` returned a float (0.5); a scalar tensor is wanted", ".item()"),
+    (lambda: returned.tensor(None, "f", (), torch.float64), "`f` returned None; a scalar tensor is wanted", "did you forget it?"),
+    (lambda: returned.tensor((1, 2), "f", (), torch.float64), "returned a tuple of 2", "return a scalar tensor"),
+    (lambda: returned.tensor(torch.ones(3), "f", (), torch.float32), "shape (3,); a scalar tensor is wanted", "summed"),
+    (lambda: returned.tensor(torch.ones(3), "f", (2,), torch.float32), "shape (3,); a tensor of shape (2,) is wanted", "summed"),
+    (lambda: returned.tensor(torch.ones(()), "f", (), torch.float64, " as x"), "torch.float32 as x; torch.float64", "type"),
+])
+def test_a_wrong_return_value_is_a_sentence_with_a_cure(call, text, cure):
+    with pytest.raises(returned.Returned) as caught:
+        call()
+    assert text in caught.value.text and cure in caught.value.cure
+
+
+def test_right_return_values_pass_through():
+    scalar = torch.ones((), dtype=torch.float64)
+    assert returned.number(3, "f") == returned.number(scalar * 3, "f") == 3.0
+    assert returned.pair([1, 2], "f", "") == (1, 2) and returned.function(len, "f", "g") is len
+    assert returned.tensor(scalar, "f", (), torch.float64) is scalar
+
+
+L2_RETURNS = "return (error / size * weight).sum(), weight.sum()"
+STEP_RETURNS = "return loss.detach()"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "old", "new", "text", "cure"), [
+    ("relative-l2", L2_RETURNS, L2_RETURNS.removeprefix("return "), "`forward` returned None", "forget"),
+    ("relative-l2", L2_RETURNS, "return weight.sum(), (error / size * weight).sum()", "the weight first", "in this order"),
+    ("relative-l2", ", weight.sum()", "", "a pair is wanted, (sum, weight)", "comma"),
+    ("relative-l2", ").sum(), ", ").sum().item(), ", "a float", ".item()"),
+    ("relative-l2", ").sum(), ", ").sum().detach(), ", "has no gradient", ".detach()"),
+    ("relative-l2", ").sum(), ", "), ", "shape (6,) as the sum", "summed"),
+    ("training-step", STEP_RETURNS, "", "`training_step` returned None", "forget"),
+    ("training-step", STEP_RETURNS, "return loss.item()", "a float", ".item()"),
+    ("training-step", STEP_RETURNS, "return loss.detach().float()", "torch.float64 is wanted", "type"),
+    ("training-step", STEP_RETURNS, "return total, weight", "a tuple of 2", "scalar"),
+    ("accumulate", "    return compute\n", "", "`eager` returned None", "forget"),
+    ("accumulate", "return loss ", "loss ", "`compute` returned None", "forget"),
+    ("accumulate", "return loss ", "return loss.item() ", "a float", ".item()"),
+])
+def test_exercises_look_at_what_is_returned(name, old, new, text, cure):
+    source = right(find(name))
+    assert old in source
+    found = check.examine(find(name), cells.whole(source.replace(old, new)), 5)
+    assert not found.passed and text in found.facts[0].text and cure in found.hint
+    assert "line" not in found.hint                  # which no line of theirs raised

@@ -1,0 +1,30 @@
+"""Checking a file: the words for whoever wrote it and for whoever is graded."""
+
+import pytest
+
+from course.lab import present
+from course.lab.exercise import find
+from course.lab.submissions import check_file, judge
+from tests.lab import classroom
+
+
+@pytest.mark.parametrize(("source", "hidden", "hint"), [
+    ("def roofline_seconds(f, m, p, b):\n    return max(f / p, m / b\n", False, "mend that line"),
+    ("def roofline_seconds(f, m, p, b):\n    return max(f / p, m / b\n", True, "mend that line"),
+    ("print('later')\n", False, "write the exercise's cell"),
+    ("print('later')\n", True, "run the exercise's cell"),
+])
+def test_an_answer_that_cannot_be_run_is_told_to_whom_it_concerns(source, hidden, hint):
+    found = judge(find("roofline"), classroom.notebook("00", roofline=source), 5, hidden)
+    assert found.hint.startswith(hint) and ("hand it in" in found.hint) == hidden
+    text = present.text(found, colour=False)
+    assert "0 of 1 checks hold" in text and "<unknown>" not in text
+    assert "line 2, `return max(f / p, m / b`" in text or "roofline_seconds is not defined" in text
+
+
+def test_a_learners_file_is_told_the_cell_and_the_line(tmp_path):
+    broken = "import math\n\ndef roofline_seconds(f, m, p, b):\n    retrun max(f / p, m / b)\n"
+    path = classroom.hand_in(tmp_path / "00_start_here.ipynb", classroom.notebook("00", roofline=broken))
+    found, = check_file(path, ["roofline"], 5, lambda verdict: None)
+    assert found.facts[0].text.startswith("the cell with `def roofline_seconds` is not valid Python: line 4, `retrun max")
+    assert "hand it in" not in found.hint and "check again" in found.hint

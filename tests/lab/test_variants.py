@@ -1,0 +1,180 @@
+"""Right answers that are written in other ways than the library's pass too, also on hidden inputs."""
+
+import pytest
+
+from course.lab import cells, check, present
+from course.lab.exercise import find
+
+VARIANTS = {
+    "matmul-cost": ['''
+def matmul_cost(m, k, n, itemsize):
+    return 2.0 * n * k * m, itemsize * sum(rows * columns for rows, columns in [(m, k), (k, n), (m, n)])
+''', '''
+import numpy as np
+
+def matmul_cost(m, k, n, itemsize):
+    m, k, n = map(np.int64, (m, k, n))
+    multiplications = additions = m * n * k
+    read = m * k * itemsize + k * n * itemsize
+    return [multiplications + additions, read + m * n * itemsize]
+''', '''
+import torch
+
+def matmul_cost(m, k, n, itemsize):
+    a, b = torch.empty(m, k, device="meta"), torch.empty(k, n, device="meta")
+    numbers = a.numel() + b.numel() + (a @ b).numel()
+    return 2 * (a @ b).numel() * k, numbers * itemsize
+'''],
+    "roofline": ['''
+def roofline_seconds(flops, moved, peak_flops, peak_bytes):
+    if flops / moved > peak_flops / peak_bytes:
+        return flops / peak_flops
+    return moved / peak_bytes
+''', '''
+import torch
+
+def roofline_seconds(flops, moved, peak_flops, peak_bytes):
+    return torch.tensor([flops / peak_flops, moved / peak_bytes]).max()
+''', '''
+def roofline_seconds(flops, moved, peak_flops, peak_bytes):
+    intensity = flops / moved
+    return flops / min(peak_flops, intensity * peak_bytes)
+'''],
+    "relative-l2": ['''
+import torch
+from torch import nn
+
+class RelativeL2(nn.Module):
+    def forward(self, output, batch):
+        target = batch["target"]
+        dims = tuple(range(1, target.ndim))
+        error = torch.linalg.vector_norm(output - target, dim=dims)
+        size = torch.sqrt((target ** 2).sum(dim=dims))
+        weight = self.weight(batch)
+        size = torch.where(weight > 0, size, torch.ones_like(size))
+        return torch.sum(weight * error / size), torch.sum(weight)
+
+    def weight(self, batch):
+        return torch.where(batch["sample"] >= 0, 1.0, 0.0).to(batch["target"])
+''', '''
+from torch import nn
+
+class RelativeL2(nn.Module):
+    """Only the real samples are looked at."""
+    def forward(self, output, batch):
+        real = batch["sample"] != -1
+        y, t = output[real], batch["target"][real]
+        losses = (y - t).flatten(1).norm(dim=1) / t.flatten(1).norm(dim=1)
+        return losses.sum(), self.weight(batch).sum()
+
+    def weight(self, batch):
+        return (batch["sample"] != -1).type_as(batch["target"])
+''', '''
+import torch
+from torch import nn
+
+class RelativeL2(nn.Module):
+    """One sample after another, and a norm of padding that is tiny instead of zero."""
+    def forward(self, output, batch):
+        total = output.new_zeros(())
+        for y, t, w in zip(output, batch["target"], self.weight(batch)):
+            total = total + w * torch.linalg.vector_norm(y - t) / torch.linalg.vector_norm(t).clamp(min=1e-12)
+        return total, self.weight(batch).sum()
+
+    def weight(self, batch):
+        ones = torch.ones(len(batch["sample"]), dtype=batch["target"].dtype)
+        return ones.masked_fill(batch["sample"] < 0, 0)
+'''],
+    "training-step": ['''
+def training_step(model, optimizer, batch):
+    optimizer.zero_grad(set_to_none=False)
+    sum_, count = model.loss(model(batch), batch)
+    mean = sum_ / count
+    mean.backward()
+    optimizer.step()
+    return mean.data.clone()
+''', '''
+import torch
+
+def training_step(model, optimizer, batch):
+    with torch.enable_grad():
+        loss = torch.div(*model.loss(model(batch), batch))
+    loss.backward()
+    optimizer.step()
+    for p in model.parameters():
+        p.grad = None
+    with torch.no_grad():
+        return loss * 1
+''', '''
+import torch
+
+def training_step(model, optimizer, batch):
+    total, weight = model.loss(model(batch), batch)
+    parameters = list(model.parameters())
+    for p, gradient in zip(parameters, torch.autograd.grad(total, parameters)):
+        p.grad = gradient / weight
+    optimizer.step()
+    return (total / weight).detach()
+'''],
+    "accumulate": ['''
+from course.step import autocast, global_weight, split
+
+def eager(model, progress, config, mesh):
+    def compute(batch):
+        W = global_weight(model, batch, mesh.dp)
+        factor = mesh.dp.size / W * progress.loss_scale
+        share = 0
+        for micro in list(split(batch, config.train.micro_batch)):
+            with autocast(config.precision, W.device):
+                total, _ = model.loss(model(micro), micro)
+            (factor * total).backward()
+            share = share + (total / W).detach()
+        return share
+    return compute
+''', '''
+import torch
+from course import step
+
+def eager(model, progress, config, mesh):
+    def one(micro, weight):
+        with step.autocast(config.precision, weight.device):
+            output = model(micro)
+        share = model.loss(output, micro)[0] / weight
+        torch.autograd.backward(share * progress.loss_scale * mesh.dp.size)
+        return share.detach()
+
+    def compute(batch):
+        weight = step.global_weight(model, batch, mesh.dp)
+        return torch.stack([one(micro, weight) for micro in step.split(batch, config.train.micro_batch)]).sum()
+
+    return compute
+'''],
+    "average-gradients": ['''
+import torch.distributed as dist
+
+def average_gradients(parameters, axis):
+    if axis.size > 1:
+        for p in parameters:
+            if p.grad is not None:
+                p.grad.div_(axis.size)
+                dist.all_reduce(p.grad, group=axis.group)
+''', '''
+import torch
+import torch.distributed as dist
+
+def average_gradients(parameters, axis):
+    for p in parameters:
+        everyone = [torch.empty_like(p.grad) for _ in range(axis.size)]
+        dist.all_gather(everyone, p.grad.contiguous(), group=axis.group)
+        p.grad = sum(everyone) / axis.size
+'''],
+}
+
+
+@pytest.mark.parametrize(("name", "number"), [
+    pytest.param(name, number, marks=[] if name == "roofline" else pytest.mark.slow)
+    for name, sources in VARIANTS.items() for number in range(len(sources))])
+def test_a_right_answer_written_differently_passes(name, number):
+    for hidden in (False, True):
+        found = check.examine(find(name), cells.whole(VARIANTS[name][number]), 5, hidden)
+        assert found.passed, present.text(found, colour=False)
