@@ -7,6 +7,7 @@
     child       what runs in that process; returned, sentences on what a learner's function returned
     check       run, compare, judge; present shows the verdict
     notebook    what lessons call; figures; widgets, pictures with sliders; quiet, whether others compute here
+    sleepers, meter         a pipeline whose stages sleep; how many bytes of tensors are alive
     tiny        the real model at its smallest, for checks
     lessons     from the master to the notebooks
     submissions, grade, release             for instructors

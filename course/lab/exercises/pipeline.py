@@ -1,10 +1,11 @@
 """Lesson 12: schedules of a pipeline, by simulation and by training with them."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
-from course.lab import tiny
+from course.lab import returned, tiny
 from course.lab.exercise import Exercise, Tensors
 from course.lab.watchdog import Limits
 from course.parallel import join, schedule
@@ -24,16 +25,24 @@ def draw(seed: int, hidden: bool) -> Tensors:
     return tiny.drawn(seed, samples=10 if hidden else 8) | {"cases": torch.cat([cases, torch.tensor([[5, 2]])]), "times": times}
 
 
-def simulate(inputs: Tensors, make: Callable[[int, int, int, int], list[Pass]], v: int = 1) -> Tensors:
+def passes(value: Any, who: str) -> list[Pass]:
+    """The passes that `who` returned."""
+    if not isinstance(value, list | tuple) or not all(isinstance(work, Pass) for work in value):
+        raise returned.Returned(f"`{who}` returned {returned.told(value)}; a list of Pass is wanted",
+                                returned.cure(value, 'return one list of all passes in order, each Pass("F" or "B", 0, number)'))
+    return list(value)
+
+
+def simulate(inputs: Tensors, make: Callable[[int, int, int, int], list[Pass]], who: str, v: int = 1) -> Tensors:
     """Of each drawn pipeline: how many passes each rank does, and of those it should; who meets; time; live activations."""
     found: dict[str, list[float]] = {"passes": [], "meet": [], "time": [], "alive": []}
     forward, backward = inputs["times"].tolist()
     for p, m in inputs["cases"].tolist():
         m = max(m, p) if v > 1 else m                # fewer cannot be interleaved
-        made = [list(make(p, rank, m, v)) for rank in range(p)]
+        made = [passes(make(p, rank, m, v), who) for rank in range(p)]
         wanted = {Pass(kind, chunk, micro) for kind in ("F", "B") for chunk in range(v) for micro in range(m)}
-        found["passes"] += [float(count) for passes in made for count in (len(passes), len(wanted & set(passes)))]
-        found["alive"] += [float(schedule.alive(passes)) for passes in made]
+        found["passes"] += [float(count) for mine in made for count in (len(mine), len(wanted & set(mine)))]
+        found["alive"] += [float(schedule.alive(mine)) for mine in made]
         try:
             end = max(end for _, end in schedule.timeline(made, v, forward, backward).values())
         except (ValueError, KeyError):               # they wait in a circle, or for what nobody does
@@ -62,14 +71,14 @@ def sound(found: Tensors) -> bool:
 
 def all_forward_first(inputs: Tensors) -> Tensors:
     """GPipe in simulation, and the training of a model with it."""
-    found = simulate(inputs, schedule.gpipe)
+    found = simulate(inputs, schedule.gpipe, "gpipe")
     return found | trained(inputs, "gpipe", sound(found))
 
 
 def in_turns(inputs: Tensors) -> Tensors:
     """1F1B in simulation, interleaved 1F1B with the same `alternate`, and the training of a model."""
-    found = simulate(inputs, schedule.one_forward_one_backward)
-    more = simulate(inputs, schedule.interleaved, v=2)
+    found = simulate(inputs, schedule.one_forward_one_backward, "one_forward_one_backward")
+    more = simulate(inputs, schedule.interleaved, "alternate", v=2)
     return found | {"interleaved": torch.cat([more["time"], more["alive"]])} | trained(inputs, "1f1b", sound(found))
 
 
@@ -81,10 +90,11 @@ CLAIMS = {
 TRAINS = {
     "losses": "the library trains with it, which is tried if all that holds: the losses of two steps are right",
     "weights": "and so are the weights after them"}
+UNMET = {"meet": "in some pipeline ranks wait for each other in a circle, or take one message for another"}
 EXERCISES = [
-    Exercise("gpipe", "12", ("course.parallel.schedule.gpipe",), draw, all_forward_first, CLAIMS | TRAINS, sizes=(2, 4),
-             points=2, limits=PATIENT),
+    Exercise("gpipe", "12", ("course.parallel.schedule.gpipe",), draw, all_forward_first, CLAIMS | TRAINS, flags=UNMET,
+             sizes=(2, 4), points=2, limits=PATIENT),
     Exercise("1f1b", "12", ("course.parallel.schedule.alternate", "course.parallel.schedule.one_forward_one_backward"), draw,
              in_turns, CLAIMS | {"interleaved": "interleaved 1F1B, which calls your `alternate`, takes the time that it should"}
-             | TRAINS, sizes=(2, 4), points=3, limits=PATIENT),
+             | TRAINS, flags=UNMET, sizes=(2, 4), points=3, limits=PATIENT),
 ]
