@@ -187,7 +187,8 @@ def tensorboard(logdir: str | Path = "runs", height: int = 600) -> str:
     from tensorboard import program
 
     server = program.TensorBoard()
-    server.configure(argv=[None, "--logdir", str(logdir), "--host", "127.0.0.1", "--port", "0", "--load_fast", "false"])    # a free port
+    server.configure(argv=[None, "--logdir", str(logdir), "--host", "127.0.0.1",
+                                 "--port", "0", "--load_fast", "false"])              # 0: a free port
     address: str = server.launch()
     draw(IFrame(address, "100%", height))
     print(f"TensorBoard of {logdir}: {address}")
