@@ -26,6 +26,8 @@
 # Work in a copy: *File → Save Notebook As…*, `12_pipeline_parallel_mine.ipynb`.
 
 # %%
+from inspect import getsource
+
 import torch
 import torch.distributed as dist
 
@@ -34,7 +36,9 @@ from course.lab import figures_pipeline, sleepers, widgets
 from course.lab import notebook as lab
 from course.lab.notebook import check
 from course.launch import RankError, ranks
+from course.models.vit import ViT
 from course.parallel import schedule
+from course.parallel.pipeline import Pipeline
 from course.parallel.schedule import Pass
 
 lab.begin("12")
@@ -68,9 +72,13 @@ for rank, text in enumerate(ranks(4)(stage)):
 # Blocks 0 and 1 are on rank 0, one block on each of the others. The slowest stage sets the pace of a pipeline, so here three
 # ranks of four would wait for the first one in every pass: choose a depth that divides where you can.
 #
-# The model's own code did not change. A stage is the same model with some of its parts missing; look again at the end of
-# `ViT.forward`: without an embedding it takes what the last stage put out, without a head it hands its own output on.
-#
+# The model's own code did not change. A stage is the same model with some of its parts missing. Without an embedding it takes
+# `x`, what the stage before put out; without a head it hands its own output on:
+
+# %%
+print(getsource(ViT.forward))
+
+# %% [markdown]
 # ## What travels
 #
 # Between two stages goes one activation tensor, (B, T, D), and back comes its gradient. Compare that with tensor parallelism,
@@ -349,10 +357,6 @@ assert equal
 # short: for each pass, wait for what it needs, compute, send.
 
 # %%
-from inspect import getsource
-
-from course.parallel.pipeline import Pipeline
-
 print(getsource(Pipeline.train).replace("     # type: ignore[misc]", ""))
 
 # %% [markdown]

@@ -150,9 +150,17 @@ def kept_bytes(model: nn.Module, batch: dict[str, Tensor]) -> int:
 
 
 # %% [markdown]
+# Here is what a block computes:
+
+# %%
+lab.show("course.models.layers.Attention")
+lab.show("course.models.layers.MLP")
+lab.show("course.models.layers.Block")
+
+# %% [markdown]
 # > **Predict.** One sample has 128 tokens of width 128, so one activation of the shape (1, T, D) has 128 · 128 · 4 = 65,536
-# > bytes. How many of those does **one block** keep? Walk through `Block.forward` of lesson 01: which inputs does each
-# > operation need again? The MLP is four times as wide.
+# > bytes. How many of those does **one block** keep? Walk through it: which inputs does each operation need again? The MLP is
+# > four times as wide.
 
 # %%
 my_activations = 8               # your prediction, in units of (B, T, D)
@@ -264,7 +272,8 @@ lab.picture(figures_memory.stacked(bars, limits={"one H200": 141}, title="7 bill
 # length n, of which `axis.size` is a divisor.
 #
 # - `__init__` cuts out this rank's share (rank r has the r-th part), as a parameter of its own, and gives it to an optimizer.
-#   `make` makes one: `make([p])` returns, for instance, `torch.optim.Adam([p], 0.1)`;
+#   `make` makes one: `make([p])` returns, for instance, `torch.optim.Adam([p], 0.1)`. Keep it as an attribute: the check counts
+#   what it holds;
 # - `step(gradient)` does the three steps. Average: the **mean** over the ranks counts. It changes `weights` in place, since
 #   the model uses it.
 #
@@ -351,7 +360,7 @@ def states_and_parity() -> tuple[float, Any]:
 exact = config.load("vit-demo", [*verify.DEFAULTS, "model.grid=[16,32]", "parallel.zero=true", "parallel.dp=2",
                                  "parallel.bucket_mb=0.5", "train.device=cpu"])
 (state_bytes, gaps), _ = ranks(2)(states_and_parity)
-lab.beside("bytes of states a parameter, on each of 2 ranks\n", my_state_bytes, state_bytes)
+lab.beside("bytes of states a parameter, on each of 2 ranks", my_state_bytes, state_bytes)
 assert verify.tell(exact, gaps)
 
 # %% [markdown]
