@@ -93,7 +93,6 @@ def pipelined(model: Any, progress: Progress, config: Config, mesh: Mesh) -> Com
     def compute(batch: Batch) -> Tensor:
         micros = [model.tokens.cut(micro) for micro in split(batch, config.train.micro_batch)]
         weight = global_weight(model, batch, mesh.dp)
-        loss = torch.zeros_like(weight)
 
         def forward(chunk: int, micro: int, x: Any) -> Any:
             with autocast(config.precision, weight.device):
@@ -101,11 +100,11 @@ def pipelined(model: Any, progress: Progress, config: Config, mesh: Mesh) -> Com
             if chunk != last:
                 return output
             total, _ = model.loss(output, micros[micro])
-            loss.add_(total.detach() / weight)
             return total * (mesh.dp.size / weight) * progress.loss_scale
 
-        model.pipeline.train(forward, [len(micro["sample"]) for micro in micros])
-        return loss                                   # of the global mean, on the last stage; 0 on the others
+        losses = model.pipeline.train(forward, [len(micro["sample"]) for micro in micros])
+        total = torch.stack(losses).sum() if losses else torch.zeros_like(weight)
+        return total / (mesh.dp.size * progress.loss_scale)             # of the global mean, on the last stage; 0 on the others
 
     return compute
 

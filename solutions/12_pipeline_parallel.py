@@ -360,11 +360,12 @@ assert equal
 print(getsource(Pipeline.train).replace("     # type: ignore[misc]", ""))
 
 # %% [markdown]
-# > **Question.** In `train`, the receive for the *next* pass is begun before this one is computed. Why?
+# > **Question.** In `train`, the receive for the *next* pass is begun at the end of each turn of the loop. On a CPU that is when
+# > this pass is done. And on a GPU? Remember what a call to a GPU waits for (lesson 00).
 #
 # <details><summary>Answer</summary>
-# So that a message can arrive while the rank computes. If the receive were begun only when it is needed, each message would
-# cost its full time, and the sender would have to keep its copy for longer.
+# For nothing. On a GPU the loop has only <i>given</i> it this pass's work, so the message for the next one arrives while the GPU
+# still computes. If the loop asked for it only when the next pass begins to need it, every message would cost its full time.
 # </details>
 #
 # ## Interleaved: a smaller bubble

@@ -93,12 +93,14 @@ class Ring(Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, axis: Axis, lengths: list[int]) -> Tensor:
-        out = torch.zeros_like(q, dtype=lse_type(q))                    # the answer for no keys at all,
-        lse = out.new_full(q.shape[:3], -torch.inf)                     # (B, h, T) whose softmax has the denominator 0
-        for source, (keys, values) in rounds(torch.stack([k, v]), axis, lengths):
-            rows, columns, diagonal = visible(causal, axis.rank, source, q.shape[2], keys.shape[2])
-            part = blocks.forward(q[:, :, rows], keys[:, :, columns], values[:, :, columns], diagonal)
-            merge(out[:, :, rows], lse[:, :, rows], *part)
+        turns = rounds(torch.stack([k, v]), axis, lengths)
+        _, (keys, values) = next(turns)                                 # my own
+        part, lse = blocks.forward(q, keys, values, causal)             # (B, h, T, d), (B, h, T)
+        out = part.to(lse.dtype)                                        # added up in float32 or float64
+        for source, (keys, values) in turns:
+            rows, columns = visible(causal, axis.rank, source, q.shape[2], keys.shape[2])
+            new = blocks.forward(q[:, :, rows], keys[:, :, columns], values[:, :, columns], False)
+            merge(out[:, :, rows], lse[:, :, rows], *new)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.causal, ctx.axis, ctx.lengths = causal, axis, lengths
@@ -107,34 +109,34 @@ class Ring(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        axis, kind = ctx.axis, lse_type(q)
-        dq = torch.zeros_like(q, dtype=kind)
-        home = Homewards(axis, ctx.lengths, (2, *k.shape), kind, q.device)
-        for source, (keys, values) in rounds(torch.stack([k, v]), axis, ctx.lengths):
-            rows, columns, diagonal = visible(ctx.causal, axis.rank, source, q.shape[2], keys.shape[2])
+        axis = ctx.axis
+        turns = rounds(torch.stack([k, v]), axis, ctx.lengths)
+        _, (keys, values) = next(turns)
+        dq, dk, dv = (x.to(lse.dtype) for x in blocks.backward(grad, q, keys, values, out, lse, ctx.causal))
+        home = Homewards(axis, ctx.lengths, (2, *k.shape), lse)
+        for source, (keys, values) in turns:
+            rows, columns = visible(ctx.causal, axis.rank, source, q.shape[2], keys.shape[2])
             a, b, c = blocks.backward(grad[:, :, rows], q[:, :, rows], keys[:, :, columns], values[:, :, columns],
-                                      out[:, :, rows], lse[:, :, rows], diagonal)
+                                      out[:, :, rows], lse[:, :, rows], False)
             dq[:, :, rows] += a
             sums = home.arrived(source)                                 # (2, B, h, T_source, d)
             sums[0, :, :, columns] += b
             sums[1, :, :, columns] += c
             home.send(sums, source)
-        dk, dv = home.arrived(axis.rank).to(k.dtype)
-        return dq.to(q.dtype), dk, dv, None, None, None
+        others = home.arrived(axis.rank)
+        return dq.to(q.dtype), (dk + others[0]).to(k.dtype), (dv + others[1]).to(v.dtype), None, None, None
 
 
-def visible(causal: bool, rank: int, source: int, queries: int, keys: int) -> tuple[slice, slice, bool]:
-    """Which rows (queries here) and columns (keys from `source`) see each other, and whether only up to the diagonal.
+def visible(causal: bool, rank: int, source: int, queries: int, keys: int) -> tuple[slice, slice]:
+    """Which rows (queries here) and columns (keys from another rank, `source`) see each other: all that is in both slices.
 
     Causal in a zigzag: each rank has a piece from the front and one from the back. A lower rank's front piece lies before
     all of mine, its back piece behind; of a higher rank, my back piece sees everything, my front piece nothing. So every
     round is the same work on every rank: a half of the square.
     """
-    if not causal or rank == source:
-        return slice(None), slice(None), causal
-    if source < rank:
-        return slice(None), slice(0, keys // 2), False
-    return slice(queries // 2, None), slice(None), False
+    if not causal:
+        return slice(None), slice(None)
+    return (slice(None), slice(0, keys // 2)) if source < rank else (slice(queries // 2, None), slice(None))
 
 
 def merge(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
@@ -142,11 +144,6 @@ def merge(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
     both = torch.logaddexp(lse, new_lse)
     out.mul_((lse - both).exp()[..., None]).add_(new_out * (new_lse - both).exp()[..., None])
     lse.copy_(both)
-
-
-def lse_type(q: Tensor) -> torch.dtype:
-    """What is added up over the blocks is kept in float32 at least."""
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
 def rounds(pair: Tensor, axis: Axis, lengths: list[int]) -> Iterator[tuple[int, Tensor]]:
@@ -167,9 +164,8 @@ def rounds(pair: Tensor, axis: Axis, lengths: list[int]) -> Iterator[tuple[int, 
 class Homewards:
     """Gradients of keys and values travel after them, each rank adding its part, until they are back where they belong."""
 
-    def __init__(self, axis: Axis, lengths: list[int], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device):
-        self.axis, self.lengths, self.shape = axis, lengths, shape
-        self.like = torch.empty(0, dtype=dtype, device=device)
+    def __init__(self, axis: Axis, lengths: list[int], shape: tuple[int, ...], like: Tensor):
+        self.axis, self.lengths, self.shape, self.like = axis, lengths, shape, like
         self.coming: Tensor | None = None
         self.works: list[Any] = []
         self.sent: Tensor | None = None

@@ -182,7 +182,7 @@ class Bucketed(Naive):
 
     def start(self, bucket: Bucket) -> None:
         """Begin a bucket's all-reduce."""
-        bucket.work = dist.all_reduce(bucket.flat, group=self.axis.group, async_op=True)
+        bucket.work = dist.all_reduce(bucket.flat, mean(bucket.flat), group=self.axis.group, async_op=True)
 
     def finish(self) -> None:
         for bucket in self.buckets[self.started:]:
@@ -195,9 +195,20 @@ class Bucketed(Naive):
             self.complete(bucket)
 
     def complete(self, bucket: Bucket) -> None:
-        """Wait for a bucket's sum and make it the mean."""
+        """Wait for a bucket's mean."""
         bucket.work.wait()
-        bucket.flat /= self.axis.size
+        divide(bucket.flat, self.axis)
+
+
+def mean(x: Tensor) -> dist.ReduceOp:
+    """What a collective does on the way to a mean: NCCL can average, gloo only add."""
+    return dist.ReduceOp.AVG if x.is_cuda else dist.ReduceOp.SUM        # type: ignore[return-value]
+
+
+def divide(x: Tensor, axis: Axis) -> None:
+    """What is left to do then."""
+    if not x.is_cuda:
+        x /= axis.size
 
 
 def in_buckets(parameters: Sequence[nn.Parameter], size: float) -> list[list[nn.Parameter]]:

@@ -11,10 +11,12 @@ dependent computation via decomposition", ASPLOS). The collectives run on the st
 computation wait for them, not the host. Samples are gathered one by one, several in a call, so that each lies in one piece.
 """
 
+import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
@@ -30,45 +32,76 @@ class GatherLinear(Function):
     """(B, T/tp, D), (F, D), (F,) -> (B, T, F) with T = n."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, n: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, n: int, name: str) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.axis, ctx.n, ctx.has_bias = axis, n, bias is not None
+        ctx.axis, ctx.n, ctx.has_bias, ctx.name = axis, n, bias is not None, name
+        if name:
+            _, (y,) = torch.ops.symm_mem.fused_all_gather_matmul(x, [weight.t()], 1, name, return_A=False)
+            return y if bias is None else y.add_(bias)
         y = x.new_empty(len(x), n, len(weight))
         for rows, whole in gathered(x, axis, n):
-            y[rows] = F.linear(whole, weight, bias)
+            multiply(whole, weight.t(), bias, y[rows])
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        again = [gather(x[rows], ctx.axis, ctx.n) for rows in parts(len(x))]
-        pieces = [scatter(grad[rows] @ weight, ctx.axis) for rows in parts(len(x))]
-        whole = torch.cat([part() for part in again])                   # (B, T, D)
-        return torch.cat([piece() for piece in pieces]), *weight_and_bias(grad, whole, ctx.has_bias), None, None
+        whole = x.new_empty(len(x), ctx.n, x.shape[2])
+        again = [gather(x[rows], ctx.axis, ctx.n, whole[rows]) for rows in parts(len(x))]
+        if ctx.name:
+            dx = torch.ops.symm_mem.fused_matmul_reduce_scatter(grad, weight, "sum", 1, ctx.name)
+        else:
+            dx = torch.cat([piece() for piece in [scatter(grad[rows] @ weight, ctx.axis) for rows in parts(len(x))]])
+        for part in again:
+            part()
+        return dx, *weight_and_bias(grad, whole, ctx.has_bias), None, None, None
 
 
 class LinearScatter(Function):
     """(B, T, F), (D, F) -> (B, T/tp, D)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, axis: Axis) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, axis: Axis, name: str) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.axis = axis
+        ctx.axis, ctx.name = axis, name
+        if name:
+            return torch.ops.symm_mem.fused_matmul_reduce_scatter(x, weight.t(), "sum", 1, name)
         pieces = [scatter(F.linear(x[rows], weight), axis) for rows in parts(len(x))]
         return torch.cat([piece() for piece in pieces])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        whole, dx = [], torch.empty_like(x)
-        for rows, part in gathered(grad, ctx.axis, x.shape[1]):
-            dx[rows] = part @ weight
-            whole.append(part)
-        return dx, weight_and_bias(torch.cat(whole), x, False)[0], None
+        if ctx.name:
+            whole, (dx,) = torch.ops.symm_mem.fused_all_gather_matmul(grad, [weight], 1, ctx.name)
+        else:
+            whole, dx = grad.new_empty(len(x), x.shape[1], len(weight)), torch.empty_like(x)
+            for rows, part in gathered(grad, ctx.axis, x.shape[1], whole):
+                multiply(part, weight, None, dx[rows])
+        return dx, weight_and_bias(whole, x, False)[0], None, None
+
+
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """x @ weight + bias of (B, T, K) and (K, N), written into `out` (B, T, N)."""
+    rows, into = x.flatten(0, 1), out.flatten(0, 1)                     # views: all are contiguous
+    if bias is None:
+        torch.mm(rows, weight, out=into)
+    else:
+        torch.addmm(bias, rows, weight, out=into)
+
+
+def symmetric(group: dist.ProcessGroup | None, how: str, n: int, size: int) -> str:
+    """The group's name, where the linears should and can go by symmetric memory, else ""."""
+    if how != "symmetric" or n % size or group is None or not torch.cuda.is_available():
+        return ""
+    importlib.import_module("torch.distributed._symmetric_memory")      # registers torch.ops.symm_mem's operators
+    return group.group_name
 
 
 def weight_and_bias(grad: Tensor, x: Tensor, bias: bool) -> tuple[Tensor, Tensor | None]:
     """The gradients of a linear's weight, (F, D), and bias, (F,), from those of its output (B, T, F) and its input (B, T, D)."""
+    if grad.stride(0) < grad.stride(1):                                 # tokens outermost, as symmetric memory leaves them
+        grad, x = grad.transpose(0, 1), x.transpose(0, 1)
     return grad.flatten(0, 1).T @ x.flatten(0, 1), grad.sum((0, 1)) if bias else None
 
 
@@ -78,22 +111,23 @@ def parts(samples: int) -> Iterator[slice]:
         yield slice(start, stop)
 
 
-def gathered(x: Tensor, axis: Axis, n: int) -> Iterator[tuple[slice, Tensor]]:
-    """(samples, all their tokens) of one part after the other; the next is under way meanwhile."""
+def gathered(x: Tensor, axis: Axis, n: int, whole: Tensor | None = None) -> Iterator[tuple[slice, Tensor]]:
+    """(samples, all their tokens) of one part after the other, in `whole` if it is given; the next is under way meanwhile."""
     rows = list(parts(len(x)))
-    coming = gather(x[rows[0]], axis, n)
-    for now, after in zip(rows, [*rows[1:], None], strict=True):
-        whole = coming()
+    into = [None if whole is None else whole[part] for part in rows]
+    coming = gather(x[rows[0]], axis, n, into[0])
+    for now, after, place in zip(rows, [*rows[1:], None], [*into[1:], None], strict=True):
+        have = coming()
         if after is not None:
-            coming = gather(x[after], axis, n)
-        yield now, whole
+            coming = gather(x[after], axis, n, place)
+        yield now, have
 
 
-def gather(x: Tensor, axis: Axis, n: int) -> Pending:
-    """Begin to gather the n tokens of each sample, (B, T/tp, D) -> (B, T, D)."""
+def gather(x: Tensor, axis: Axis, n: int, into: Tensor | None = None) -> Pending:
+    """Begin to gather the n tokens of each sample, (B, T/tp, D) -> (B, T, D), in `into` if it is given."""
+    whole = x.new_empty(len(x), n, *x.shape[2:]) if into is None else into
     if n % axis.size:
-        return lambda: mappings.all_gather(x, 1, axis, n)
-    whole = x.new_empty(len(x), n, *x.shape[2:])
+        return lambda: whole.copy_(mappings.all_gather(x, 1, axis, n))
     x = x.contiguous()
     works = [mappings.all_gather_single(out, one, group=axis.group, async_op=True) for out, one in zip(whole, x, strict=True)]
     return lambda: finished(works, whole, x)
@@ -117,17 +151,17 @@ def finished(works: list[Any], result: Tensor, source: Tensor) -> Tensor:
 
 
 @torch.compiler.disable(reason="its collectives run beside its matmuls")
-def gather_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, n: int) -> Tensor:
+def gather_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, n: int, how: str = "nccl") -> Tensor:
     """Column linear of gathered tokens, (B, T/tp, D) -> (B, T, F/tp); n = T. Bias may be None."""
     x, weight, bias = cast(x, weight, bias)
-    return GatherLinear.apply(x, weight, bias, axis, n)
+    return GatherLinear.apply(x, weight, bias, axis, n, symmetric(axis.group, how, n, axis.size))
 
 
 @torch.compiler.disable(reason="its collectives run beside its matmuls")
-def linear_scatter(x: Tensor, weight: Tensor, axis: Axis) -> Tensor:
+def linear_scatter(x: Tensor, weight: Tensor, axis: Axis, how: str = "nccl") -> Tensor:
     """Row linear whose sum is scattered, (B, T, F/tp) -> (B, T/tp, D). The bias is added after it."""
     x, weight, _ = cast(x, weight, None)
-    return LinearScatter.apply(x, weight, axis)
+    return LinearScatter.apply(x, weight, axis, symmetric(axis.group, how, x.shape[1], axis.size))
 
 
 def cast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from course.errors import CourseError
 from course.parallel.mesh import Axis, Mesh
 from course.parallel.placement import place, placement
-from course.parallel.schedule import Pass, before, passes_of
+from course.parallel.schedule import Pass, alive, before, passes_of
 
 Tensors = tuple[Tensor, ...]
 Wire = tuple[int, int, str]                         # from which stage's rank to which, "F" or "B"
@@ -92,36 +92,40 @@ class Pipeline:
         self.messages: dict[int, Message] = {}      # by the stage that puts it out
         self.under_way: list[tuple[Any, Tensor]] = []
 
-    def train(self, forward: Forward, samples: Sequence[int]) -> None:
+    def train(self, forward: Forward, samples: Sequence[int]) -> list[Tensor]:
         """Forward and backward of every micro-batch; the last stage's `forward` returns the scalar to differentiate.
 
-        samples: how many each micro-batch has.
+        samples: how many each micro-batch has. Returns these scalars, on other stages nothing.
         """
-        if not self.messages:
-            self._agree(forward, samples[0])
         passes = passes_of(self.schedule, self.pp.size, self.pp.rank, len(samples), self.chunks)
+        if not self.messages:
+            self._agree(forward, samples[0], alive(passes) // self.chunks + 1)
+        losses: list[Tensor] = []
         kept: dict[tuple[int, int], tuple[Any, Any]] = {}           # input and output of forward passes
-        awaited = self._receive(passes[0], samples)
-        for number, work in enumerate(passes):
-            coming, awaited = awaited, self._receive(passes[number + 1], samples) if number + 1 < len(passes) else ([], [])
+        coming = self._receive(passes[0], samples)
+        for work, after in zip(passes, [*passes[1:], None], strict=True):
             given = arrive(*coming)
             if work.kind == "F":
                 x = self._as_input(work, given)
                 out = forward(work.chunk, work.micro, x)
                 kept[work.chunk, work.micro] = x, out
                 self._send(work, [part.detach() for part in as_tuple(out)])
+                losses += [out.detach()] if self._stage(work) == self.pp.size * self.chunks - 1 else []
             else:
                 x, out = kept.pop((work.chunk, work.micro))
                 torch.autograd.backward([part for part in as_tuple(out) if part.requires_grad], given or None)
                 self._send(work, [part.grad for part in as_tuple(x) if part.requires_grad])     # type: ignore[misc]
+            if after is not None:                                   # asked for early, so that it arrives beside the work before
+                coming = self._receive(after, samples)
         self._finish()
+        return losses
 
     @torch.no_grad()
     def infer(self, forward: Forward, samples: int) -> Any:
         """One forward pass through all stages; the last one's output, None on the others."""
         if not self.messages:
             with torch.enable_grad():
-                self._agree(forward, samples)
+                self._agree(forward, samples, 1)
         out = None
         for chunk in range(self.chunks):
             work = Pass("F", chunk, 0)
@@ -130,16 +134,25 @@ class Pipeline:
         self._finish()
         return out if self.pp.rank == self.pp.size - 1 else None
 
-    def _agree(self, forward: Forward, samples: int) -> None:
-        """Once, before the first pass: every stage learns what the others put out, from a forward pass of zeros."""
-        for stage in range(self.pp.size * self.chunks - 1):
+    def _agree(self, forward: Forward, samples: int, memory: int) -> None:
+        """Once, before the first pass: every stage learns what the others put out, from forward passes of zeros.
+
+        They also make the allocator fetch the `memory` of so many activations of each chunk. Otherwise it would do so in the
+        first step, and on a GPU fetching memory waits for the messages under way, among them those that wait for this rank.
+        """
+        kept = []
+        for stage in range(self.pp.size * self.chunks):
             owner, found = self.pp.ranks[stage % self.pp.size], [None]
             if stage % self.pp.size == self.pp.rank:
-                given = self.messages[stage - 1].empty(samples, self.device) if stage else []
                 work = Pass("F", stage // self.pp.size, 0)
-                found = [Message.of(forward(work.chunk, 0, self._as_input(work, [x.zero_() for x in given])))]  # type: ignore[list-item]
+                for _ in range(memory if self.device.type == "cuda" else 1):
+                    given = self.messages[stage - 1].empty(samples, self.device) if stage else []
+                    kept.append(forward(work.chunk, 0, self._as_input(work, [x.zero_() for x in given])))
+                found = [Message.of(kept[-1])]                      # type: ignore[list-item]
             dist.broadcast_object_list(found, owner, group=self.pp.group, device=torch.device("cpu"))
             self.messages[stage] = found[0]                         # type: ignore[assignment]
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def _as_input(self, work: Pass, given: list[Tensor]) -> Any:
         if not given:

@@ -30,10 +30,10 @@ class SplitTokens(nn.Module):
     equal, so the tokens are padded at the end, where causal attention lets nobody see them.
     """
 
-    def __init__(self, plan: Mapping[str, str], cp: Axis, tp: Axis, zigzag: bool, overlap: bool = False):
+    def __init__(self, plan: Mapping[str, str], cp: Axis, tp: Axis, zigzag: bool, overlap: str = "none"):
         super().__init__()
         self.plan, self.cp, self.tp, self.zigzag = plan, cp, tp, zigzag
-        self.overlap = overlap                      # gather and scatter over tp beside the linears' matmuls
+        self.overlap = overlap                      # how the linears gather and scatter over tp
         self.total = 0                              # tokens of a sample, set by the batch that is cut
         self.here = 0                               # of these, on this context-parallel rank
 
@@ -87,7 +87,7 @@ class SplitTotal(nn.Module):
         return mappings.copy(mappings.reduce(x, self.cp), self.cp)
 
 
-def split_tokens(model: nn.Module, cp: Axis, tp: Axis, zigzag: bool, overlap: bool) -> SplitTokens:
+def split_tokens(model: nn.Module, cp: Axis, tp: Axis, zigzag: bool, overlap: str) -> SplitTokens:
     """Cut what the model's `token_plan` names over cp, and over tp if that is an axis of more than one rank."""
     plan: Mapping[str, str] = model.token_plan      # type: ignore[assignment]
     tokens = SplitTokens(plan, cp, tp, zigzag, overlap)

@@ -27,8 +27,8 @@ class ColumnLinear(nn.Module):
         self.weight, self.bias = cut(linear.weight, heads, axis), cut(linear.bias, heads, axis)
 
     def forward(self, x: Tensor) -> Tensor:                             # (B, T, D), sequence parallel (B, T / tp, D)
-        if self.tokens is not None and self.tokens.overlap:
-            return overlap.gather_linear(x, self.weight, self.bias, self.axis, self.tokens.here)
+        if self.tokens is not None and self.tokens.overlap != "none":
+            return overlap.gather_linear(x, self.weight, self.bias, self.axis, self.tokens.here, self.tokens.overlap)
         x = enter(x, self.axis, self.tokens)                            # (B, T, D)
         return F.linear(x, self.weight, self.bias)                      # (B, T, F / tp)
 
@@ -43,8 +43,8 @@ class RowLinear(nn.Module):
         self.bias = linear.bias
 
     def forward(self, x: Tensor) -> Tensor:                             # (B, T, F / tp)
-        if self.tokens is not None and self.tokens.overlap:
-            return overlap.linear_scatter(x, self.weight, self.axis) + self.bias
+        if self.tokens is not None and self.tokens.overlap != "none":
+            return overlap.linear_scatter(x, self.weight, self.axis, self.tokens.overlap) + self.bias
         part = F.linear(x, self.weight)                                 # (B, T, D)
         return leave(part, self.axis, self.tokens) + self.bias          # (B, T, D), sequence parallel (B, T / tp, D)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from course.parallel import mappings
-from course.parallel.data import Bucket, Bucketed
+from course.parallel.data import Bucket, Bucketed, divide, mean
 from course.parallel.mesh import Axis
 from course.parallel.placement import place, placement
 
@@ -67,20 +67,22 @@ class Zero(Bucketed):
     def start(self, bucket: Bucket) -> None:
         """Begin a bucket's reduce-scatter."""
         assert isinstance(bucket, Shared)
-        bucket.work = mappings.reduce_scatter_single(bucket.gradients, bucket.flat, group=self.axis.group, async_op=True)
+        bucket.work = mappings.reduce_scatter_single(bucket.gradients, bucket.flat, mean(bucket.flat), group=self.axis.group,
+                                                     async_op=True)
 
     def complete(self, bucket: Bucket) -> None:
-        """Wait for my share of a bucket's sum and make it the mean."""
+        """Wait for my share of a bucket's mean."""
         assert isinstance(bucket, Shared)
         bucket.work.wait()
-        bucket.gradients /= self.axis.size
+        divide(bucket.gradients, self.axis)
         for segment, gradient in bucket.segments:
             segment.grad = gradient
 
     def updated(self) -> None:
         """Begin to gather the new parameters, the first layers' first."""
         for bucket in reversed(self.buckets):
-            bucket.coming = mappings.all_gather_single(bucket.weights, bucket.weights[bucket.mine].clone(),
+            share = bucket.weights[bucket.mine]     # NCCL gathers in place, gloo wants another place
+            bucket.coming = mappings.all_gather_single(bucket.weights, share if share.is_cuda else share.clone(),
                                                        group=self.axis.group, async_op=True)
 
     def settle(self) -> None:

@@ -120,10 +120,22 @@ def measure(case: str, run: Callable[[], object], world: World, laps: int = LAPS
         print(f"{case}: {type(error).__name__}: {str(error)[:300]}", flush=True)
         return {"case": case, "gpus": world.size, "error": f"{type(error).__name__}: {str(error)[:300]}"}
     memory = torch.cuda.max_memory_allocated() / 1e9 if world.device.type == "cuda" else 0.0
+    if world.rank == 0 and "--profile" in sys.argv:
+        profile(case, run)
+    elif "--profile" in sys.argv:
+        run()
     row = {"case": case, "gpus": world.size, "ms": ms, "memory_gb": memory, **more}
     if world.rank == 0:
         print(f"{case:40s} {world.size} GPUs  {ms:9.2f} ms  {memory:6.2f} GB  {more or ''}", flush=True)
     return row
+
+
+def profile(case: str, run: Callable[[], object]) -> None:
+    """Where a call's time on the GPU goes, by kernel."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]) as found:
+        run()
+        torch.cuda.synchronize()
+    print(case, found.key_averages().table(sort_by="self_device_time_total", row_limit=14, max_name_column_width=60), flush=True)
 
 
 def forward_backward(model: Any, mesh: Mesh, batch: dict[str, Tensor], micro: int = 0, settings: Parallel | None = None,
@@ -145,8 +157,8 @@ def tp(world: World, small: bool) -> Iterator[Row]:
     size, (samples, tokens) = ((64, 2, 4), (4, 32)) if small else ((4096, 8, 32), (4, 4096))
     n, dtype = world.size, torch.bfloat16
     batch = batch_of(samples, tokens, size[0], world.device, dtype)
-    layouts = {"plain": Parallel(tp=n, overlap=False), "sequence": Parallel(tp=n, sp=True, overlap=False),
-               "overlap": Parallel(tp=n, sp=True)} if n > 1 else {"one GPU": Parallel()}
+    layouts = {"plain": Parallel(tp=n), "sequence": Parallel(tp=n, sp=True, overlap="none"), "overlap": Parallel(tp=n, sp=True),
+               "symmetric": Parallel(tp=n, sp=True, overlap="symmetric")} if n > 1 else {"one GPU": Parallel()}
     for name, settings in layouts.items():
         mesh = build_mesh(settings, world)
         model = stack(mesh, settings, dtype, size, causal=True)
@@ -198,7 +210,7 @@ def vit(world: World, small: bool) -> Iterator[Row]:
     """The weather ViT of width 1024, batch 16, bf16: whole training steps with Adam."""
     extra = ["model.grid=[16,32]", "model.dim=64", "model.depth=2", "train.device=cpu"] if small else []
     n = world.size
-    layouts = {"plain": ["parallel.sp=false"], "sequence": ["parallel.sp=true", "parallel.overlap=false"],
+    layouts = {"plain": ["parallel.sp=false"], "sequence": ["parallel.sp=true", "parallel.overlap=none"],
                "overlap": ["parallel.sp=true"]} if n > 1 else {"one GPU": []}
     for name, settings in layouts.items():
         for compiled in (False, True):
@@ -278,8 +290,9 @@ def dp(world: World, small: bool) -> Iterator[Row]:
     """A causal stack of GPT 350M's shape, 16 x 1024 tokens on each GPU, bf16 over fp32 parameters: forward, backward, average."""
     size, (samples, tokens) = ((64, 2, 4), (4, 32)) if small else ((1024, 24, 16), (16, 1024))
     for compiled in (False, True):
-        for method in ("none", "naive", "bucketed", "ddp") if world.size > 1 else ("none",):
-            settings = Parallel(dp=world.size, data=method)
+        for method, size_mb in (("none", 25.0), ("naive", 25.0), ("bucketed", 25.0), ("bucketed", 100.0), ("ddp", 25.0),
+                                ("ddp", 100.0)) if world.size > 1 else (("none", 25.0),):
+            settings = Parallel(dp=world.size, data=method, bucket_mb=size_mb)      # type: ignore[arg-type]
             mesh = build_mesh(settings, world)
             model = stack(mesh, settings, torch.float32, size, causal=True)
             if compiled:
@@ -296,7 +309,7 @@ def dp(world: World, small: bool) -> Iterator[Row]:
                 gradients.finish()
                 gradients.clear()
 
-            yield measure(method + ", compiled" * compiled, run, world)
+            yield measure(method + ", compiled" * compiled, run, world, bucket_mb=size_mb)
             del model, gradients, compute, run
             torch._dynamo.reset()
 
