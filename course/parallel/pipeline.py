@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from course.errors import CourseError
 from course.parallel.mesh import Axis, Mesh
 from course.parallel.placement import place, placement
-from course.parallel.schedule import SCHEDULES, Pass, alive, before
+from course.parallel.schedule import Pass, alive, before, passes_of
 
 Tensors = tuple[Tensor, ...]
 Wire = tuple[int, int, str]                         # from which stage's rank to which, "F" or "B"
@@ -97,7 +97,7 @@ class Pipeline:
 
         samples: how many each micro-batch has. Returns these scalars, on other stages nothing.
         """
-        passes = SCHEDULES[self.schedule](self.pp.size, self.pp.rank, len(samples), self.chunks)
+        passes = passes_of(self.schedule, self.pp.size, self.pp.rank, len(samples), self.chunks)
         if not self.messages:
             self._agree(forward, samples[0], alive(passes) // self.chunks + 1)
         losses: list[Tensor] = []

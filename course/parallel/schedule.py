@@ -12,7 +12,7 @@ the stage before for "F", gradients from the stage behind for "B" (and the own f
 The bubble, idle time over total, is (p - 1) / (p - 1 + v·m) for m micro-batches, of interleaved if p divides m.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -56,8 +56,10 @@ def alternate(forward: list[Pass], backward: list[Pass], ahead: int) -> list[Pas
     return forward[:ahead] + turns + backward[len(forward) - ahead:]
 
 
-SCHEDULES: Mapping[str, Callable[[int, int, int, int], list[Pass]]] = {
-    "gpipe": gpipe, "1f1b": one_forward_one_backward, "interleaved": interleaved}
+def passes_of(name: str, p: int, rank: int, m: int, v: int = 1) -> list[Pass]:
+    """The passes of a rank in the schedule of this name."""
+    schedules = {"gpipe": gpipe, "1f1b": one_forward_one_backward, "interleaved": interleaved}      # as they are now
+    return schedules[name](p, rank, m, v)
 
 
 def bubble(p: int, m: int, v: int = 1) -> float:
@@ -70,6 +72,26 @@ def before(work: Pass, rank: int, p: int, v: int) -> tuple[int, Pass] | None:
     stage = work.chunk * p + rank
     other = stage - 1 if work.kind == "F" else stage + 1
     return (other % p, Pass(work.kind, other // p, work.micro)) if 0 <= other < p * v else None
+
+
+def after(work: Pass, rank: int, p: int, v: int) -> int | None:
+    """The rank that needs this pass's result; None for the last forward and first backward pass."""
+    other = work.chunk * p + rank + (1 if work.kind == "F" else -1)
+    return other % p if 0 <= other < p * v else None
+
+
+def crossed(schedule: list[list[Pass]], v: int = 1) -> int:
+    """How many messages are awaited in another order than they are sent in; a wire does not know which one is meant."""
+    p = len(schedule)
+    sent: dict[tuple[int, int, str], list[Pass]] = {}
+    awaited: dict[tuple[int, int, str], list[Pass]] = {}
+    for rank, passes in enumerate(schedule):
+        for work in passes:
+            if source := before(work, rank, p, v):
+                awaited.setdefault((source[0], rank, work.kind), []).append(source[1])
+            if (target := after(work, rank, p, v)) is not None:
+                sent.setdefault((rank, target, work.kind), []).append(work)
+    return sum(a != b for wire in awaited for a, b in zip(awaited[wire], sent.get(wire, []), strict=False))
 
 
 def timeline(schedule: list[list[Pass]], v: int = 1, forward: float = 1.0, backward: float = 2.0,

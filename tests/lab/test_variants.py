@@ -168,6 +168,99 @@ def average_gradients(parameters, axis):
         dist.all_gather(everyone, p.grad.contiguous(), group=axis.group)
         p.grad = sum(everyone) / axis.size
 '''],
+    "gpipe": ['''
+from course.parallel.schedule import Pass
+
+def gpipe(p, rank, m, v=1):
+    passes = []
+    for kind in "FB":
+        for micro in range(m):
+            passes.append(Pass(kind, chunk=0, micro=micro))
+    return passes
+''', '''
+from course.parallel.schedule import Pass
+
+def gpipe(p, rank, m, v=1):                          # the last micro-batch back first: as long, and the same sum
+    there = [Pass("F", 0, i) for i in range(m)]
+    return tuple(there + [Pass("B", 0, m - 1 - i) for i in range(m)])
+'''],
+    "1f1b": ['''
+from course.parallel.schedule import Pass
+
+def alternate(forward, backward, ahead):
+    order, back = [], iter(backward)
+    for number, work in enumerate(forward):
+        order.append(work)
+        if number >= ahead:
+            order.append(next(back))
+    return order + list(back)
+
+def one_forward_one_backward(p, rank, m, v=1):
+    behind = p - 1 - rank
+    return alternate([Pass("F", 0, i) for i in range(m)], [Pass("B", 0, i) for i in range(m)], behind if behind < m else m)
+'''],
+    "training-bytes": ['''
+def training_bytes(parameters, ranks, stage):
+    shares = [ranks if stage >= first else 1 for first in (3, 2, 1)]
+    return [bytes * parameters / share for bytes, share in zip((4, 4, 8), shares)]
+'''],
+    "zero-optimizer": ['''
+import torch
+import torch.distributed as dist
+from torch import nn
+
+class ZeroOptimizer:
+    def __init__(self, weights, axis, make):
+        self.weights, self.axis = weights, axis
+        self.share = nn.Parameter(weights.chunk(axis.size)[axis.rank].detach().clone())
+        self.adam = make([self.share])
+
+    def step(self, gradient):
+        summed = gradient.clone()
+        dist.all_reduce(summed, group=self.axis.group)               # twice the bytes, but right
+        self.share.grad = summed.chunk(self.axis.size)[self.axis.rank] / self.axis.size
+        self.adam.step()
+        parts = [torch.empty_like(self.share) for _ in range(self.axis.size)]
+        dist.all_gather(parts, self.share.detach(), group=self.axis.group)
+        self.weights.copy_(torch.cat(parts))
+''', '''
+from torch import nn
+from course.parallel.mappings import all_gather_single, reduce_scatter_single
+
+class ZeroOptimizer:
+    def __init__(self, weights, axis, make):
+        self.weights, self.axis = weights, axis
+        self.mine = nn.Parameter(weights.view(axis.size, -1)[axis.rank])              # a view
+        self.optimizer = make([self.mine])
+
+    def step(self, gradient):
+        self.optimizer.zero_grad()
+        self.mine.grad = self.mine.new_empty(len(self.mine))
+        reduce_scatter_single(self.mine.grad, gradient / self.axis.size, group=self.axis.group)
+        self.optimizer.step()
+        all_gather_single(self.weights, self.mine.data.clone(), group=self.axis.group)
+'''],
+    "recompute": ['''
+import torch
+
+class Recompute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, block, x):
+        ctx.block, ctx.x = block, x
+        with torch.no_grad():
+            return block(x)
+
+    @staticmethod
+    @torch.enable_grad()
+    def backward(ctx, grad):
+        x = ctx.x.clone().detach()
+        x.requires_grad = True
+        parameters = list(ctx.block.parameters())
+        first, *rest = torch.autograd.grad(ctx.block(x), [x, *parameters], grad)
+        for parameter, gradient in zip(parameters, rest):
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        return None, first
+'''],
 }
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from course.parallel import schedule
-from course.parallel.schedule import SCHEDULES, Pass, alive, before, bubble, idle, timeline
+from course.parallel.schedule import Pass, alive, bubble, crossed, idle, passes_of, timeline
 
 CASES = [("gpipe", p, m, 1) for p in (1, 2, 3, 4, 8) for m in (1, 2, 5, 8, 16)]
 CASES += [("1f1b", p, m, 1) for p in (1, 2, 3, 4, 8) for m in (1, 2, 5, 8, 16)]
@@ -12,7 +12,7 @@ CASES += [("interleaved", p, m, v) for p in (2, 3, 4, 8) for v in (2, 3, 4)
 
 
 def make(name, p, m, v):
-    return [SCHEDULES[name](p, rank, m, v) for rank in range(p)]
+    return [passes_of(name, p, rank, m, v) for rank in range(p)]
 
 
 @pytest.mark.parametrize("name, p, m, v", CASES)
@@ -25,16 +25,12 @@ def test_every_pass_once_and_nobody_waits_in_a_circle(name, p, m, v):
 
 @pytest.mark.parametrize("name, p, m, v", [case for case in CASES if case[1] > 1])
 def test_messages_are_awaited_in_the_order_in_which_they_are_sent(name, p, m, v):
-    made = make(name, p, m, v)
-    sent: dict = {}
-    awaited: dict = {}
-    for rank, passes in enumerate(made):
-        for work in passes:
-            if (source := before(work, rank, p, v)):
-                awaited.setdefault((source[0], rank, work.kind), []).append(source[1])
-            sent.setdefault((rank, work.kind), []).append(work)
-    for (source, _, kind), passes in awaited.items():
-        assert passes == [work for work in sent[source, kind] if work in passes]
+    assert crossed(make(name, p, m, v), v) == 0
+
+
+def test_messages_that_cross_are_noticed():
+    first, last = [schedule.gpipe(2, rank, 3) for rank in range(2)]
+    assert crossed([first, last[:3] + last[:2:-1]]) == 2
 
 
 @pytest.mark.parametrize("p, m, v", [(2, 4, 1), (4, 4, 1), (4, 16, 1), (8, 16, 1), (2, 4, 2), (4, 8, 2), (4, 16, 2), (4, 12, 3)])

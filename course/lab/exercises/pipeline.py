@@ -1,0 +1,101 @@
+"""Lesson 12: schedules of a pipeline, by simulation and by training with them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from course.lab import returned, tiny
+from course.lab.exercise import Exercise, Tensors
+from course.lab.watchdog import Limits
+from course.parallel import join, schedule
+from course.parallel.schedule import Pass
+
+PATIENT = Limits(seconds=180)                        # most of it for starting 4 ranks on a machine with 2 cores
+
+
+def draw(seed: int, hidden: bool) -> Tensors:
+    """Pipelines (one short of micro-batches among them), how long a pass takes, and what training draws."""
+    generator = torch.Generator().manual_seed(seed)
+    most = 9 if hidden else 6
+    p = torch.randint(3, most, (5 if hidden else 3,), generator=generator)
+    m = p + torch.randint(1, most, p.shape, generator=generator)
+    cases = torch.stack([p, m], 1)
+    times = 1 + torch.rand(2, generator=generator, dtype=torch.float64)
+    return tiny.drawn(seed, samples=10 if hidden else 8) | {"cases": torch.cat([cases, torch.tensor([[5, 2]])]), "times": times}
+
+
+def passes(value: Any, who: str) -> list[Pass]:
+    """The passes that `who` returned."""
+    if not isinstance(value, list | tuple) or not all(isinstance(work, Pass) for work in value):
+        raise returned.Returned(f"`{who}` returned {returned.told(value)}; a list of Pass is wanted",
+                                returned.cure(value, 'return one list of all passes in order, each Pass("F" or "B", 0, number)'))
+    return list(value)
+
+
+def simulate(inputs: Tensors, make: Callable[[int, int, int, int], list[Pass]], who: str, v: int = 1) -> Tensors:
+    """Of each drawn pipeline: the passes that each rank lacks and has too many; who meets; time; live activations."""
+    found: dict[str, list[float]] = {"passes": [], "meet": [], "time": [], "alive": []}
+    forward, backward = inputs["times"].tolist()
+    for p, m in inputs["cases"].tolist():
+        m = max(m, p) if v > 1 else m                # fewer cannot be interleaved
+        made = [passes(make(p, rank, m, v), who) for rank in range(p)]
+        wanted = {Pass(kind, chunk, micro) for kind in ("F", "B") for chunk in range(v) for micro in range(m)}
+        found["passes"] += [float(count) for mine in made
+                            for count in (len(wanted - set(mine)), len(mine) - len(wanted & set(mine)))]
+        found["alive"] += [float(schedule.alive(mine)) for mine in made]
+        try:
+            end = max(end for _, end in schedule.timeline(made, v, forward, backward).values())
+        except (ValueError, KeyError):               # they wait in a circle, or for what nobody does
+            end = -1.0
+        found["time"].append(end)
+        found["meet"] += [float(end > 0), float(schedule.crossed(made, v))]
+    return {name: torch.tensor(values, dtype=torch.float64) for name, values in found.items()}
+
+
+def trained(inputs: Tensors, name: str, sound: bool) -> Tensors:
+    """The real model's loss and weights after two steps with this schedule, if simulation promises that it ends."""
+    size = join("cpu").size
+    layout = [f"parallel.pp={size}", f"parallel.schedule={name}", "model.depth=5", "train.micro_batch=2"]
+    if not sound:
+        return {"losses": torch.zeros(2), "weights": torch.zeros(1)}
+    found = tiny.train(tiny.batches_of(inputs), int(inputs["seed"]), *layout)
+    return {"losses": found["losses"], "weights": found["weights"]}
+
+
+def sound(found: Tensors) -> bool:
+    """Whether nobody would wait for ever, nor take one message for another, and every pass is there."""
+    wait, cross = found["meet"].view(-1, 2).unbind(1)
+    return bool(wait.all() and not cross.any() and not found["passes"].any())
+
+
+def all_forward_first(inputs: Tensors) -> Tensors:
+    """GPipe in simulation, and the training of a model with it."""
+    found = simulate(inputs, schedule.gpipe, "gpipe")
+    return found | trained(inputs, "gpipe", sound(found))
+
+
+def in_turns(inputs: Tensors) -> Tensors:
+    """1F1B in simulation, interleaved 1F1B with the same `alternate`, and the training of a model."""
+    found = simulate(inputs, schedule.one_forward_one_backward, "one_forward_one_backward")
+    more = simulate(inputs, schedule.interleaved, "alternate", v=2)
+    return found | {"interleaved": torch.cat([more["time"], more["alive"]])} | trained(inputs, "1f1b", sound(found))
+
+
+CLAIMS = {
+    "passes": "in simulation every rank does every pass once",
+    "meet": "nobody waits for ever, and messages are awaited in the order in which they are sent",
+    "time": "the simulated time is that of the schedule, bubble and all",
+    "alive": "each rank keeps the activations of so many micro-batches at a time"}
+TRAINS = {
+    "losses": "the library trains with it, which is tried if all that holds: the losses of two steps are right",
+    "weights": "and so are the weights after them"}
+UNMET = {"passes": "in some pipeline passes are missing, done twice, or of a chunk or micro-batch that there is not",
+         "meet": "in some pipeline ranks wait for each other in a circle, or take one message for another"}
+EXERCISES = [
+    Exercise("gpipe", "12", ("course.parallel.schedule.gpipe",), draw, all_forward_first, CLAIMS | TRAINS, flags=UNMET,
+             sizes=(2, 4), points=2, limits=PATIENT),
+    Exercise("1f1b", "12", ("course.parallel.schedule.alternate", "course.parallel.schedule.one_forward_one_backward"), draw,
+             in_turns, CLAIMS | {"interleaved": "interleaved 1F1B, which calls your `alternate`, takes the time that it should"}
+             | TRAINS, flags=UNMET, sizes=(2, 4), points=3, limits=PATIENT),
+]

@@ -1,0 +1,46 @@
+"""How many bytes of tensors are alive, on any device: what PyTorch's operators made within a context and nobody has freed yet."""
+
+import weakref
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+
+class Meter(TorchDispatchMode):
+    """Within this context `now` is the bytes of tensors made here that are still alive, `peak` the most there were.
+
+    Memory that was there before, such as weights, does not count.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.known: set[int] = set()                 # storages that count, or were there before
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for given in tree_iter((args, kwargs)):
+            if isinstance(given, Tensor):
+                self.notice(given, 0)
+        out = func(*args, **(kwargs or {}))
+        for made in tree_iter(out):
+            if isinstance(made, Tensor):
+                self.notice(made, made.untyped_storage().nbytes())
+        return out
+
+    def notice(self, tensor: Tensor, size: int) -> None:
+        """A tensor's memory, which counts `size` bytes until it is freed, if it has not been seen before."""
+        storage = tensor.untyped_storage()
+        name = storage._cdata
+        if name not in self.known:
+            self.known.add(name)
+            self.now += size
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self.freed, name, size)
+
+    def freed(self, name: int, size: int) -> None:
+        """The memory is gone; another may get its name."""
+        self.known.discard(name)
+        self.now -= size
+

@@ -1,0 +1,49 @@
+"""Known wrong answers of lesson 12."""
+
+from course.lab.exercise import Mistake
+
+BACKWARD = '[Pass("B", 0, i) for i in range(m)]'
+BOTH = f'[Pass("F", 0, i) for i in range(m)] + {BACKWARD}'
+
+MISTAKES = {
+    "gpipe": (
+        Mistake("one micro-batch after another", BOTH, '[Pass(kind, 0, i) for i in range(m) for kind in ("F", "B")]',
+                "each micro-batch comes back before the next one enters, so one rank works at a time: all forward passes first"),
+        Mistake("no backward passes", f" + {BACKWARD}", "",
+                "these are the forward passes alone: after them come as many backward passes"),
+        Mistake("the rank for the chunk", 'Pass("F", 0, i)', 'Pass("F", rank, i)',
+                "the second field counts the chunks of *this* rank, and there is one: its number is 0"),
+        Mistake("as many micro-batches as ranks", "range(m)", "range(p)",
+                "there are m micro-batches, however many ranks: p says how many ranks there are"),
+        Mistake("the last micro-batch forgotten", "range(m)", "range(m - 1)",
+                "the micro-batches are 0 to m - 1, which is range(m): one is missing"),
+        Mistake("backward passes first", BOTH, f'{BACKWARD} + [Pass("F", 0, i) for i in range(m)]',
+                "a backward pass needs the activations of its own forward pass, so it cannot come before it"),
+        Mistake("another order on some ranks", BACKWARD, '[Pass("B", 0, i) for i in range(m)][::1 if rank % 2 else -1]',
+                "neighbours disagree on the order of the backward passes: a rank takes the gradient that comes first for the one "
+                "that it awaits first"),
+    ),
+    "1f1b": (
+        Mistake("one too many ahead", "min(p - rank - 1, m)", "min(p - rank, m)",
+                "it is as fast, but keeps one micro-batch more than it must: the last rank should be no forward pass ahead"),
+        Mistake("one too few ahead", "min(p - rank - 1, m)", "min(max(p - rank - 2, 0), m)",
+                "the ranks behind this one run dry: p - rank - 1 micro-batches must follow the first one to keep them busy until "
+                "its gradient comes back"),
+        Mistake("the same on every rank", "min(p - rank - 1, m)", "min(p - 1, m)",
+                "only the first rank is p - 1 forward passes ahead; each rank behind it has a shorter way to the end, by one"),
+        Mistake("counted from the wrong end", "min(p - rank - 1, m)", "min(rank, m)",
+                "the first rank is the farthest from the loss, so it runs ahead the most: count from the last rank, not from the "
+                "first"),
+        Mistake("more ahead than there are", "ahead=min(p - rank - 1, m)", "ahead=p - rank - 1",
+                "with fewer micro-batches than ranks no rank can be p - rank - 1 ahead: at most m"),
+        Mistake("backward first in each turn", "zip(forward[ahead:], backward, strict=False)",
+                "zip(backward, forward[ahead:], strict=False)",
+                "in each turn the forward pass comes first: the last rank has nothing to go back through before it"),
+        Mistake("the pipeline is not drained", " + backward[len(forward) - ahead:]", "",
+                "when there are no forward passes left, `ahead` backward passes are: append them"),
+        Mistake("minus nothing is everything", "backward[len(forward) - ahead:]", "backward[-ahead:]",
+                "with ahead = 0 the slice backward[-0:] is the whole list: count from the front instead"),
+        Mistake("the turns start over", "zip(forward[ahead:], backward, strict=False)", "zip(forward, backward, strict=False)",
+                "the first `ahead` forward passes have been done: the turns go on with forward[ahead:]"),
+    ),
+}
