@@ -1,5 +1,9 @@
 """Every layout trains as one process does: after several steps all losses and parameters are equal, in float64 with SGD."""
 
+import dataclasses
+import math
+from typing import Any
+
 import pytest
 import torch
 
@@ -8,7 +12,7 @@ from course.parallel import placement
 from course.parallel.placement import Box
 
 SMALL = ["model.grid=[8,16]", "model.channels=3", "model.patch=4", "model.dim=16", "model.depth=5", "model.heads=4",
-         "model.residual=false", "data.source=mock", "optim.name=sgd", "optim.lr=0.1", "optim.warmup=2", "optim.clip=0.05",
+         "model.residual=false", "data.source=mock", "optim.name=sgd", "optim.lr=0.1", "optim.warmup=2", "optim.clip=0",
          "precision=fp64", "train.device=cpu", "train.global_batch=8", "train.steps=4"]
 # each model's preset, and what makes it small: 11 tokens and 9 patches divide by nothing
 MODELS = {"vit": ("vit-demo", SMALL),
@@ -88,54 +92,112 @@ def assert_equal_to_serial(size: int, layout: list[str], extra: tuple[str, ...] 
     assert all(seen.all() for seen in covered.values())
 
 
-LAYOUTS = {"dp2": (2, ["parallel.dp=2", "parallel.bucket_mb=0.01"]), "tp2": (2, ["parallel.tp=2"]),
-           "tp4": (4, ["parallel.tp=4"]), "dp2 tp2": (4, ["parallel.tp=2", "parallel.dp=2"]),
-           "dp2 naive": (2, ["parallel.data=naive"]), "dp2 ddp": (2, ["parallel.data=ddp"]),
-           "dp2 zero": (2, ["parallel.zero=true", "parallel.bucket_mb=0.01"]),
-           "sp2": (2, ["parallel.tp=2", "parallel.sp=true"]),
-           "cp2 gather": (2, ["parallel.cp=2", "parallel.context=gather"]), "cp2 ring": (2, ["parallel.cp=2"]),
-           "cp2 all_to_all": (2, ["parallel.cp=2", "parallel.context=all_to_all"]),
-           "pp2 gpipe": (2, ["parallel.pp=2", "parallel.schedule=gpipe", "train.micro_batch=3"]),
-           "pp2 1f1b": (2, ["parallel.pp=2", "train.micro_batch=1"]),
-           "pp2 interleaved": (2, ["parallel.pp=2", "parallel.schedule=interleaved", "parallel.chunks=2", "train.micro_batch=2"]),
-           "cp2 sp2": (4, ["parallel.cp=2", "parallel.tp=2", "parallel.sp=true"]),
-           "pp2 tp2": (4, ["parallel.pp=2", "parallel.tp=2", "train.micro_batch=2"]),
-           "tp-dp order": (4, ["parallel.tp=2", "parallel.dp=2", "parallel.order=pp-tp-cp-dp"])}
+ZEROS = "zero=true bucket_mb=0.01"
+INTERLEAVED = "schedule=interleaved chunks=2 micro=2"
+TWO = ["dp=2 bucket_mb=0.01", "dp=2 data=naive", "dp=2 data=ddp", f"dp=2 {ZEROS}",
+       "tp=2", "tp=2 sp=true", "tp=2 sp=true overlap=none", "cp=2 context=gather", "cp=2 context=ring", "cp=2 context=all_to_all",
+       "pp=2 schedule=gpipe micro=3", "pp=2 schedule=1f1b micro=1", f"pp=2 {INTERLEAVED}"]
+ALONE = ["dp=4 bucket_mb=0.01", f"dp=4 {ZEROS}", "tp=4", "tp=4 sp=true", "cp=4 context=gather", "cp=4 context=ring",
+         "cp=4 context=all_to_all", "pp=4 schedule=gpipe micro=1", "pp=4 schedule=1f1b micro=1"]
+PAIRS = ["dp=2 tp=2", "dp=2 tp=2 sp=true", "dp=2 cp=2", f"dp=2 cp=2 {ZEROS}", "dp=2 pp=2 micro=1", f"dp=2 pp=2 {INTERLEAVED}",
+         "cp=2 tp=2", "cp=2 tp=2 sp=true", "cp=2 tp=2 sp=true context=all_to_all", "cp=2 tp=2 sp=true context=gather",
+         "pp=2 tp=2 micro=2", "pp=2 tp=2 sp=true micro=2", "pp=2 cp=2 micro=2", f"pp=2 cp=2 {INTERLEAVED}",
+         "dp=2 tp=2 order=pp-tp-cp-dp", "pp=2 cp=2 micro=2 order=cp-dp-tp-pp", "cp=2 tp=2 sp=true order=tp-cp-dp-pp"]
+EIGHT = [f"dp=2 cp=2 tp=2 sp=true {ZEROS}", "pp=2 dp=2 tp=2 sp=true micro=2", f"pp=2 dp=2 cp=2 {ZEROS} {INTERLEAVED}",
+         "pp=2 cp=2 tp=2 sp=true schedule=gpipe micro=2 order=cp-pp-tp-dp", "pp=2 cp=2 tp=2 sp=true context=all_to_all micro=2"]
+ALL = f"pp=2 dp=2 cp=2 tp=2 sp=true {ZEROS} {INTERLEAVED}"           # sixteen ranks
+# clipping is apart: it would hide a gradient of the wrong scale
+EXTRAS = {"clipping": ("optim.clip=0.05",), "accumulation": ("train.micro_batch=3",),
+          "dropout": ("model.dropout=0.2", "model.drop_path=0.2"),
+          "recompute": ("train.recompute=full", "model.dropout=0.2", "model.drop_path=0.2"),
+          "selective recompute": ("train.recompute=selective", "model.dropout=0.2", "model.drop_path=0.2")}
+MIXED = ["dp=2 bucket_mb=0.01", f"dp=2 {ZEROS}", "dp=2 data=ddp", "tp=2 sp=true", "cp=2 context=ring", f"pp=2 {INTERLEAVED}",
+         "dp=2 tp=2 sp=true", "cp=2 tp=2 sp=true", "pp=2 cp=2 micro=2"]
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if size == 2 else pytest.mark.slow)
-                                  for name, (size, _) in LAYOUTS.items()])
-@pytest.mark.parametrize("extra", [(), pytest.param(("train.micro_batch=3",), marks=pytest.mark.slow),
-                                   pytest.param(("model.dropout=0.2", "model.drop_path=0.2"), marks=pytest.mark.slow)],
-                         ids=["plain", "accumulation", "dropout"])
-def test_parity(name, extra):
-    size, layout = LAYOUTS[name]
-    assert_equal_to_serial(size, layout, extra)
+def layout(spec: str) -> tuple[int, list[str]]:
+    """How many ranks "pp=2 tp=2 micro=1" needs, and its settings."""
+    values = dict(part.split("=") for part in spec.split())
+    size = math.prod(int(values.get(axis, 1)) for axis in ("pp", "dp", "cp", "tp"))
+    return size, [f"train.micro_batch={value}" if key == "micro" else f"parallel.{key}={value}" for key, value in values.items()]
 
 
-@pytest.mark.parametrize(("kind", "name", "extra"), [
-    pytest.param(kind, name, extra, marks=[] if name == "sp2" and not extra else pytest.mark.slow)
-    for kind, extras in (("gpt", [(), ("model.tied=false", "model.dropout=0.2", "train.micro_batch=3")]),
-                         ("dit", [(), ("train.micro_batch=3",)]))
-    for name in ("dp2", "dp2 zero", "tp2", "sp2", "cp2 gather", "cp2 ring", "cp2 all_to_all", "cp2 sp2", "pp2 1f1b",
-                 "pp2 interleaved", "pp2 tp2") for extra in extras])
-def test_parity_of_other_models(kind, name, extra):
-    size, layout = LAYOUTS[name]
-    assert_equal_to_serial(size, layout, extra, kind)
+def slow(cases: list[str]) -> list[Any]:
+    return [pytest.param(case, marks=pytest.mark.slow) for case in cases]
 
 
-def test_parity_notices_a_missing_all_reduce():
-    """The test itself can fail: without the all-reduce of a row linear, or of the gradients, something differs."""
-    for broken in ("mappings.reduce", "mappings.copy"):
-        def wrong(overrides, broken=broken):
-            from unittest import mock
-            with mock.patch(f"course.parallel.{broken}", lambda x, axis: x):
-                return train(overrides)
-        *_, whole = serial(())
-        found = ranks(2)(wrong, ["parallel.tp=2"])
-        gaps = [(part - whole[name][0][1][tuple(slice(a, b) for a, b in box)]).abs().max().item()
-                for _, _, pieces in found for name, parts in pieces.items() for box, part in parts]
-        assert max(gaps) > 1e-6
+@pytest.mark.parametrize("spec", [*TWO, *slow([*ALONE, *PAIRS, *EIGHT, ALL])])
+def test_parity(spec):
+    assert_equal_to_serial(*layout(spec))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("extra", EXTRAS)
+@pytest.mark.parametrize("spec", MIXED)
+def test_parity_with(spec, extra):
+    if extra == "accumulation" and "micro" in spec:
+        pytest.skip("this layout has micro-batches anyway")
+    assert_equal_to_serial(*layout(spec), EXTRAS[extra])
+
+
+@pytest.mark.parametrize(("kind", "spec", "extra"), [
+    pytest.param(kind, spec, extra, marks=[] if spec == "tp=2 sp=true" and not extra else pytest.mark.slow)
+    for kind, extras in (("gpt", [(), ("model.tied=false", "model.dropout=0.2", "train.recompute=full")]), ("dit", [()]))
+    for spec in (f"dp=2 {ZEROS}", "tp=2", "tp=2 sp=true", "cp=2 context=gather", "cp=2 context=ring", "cp=2 context=all_to_all",
+                 "cp=2 tp=2 sp=true", "pp=2 micro=2", f"pp=2 {INTERLEAVED}", "pp=2 tp=2 micro=2", "cp=4 context=ring",
+                 "pp=4 micro=1", EIGHT[1], EIGHT[3], ALL) for extra in extras])
+def test_parity_of_other_models(kind, spec, extra):
+    assert_equal_to_serial(*layout(spec), extra, kind)
+
+
+def swapped(tokens: Any, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """A zigzag in which each rank has its back piece first."""
+    pieces = torch.arange(tokens.total + -tokens.total % (2 * tokens.cp.size), device=device).chunk(2 * tokens.cp.size)
+    return tuple(torch.cat([pieces[-1 - rank], pieces[rank]]) for rank in range(tokens.cp.size))
+
+
+def average_over_dp_alone(model: Any, mesh: Any, settings: Any) -> Any:
+    """What averages gradients, with context parallelism forgotten."""
+    from course.parallel import data_parallel
+
+    return data_parallel(model, dataclasses.replace(mesh, dp_cp=mesh.dp), settings)
+
+
+# what is broken, by what, and a layout that must notice
+MUTATIONS = {
+    "no all-reduce after a row linear": ("course.parallel.mappings.reduce", lambda x, axis: x, "tp=2", "vit"),
+    "no all-reduce before a column linear": ("course.parallel.mappings.copy", lambda x, axis: x, "tp=2", "vit"),
+    "a sum for the mean of gradients": ("course.parallel.data.divide", lambda x, axis: None, "dp=2", "vit"),
+    "a sum for ZeRO's mean": ("course.parallel.zero.divide", lambda x, axis: None, "dp=2 zero=true", "vit"),
+    "cp forgotten in the average": ("course.train.data_parallel", average_over_dp_alone, "cp=2", "vit"),
+    "cp forgotten in a pipeline's average": ("course.train.data_parallel", average_over_dp_alone, "pp=2 cp=2 micro=2", "vit"),
+    "norms see their own tokens alone": ("course.parallel.data.add_partial_gradients", lambda parameters: None, "tp=2 sp=true",
+                                         "vit"),
+    "tied weights of two stages not added": ("course.parallel.data.add_partial_gradients", lambda parameters: None,
+                                             "pp=2 micro=2", "gpt"),
+    "a zigzag in the wrong order": ("course.parallel.sequence.SplitTokens.order", swapped, "cp=2 context=ring", "gpt"),
+    "blocks of a ring not merged": ("course.parallel.context.merge", lambda out, lse, new_out, new_lse: None, "cp=2 context=ring",
+                                    "vit"),
+}
+
+
+@pytest.mark.parametrize("name", [name if size == 2 else pytest.param(name, marks=pytest.mark.slow)
+                                  for name, (_, _, spec, _) in MUTATIONS.items() for size in [layout(spec)[0]]])
+def test_parity_notices(name):
+    """The test itself can fail: each of these mistakes changes some parameter."""
+    target, replacement, spec, kind = MUTATIONS[name]
+
+    def wrong(overrides: list[str]) -> Any:
+        from unittest import mock
+
+        with mock.patch(target, replacement):
+            return train(overrides, kind)
+
+    size, overrides = layout(spec)
+    *_, whole = serial((), kind)
+    gaps = [(part - whole[name][0][1][tuple(slice(a, b) for a, b in box)]).abs().max().item()
+            for _, _, pieces in ranks(size)(wrong, overrides) for name, parts in pieces.items() for box, part in parts]
+    assert max(gaps) > 1e-6
 
 
 def test_indivisible_heads_are_a_sentence():
