@@ -395,10 +395,10 @@ for method in my_units:
     lab.beside(method, my_units[method], ranks(4)(units_sent, method)[0], "units", "counted")
 
 # %% [markdown]
-# **What you should see:** 12, 18 and 6. All-to-all sends least, and less the more ranks there are; gather and ring send the
-# more, the more there are. The ring sends most (and more in bf16: gradients travel in float32), but hides it: with enough
-# tokens a round computes longer than it sends, as computing grows with the square of a piece's tokens and sending with the
-# tokens.
+# **What you should see:** 12, 18 and 6. All-to-all sends least, and less with more ranks, as pieces get smaller. Gather and
+# ring do not: (n − 1) pieces are nearly all tokens, however many ranks there are. The ring sends most (and more in bf16:
+# gradients travel in float32), but hides it: with enough tokens a round computes longer than it sends, as computing grows
+# with the square of a piece's tokens and sending with the tokens.
 #
 # | | bytes | memory for keys and values | limit |
 # |---|---|---|---|
