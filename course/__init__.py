@@ -6,16 +6,18 @@
     models              layers (the shared block), vit, gpt, and dit with its diffusion, serial and unaware of parallelism
     data                layout (files on disk), weather (with atmosphere, stepping, sphere) and era5, their makers,
                         order (who sees what when), native (a loader)
-    parallel            mesh (who talks to whom), placement (what a rank holds), data (average gradients),
-                        trace (which collective each rank is in)
+    parallel            mesh (who talks to whom), placement (what a rank holds), mappings (collectives with gradients),
+                        data and zero (dp), tensor, sequence, overlap and vocabulary (tp), context and blocks (cp),
+                        schedule and pipeline (pp), trace (which collective each rank is in)
     precision           number formats and the loss scale
-    step                one optimizer step, for every layout
+    step                one optimizer step, for every layout; recompute, activations that are not kept
     train               a run: build, resume, fit, log, save
+    verify              is this layout's training that of one process?
     validate, evaluate  how good the model is, while training and after; baselines and metrics to compare with
     checkpoint          what is written says nothing of the layout that wrote it
     report, pictures    what a run tells
     stop                signals
-    perf                FLOPs and peaks; bench, measurements; convergence, the runs behind lesson 08
+    perf                FLOPs and peaks; bench and parallel, measurements; convergence, the runs behind lesson 08
     launch, worker      a function, even of a notebook's cell, on several ranks of this machine
     doctor, cli         what this machine has; the `course` command
     lab                 lessons, exercises, checks and grading, on top of all this
