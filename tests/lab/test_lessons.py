@@ -175,13 +175,13 @@ def test_every_exercise_of_a_lesson_stands_in_it_once_with_its_check():
 
 
 @pytest.mark.slow
-def test_masters_execute_from_top_to_bottom_in_under_five_minutes(tmp_path):
+@pytest.mark.parametrize("path", lessons.masters([]), ids=lambda path: path.stem)
+def test_masters_execute_from_top_to_bottom_in_under_five_minutes(path):
     """As `course lessons build --force` does, in a copy, so that the committed notebooks stay as they are."""
     import time
 
     begin = time.monotonic()
-    for path in lessons.masters([]):
-        lessons.execute(lessons.instructors(path), lessons.ROOT / "notebooks")
+    lessons.execute(lessons.instructors(path), lessons.ROOT / "notebooks")
     assert time.monotonic() - begin < 300
 
 
