@@ -537,10 +537,10 @@ lab.beside("\nlost in 1F1B", my_1f1b, lost_share["1f1b"])
 lab.beside("lost in interleaved, two chunks", my_two_chunks, lost_share["interleaved"])
 
 # %% [markdown]
-# **What you should see:** GPipe and 1F1B lose what the theory says, within a point, and differ in memory: a third for 1F1B. (A GPU
-# that waits one seventh of the time also runs a little faster in the rest, which can hide a small loss.) Interleaving loses 10%:
-# its bubble is half as large, and its messages hide behind the work. In PyTorch's interleaved schedule they do not, and it
-# loses more than 1F1B.
+# **What you should see:** GPipe and 1F1B lose what the theory says, within a point, and differ in memory: a third for 1F1B.
+# (A GPU that waits one seventh of the time may run a little faster in the rest, which can hide a small loss.) Interleaving
+# loses 10%: its bubble is half as large, and its messages hide behind the work. In PyTorch's interleaved schedule they do not,
+# and it loses more than 1F1B.
 #
 # ## What you know now
 #

@@ -536,9 +536,9 @@ lab.beside("\nGB of states on each of 4 ranks", my_states_gb, rows["ZeRO-1"]["op
 lab.beside("ZeRO-1's step over DDP's", my_relative_time, rows["ZeRO-1"]["ms"] / rows["ddp"]["ms"])
 
 # %% [markdown]
-# **What you should see:** a quarter of the states, 8 bytes a parameter over 4 ranks, and a step that takes 4% longer. The same bytes
-# move, and each rank updates a quarter of the weights; but the gather of new weights begins only after the optimizer, and the
-# first layers wait for theirs.
+# **What you should see:** a quarter of the states, 8 bytes a parameter over 4 ranks, and a step that takes 4% longer. The same
+# bytes move, and each rank updates a quarter of the weights; but the gather of new weights begins only after the optimizer,
+# and the first layers wait for theirs.
 #
 # ## What you know now
 #
