@@ -9,7 +9,8 @@ from xml.etree import ElementTree
 import pytest
 
 from course.errors import CourseError
-from course.lab import grade, sandbox
+from course.lab import grade, present, sandbox
+from course.lab.exercise import find
 from course.lab.submissions import Submission, collect, owner
 from tests.lab import classroom
 
@@ -130,6 +131,27 @@ def test_names_are_harmless_in_tables_pages_and_paths(tmp_path):
     assert "<script>" not in page and "&lt;script&gt;" in page and "<b>" not in page.split("</style>")[1].replace("<b style", "")
     grade.junit(graded, tmp_path / "junit.xml")
     assert ElementTree.parse(tmp_path / "junit.xml").getroot().find("testsuite").get("failures") == "1"
+
+
+def test_what_took_too_long_is_run_once_more(tmp_path, monkeypatch):
+    """The machine may have been busy."""
+    passed = grade.Verdict("roofline", (grade.Fact(True, "it holds"),))
+    late = grade.Verdict("roofline", (grade.Fact(False, "it ran for more than 30 seconds"),), late=True)
+    path = classroom.hand_in(tmp_path / "00_start_here.ipynb", classroom.notebook("00"))
+    for verdicts, final in (([late, passed], passed), ([late, late], late), ([passed], passed)):
+        monkeypatch.setattr(grade, "judge", lambda *_, left=verdicts, **how: left.pop(0))
+        assert grade.safely(find("roofline"), Submission("ann", "00", path), 5) == final and not verdicts
+
+
+def test_pages_do_not_give_hidden_inputs_away(tmp_path):
+    verdict = grade.Verdict("roofline", (grade.Fact(False, "no"),), "a hint", output="flops=12345", seed=987654)
+    graded = [grade.Graded(Submission("ann", "00", tmp_path), (verdict,))]
+    grade.feedback("ann", graded, tmp_path / "page.html")
+    grade.junit(graded, tmp_path / "junit.xml")
+    for name in ("page.html", "junit.xml"):
+        text = (tmp_path / name).read_text()
+        assert "12345" not in text and "987654" not in text and "output of graded runs is not shown" in text
+    assert all("12345" in said and "987654" in said for said in (present.text(verdict), present.html(verdict)))
 
 
 @pytest.mark.slow
