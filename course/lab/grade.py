@@ -54,7 +54,7 @@ def main(folder: Path, out: Path, only: Sequence[str] = (), jobs: int = 0, seed:
     new = [s for s in submissions if s not in {one.submission for one in known}]
     learners, lessons = {s.learner for s in submissions}, sorted({s.lesson for s in submissions})
     print("\n  ".join([f"{len(submissions)} notebooks of {len(learners)} learners, lessons {', '.join(lessons)}: "
-                       f"{len(new)} to grade, {len(known)} graded already", *notes]), flush=True)
+                       f"{len(new)} to grade, {len(known)} graded already", *map(present.printable, notes)]), flush=True)
     if new:
         print(protection(trust), flush=True)
     others = earlier(out, submissions)

@@ -38,6 +38,9 @@ def test_collect_takes_the_last_of_each_and_notes_the_rest(tmp_path):
     for path in ("ann_1_7_00_start_here.ipynb", "ann_1_8_00_start_here-1.ipynb", "bob/.ipynb_checkpoints/00_start_here.ipynb",
                  "bob/work.ipynb", "bob/99_other.ipynb"):
         classroom.hand_in(tmp_path / path, blank)
+    for name in ("erin/essay", "Al Gore_12_assignsubmission_file_", ".git", "__MACOSX"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "erin/essay/work.pdf").write_text("")
     (tmp_path / "bob/notes.ipynb").write_text("{")
     (tmp_path / "bob/00_link.ipynb").symlink_to(tmp_path / "bob/work.ipynb")
     found, notes = collect(tmp_path)
@@ -45,7 +48,8 @@ def test_collect_takes_the_last_of_each_and_notes_the_rest(tmp_path):
                      Submission("bob", "00", tmp_path / "bob/work.ipynb")]         # the lesson from its metadata
     text = "\n".join(notes)
     assert "replaced by the later" in text and "symbolic link" in text and "notes.ipynb cannot be read" in text
-    assert "99_other.ipynb is of no lesson" in text and len(notes) == 4
+    assert "99_other.ipynb is of no lesson" in text and len(notes) == 6
+    assert {"erin: no notebook", "Al Gore_12: no notebook"} < set(notes)
     with pytest.raises(CourseError, match="not a folder"):
         collect(tmp_path / "nowhere")
 
