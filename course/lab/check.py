@@ -29,6 +29,7 @@ from course.lab.scratch import read, remove
 MOST = 200_000_000                                   # bytes of an outputs file
 FEW = 8                                              # numbers that are shown one by one
 UNKNOWN = "no known mistake gives these numbers: try your code on a case small enough to do by hand"
+COPY = "do not write into {}; work on a copy"
 ENDED = ("look for a loop that does not end, for memory that grows, and for a call that ends the process (sys.exit, os._exit) or "
          "makes it crash")
 UNMET = "every rank of a group has to call the same collectives, in the same order, with tensors of the same shape"
@@ -55,6 +56,7 @@ class Verdict:
     seconds: float = 0.0                             # that whoever called the check waited
     version: str = ""                                # of the check
     isolation: str = ""                              # what the answer was kept from
+    late: bool = False                               # it took too long, which a busy machine can be the cause of
     of: int = 0                                      # facts that there are if nothing stops the check early
 
     @property
@@ -67,7 +69,7 @@ class Run:
     """What came of one answer on so many ranks: tensors of each rank, or what stopped it."""
 
     outputs: tuple[Tensors, ...] = ()
-    kind: str = ""                                   # of error: an exception's name, "ranks", or "ended"
+    kind: str = ""                                   # of error: an exception's name, "ranks", "late" or "ended"
     error: str = ""
     cure: str = ""                                   # what to do about it, where that is plain
 
@@ -75,17 +77,17 @@ class Run:
 def examine(exercise: Exercise, answer: Sequence[Piece], seed: int, hidden: bool = False,
             layers: sandbox.Layers | None = None) -> Verdict:
     """Run the answer on every number of ranks that the exercise names, and judge."""
-    begin, facts, hint, output = time.monotonic(), list[Fact](), "", ""
+    begin, facts, hint, output, late = time.monotonic(), list[Fact](), "", "", False
     inputs = exercise.draw(seed, hidden)
     for size in exercise.sizes:
         (run,), ended = execute(exercise, [answer], inputs, size, layers)
-        output += ended.output
+        output, late = output + ended.output, run.kind == "late"
         found, hint = judge(exercise, run, seed, hidden, size)
         facts += found
         if not all(fact.held for fact in found):
             break
     return Verdict(exercise.name, tuple(facts), hint, output, seed, time.monotonic() - begin, exercise.version,
-                   isolation(layers or sandbox.layers()), exercise.facts)
+                   isolation(layers or sandbox.layers()), late, exercise.facts)
 
 
 def unread(exercise: Exercise, problem: str, hint: str, seed: int = 0) -> Verdict:
@@ -132,8 +134,10 @@ def hint_for_numbers(exercise: Exercise, run: Run, expected: Run, slips: Sequenc
             return mistake.hint
     for mistake, slip in known:
         changed = [key for key in exercise.claims if not same(expected, slip, [key])]
-        if same(slip, run, changed):
+        if changed and same(slip, run, changed):
             return mistake.hint
+    if "kept" in exercise.claims and not same(expected, run, ["kept"]):
+        return COPY.format("`batch`" if "the batch" in exercise.claims["kept"] else "what you are given")
     return UNKNOWN
 
 
@@ -148,7 +152,7 @@ def hint_for_error(exercise: Exercise, run: Run, seed: int, hidden: bool, size: 
     """The hint of a known mistake that stops in the same way, or a general one."""
     if run.kind == "NotImplementedError":
         return "replace the line that raises NotImplementedError by your code, run the cell, and check again"
-    if run.kind == "ended":
+    if run.kind in ("ended", "late"):
         return ENDED
     for mistake, slip in zip(comparable(exercise), reference(exercise.name, seed, hidden, size)[1:], strict=True):
         if slip.error and slip.error.splitlines()[0] == run.error.splitlines()[0]:
@@ -241,7 +245,7 @@ def execute(exercise: Exercise, answers: Sequence[Sequence[Piece]], inputs: Tens
             (folder / f"answer-{number}.json").write_text(json.dumps(list(map(astuple, pieces))))
         package = blanked(exercise.objects)
         ended = sandbox.run([sys.executable, "-m", "course.lab.child", str(folder)], folder, [package],
-                            {"PYTHONPATH": str(package)}, limits, layers)
+                            {"PYTHONPATH": str(package)}, limits, layers, [f"began-{rank}" for rank in range(size)])
         runs = [collect(folder, number, size, ended) for number in range(len(answers))]
         return [replace(run, error=run.error.replace(f"{package}/", "")) for run in runs], ended
 
@@ -249,7 +253,7 @@ def execute(exercise: Exercise, answers: Sequence[Sequence[Piece]], inputs: Tens
 def collect(folder: Path, number: int, size: int, ended: sandbox.Outcome) -> Run:
     """Read what an answer left behind, trusting none of it."""
     if not ended.ok and ended.ended:
-        return Run(kind="ended", error=ended.ended)
+        return Run(kind="late" if ended.late else "ended", error=ended.ended)
     outputs = []
     for rank in range(size):
         try:

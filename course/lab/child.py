@@ -5,7 +5,8 @@
 imports a copy of the package in which the exercise's objects are blank. The folder holds `job.json`
 ({"exercise", "answers", "ranks", "seconds"}), `inputs.safetensors` and the answers, `answer-i.json`, lists of
 (cell, line, text). For answer i and rank r the outputs go to `out-i-r.safetensors`; what went wrong goes to
-`error-i.json` ({"kind", "text", "cure"}). Nothing here knows what the outputs should be.
+`error-i.json` ({"kind", "text", "cure"}); `began-r` appears once
+rank r has imported everything. Nothing here knows what the outputs should be.
 """
 
 import __future__
@@ -58,7 +59,7 @@ def on_ranks(job: dict[str, Any], folder: Path, number: int) -> None:
         elif said:
             told = together(said)
         else:
-            told = {"kind": "ended", "text": error.text, "cure": ""}
+            told = {"kind": "late" if error.text.startswith("Not done after") else "ended", "text": error.text, "cure": ""}
         write(folder / f"error-{number}.json", told)
 
 
@@ -92,6 +93,7 @@ def work(folder: Path, number: int, name: str, rank: int) -> None:
 
     exercise = exercises.find(name)
     inputs = load_file(folder / "inputs.safetensors")
+    (folder / f"began-{rank}").touch()
     with installed(exercise.objects, load(folder / f"answer-{number}.json", exercise.names)):
         outputs = exercise.program(inputs)
     save_file({key: value.detach().clone().contiguous() for key, value in outputs.items()},

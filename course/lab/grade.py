@@ -54,9 +54,9 @@ def main(folder: Path, out: Path, only: Sequence[str] = (), jobs: int = 0, seed:
     new = [s for s in submissions if s not in {one.submission for one in known}]
     learners, lessons = {s.learner for s in submissions}, sorted({s.lesson for s in submissions})
     print("\n  ".join([f"{len(submissions)} notebooks of {len(learners)} learners, lessons {', '.join(lessons)}: "
-                       f"{len(new)} to grade, {len(known)} graded already", *notes]), flush=True)
+                       f"{len(new)} to grade, {len(known)} graded already", *map(present.printable, notes)]), flush=True)
     if new:
-        print(f"seed {seed}; {protection(trust)}", flush=True)
+        print(protection(trust), flush=True)
     others = earlier(out, submissions)
     graded = known + (grade_all(new, out, jobs, seed) if new else []) + others
     graded.sort(key=lambda g: (g.submission.learner, g.submission.lesson))
@@ -166,7 +166,9 @@ def result(path: Path) -> tuple[dict[str, Any], tuple[Verdict, ...]] | None:
 def safely(exercise: Exercise, submission: Submission, seed: int) -> Verdict:
     """The verdict on one exercise; a notebook that cannot be read, or whatever else goes wrong with it, is one too."""
     try:
-        return judge(exercise, cells.load(submission.path), seed, hidden=True)
+        notebook = cells.load(submission.path)
+        verdict = judge(exercise, notebook, seed, hidden=True)
+        return judge(exercise, notebook, seed, hidden=True) if verdict.late else verdict          # the machine may have been busy
     except CourseError as error:
         text = str(error).replace(str(submission.path), submission.path.name)
     except Exception as error:                       # one submission must not end the class's run
@@ -208,7 +210,7 @@ def junit(graded: Sequence[Graded], path: Path) -> None:
                                           time=f"{verdict.seconds:.2f}")
             if not verdict.passed:
                 failure = ElementTree.SubElement(case, "failure", message=present.headline(verdict))
-                failure.text = present.text(verdict, colour=False)
+                failure.text = present.text(verdict, colour=False, graded=True)
     with atomic(path) as temporary:
         ElementTree.ElementTree(root).write(temporary, encoding="utf-8", xml_declaration=True)
 
@@ -233,7 +235,7 @@ def feedback(learner: str, graded: Sequence[Graded], path: Path) -> None:
     for one in graded:
         most = sum(exercise.points for exercise in of_lesson(one.submission.lesson))
         parts.append(f"<h2>Lesson {escape(one.submission.lesson)}: {one.points} of {most} points</h2>")
-        parts += [present.html(verdict) for verdict in one.verdicts]
+        parts += [present.html(verdict, graded=True) for verdict in one.verdicts]
     with atomic(path) as temporary:
         temporary.write_text(PAGE.format(learner=escape(present.printable(learner)), body="\n".join(parts)), encoding="utf-8")
 

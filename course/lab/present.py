@@ -1,9 +1,13 @@
-"""A verdict for people: text with colours for a terminal, HTML for a notebook or a page."""
+"""A verdict for people: text with colours for a terminal, HTML for a notebook or a page.
+
+One that is `graded` shows neither the seed nor what the answer printed: both would give the hidden inputs away.
+"""
 
 from html import escape
 
 from course.lab.check import Verdict
 
+UNSHOWN = "the output of graded runs is not shown"
 GREEN, RED, AMBER, DIM, PLAIN = "\x1b[32m", "\x1b[31m", "\x1b[33m", "\x1b[2m", "\x1b[0m"
 
 
@@ -14,13 +18,20 @@ def headline(verdict: Verdict) -> str:
     return f"{verdict.exercise}: {'passed' if verdict.passed else 'not yet'}, {held} of {of} checks hold"
 
 
-def footer(verdict: Verdict) -> str:
+def footer(verdict: Verdict, graded: bool = False) -> str:
     """How it was checked, in one line."""
     how = f"; your code ran {verdict.isolation}" if verdict.isolation else ""
-    return f"{verdict.seconds:.1f} s, inputs of seed {verdict.seed}{how}"
+    return f"{verdict.seconds:.1f} s, {'hidden inputs' if graded else f'inputs of seed {verdict.seed}'}{how}"
 
 
-def text(verdict: Verdict, colour: bool = True) -> str:
+def printed(verdict: Verdict, graded: bool = False) -> str:
+    """The end of what the answer printed, where that helps."""
+    if verdict.passed or not verdict.output.strip():
+        return ""
+    return UNSHOWN if graded else printable(shortened(verdict.output))
+
+
+def text(verdict: Verdict, colour: bool = True, graded: bool = False) -> str:
     """Lines for a terminal; without colour the marks and words say the same."""
     def paint(code: str, line: str) -> str:
         return f"{code}{line}{PLAIN}" if colour else line
@@ -31,23 +42,23 @@ def text(verdict: Verdict, colour: bool = True) -> str:
         lines.append(paint(code, f"  {mark} ") + printable(fact.text).replace("\n", "\n      "))
     if verdict.hint:
         lines.append(paint(AMBER, "  hint: ") + printable(verdict.hint))
-    if not verdict.passed and verdict.output.strip():
-        lines.append(paint(DIM, "  printed: " + printable(shortened(verdict.output)).replace("\n", "\n    ")))
-    lines.append(paint(DIM, f"  {footer(verdict)}"))
+    if output := printed(verdict, graded):
+        lines.append(paint(DIM, "  printed: " + output.replace("\n", "\n    ")))
+    lines.append(paint(DIM, f"  {footer(verdict, graded)}"))
     return "\n".join(lines)
 
 
-def html(verdict: Verdict) -> str:
+def html(verdict: Verdict, graded: bool = False) -> str:
     """The same for a notebook; everything is escaped. Colours keep their contrast on light and dark."""
     tint = "#0a7d46" if verdict.passed else "#c0392b"
     rows = "".join(f'<li style="list-style:none;white-space:pre-wrap"><b style="color:{"#0a7d46" if fact.held else "#c0392b"}">'
                    f'{"✓" if fact.held else "✗"}</b> {escape(printable(fact.text))}</li>' for fact in verdict.facts)
     hint = f'<p style="margin:.4em 0"><b>Hint.</b> {escape(printable(verdict.hint))}</p>' if verdict.hint else ""
-    printed = (f"<details><summary>What it printed</summary><pre>{escape(printable(shortened(verdict.output)))}</pre></details>"
-               if not verdict.passed and verdict.output.strip() else "")
+    output = printed(verdict, graded)
+    output = f"<details><summary>What it printed</summary><pre>{escape(output)}</pre></details>" if output else ""
     return (f'<div style="border-left:4px solid {tint};padding:.3em .9em;margin:.3em 0"><b style="color:{tint}">'
-            f'{escape(headline(verdict))}</b><ul style="margin:.3em 0;padding:0">{rows}</ul>{hint}{printed}'
-            f'<small>{escape(footer(verdict))}</small></div>')
+            f'{escape(headline(verdict))}</b><ul style="margin:.3em 0;padding:0">{rows}</ul>{hint}{output}'
+            f'<small>{escape(footer(verdict, graded))}</small></div>')
 
 
 def printable(text: str) -> str:

@@ -3,7 +3,9 @@
 Without these, a forgotten `return` stops somewhere in the library, at a line that the learner did not write.
 """
 
+import inspect
 from collections.abc import Callable
+from contextlib import suppress
 from numbers import Real
 from typing import Any
 
@@ -51,21 +53,45 @@ def function(value: Any, who: str, name: str) -> Callable[..., Any]:
     return value
 
 
+def takes(thing: Callable[..., Any], name: str, wanted: str, count: int) -> None:
+    """Look at whether `name` can be called with so many arguments; `wanted` says which, such as "one argument, the batch"."""
+    with suppress(ValueError):                       # some that are not written in Python do not say
+        try:
+            inspect.signature(thing).bind(*[None] * count)
+        except TypeError:
+            raise Returned(f"`{name}` must take {wanted}", f"write what it takes between the parentheses of `def {name}(...)`"
+                           ) from None
+
+
 def tensor(value: Any, who: str, shape: tuple[int, ...], dtype: torch.dtype, part: str = "") -> Tensor:
     """The tensor of this shape and type that `who` returned; `part` names it among several, such as " as the sum"."""
     wanted = f"a tensor of shape {shape} is wanted" if shape else "a scalar tensor is wanted"
     if not isinstance(value, Tensor):
-        plain = isinstance(value, int | float) and not shape
-        raise Returned(f"`{who}` returned {told(value)}{part}; {wanted}",
-                       "leave out .item() and float(): they make a number of Python, for which every step waits for the device"
-                       if plain else cure(value, f"return {wanted.removesuffix(' is wanted')}"))
+        todo = cure(value, f"return {wanted.removesuffix(' is wanted')}")
+        if not shape and isinstance(value, float):
+            todo = "leave out .item() and float(): they make a number of Python, for which every step waits for the device"
+        elif not shape and isinstance(value, int):
+            todo = ("add up tensors, such as the weights of the samples: len() counts padding too, and .item() and int() make a "
+                    "number of Python")
+        raise Returned(f"`{who}` returned {told(value)}{part}; {wanted}", todo)
     if value.shape != shape:
         raise Returned(f"`{who}` returned a tensor of shape {tuple(value.shape)}{part}; {wanted}",
                        "look at the shapes of what you compute: which dims should be summed over, and which kept?")
     if value.dtype != dtype:
         raise Returned(f"`{who}` returned a tensor of type {value.dtype}{part}; {dtype} is wanted, the batch's type",
-                       "do not name a type (.float(), dtype=...): take that of the tensors you are given")
+                       mistyped(value.dtype, dtype))
     return value
+
+
+def mistyped(got: torch.dtype, wanted: torch.dtype) -> str:
+    """What to do about a tensor of the wrong type."""
+    if got == torch.float32 and wanted == torch.float64:
+        return ("checks run in float64; torch.zeros(()) is float32: begin with 0, or torch.zeros_like(weight), and do not name "
+                "a type (.float(), dtype=...)")
+    if not got.is_floating_point and wanted.is_floating_point:
+        return ("counting gives integers, and comparing True and False: .to(target.dtype) makes numbers of the batch's type of "
+                "them. Do not take len(): it counts padding too")
+    return "do not name a type (.float(), dtype=...): take that of the tensors you are given"
 
 
 def told(value: Any) -> str:

@@ -83,6 +83,7 @@ class Outcome:
     ended: str                                       # a sentence why not
     output: str                                      # what it printed, cut to the limit
     seconds: float
+    late: bool = False                               # it was stopped because it took too long
 
 
 @dataclass(frozen=True)
@@ -132,8 +133,11 @@ def _fault(chosen: Layers) -> str:
 
 
 def run(command: list[str], scratch: Path, readable: Sequence[Path] = (), environment: Mapping[str, str] | None = None,
-        limits: Limits = Limits(), layers: Layers | None = None) -> Outcome:
+        limits: Limits = Limits(), layers: Layers | None = None, marks: Sequence[str] = ()) -> Outcome:
     """Run a command in the scratch folder, the only one that it may write to, until it ends or is beyond a limit.
+
+    Where there are `marks`, files that the command leaves in the scratch folder when it has started, its time counts
+    from then on, and starting has a limit of its own.
 
     `readable` are further folders that it may read. Of the environment it gets `environment` and a few variables
     such as HOME, nothing of this process's own. Where one is root it runs as another user, to whom the scratch
@@ -166,7 +170,8 @@ def run(command: list[str], scratch: Path, readable: Sequence[Path] = (), enviro
                                    stderr=subprocess.STDOUT, start_new_session=True)
         assert process.stdout
         pipe = stack.enter_context(process.stdout).fileno()
-        watched = Watched(process, pipe, scratch, limits, mark, user, start, 2 * has.namespaces, {psutil.Process(process.pid)})
+        watched = Watched(process, pipe, scratch, limits, mark, user, start, 2 * has.namespaces, {psutil.Process(process.pid)},
+                          marks)
         try:
             ended = watched.wait()
         finally:
@@ -174,7 +179,7 @@ def run(command: list[str], scratch: Path, readable: Sequence[Path] = (), enviro
         seconds = time.monotonic() - start
         watched.listen(1.0)
         ended = ended or watched.overflow() or _ending(process.returncode, has.namespaces)
-        return Outcome(not ended, ended, watched.printed.decode(errors="replace"), seconds)
+        return Outcome(not ended, ended, watched.printed.decode(errors="replace"), seconds, watched.late)
 
 
 def _variables(inner: Path, has: Layers) -> dict[str, str]:

@@ -71,7 +71,7 @@ def lesson_of(path: Path, notebook: Any = None) -> str:
 
 
 def collect(folder: Path) -> tuple[list[Submission], list[str]]:
-    """All submissions below a folder, one for each learner and lesson, and a note on everything that was left out."""
+    """All submissions below a folder, one for each learner and lesson, and a note on everything left out and everyone without."""
     if not folder.is_dir():
         raise CourseError(f"{folder} is not a folder: give the one that holds the submissions")
     notes: list[str] = []
@@ -90,6 +90,9 @@ def collect(folder: Path) -> tuple[list[Submission], list[str]]:
         if earlier := newest.get((learner, lesson)):
             notes.append(f"{earlier.path.relative_to(folder)} is replaced by the later {path.relative_to(folder)}")
         newest[learner, lesson] = Submission(learner, lesson, path)
+    came = {learner for learner, _ in newest}
+    folders = (path.name for path in sorted(folder.iterdir()) if path.is_dir() and not path.name.startswith((".", "__MACOSX")))
+    notes += [f"{learner}: no notebook" for learner in map(owner, (Path(name, "any") for name in folders)) if learner not in came]
     return sorted(newest.values(), key=lambda s: (s.learner, s.lesson)), notes
 
 

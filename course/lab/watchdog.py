@@ -5,7 +5,7 @@ import select
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +25,8 @@ LOOK = 0.05                                          # seconds between two looks
 class Limits:
     """What a run may use."""
 
-    seconds: float = 60.0                            # wall clock
+    seconds: float = 60.0                            # wall clock, since the start or, where there are marks, since they are there
+    starting: float = 300.0                          # that it may take until they are there: on a busy machine, on a slow disk
     gigabytes: float = 4.0                           # resident memory of all its processes together
     processes: int = 64                              # at any one time
     output: int = 1_000_000                          # bytes of stdout and stderr that are kept; 20 times that ends it
@@ -45,6 +46,9 @@ class Watched:
     start: float
     spare: int                                       # processes that are bubblewrap's
     family: set[psutil.Process]                      # its processes, those of bubblewrap among them
+    marks: Sequence[str] = ()                        # files in the scratch folder that say that it has begun
+    begun: float | None = None                       # when they were first seen
+    late: bool = False                               # it is beyond a limit on time
     printed: bytearray = field(default_factory=bytearray)
     volume: int = 0                                  # bytes printed so far
 
@@ -80,14 +84,25 @@ class Watched:
     def excess(self, thorough: bool) -> str:
         """The sentence for a limit that the run is beyond, if any; the disk and strays only if `thorough`."""
         limits = self.limits
-        if time.monotonic() - self.start > limits.seconds:
-            return f"it ran for more than {limits.seconds:g} seconds and was stopped"
+        if text := self.overtime():
+            self.late = True
+            return text
         self.gather(thorough)
         if len(self.family) - self.spare > limits.processes:
             return f"it started more than {limits.processes} processes and was stopped"
         if sum(map(_memory, self.family)) > limits.gigabytes * 1e9:
             return f"it took more than {limits.gigabytes} GB of memory and was stopped"
         return self.overflow(thorough)
+
+    def overtime(self) -> str:
+        """The sentence for too much time. A mark that was seen once counts, whatever becomes of the file."""
+        now, limits = time.monotonic(), self.limits
+        if self.begun is None and all(os.path.lexists(self.scratch / mark) for mark in self.marks):
+            self.begun = now if self.marks else self.start
+        if self.begun is None:
+            late = now - self.start > limits.starting
+            return f"it had not started after {limits.starting:g} seconds: is this machine too busy?" if late else ""
+        return f"it ran for more than {limits.seconds:g} seconds and was stopped" if now - self.begun > limits.seconds else ""
 
     def overflow(self, disk: bool = True) -> str:
         """The sentence for too much printed or written."""

@@ -9,7 +9,8 @@ from xml.etree import ElementTree
 import pytest
 
 from course.errors import CourseError
-from course.lab import grade, sandbox
+from course.lab import grade, present, sandbox
+from course.lab.exercise import find
 from course.lab.submissions import Submission, collect, owner
 from tests.lab import classroom
 
@@ -37,6 +38,9 @@ def test_collect_takes_the_last_of_each_and_notes_the_rest(tmp_path):
     for path in ("ann_1_7_00_start_here.ipynb", "ann_1_8_00_start_here-1.ipynb", "bob/.ipynb_checkpoints/00_start_here.ipynb",
                  "bob/work.ipynb", "bob/99_other.ipynb"):
         classroom.hand_in(tmp_path / path, blank)
+    for name in ("erin/essay", "Al Gore_12_assignsubmission_file_", ".git", "__MACOSX"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "erin/essay/work.pdf").write_text("")
     (tmp_path / "bob/notes.ipynb").write_text("{")
     (tmp_path / "bob/00_link.ipynb").symlink_to(tmp_path / "bob/work.ipynb")
     found, notes = collect(tmp_path)
@@ -44,7 +48,8 @@ def test_collect_takes_the_last_of_each_and_notes_the_rest(tmp_path):
                      Submission("bob", "00", tmp_path / "bob/work.ipynb")]         # the lesson from its metadata
     text = "\n".join(notes)
     assert "replaced by the later" in text and "symbolic link" in text and "notes.ipynb cannot be read" in text
-    assert "99_other.ipynb is of no lesson" in text and len(notes) == 4
+    assert "99_other.ipynb is of no lesson" in text and len(notes) == 6
+    assert {"erin: no notebook", "Al Gore_12: no notebook"} < set(notes)
     with pytest.raises(CourseError, match="not a folder"):
         collect(tmp_path / "nowhere")
 
@@ -130,6 +135,27 @@ def test_names_are_harmless_in_tables_pages_and_paths(tmp_path):
     assert "<script>" not in page and "&lt;script&gt;" in page and "<b>" not in page.split("</style>")[1].replace("<b style", "")
     grade.junit(graded, tmp_path / "junit.xml")
     assert ElementTree.parse(tmp_path / "junit.xml").getroot().find("testsuite").get("failures") == "1"
+
+
+def test_what_took_too_long_is_run_once_more(tmp_path, monkeypatch):
+    """The machine may have been busy."""
+    passed = grade.Verdict("roofline", (grade.Fact(True, "it holds"),))
+    late = grade.Verdict("roofline", (grade.Fact(False, "it ran for more than 30 seconds"),), late=True)
+    path = classroom.hand_in(tmp_path / "00_start_here.ipynb", classroom.notebook("00"))
+    for verdicts, final in (([late, passed], passed), ([late, late], late), ([passed], passed)):
+        monkeypatch.setattr(grade, "judge", lambda *_, left=verdicts, **how: left.pop(0))
+        assert grade.safely(find("roofline"), Submission("ann", "00", path), 5) == final and not verdicts
+
+
+def test_pages_do_not_give_hidden_inputs_away(tmp_path):
+    verdict = grade.Verdict("roofline", (grade.Fact(False, "no"),), "a hint", output="flops=12345", seed=987654)
+    graded = [grade.Graded(Submission("ann", "00", tmp_path), (verdict,))]
+    grade.feedback("ann", graded, tmp_path / "page.html")
+    grade.junit(graded, tmp_path / "junit.xml")
+    for name in ("page.html", "junit.xml"):
+        text = (tmp_path / name).read_text()
+        assert "12345" not in text and "987654" not in text and "output of graded runs is not shown" in text
+    assert all("12345" in said and "987654" in said for said in (present.text(verdict), present.html(verdict)))
 
 
 @pytest.mark.slow

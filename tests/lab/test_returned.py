@@ -22,7 +22,12 @@ from course.lab.exercise import find, right
     (lambda: returned.tensor((1, 2), "f", (), torch.float64), "returned a tuple of 2", "return a scalar tensor"),
     (lambda: returned.tensor(torch.ones(3), "f", (), torch.float32), "shape (3,); a scalar tensor is wanted", "summed"),
     (lambda: returned.tensor(torch.ones(3), "f", (2,), torch.float32), "shape (3,); a tensor of shape (2,) is wanted", "summed"),
-    (lambda: returned.tensor(torch.ones(()), "f", (), torch.float64, " as x"), "torch.float32 as x; torch.float64", "type"),
+    (lambda: returned.tensor(torch.ones(()), "f", (), torch.float64, " as x"), "torch.float32 as x; torch.float64", "zeros_like"),
+    (lambda: returned.tensor(torch.ones(2).sum().long(), "f", (), torch.float64), "type torch.int64", ".to(target.dtype)"),
+    (lambda: returned.tensor(torch.ones(()) > 0, "f", (), torch.float64), "type torch.bool", ".to(target.dtype)"),
+    (lambda: returned.tensor(6, "f", (), torch.float64, " as the weight"), "an int (6) as the weight", "padding"),
+    (lambda: returned.tensor(torch.ones((), dtype=torch.float64), "f", (), torch.float32), "torch.float32 is wanted", "type"),
+    (lambda: returned.takes(lambda: 0, "f", "one argument, x", 1), "`f` must take one argument, x", "parentheses"),
 ])
 def test_a_wrong_return_value_is_a_sentence_with_a_cure(call, text, cure):
     with pytest.raises(returned.Returned) as caught:
@@ -52,8 +57,9 @@ STEP_RETURNS = "return loss.detach()"
     ("relative-l2", ").sum(), ", "), ", "shape (6,) as the sum", "summed"),
     ("training-step", STEP_RETURNS, "", "`training_step` returned None", "forget"),
     ("training-step", STEP_RETURNS, "return loss.item()", "a float", ".item()"),
-    ("training-step", STEP_RETURNS, "return loss.detach().float()", "torch.float64 is wanted", "type"),
+    ("training-step", STEP_RETURNS, "return loss.detach().float()", "torch.float64 is wanted", ".float()"),
     ("training-step", STEP_RETURNS, "return total, weight", "a tuple of 2", "scalar"),
+    ("accumulate", "def compute(batch: Batch)", "def compute()", "`compute` must take one argument, the batch", "parentheses"),
     ("accumulate", "    return compute\n", "", "`eager` returned None", "forget"),
     ("accumulate", "return loss ", "loss ", "`compute` returned None", "forget"),
     ("accumulate", "return loss ", "return loss.item() ", "a float", ".item()"),

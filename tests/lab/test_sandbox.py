@@ -106,6 +106,21 @@ def test_bytes_that_are_not_text_are_shown_and_output_is_cut(scratch, layers):
     assert outcome.ok and outcome.output == "a\N{REPLACEMENT CHARACTER}" + 98 * "x"
 
 
+def test_time_counts_from_the_marks(scratch, layers):
+    def timed(source: str, **limits: float) -> Outcome:
+        command = [sys.executable, "-c", f"import time; {source}"]
+        return sandbox.run(command, scratch, limits=Limits(**limits), layers=layers, marks=["began"])
+
+    begin = "open('began', 'w').close()"
+    slow = timed(f"time.sleep(2); {begin}; time.sleep(0.1)", seconds=1.5)
+    assert slow.ok and not slow.late and slow.seconds > 2
+    (scratch / "began").unlink()
+    endless = timed(f"{begin}; time.sleep(0.5); import os; os.remove('began'); time.sleep(60)", seconds=1)
+    assert endless.late and endless.ended == "it ran for more than 1 seconds and was stopped"
+    never = timed("time.sleep(60)", starting=1)
+    assert never.late and never.ended.startswith("it had not started after 1 seconds")
+
+
 def test_an_endless_loop_is_stopped(scratch, layers):
     start = time.monotonic()
     outcome = run(scratch, "print('begun')\nwhile True: pass", layers, seconds=1)

@@ -1,14 +1,19 @@
 """Lesson 01: the loss, the training step by hand, and the loop's forward and backward."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from course import step
+from course.config import Config
 from course.data import Batch
 from course.lab import returned, tiny
+from course.lab.child import installed
 from course.lab.exercise import Exercise, Tensors
 from course.models import vit
+from course.parallel import Mesh
 
 
 def training_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> Tensor:
@@ -89,9 +94,26 @@ def accumulate(inputs: Tensors) -> Tensors:
     found: Tensors = {}
     for name, micro, scale, precision in (("whole", 0, 1.0, "fp64"), ("micro", 4, 1.0, "fp64"),
                                           ("scaled", 2, float(inputs["scale"]), "bf16")):
-        trained = tiny.train(batches, seed, f"train.micro_batch={micro}", f"precision={precision}", loss_scale=scale)
+        with installed(("course.step.eager",), {"eager": rescaled(step.eager, scale)}):
+            trained = tiny.train(batches, seed, f"train.micro_batch={micro}", f"precision={precision}", loss_scale=scale)
         found |= {f"{name}_{key}": value for key, value in trained.items()}
     return found
+
+
+def rescaled(eager: Callable[..., Any], factor: float) -> Callable[..., step.Compute]:
+    """The learner's `eager`, with a loss scale that grows by `factor` before every step, as it may in fp16."""
+    def build(model: nn.Module, progress: step.Progress, config: Config, mesh: Mesh) -> step.Compute:
+        compute = returned.function(eager(model, progress, config, mesh), "eager", "compute")
+        returned.takes(compute, "compute", "one argument, the batch", 1)
+
+        def scaled(batch: Batch) -> Tensor:
+            progress.loss_scale.mul_(factor)
+            loss: Tensor = compute(batch)
+            return loss
+
+        return scaled
+
+    return build
 
 
 HOLDS = "its requires_grad is True"
@@ -113,13 +135,15 @@ EXERCISES = [
         "kept": "it leaves the batch as it is"}, flags={"free": HOLDS, "kept": WRITES}, points=2),
     Exercise("accumulate", "01", ("course.step.eager",), draw_fields, accumulate, {
         "whole_losses": "the losses of two global batches, each in one piece, are right",
+        "whole_seen": "without micro-batches the model sees each batch in one piece",
         "whole_weights": "the library trains with it: the weights of the model after these two steps are right",
         "micro_losses": "in micro-batches of 4 samples, the last one smaller, the losses are the same",
         "micro_weights": "in micro-batches of 4 samples the weights of the model are the same",
         "micro_seen": "the model sees one micro-batch after another: the samples of each forward pass are right",
         "micro_free": "the returned loss does not hold on to the graph",
+        "scaled_seen": "in micro-batches of 2 samples too, the samples of each forward pass are right",
         "scaled_losses": "a loss scale leaves the returned loss alone",
-        "scaled_weights": "a loss scale reaches the gradients, which the step divides by it",
+        "scaled_weights": "a loss scale that changes between steps reaches the gradients, which the step divides by it",
         "scaled_cast": "the forward pass runs inside autocast, as bf16 needs it"},
         flags={"micro_free": HOLDS, "scaled_cast": "autocast was off: the model would compute in full precision"},
         sizes=(1, 2), points=3),
