@@ -2,7 +2,8 @@
 
     full        keep each block's input alone: a third more FLOPs (Chen et al. 2016, arXiv:1604.06174)
     selective   keep what matmuls and attention put out, which is dear to compute; compute norms, GELU, dropout and sums
-                again, which is cheap (in the spirit of Korthikanti et al. 2022, arXiv:2205.05198, section 5)
+                again, which is cheap (in the spirit of Korthikanti et al. 2022, arXiv:2205.05198, section 5);
+                linears that overlap with their communication write into memory of their own and are computed again
 
 Dropout is a function of the sample's key, so the second pass drops the same without any saved generator state.
 """
@@ -14,12 +15,14 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 # by the beginning of the operator's name: matmuls and fused attention
-DEAR = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_mm", "aten::_scaled_dot_product", "c10d::", "_c10d_functional::")
+DEAR = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_mm", "aten::_scaled_dot_product")
 
 
 def keep_dear(context: Any, operator: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
-    """The policy of `selective`: results that are dear, in FLOPs or in communication, are kept."""
-    return CheckpointPolicy.MUST_SAVE if operator.name().startswith(DEAR) else CheckpointPolicy.PREFER_RECOMPUTE
+    """The policy of `selective`: results that are dear in FLOPs are kept, unless they are written into a tensor that is there."""
+    name = operator.name()
+    dear = name.startswith(DEAR) and not name.endswith(".out")
+    return CheckpointPolicy.MUST_SAVE if dear else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def recompute(model: nn.Module, how: str) -> nn.Module:

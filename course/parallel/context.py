@@ -100,7 +100,7 @@ class Ring(Function):
         turns = rounds(torch.stack([k, v]), axis, lengths)
         _, (keys, values) = next(turns)                                 # my own
         part, lse = blocks.forward(q, keys, values, causal)             # (B, h, T, d), (B, h, T)
-        out = part.to(lse.dtype)                                        # added up in float32 or float64
+        out = part.to(lse.dtype, copy=True)                             # added up in float32 or float64, in place
         for source, (keys, values) in turns:
             rows, columns = visible(causal, axis.rank, source, q.shape[2], keys.shape[2])
             new = blocks.forward(q[:, :, rows], keys[:, :, columns], values[:, :, columns], False)
