@@ -75,7 +75,7 @@ class LinearScatter(Function):
         if ctx.name:
             whole, (dx,) = torch.ops.symm_mem.fused_all_gather_matmul(grad, [weight], 1, ctx.name)
         else:
-            whole, dx = grad.new_empty(len(x), x.shape[1], len(weight)), torch.empty_like(x)
+            whole, dx = grad.new_empty(len(x), x.shape[1], len(weight)), x.new_empty(x.shape)
             for rows, part in gathered(grad, ctx.axis, x.shape[1], whole):
                 multiply(part, weight, None, dx[rows])
         return dx, weight_and_bias(whole, x, False)[0], None, None
@@ -83,7 +83,7 @@ class LinearScatter(Function):
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
     """x @ weight + bias of (B, T, K) and (K, N), written into `out` (B, T, N)."""
-    rows, into = x.flatten(0, 1), out.flatten(0, 1)                     # views: all are contiguous
+    rows, into = x.flatten(0, 1), out.view(-1, out.shape[2])            # a view or an error: a copy would swallow the result
     if bias is None:
         torch.mm(rows, weight, out=into)
     else:
