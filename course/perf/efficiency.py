@@ -1,0 +1,70 @@
+"""The recorded results of the parallel layouts, made from what `submit/bench_parallel.sh FOLDER` left.
+
+    python -m course.perf.efficiency FOLDER
+
+Joins the rows of all numbers of GPUs and adds what they mean beside each other; writes course/perf/results/KIND_h200.json.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from course.files import atomic
+
+RESULTS = Path(__file__).parent / "results"
+Row = dict[str, Any]
+MEANING = {
+    "tp": "8 layers of hidden 4096, 4 x 4096 tokens, bf16, forward and backward; efficiency: time on one GPU over GPUs x time",
+    "vit": "ViT of width 1024, 360 x 720, 16 samples, bf16, whole training steps with Adam, tensor parallel; efficiency as in tp",
+    "cp": "attention, 32 heads of 128, one sequence, bf16, forward and backward; efficiency: time on one GPU over GPUs x time",
+    "dp": "causal stack of 24 layers of width 1024, 16 x 1024 tokens on each GPU, bf16 over float32 parameters; "
+          "efficiency: time without communication over time",
+    "pp": "16 layers of hidden 4096, 16 micro-batches of 4096 tokens, bf16, forward and backward; "
+          "bubble: 1 - time on one GPU over GPUs x time",
+    "zero": "the stack of dp with Adam, whole steps; efficiency: time of PyTorch's DDP over time; "
+            "GB of optimizer states on each GPU"}
+MICROS = 16                                          # micro-batches of the pipeline's benchmark
+
+
+def yardstick(kind: str, row: Row, rows: list[Row]) -> Row:
+    """The row that another is measured by."""
+    def fits(other: Row) -> bool:
+        if kind == "dp":
+            compiled = ", compiled" if "compiled" in row["case"] else ""
+            return other["gpus"] == row["gpus"] and other["case"] == f"none{compiled}"
+        if kind == "zero":
+            return bool(other["case"] == "ddp")
+        same = all(other.get(key) == row.get(key) for key in ("tokens", "causal"))
+        return other["gpus"] == 1 and same and ("compiled" in other["case"]) == ("compiled" in row["case"])
+
+    return next(other for other in rows if fits(other))
+
+
+def judge(kind: str, rows: list[Row]) -> list[Row]:
+    """The rows with their efficiency, and a pipeline's with its bubble and the theory's."""
+    for row in rows:
+        if "error" in row:
+            continue
+        share = row["gpus"] if kind not in ("dp", "zero") else 1
+        row["efficiency"] = yardstick(kind, row, rows)["ms"] / row["ms"] / share
+        if kind == "pp":
+            p, v = row["gpus"], row.get("chunks", 1)
+            row |= {"bubble": 1 - row["efficiency"], "theory": (p - 1) / (p - 1 + v * MICROS)}
+    return rows
+
+
+def main(folder: Path, results: Path = RESULTS) -> None:
+    """Write the results of every kind that the folder has."""
+    for kind, meaning in MEANING.items():
+        files = [folder / f"{kind}_{gpus}.json" for gpus in (1, 2, 4)]
+        found = [json.loads(file.read_text()) for file in files if file.exists()]
+        if found:
+            rows = judge(kind, [row for part in found for row in part["rows"]])
+            head = {key: value for key, value in found[0].items() if key != "rows"}
+            with atomic(results / f"{'tp_vit' if kind == 'vit' else kind}_h200.json") as file:
+                file.write_text(json.dumps({**head, "meaning": meaning, "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

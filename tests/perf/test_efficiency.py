@@ -1,0 +1,30 @@
+"""What the recorded rows of the parallel layouts mean beside each other."""
+
+import json
+
+import pytest
+
+from course.perf import efficiency
+
+
+def test_a_pipeline_is_measured_by_one_gpu():
+    one, four = efficiency.judge("pp", [{"case": "one GPU", "gpus": 1, "ms": 80.0},
+                                        {"case": "interleaved", "gpus": 4, "ms": 25.0, "chunks": 2}])
+    assert one["efficiency"] == 1 and four["efficiency"] == pytest.approx(0.8) and four["bubble"] == pytest.approx(0.2)
+    assert four["theory"] == pytest.approx(3 / 35)
+
+
+def test_compiled_is_measured_by_compiled_and_an_error_by_nothing():
+    rows = [{"case": "one GPU", "gpus": 1, "ms": 10.0}, {"case": "one GPU, compiled", "gpus": 1, "ms": 8.0},
+            {"case": "plain, compiled", "gpus": 2, "ms": 5.0}, {"case": "DTensor", "gpus": 2, "error": "no"}]
+    judged = efficiency.judge("tp", rows)
+    assert judged[2]["efficiency"] == pytest.approx(0.8) and "efficiency" not in judged[3]
+
+
+@pytest.mark.parametrize("kind", efficiency.MEANING)
+def test_the_recorded_results_are_what_it_makes_of_their_rows(kind):
+    file = efficiency.RESULTS / f"{'tp_vit' if kind == 'vit' else kind}_h200.json"
+    recorded = json.loads(file.read_text())
+    added = ("efficiency", "bubble", "theory")
+    bare = [{key: value for key, value in row.items() if key not in added} for row in recorded["rows"]]
+    assert efficiency.judge(kind, bare) == recorded["rows"] and recorded["meaning"] == efficiency.MEANING[kind]
