@@ -4,6 +4,7 @@ The process receives inputs and returns tensors. What they should be, and the ve
 """
 
 import atexit
+import builtins
 import json
 import shutil
 import sys
@@ -33,6 +34,12 @@ COPY = "do not write into {}; work on a copy"
 ENDED = ("look for a loop that does not end, for memory that grows, and for a call that ends the process (sys.exit, os._exit) or "
          "makes it crash")
 UNMET = "every rank of a group has to call the same collectives, in the same order, with tensors of the same shape"
+DISCREET = {                                         # what stopped an answer, where its own words are left out
+    "Returned": "what your code returned cannot be used: compare its type and shape with what the docstring says",
+    "ranks": "the ranks did not meet in the same collectives",
+    "late": "it took too long",
+    "ended": "it ended before it returned anything",
+}
 RANK_SECONDS = 30.0                                  # that ranks wait for one another; the whole has twice that
 
 
@@ -72,6 +79,7 @@ class Run:
     kind: str = ""                                   # of error: an exception's name, "ranks", "late" or "ended"
     error: str = ""
     cure: str = ""                                   # what to do about it, where that is plain
+    discreet: str = ""                               # the error without a word that the answer can have chosen
 
 
 def examine(exercise: Exercise, answer: Sequence[Piece], seed: int, hidden: bool = False,
@@ -106,7 +114,7 @@ def judge(exercise: Exercise, run: Run, seed: int, hidden: bool, size: int) -> t
     """The facts, and a hint if one of them did not hold."""
     where_run = f"on {size} ranks: " if size > 1 else ""
     if run.error:
-        return [Fact(False, where_run + stopped(run))], hint_for_error(exercise, run, seed, hidden, size)
+        return [Fact(False, where_run + (run.discreet if hidden else stopped(run)))], hint_for_error(exercise, run, seed, hidden, size)
     expected = wanted(exercise.name, seed, hidden, size)
     facts, inputs = [], exercise.draw(seed, hidden)
     for key, claim in exercise.claims.items():
@@ -159,7 +167,7 @@ def hint_for_error(exercise: Exercise, run: Run, seed: int, hidden: bool, size: 
             return mistake.hint
     if run.kind == "ranks":
         return UNMET
-    return run.cure or "read the error first; then the line of your code that it names"
+    return (not hidden and run.cure) or "read the error first; then the line of your code that it names"
 
 
 def comparable(exercise: Exercise) -> list[Mistake]:
@@ -246,30 +254,44 @@ def execute(exercise: Exercise, answers: Sequence[Sequence[Piece]], inputs: Tens
         package = blanked(exercise.objects)
         ended = sandbox.run([sys.executable, "-m", "course.lab.child", str(folder)], folder, [package],
                             {"PYTHONPATH": str(package)}, limits, layers, [f"began-{rank}" for rank in range(size)])
-        runs = [collect(folder, number, size, ended) for number in range(len(answers))]
+        runs = [collect(folder, number, pieces, size, ended) for number, pieces in enumerate(answers)]
         return [replace(run, error=run.error.replace(f"{package}/", "")) for run in runs], ended
 
 
-def collect(folder: Path, number: int, size: int, ended: sandbox.Outcome) -> Run:
+def collect(folder: Path, number: int, answer: Sequence[Piece], size: int, ended: sandbox.Outcome) -> Run:
     """Read what an answer left behind, trusting none of it."""
     if not ended.ok and ended.ended:
-        return Run(kind="late" if ended.late else "ended", error=ended.ended)
+        return Run(kind="late" if ended.late else "ended", error=ended.ended, discreet=ended.ended)
     outputs = []
     for rank in range(size):
         try:
             outputs.append(load_tensors(read(folder, f"out-{number}-{rank}.safetensors", MOST)))
         except Exception:                            # absent, or not what it should be
-            return complaint(folder, number)
+            return complaint(folder, number, answer)
     return Run(outputs=tuple(outputs))
 
 
-def complaint(folder: Path, number: int) -> Run:
+def complaint(folder: Path, number: int, answer: Sequence[Piece]) -> Run:
     """What an answer that returned nothing says of itself."""
     try:
         told = json.loads(read(folder, f"error-{number}.json", 100_000))
-        return Run(kind=str(told["kind"]), error=str(told["text"]) or str(told["kind"]), cure=str(told["cure"]))
+        kind, text = str(told["kind"]), str(told["text"]) or str(told["kind"])
+        return Run(kind=kind, error=text, cure=str(told["cure"]), discreet=discreetly(kind, text, answer))
     except Exception:
-        return Run(kind="ended", error="it ended before it returned anything (does it call sys.exit or os._exit?)")
+        ended = "it ended before it returned anything (does it call sys.exit or os._exit?)"
+        return Run(kind="ended", error=ended, discreet=ended)
+
+
+def discreetly(kind: str, text: str, answer: Sequence[Piece]) -> str:
+    """What stopped an answer on hidden inputs, which its message may hold: the kind, and those of its lines that are named."""
+    if kind == "NotImplementedError" and "not implemented yet" in text:
+        return "it is not written yet"
+    known = isinstance(getattr(builtins, kind, None), type)
+    sentence = DISCREET.get(kind, f"it stopped: {kind if known else 'an exception'}, whose message is left out: "
+                                  "it could show hidden inputs")
+    own = {f"line {first + i} of {cell}: {line.strip()}" for cell, first, source in map(astuple, answer)
+           for i, line in enumerate(source.splitlines())}
+    return "\n".join([sentence, *dict.fromkeys(line for line in text.splitlines() if line in own)])
 
 
 @contextmanager

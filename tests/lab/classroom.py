@@ -63,7 +63,7 @@ HOSTILE = {
                               "    for folder, _, files in os.walk('/' + top):\n"
                               "        found += [folder + '/' + f for f in files if f in ('gradebook.csv', '00_start_here.py')\n"
                               "                  or 'lab/mistakes' in folder]\n"
-                              "raise RuntimeError('found: ' + ' '.join(found))"),
+                              "raise (LookupError if found else RuntimeError)('found: ' + ' '.join(found))"),
     "alters the checks": ("import course.lab.check as c, course.lab.child, course.lab.exercise as e\n"
                           "c.judge = lambda *a: ([c.Fact(True, 'fine')], '')\nc.differ = lambda *a: ''\n"
                           "c.Verdict.passed = property(lambda self: True)\n"

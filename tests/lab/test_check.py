@@ -203,6 +203,24 @@ def test_few_numbers_are_shown_with_what_was_asked_but_never_hidden_ones():
     assert not any(f"{max(f / p, m / b):.4g}"[:5] in text or f"{f:.4g}" in text for f, m, p, b in hidden)
 
 
+@pytest.mark.parametrize(("body", "words"), [
+    ("raise ValueError(f)", "it stopped: ValueError, whose message is left out"),
+    ("raise type(f'E{f:.0f}', (Exception,), {})('here')", "it stopped: an exception, whose message is left out"),
+    ("return f'{f}'", "cannot be used"),
+    ("import json, os; open('error-0.json', 'w').write(json.dumps({'kind': 'late', 'text': f'{f}', 'cure': f'{f}'})); os._exit(0)",
+     "it took too long"),
+])
+def test_an_answer_that_stops_cannot_say_what_it_was_given_where_that_is_hidden(body, words):
+    source = f"def roofline_seconds(f, m, p, b):\n    {body}\n"
+    hidden = find("roofline").draw(5, True)["work"].tolist()
+    found = verdict("roofline", source, hidden=True)
+    text = found.facts[0].text + found.hint
+    assert words in text and not any(f"{row[0]:.4g}"[:5] in text or f"{row[0]:.0f}" in text for row in hidden)
+    if body.startswith("raise"):
+        assert f"line 2 of the cell with `def roofline_seconds`: {body}" in text or f": {body}" in text
+    assert words not in verdict("roofline", source).facts[0].text
+
+
 def test_flags_and_few_numbers_in_words():
     import torch
 
