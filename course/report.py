@@ -4,13 +4,15 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
-from matplotlib.figure import Figure
 from tqdm.auto import tqdm
 
 from course.files import atomic
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure  # half a second, which every rank would take
 
 
 class Report:
@@ -64,7 +66,7 @@ class Report:
             if "valid_loss" in record:
                 self.say(line(record, self.steps))
 
-    def picture(self, name: str, figure: Figure, step: int) -> None:
+    def picture(self, name: str, figure: "Figure", step: int) -> None:
         """A figure for TensorBoard's image tab."""
         if self._board is not None:
             self._board.add_figure(name, figure, step)

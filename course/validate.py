@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from course import pictures
 from course.data import Batch, Pairs, eval_loader, layout, open_pairs
 from course.metrics import latitude_weights, squared_error
 from course.parallel.mesh import Mesh
@@ -82,6 +81,8 @@ class Validation:
         sums = torch.zeros(2 + len(self.channels), dtype=torch.float64, device=device)     # loss, weight, squared errors
         for number, batch in enumerate(eval_loader(self.config, mesh.dp, device, self.pairs)):
             output, ready = forward(batch)
+            if number == 0:
+                self._picture(model, batch, output, report, step)
             if output is None:
                 continue
             loss, weight = model.loss(output, ready)                                       # type: ignore[operator]
@@ -89,8 +90,6 @@ class Validation:
             real = (batch["sample"] >= 0)[:, None]                                         # (B, 1)
             errors = squared_error(output, batch["target"], self.weights).where(real, 0)   # (B, C)
             sums += torch.cat([loss[None], weight[None], errors.sum(0)]) * one_of_many
-            if number == 0 and report.speaks:
-                report.picture(f"forecast/{self._name}", self._picture(batch, output), step)
         if mesh.all.size > 1:
             dist.all_reduce(sums, group=mesh.all.group)
         rmse = (sums[2:] / sums[1]).sqrt().tolist()
@@ -101,7 +100,15 @@ class Validation:
     def _name(self) -> str:
         return headline(self.channels)
 
-    def _picture(self, batch: Batch, output: Tensor) -> Any:
-        number = self.channels.index(self._name)
-        truth, forecast = (x[0, number].cpu().numpy() for x in (batch["target"], output))
-        return pictures.truth_forecast_error(truth, forecast, f"{self._name} (standard deviations), next state")
+    def _picture(self, model: nn.Module, batch: Batch, output: Tensor | None, report: Report, step: int) -> None:
+        """Give the report a picture of the first sample; in a pipeline only the last stage has its forecast."""
+        number, truth = self.channels.index(self._name), batch["target"][0]
+        forecast = torch.empty_like(truth) if output is None else model.fields(model.tokens.whole(output))[0].contiguous()   # type: ignore
+        if self.mesh.pp.size > 1:
+            dist.broadcast(forecast, self.mesh.pp.ranks[-1], group=self.mesh.pp.group)
+        if report.speaks:
+            from course import pictures  # imports matplotlib, which the other ranks need not
+
+            wanted, got = (x[number].cpu().numpy() for x in (truth, forecast))
+            figure = pictures.truth_forecast_error(wanted, got, f"{self._name} (standard deviations), next state")
+            report.picture(f"forecast/{self._name}", figure, step)

@@ -174,11 +174,20 @@ def test_a_signal_saves_and_ends_cleanly_and_nothing_is_lost(small_data, tmp_pat
     assert_same_run(run([*settings, "log.name=stopped"]), whole)
 
 
-def test_two_ranks_train_as_one(small_data, tmp_path):
+def pictures(folder: Path) -> list[bytes]:
+    """The PNG files that a run gave to TensorBoard."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "tensorboard")).Reload()
+    return [image.encoded_image_string for tag in events.Tags()["images"] for image in events.Images(tag)]
+
+
+@pytest.mark.parametrize("layout", ["parallel.dp=2", "parallel.pp=2"])
+def test_two_ranks_train_as_one(small_data, tmp_path, layout):
     """float64 and SGD: the sum of gradients is exact to rounding, and SGD shows every wrong factor."""
     settings = [*tiny_settings(small_data, tmp_path / "runs"), "precision=fp64", "optim.name=sgd", "optim.lr=0.1",
-                "train.eval_every=6", "model.dropout=0.1", "train.micro_batch=1", "optim.clip=0.5"]
-    process = start([*settings, "log.name=two"], ranks=2)
+                "train.eval_every=6", "model.dropout=0.1", "train.micro_batch=1", "optim.clip=0.5", "log.tensorboard=true"]
+    process = start([*settings, "log.name=two", layout], ranks=2)
     out, _ = process.communicate(timeout=120)
     assert process.returncode == 0, out
     one, two = run([*settings, "log.name=one"]), tmp_path / "runs" / "vit-demo" / "two"
@@ -190,6 +199,7 @@ def test_two_ranks_train_as_one(small_data, tmp_path):
             assert a["valid_loss"] == pytest.approx(b["valid_loss"], rel=1e-10)
     first, second = final_tensors(one), final_tensors(two)
     assert all((first[name] - second[name]).abs().max() < 1e-12 for name in first)
+    assert len(pictures(one)) == 2 and pictures(one) == pictures(two)
 
 
 def test_a_signal_to_one_rank_stops_both_at_the_same_step(small_data, tmp_path):

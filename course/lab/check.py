@@ -114,7 +114,8 @@ def judge(exercise: Exercise, run: Run, seed: int, hidden: bool, size: int) -> t
     """The facts, and a hint if one of them did not hold."""
     where_run = f"on {size} ranks: " if size > 1 else ""
     if run.error:
-        return [Fact(False, where_run + (run.discreet if hidden else stopped(run)))], hint_for_error(exercise, run, seed, hidden, size)
+        told = run.discreet if hidden else stopped(run)
+        return [Fact(False, where_run + told)], hint_for_error(exercise, run, seed, hidden, size)
     expected = wanted(exercise.name, seed, hidden, size)
     facts, inputs = [], exercise.draw(seed, hidden)
     for key, claim in exercise.claims.items():

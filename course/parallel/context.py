@@ -17,7 +17,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.nn.attention.bias import CausalBias, causal_lower_right
 from torch.utils._python_dispatch import _disable_current_modes
 
 from course.errors import CourseError
@@ -57,8 +56,10 @@ def gather_in_order(pairs: Tensor, tokens: SplitTokens) -> Tensor:
     return pairs.index_select(3, order.argsort()) if tokens.zigzag else pairs
 
 
-def lower_right(queries: int, keys: int) -> CausalBias:
+def lower_right(queries: int, keys: int) -> Tensor:
     """The mask with which the last query sees all keys and each one before it one key less; kernels need not build it."""
+    from torch.nn.attention.bias import causal_lower_right  # imports the compiler: a second, only where it is needed
+
     if torch.compiler.is_compiling():
         return causal_lower_right(queries, keys)
     with _disable_current_modes():                  # PyTorch fails to make it within a mode such as FlopCounterMode or Trace
@@ -86,7 +87,7 @@ class RingAttend(nn.Module):
         super().__init__()
         self.causal, self.tokens = causal, tokens
 
-    @torch.compiler.disable(reason="its sends and receives run beside the computation")
+    @mappings.uncompiled                             # its sends and receives run beside the computation
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:       # 3 x (B, h, T / cp, d)
         lengths = [len(piece) for piece in self.tokens.order(torch.device("cpu"))]
         return Ring.apply(q, k, v, self.causal, self.tokens.cp, lengths)

@@ -25,6 +25,9 @@ from torch.autograd import Function
 
 from course.parallel.mesh import Axis
 
+# `torch.compiler.disable` without importing the compiler here, which would cost every rank that starts a second
+uncompiled: Any = torch._disable_dynamo
+
 # PyTorch 2.13 renames them
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)

@@ -150,14 +150,14 @@ def finished(works: list[Any], result: Tensor, source: Tensor) -> Tensor:
     return result
 
 
-@torch.compiler.disable(reason="its collectives run beside its matmuls")
+@mappings.uncompiled                                 # its collectives run beside its matmuls
 def gather_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, n: int, how: str = "nccl") -> Tensor:
     """Column linear of gathered tokens, (B, T/tp, D) -> (B, T, F/tp); n = T. Bias may be None."""
     x, weight, bias = cast(x, weight, bias)
     return GatherLinear.apply(x, weight, bias, axis, n, symmetric(axis.group, how, n, axis.size))
 
 
-@torch.compiler.disable(reason="its collectives run beside its matmuls")
+@mappings.uncompiled                                 # its collectives run beside its matmuls
 def linear_scatter(x: Tensor, weight: Tensor, axis: Axis, how: str = "nccl") -> Tensor:
     """Row linear whose sum is scattered, (B, T, F/tp) -> (B, T/tp, D). The bias is added after it."""
     x, weight, _ = cast(x, weight, None)

@@ -207,7 +207,7 @@ def test_few_numbers_are_shown_with_what_was_asked_but_never_hidden_ones():
     ("raise ValueError(f)", "it stopped: ValueError, whose message is left out"),
     ("raise type(f'E{f:.0f}', (Exception,), {})('here')", "it stopped: an exception, whose message is left out"),
     ("return f'{f}'", "cannot be used"),
-    ("import json, os; open('error-0.json', 'w').write(json.dumps({'kind': 'late', 'text': f'{f}', 'cure': f'{f}'})); os._exit(0)",
+    ("import json, os; open('error-0.json', 'w').write(json.dumps(dict(kind='late', text=f'{f}', cure=f'{f}'))); os._exit(0)",
      "it took too long"),
 ])
 def test_an_answer_that_stops_cannot_say_what_it_was_given_where_that_is_hidden(body, words):
