@@ -126,6 +126,30 @@ def ceilings(device: Annotated[str, typer.Option(help="cpu or cuda")] = "",
             temporary.write_text(text + "\n")
 
 
+LAYOUTS = {"tp": "Tensor and sequence parallelism on a stack of hidden 4096, and DTensor's.",
+           "vit": "Tensor parallel training of the weather ViT of width 1024.",
+           "cp": "Context-parallel attention, and PyTorch's context_parallel.",
+           "dp": "Data parallelism on the stack of GPT 350M, and PyTorch's DDP.",
+           "pp": "Pipeline schedules, and torch.distributed.pipelining's.",
+           "zero": "ZeRO-1, and ZeroRedundancyOptimizer."}
+
+
+def bench_layout(kind: str, words: str) -> None:
+    """Add `course bench KIND`."""
+    def measure(out: Annotated[Path, typer.Option(help="the JSON file that gets the rows")] = Path(f"{kind}.json"),
+                small: Annotated[bool, typer.Option("--small", help="tiny, on CPU processes: only to see that it works")] = False,
+                profile: Annotated[bool, typer.Option("--profile", help="also print where the GPU's time goes")] = False) -> None:
+        from course.perf import parallel
+
+        parallel.everywhere(kind, out, small, profile)
+
+    bench.command(kind, help=f"{words} On 1, 2, 4 ... of this machine's GPUs, one after another.")(measure)
+
+
+for kind, words in LAYOUTS.items():
+    bench_layout(kind, words)
+
+
 @app.command()
 def check(file: Annotated[Path, typer.Argument(help="a saved notebook, or a script in percent format")],
           exercise: Annotated[list[str] | None, typer.Option(help="only this exercise; may be repeated")] = None,

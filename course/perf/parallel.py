@@ -1,141 +1,32 @@
-"""How fast the parallel layouts are, beside what PyTorch offers: `torchrun --nproc-per-node N -m course.perf.parallel KIND FILE`.
+"""How fast the parallel layouts are, beside what PyTorch offers: `course bench tp` and its sisters.
 
-Each run measures what its number of GPUs allows and adds rows to FILE (JSON); run it with 1, 2 and 4 processes. Medians after
-warm-up, the slowest rank counts. KIND is tp, vit, cp, dp, pp or zero.
+Each run measures what its number of GPUs allows and adds rows to a file (JSON): medians after warm-up, the slowest rank counts.
+`torchrun --nproc-per-node N -m course.perf.parallel KIND FILE` is one such run, which `everywhere` makes for 1, 2, 4 ... GPUs.
 """
 
 import json
-import statistics
+import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from course.config import Config, Parallel, Train, load
-from course.models.layers import TENSOR_PLAN, Block, Tokens
-from course.parallel import Mesh, World, build_mesh, data_parallel, join, leave, parallelize, place_serial
+from course.errors import CourseError
+from course.files import atomic
+from course.parallel import Mesh, World, build_mesh, data_parallel, join, leave
 from course.parallel.context import METHODS, SplitTokens
-from course.perf import bench
+from course.perf import bench, efficiency, rivals
+from course.perf.harness import PROFILE, Row, batch_of, measure, stack
 from course.step import Progress, build_compute, build_optimizer
 from course.train import assemble
-
-Row = dict[str, Any]
-LAPS, WARM = 10, 4
-
-
-class Pick(nn.Module):
-    """The embedding of a stack: the input as it is."""
-
-    def forward(self, batch: dict[str, Tensor]) -> Tensor:
-        return batch["input"]
-
-
-class MeanSquare(nn.Module):
-    """A loss that costs next to nothing."""
-
-    def forward(self, output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        return output.float().square().mean(), self.weight(batch).sum()
-
-    def weight(self, batch: dict[str, Tensor]) -> Tensor:
-        return (batch["sample"] >= 0).float()
-
-
-class Stack(nn.Module):
-    """Transformer blocks and nothing else, (B, T, D) -> (B, T, D)."""
-
-    tensor_plan = TENSOR_PLAN
-    token_plan = {"input": "sequence", "target": "sequence", "position": "sequence"}    # noqa: RUF012
-
-    def __init__(self, dim: int, depth: int, heads: int, causal: bool):
-        super().__init__()
-        self.embed: nn.Module | None = Pick()
-        self.blocks = nn.ModuleDict({str(i): Block(dim, heads, 4 * dim, f"blocks.{i}", causal=causal) for i in range(depth)})
-        self.head: nn.Module | None = nn.Identity()
-        self.loss, self.tokens = MeanSquare(), Tokens()
-
-    def forward(self, batch: dict[str, Tensor], x: Tensor | None = None) -> Tensor:
-        if self.embed is not None:
-            x = self.embed(batch)
-        for block in self.blocks.values():
-            x = block(x, batch)
-        return x                                    # type: ignore[return-value]
-
-
-def stack(mesh: Mesh, settings: Parallel, dtype: torch.dtype, size: tuple[int, int, int], causal: bool, cut: bool = True) -> Any:
-    """A stack of (width, depth, heads) in a layout, with random weights."""
-    with torch.device("meta"):
-        model: Any = Stack(*size, causal)
-    model = parallelize(model, mesh, settings) if cut else place_serial(model)
-    device = mesh.world.device
-    for module in model.modules():
-        for name, old in list(module.named_parameters(recurse=False)):
-            new = nn.Parameter(torch.randn(old.shape, device=device, dtype=dtype) * 0.02)
-            new.placement = old.placement           # type: ignore[attr-defined]
-            setattr(module, name, new)
-    return model
-
-
-def batch_of(samples: int, tokens: int, dim: int, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-    """A prepared batch of random tokens."""
-    return {"input": torch.randn(samples, tokens, dim, device=device, dtype=dtype),
-            "sample": torch.arange(samples, device=device),
-            "position": torch.arange(tokens, device=device).expand(samples, tokens)}
-
-
-def milliseconds(run: Callable[[], object], world: World, laps: int = LAPS) -> float:
-    """Median over the laps of the slowest rank's time."""
-    for _ in range(WARM):
-        run()
-    times = []
-    for _ in range(laps):
-        bench.wait(world.device)
-        if world.size > 1:
-            dist.barrier()
-        begin = time.perf_counter()
-        run()
-        bench.wait(world.device)
-        lap = torch.tensor([time.perf_counter() - begin], dtype=torch.float64, device=world.device)
-        if world.size > 1:
-            dist.all_reduce(lap, dist.ReduceOp.MAX)
-        times.append(lap.item())
-    return statistics.median(times) * 1e3
-
-
-def measure(case: str, run: Callable[[], object], world: World, laps: int = LAPS, **more: Any) -> Row:
-    """A row: time and peak memory of a call, in which everything that it needs is made once."""
-    if world.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    try:
-        ms = milliseconds(run, world, laps)
-    except Exception as error:                      # of PyTorch's own, on all ranks alike: the others' rows still count
-        print(f"{case}: {type(error).__name__}: {str(error)[:300]}", flush=True)
-        return {"case": case, "gpus": world.size, "error": f"{type(error).__name__}: {str(error)[:300]}"}
-    memory = torch.cuda.max_memory_allocated() / 1e9 if world.device.type == "cuda" else 0.0
-    if world.rank == 0 and "--profile" in sys.argv:
-        profile(case, run)
-    elif "--profile" in sys.argv:
-        run()
-    row = {"case": case, "gpus": world.size, "ms": ms, "memory_gb": memory, **more}
-    if world.rank == 0:
-        print(f"{case:40s} {world.size} GPUs  {ms:9.2f} ms  {memory:6.2f} GB  {more or ''}", flush=True)
-    return row
-
-
-def profile(case: str, run: Callable[[], object]) -> None:
-    """Where a call's time on the GPU goes, by kernel."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]) as found:
-        run()
-        torch.cuda.synchronize()
-    print(case, found.key_averages().table(sort_by="self_device_time_total", row_limit=14, max_name_column_width=60), flush=True)
 
 
 def forward_backward(model: Any, mesh: Mesh, batch: dict[str, Tensor], micro: int = 0, settings: Parallel | None = None,
@@ -171,39 +62,8 @@ def tp(world: World, small: bool) -> Iterator[Row]:
             del model
     if n > 1:
         for compiled in (False, True):
-            yield measure("DTensor sequence parallel" + ", compiled" * compiled, dtensor(world, size, batch, compiled), world)
-
-
-def dtensor(world: World, size: tuple[int, int, int], batch: dict[str, Tensor], compiled: bool) -> Callable[[], object]:
-    """The same stack by PyTorch's parallelize_module."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        PrepareModuleInput,
-        RowwiseParallel,
-        SequenceParallel,
-        parallelize_module,
-    )
-
-    grid = init_device_mesh(world.device.type, (world.size,))
-    model = stack(build_mesh(Parallel(dp=world.size), world), Parallel(), torch.bfloat16, size, causal=True, cut=False)
-    whole: Row = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)}
-    plan = {"norm1": SequenceParallel(), "norm2": SequenceParallel(), "attn": PrepareModuleInput(**whole),
-            "mlp": PrepareModuleInput(**whole), "attn.qkv": ColwiseParallel(), "mlp.up": ColwiseParallel(),
-            "attn.out": RowwiseParallel(output_layouts=Shard(1)), "mlp.down": RowwiseParallel(output_layouts=Shard(1))}
-    for block in model.blocks.values():
-        parallelize_module(block, grid, plan)
-    mine = {"input": batch["input"].chunk(world.size, 1)[world.rank].contiguous()}
-    if compiled:
-        for block in model.blocks.values():
-            block.compile()
-
-    def run() -> None:
-        model(mine).float().square().mean().backward()
-        model.zero_grad()
-
-    return run
+            theirs = rivals.dtensor(world, size, batch, compiled)
+            yield measure("DTensor sequence parallel" + ", compiled" * compiled, theirs, world)
 
 
 def vit(world: World, small: bool) -> Iterator[Row]:
@@ -238,7 +98,7 @@ def cp(world: World, small: bool) -> Iterator[Row]:
                 pieces.cut({"position": torch.arange(tokens, device=device)[None]})
                 yield measure(f"{word} {method}", attention(kind(causal, pieces), tokens // n, device), world,
                               tokens=tokens, causal=causal)
-            theirs = attention(sdpa(causal), tokens, device, torch_context(world, causal))
+            theirs = attention(sdpa(causal), tokens, device, rivals.context(world, causal))
             yield measure(f"{word} PyTorch context_parallel", theirs, world, tokens=tokens, causal=causal)
 
 
@@ -266,24 +126,6 @@ def attention(attend: Callable[..., Tensor], tokens: int, device: torch.device, 
             x.grad = None
 
     return run
-
-
-def torch_context(world: World, causal: bool) -> Callable[[list[Tensor]], Any]:
-    """PyTorch's context_parallel over all ranks, balanced for causal attention."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.experimental import _attention, context_parallel
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    grid = init_device_mesh(world.device.type, (world.size,))
-    _attention._cp_options.enable_load_balance = causal
-
-    def enter(given: list[Tensor]) -> Any:
-        both = ExitStack()
-        both.enter_context(sdpa_kernel(SDPBackend.CUDNN_ATTENTION if world.device.type == "cuda" else SDPBackend.MATH))
-        both.enter_context(context_parallel(grid, buffers=given, buffer_seq_dims=[2] * 3, no_restore_buffers=set(given)))
-        return both
-
-    return enter
 
 
 def dp(world: World, small: bool) -> Iterator[Row]:
@@ -330,45 +172,8 @@ def pp(world: World, small: bool) -> Iterator[Row]:
         yield measure(schedule, forward_backward(model, mesh, batch, 1, settings), world, 5, chunks=chunks)
         del model
     for schedule, chunks in (("GPipe", 1), ("1F1B", 1), ("Interleaved1F1B", 2)):
-        theirs = torch_pipeline(world, size, batch, micros, schedule, chunks)
+        theirs = rivals.pipeline(world, size, batch, micros, schedule, chunks)
         yield measure(f"PyTorch {schedule}", theirs, world, 5, chunks=chunks)
-
-
-def torch_pipeline(world: World, size: tuple[int, int, int], batch: dict[str, Tensor], micros: int, schedule: str,
-                   chunks: int) -> Callable[[], object]:
-    """torch.distributed.pipelining over the same blocks."""
-    from torch.distributed import pipelining
-
-    class Part(nn.Module):
-        def __init__(self, blocks: list[nn.Module]):
-            super().__init__()
-            self.blocks = nn.ModuleList(blocks)
-
-        def forward(self, x: Tensor) -> Tensor:
-            for block in self.blocks:
-                x = block(x, {})
-            return x
-
-    p, stages = world.size, world.size * chunks
-    dim, depth, heads = size
-    parts = [Part(list(stack(build_mesh(Parallel(dp=p), world), Parallel(), torch.bfloat16, (dim, depth // stages, heads), True,
-                             cut=False).blocks.values())) for _ in range(chunks)]
-    made = [pipelining.PipelineStage(part, chunk * p + world.rank, stages, world.device) for chunk, part in enumerate(parts)]
-
-    def loss(output: Tensor, target: Tensor) -> Tensor:
-        return output.float().square().mean()
-
-    kind = getattr(pipelining, f"Schedule{schedule}")
-    plan = kind(made if chunks > 1 else made[0], micros, loss_fn=loss)
-    x = batch["input"]
-
-    def run() -> None:
-        last = world.rank == p - 1
-        plan.step(*([x] if world.rank == 0 else []), **({"target": x, "losses": []} if last else {}))
-        for part in parts:
-            part.zero_grad()
-
-    return run
 
 
 def zero(world: World, small: bool) -> Iterator[Row]:
@@ -415,6 +220,24 @@ def zero(world: World, small: bool) -> Iterator[Row]:
 KINDS = {"tp": tp, "vit": vit, "cp": cp, "dp": dp, "pp": pp, "zero": zero}
 
 
+def everywhere(kind: str, file: Path, small: bool, profile: bool) -> None:
+    """Run `main` on one GPU of this machine, then on 2, 4 ...; small: on CPU processes, to see that it works."""
+    gpus = 2 if small else torch.cuda.device_count()
+    if not gpus:
+        raise CourseError(f"course bench {kind} needs GPUs, and this machine shows none: --small tries it on the CPU")
+    flags = ["--small"] * small + [PROFILE] * profile
+    for n in [2**i for i in range(gpus.bit_length())]:
+        subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n}",
+                        "-m", "course.perf.parallel", kind, str(file), *flags], check=True)
+    found = json.loads(file.read_text())
+    with atomic(file) as temporary:
+        temporary.write_text(json.dumps(found | {"rows": efficiency.judge(kind, found["rows"])}, indent=1))
+    for row in found["rows"]:
+        told = row.get("error") or f"{row['ms']:9.2f} ms  {row['efficiency']:4.0%} efficient"
+        print(f"{row['gpus']} x {row['case']:40s} {told}")
+    print(f"wrote {file}")
+
+
 def main(kind: str, file: Path, small: bool) -> None:
     """Measure on the ranks that there are, and add the rows to the file."""
     torch.manual_seed(0)
@@ -431,7 +254,7 @@ def main(kind: str, file: Path, small: bool) -> None:
 
 def write(kind: str, file: Path, world: World, rows: list[Row]) -> None:
     """Put the rows of this number of GPUs in the place of those that were there."""
-    command = f"torchrun --nproc-per-node N -m course.perf.parallel {kind} FILE"
+    command = f"course bench {kind} --out FILE"
     found: dict[str, Any] = {**bench.machine(world.device), "command": command, "rows": []}
     if file.exists():
         found = json.loads(file.read_text())

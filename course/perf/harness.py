@@ -1,0 +1,126 @@
+"""What benchmarks of layouts share: a stack of blocks to measure on, and the measuring: medians, of the slowest rank."""
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from course.config import Parallel
+from course.models.layers import TENSOR_PLAN, Block, Tokens
+from course.parallel import Mesh, World, parallelize, place_serial
+from course.perf import bench
+
+Row = dict[str, Any]
+LAPS, WARM = 10, 4
+PROFILE = "--profile"                                # on the command line: kernel tables, too
+
+
+class Pick(nn.Module):
+    """The embedding of a stack: the input as it is."""
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return batch["input"]
+
+
+class MeanSquare(nn.Module):
+    """A loss that costs next to nothing."""
+
+    def forward(self, output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return output.float().square().mean(), self.weight(batch).sum()
+
+    def weight(self, batch: dict[str, Tensor]) -> Tensor:
+        return (batch["sample"] >= 0).float()
+
+
+class Stack(nn.Module):
+    """Transformer blocks and nothing else, (B, T, D) -> (B, T, D)."""
+
+    tensor_plan = TENSOR_PLAN
+    token_plan = {"input": "sequence", "target": "sequence", "position": "sequence"}    # noqa: RUF012
+
+    def __init__(self, dim: int, depth: int, heads: int, causal: bool):
+        super().__init__()
+        self.embed: nn.Module | None = Pick()
+        self.blocks = nn.ModuleDict({str(i): Block(dim, heads, 4 * dim, f"blocks.{i}", causal=causal) for i in range(depth)})
+        self.head: nn.Module | None = nn.Identity()
+        self.loss, self.tokens = MeanSquare(), Tokens()
+
+    def forward(self, batch: dict[str, Tensor], x: Tensor | None = None) -> Tensor:
+        if self.embed is not None:
+            x = self.embed(batch)
+        for block in self.blocks.values():
+            x = block(x, batch)
+        return x                                    # type: ignore[return-value]
+
+
+def stack(mesh: Mesh, settings: Parallel, dtype: torch.dtype, size: tuple[int, int, int], causal: bool, cut: bool = True) -> Any:
+    """A stack of (width, depth, heads) in a layout, with random weights."""
+    with torch.device("meta"):
+        model: Any = Stack(*size, causal)
+    model = parallelize(model, mesh, settings) if cut else place_serial(model)
+    device = mesh.world.device
+    for module in model.modules():
+        for name, old in list(module.named_parameters(recurse=False)):
+            new = nn.Parameter(torch.randn(old.shape, device=device, dtype=dtype) * 0.02)
+            new.placement = old.placement           # type: ignore[attr-defined]
+            setattr(module, name, new)
+    return model
+
+
+def batch_of(samples: int, tokens: int, dim: int, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+    """A prepared batch of random tokens."""
+    return {"input": torch.randn(samples, tokens, dim, device=device, dtype=dtype),
+            "sample": torch.arange(samples, device=device),
+            "position": torch.arange(tokens, device=device).expand(samples, tokens)}
+
+
+def milliseconds(run: Callable[[], object], world: World, laps: int = LAPS) -> float:
+    """Median over the laps of the slowest rank's time."""
+    for _ in range(WARM):
+        run()
+    times = []
+    for _ in range(laps):
+        bench.wait(world.device)
+        if world.size > 1:
+            dist.barrier()
+        begin = time.perf_counter()
+        run()
+        bench.wait(world.device)
+        lap = torch.tensor([time.perf_counter() - begin], dtype=torch.float64, device=world.device)
+        if world.size > 1:
+            dist.all_reduce(lap, dist.ReduceOp.MAX)
+        times.append(lap.item())
+    return statistics.median(times) * 1e3
+
+
+def measure(case: str, run: Callable[[], object], world: World, laps: int = LAPS, **more: Any) -> Row:
+    """A row: time and peak memory of a call, in which everything that it needs is made once."""
+    if world.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    try:
+        ms = milliseconds(run, world, laps)
+    except Exception as error:                      # of PyTorch's own, on all ranks alike: the others' rows still count
+        print(f"{case}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+        return {"case": case, "gpus": world.size, "error": f"{type(error).__name__}: {str(error)[:300]}"}
+    memory = torch.cuda.max_memory_allocated() / 1e9 if world.device.type == "cuda" else 0.0
+    if PROFILE in sys.argv:
+        profile(case if world.rank == 0 else "", run)
+    row = {"case": case, "gpus": world.size, "ms": ms, "memory_gb": memory, **more}
+    if world.rank == 0:
+        print(f"{case:40s} {world.size} GPUs  {ms:9.2f} ms  {memory:6.2f} GB  {more or ''}", flush=True)
+    return row
+
+
+def profile(case: str, run: Callable[[], object]) -> None:
+    """Where a call's time on the GPU goes, by kernel; printed if the case has a name."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]) as found:
+        run()
+        torch.cuda.synchronize()
+    if case:
+        print(case, found.key_averages().table(sort_by="self_device_time_total", row_limit=14, max_name_column_width=60),
+              flush=True)

@@ -1,0 +1,28 @@
+"""The benchmarks of layouts run, on small sizes and CPU processes; their numbers mean nothing here."""
+
+import json
+
+import pytest
+import torch
+
+from course.errors import CourseError
+from course.perf import parallel
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "ours", "theirs"), [("zero", "ZeRO-1", "ZeroRedundancyOptimizer"),
+                                                    ("pp", "interleaved", "PyTorch 1F1B")])
+def test_a_benchmark_compares_with_pytorch(kind, ours, theirs, tmp_path, capfd):
+    parallel.everywhere(kind, tmp_path / "rows.json", small=True, profile=False)
+    found = json.loads((tmp_path / "rows.json").read_text())
+    rows = {row["case"]: row for row in found["rows"] if row["gpus"] == 2}
+    assert all(rows[case]["ms"] > 0 and rows[case]["efficiency"] > 0 for case in (ours, theirs))
+    assert found["command"] == f"course bench {kind} --out FILE" and ours in capfd.readouterr().out
+    if kind == "zero":
+        assert rows[ours]["optimizer_gb"] == pytest.approx(rows[ours]["theory_gb"], rel=0.03)
+
+
+def test_it_says_that_it_needs_gpus(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(CourseError, match=r"course bench tp needs GPUs.*--small"):
+        parallel.everywhere("tp", tmp_path / "rows.json", small=False, profile=False)
