@@ -62,7 +62,8 @@ def assemble(config: Config, mesh: Mesh) -> Training:
     random.initialize(model, config.train.seed, mesh.world.device, parameter_dtype(config.precision))
     recompute(model, config.train.recompute)
     if config.compile:
-        model.compile()
+        for part in getattr(model, "chunks", [model]):              # of a pipeline, stage by stage
+            part.compile()
     progress = Progress.start(config, mesh.world.device)
     gradients = data_parallel(model, mesh, config.parallel)
     optimizer = build_optimizer(gradients.parameters, progress, config)

@@ -37,11 +37,8 @@ class GatherAttend(nn.Module):
         k, v = gather_in_order(torch.stack([k, v]), self.tokens)        # 2 x (B, h, T, d)
         if not self.causal:
             return F.scaled_dot_product_attention(q, k, v)
-        parts = []
-        for piece, end in zip(q.chunk(2, 2), self.ends(), strict=True):                 # front and back, a zigzag
-            mask = lower_right(piece.shape[2], end)
-            parts.append(F.scaled_dot_product_attention(piece, k[:, :, :end], v[:, :, :end], attn_mask=mask))
-        return torch.cat(parts, 2)                                      # (B, h, T / cp, d)
+        return torch.cat([look_back(piece, k[:, :, :end], v[:, :, :end])                # front and back, a zigzag
+                          for piece, end in zip(q.chunk(2, 2), self.ends(), strict=True)], 2)       # (B, h, T / cp, d)
 
     def ends(self) -> tuple[int, int]:
         """Where this rank's two pieces end: their queries see the keys up to there."""
@@ -56,14 +53,14 @@ def gather_in_order(pairs: Tensor, tokens: SplitTokens) -> Tensor:
     return pairs.index_select(3, order.argsort()) if tokens.zigzag else pairs
 
 
-def lower_right(queries: int, keys: int) -> Tensor:
-    """The mask with which the last query sees all keys and each one before it one key less; kernels need not build it."""
+@mappings.uncompiled                                 # which cannot make this mask
+def look_back(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention in which the last query sees all keys and each one before it one key less; no kernel need build the mask."""
     from torch.nn.attention.bias import causal_lower_right  # imports the compiler: a second, only where it is needed
 
-    if torch.compiler.is_compiling():
-        return causal_lower_right(queries, keys)
     with _disable_current_modes():                  # PyTorch fails to make it within a mode such as FlopCounterMode or Trace
-        return causal_lower_right(queries, keys)
+        mask = causal_lower_right(q.shape[2], k.shape[2])
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
 class AllToAllAttend(nn.Module):

@@ -56,10 +56,9 @@ class Zero(Bucketed):
         super().__init__(model, axis, bucket_mb)
         self.parameters = [segment for bucket in self.buckets for segment, _ in bucket.segments]
         home = {parameter: bucket for bucket in self.buckets for parameter in bucket.parameters}
-        for module in model.modules():
-            needed = list(dict.fromkeys(home[p] for p in module.parameters(recurse=False)))
-            if needed:
-                module.register_forward_pre_hook(lambda module, inputs, needed=needed: wait_for(needed))
+        for module in units(model):
+            needed = list(dict.fromkeys(home[p] for p in module.parameters()))
+            module.register_forward_pre_hook(lambda module, inputs, needed=needed: wait_for(needed))
 
     def make_bucket(self, parameters: Sequence[nn.Parameter]) -> Shared:
         return Shared(parameters, self.axis)
@@ -89,6 +88,13 @@ class Zero(Bucketed):
         wait_for(self.buckets)
 
 
+def units(model: nn.Module) -> list[nn.Module]:
+    """The parts of a model that are computed one after another: each of its blocks, and what comes before and after them."""
+    blocks = dict(model.named_children()).get("blocks", nn.ModuleDict())
+    return [*blocks.children(), *(child for child in model.children() if child is not blocks)]
+
+
+@mappings.uncompiled                                 # whether something is under way is not for a compiled graph to remember
 def wait_for(buckets: Sequence[Shared]) -> None:
     """Let what is computed from now on see the gathered parameters."""
     for bucket in buckets:

@@ -1,0 +1,61 @@
+"""torch.compile in every layout: the same numbers as without, and no graph break but where a layout declares one."""
+
+from typing import Any
+
+import pytest
+
+from course.launch import ranks
+from tests.parallel.test_parity import INTERLEAVED, MODELS, ZEROS, draw, layout
+
+# where a layout leaves the compiler: functions whose communication runs beside their computation, and a mask that the
+# compiler cannot make. All others: nowhere
+BOUNDARIES = {("vit", "tp=2 sp=true"): {"gather_linear", "linear_scatter"}, ("vit", "cp=2 context=ring"): {"RingAttend.forward"},
+              ("vit", f"dp=2 {ZEROS}"): {"wait_for"}, ("gpt", "cp=2 context=gather"): {"look_back"}}
+LAYOUTS = [("vit", spec) for spec in ("dp=2", f"dp=2 {ZEROS}", "tp=2", "tp=2 sp=true overlap=none", "tp=2 sp=true", f"pp=2 {INTERLEAVED}",
+                                      "cp=2 context=gather", "cp=2 context=all_to_all", "cp=2 context=ring")]
+OTHERS = [(kind, spec) for kind in ("gpt", "dit") for spec in ("tp=2 sp=true overlap=none", "cp=2 context=gather")]
+
+
+def train(overrides: list[str], kind: str) -> tuple[list[list[float]], list[str]]:
+    """Losses of two steps, eager and compiled, and what the compiler says of each break."""
+    from unittest import mock
+
+    import torch
+    from torch._dynamo.utils import counters
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    from course import config
+    from course.data import order
+    from course.parallel import build_mesh, join
+    from course.train import assemble
+
+    def compile_quickly(model: torch.nn.Module) -> None:
+        model.__dict__["_compiled_call_impl"] = torch.compile(model._call_impl, backend="aot_eager")
+
+    losses = []
+    with _disable_current_modes(), mock.patch("torch.nn.Module.compile", compile_quickly):      # no trace of collectives
+        for compiled in (False, True):
+            preset, small = MODELS[kind]
+            c = config.load(preset, [*small, *overrides, f"compile={compiled}"])
+            mesh = build_mesh(c.parallel, join("cpu"))
+            training = assemble(c, mesh)
+            torch._dynamo.reset()
+            counters.clear()
+            batch = {**draw(kind, torch.Generator().manual_seed(1)), "sample": torch.arange(8)}
+            mine = order.my_slice(8, mesh.dp.size, mesh.dp.rank)
+            part = {name: tensor[mine] for name, tensor in batch.items()}
+            losses.append([training.step(part)[0].item() for _ in range(2)])
+            training.gradients.settle()
+    assert counters["stats"]["unique_graphs"] > 0
+    return losses, list(counters["graph_break"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "spec"), [*LAYOUTS, *OTHERS])
+def test_compiled_is_equal_and_leaves_the_compiler_only_where_declared(kind, spec):
+    size, overrides = layout(spec)
+    declared: Any = BOUNDARIES.get((kind, spec), set())
+    for (eager, compiled), breaks in ranks(size, timeout=300)(train, overrides, kind):
+        assert compiled == pytest.approx(eager, rel=1e-12)
+        assert {name for name in declared if any(f"`{name}`" in text for text in breaks)} == declared
+        assert all(any(f"`{name}`" in text for name in declared) for text in breaks), breaks
