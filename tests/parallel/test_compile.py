@@ -11,8 +11,9 @@ from tests.parallel.test_parity import INTERLEAVED, MODELS, ZEROS, draw, layout
 # compiler cannot make. All others: nowhere
 BOUNDARIES = {("vit", "tp=2 sp=true"): {"gather_linear", "linear_scatter"}, ("vit", "cp=2 context=ring"): {"RingAttend.forward"},
               ("vit", f"dp=2 {ZEROS}"): {"wait_for"}, ("gpt", "cp=2 context=gather"): {"look_back"}}
-LAYOUTS = [("vit", spec) for spec in ("dp=2", f"dp=2 {ZEROS}", "tp=2", "tp=2 sp=true overlap=none", "tp=2 sp=true", f"pp=2 {INTERLEAVED}",
-                                      "cp=2 context=gather", "cp=2 context=all_to_all", "cp=2 context=ring")]
+LAYOUTS = [("vit", spec) for spec in (
+    "dp=2", f"dp=2 {ZEROS}", "tp=2", "tp=2 sp=true overlap=none", "tp=2 sp=true", "cp=2 context=gather",
+    "cp=2 context=all_to_all", "cp=2 context=ring", f"pp=2 {INTERLEAVED}")]
 OTHERS = [(kind, spec) for kind in ("gpt", "dit") for spec in ("tp=2 sp=true overlap=none", "cp=2 context=gather")]
 
 
