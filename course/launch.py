@@ -7,7 +7,8 @@
 
     ranks(4)(total, 10)                              # [60, 60, 60, 60]
 
-The ranks are processes of their own: fresh interpreters, never forks, since a notebook's kernel has threads.
+The ranks are processes of their own, forks of a fresh interpreter that imports PyTorch once for all of them; not of this
+process, since a notebook's kernel has threads, which a fork would lose in the middle of whatever they are at.
 They stay for the next call until one goes wrong: then all are stopped, and a `RankError` tells the story.
 """
 
@@ -35,7 +36,7 @@ from course.worker import Failure
 
 START = 120.0                                        # seconds that new ranks may take to import PyTorch
 GRACE = 2.0                                          # seconds that the others have left when one has failed
-COMMAND = "import sys; from course.worker import work; work(*map(int, sys.argv[1:]))"
+COMMAND = "import sys; from course.worker import nursery; nursery(*map(int, sys.argv[1:]))"
 
 
 class RankError(Exception):
@@ -89,21 +90,17 @@ atexit.register(close)
 class Worker:
     """A rank, seen from its caller."""
 
-    def __init__(self, rank: int, n: int):
+    def __init__(self, rank: int):
         self.rank = rank
         self.state = "starting"                      # then "ready", "running", and "returned", "raised" or "died"
         self.reply: Any = None                       # its result, pickled, or its Failure
         self.left = False                            # the process group that modules may have seen when they were imported
         self.place = ""                              # the line that it is at, if asked
         self.line = b""                              # printed and not yet ended
-        self.control, theirs = Pipe()
-        settings = {"RANK": str(rank), "WORLD_SIZE": str(n), "LOCAL_RANK": str(rank), "PYTHONPATH": os.pathsep.join(sys.path),
-                    "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0"}    # needs no network
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", COMMAND, str(theirs.fileno()), str(rank), str(n)], pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            env=os.environ | settings, start_new_session=True)       # Ctrl-C is for the caller; its own children die with it
-        theirs.close()
+        self.pid = 0                                 # 0: not born
+        self.code: int | None = None                 # with which it ended
+        self.control, self.theirs = Pipe()
+        self.printed, self.out = Pipe(duplex=False)  # a pipe; ranks write to it without a Connection
 
     def listen(self) -> bool:
         """Take a message; False if there will be no more."""
@@ -115,7 +112,7 @@ class Worker:
 
     def echo(self) -> bool:
         """Read and print what the rank printed; False if there will be no more."""
-        data = os.read(self.process.stdout.fileno(), 1 << 16)    # type: ignore[union-attr]
+        data = os.read(self.printed.fileno(), 1 << 16)
         self.say(data)
         return bool(data)
 
@@ -131,6 +128,46 @@ class Worker:
             self.control.send(message)
 
 
+class Nursery:
+    """The process that ranks are forked from. It tells when they are born and when they end."""
+
+    def __init__(self, workers: list[Worker], n: int):
+        self.workers = workers
+        self.news, theirs = Pipe(duplex=False)
+        settings = {"WORLD_SIZE": str(n), "PYTHONPATH": os.pathsep.join(sys.path),
+                    "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0"}    # needs no network
+        pipes = [end.fileno() for worker in workers for end in (worker.theirs, worker.out)]
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", COMMAND, str(theirs.fileno()), str(workers[0].rank), *map(str, pipes)],
+            pass_fds=[theirs.fileno(), *pipes], env=os.environ | settings, start_new_session=True,      # Ctrl-C is for the caller
+            stdin=subprocess.DEVNULL, stdout=workers[0].out.fileno(), stderr=subprocess.STDOUT)
+        for end in (theirs, *(end for worker in workers for end in (worker.theirs, worker.out))):
+            end.close()
+
+    def listen(self) -> bool:
+        """Take news of a rank: its process, then the code with which it ended. False if there will be no more."""
+        try:
+            rank, change = self.news.recv()
+        except (EOFError, OSError):
+            for worker in self.workers:              # of whom there was no news
+                worker.code = self.process.wait() if worker.code is None else worker.code
+            return False
+        vars(next(worker for worker in self.workers if worker.rank == rank)).update(change)
+        return True
+
+    def stop(self) -> None:
+        """Kill the ranks, whatever processes they started, and the process that they were forked from."""
+        for worker in self.workers:
+            if worker.pid and worker.code is None:
+                with suppress(ProcessLookupError):
+                    os.killpg(worker.pid, signal.SIGKILL)
+            worker.control.close()                   # at which one that was not known yet ends by itself
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(GRACE)                 # it ends when all of them have
+        self.process.kill()
+        self.process.wait()
+
+
 class Pool:
     """n ranks that stay between calls."""
 
@@ -139,6 +176,7 @@ class Pool:
         self.calls = 0
         self.folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         self.workers: list[Worker] = []
+        self.nurseries: list[Nursery] = []
         self.sources: dict[Any, Callable[[], bool]] = {}         # pipes, and what to do when something comes
         self.progress: Any = None                    # of the ranks at the last look
         self.still = 0                               # looks since there was any
@@ -171,9 +209,14 @@ class Pool:
     def start(self) -> None:
         """Start the processes and wait until they have imported PyTorch."""
         for rank in range(self.n):
-            worker = Worker(rank, self.n)
+            worker = Worker(rank)
             self.workers.append(worker)
-            self.sources |= {worker.control: worker.listen, worker.process.stdout: worker.echo}
+            self.sources |= {worker.control: worker.listen, worker.printed: worker.echo}
+        together = self.n if sys.platform == "linux" else 1          # elsewhere a forked process may not use all libraries
+        for first in range(0, self.n, together):
+            nursery = Nursery(self.workers[first:first + together], self.n)
+            self.nurseries.append(nursery)
+            self.sources[nursery.news] = nursery.listen
         if not self.until(lambda: "starting" not in self.states(), START) or self.failures():
             raise self.error("The ranks did not start.", "")
 
@@ -205,7 +248,7 @@ class Pool:
 
     def hear(self, seconds: float) -> bool:
         """Print what was printed, take messages, note deaths; False if nothing came for so long."""
-        ended = [worker for worker in self.workers if worker.process.poll() is not None]
+        ended = [worker for worker in self.workers if worker.code is not None]
         ready = wait(list(self.sources), seconds)
         for source in ready:
             if not self.sources[source]():
@@ -213,7 +256,7 @@ class Pool:
                 source.close()                       # type: ignore[union-attr]
         for worker in ended:                         # whatever they sent has been taken by now
             if worker.state in ("starting", "running"):
-                code = worker.process.returncode
+                code = worker.code or 0
                 end = f"died of {signal.Signals(-code).name}." if code < 0 else f"exited with code {code}."
                 worker.state, worker.reply = "died", Failure(False, time.time(), worker.rank, end)
         return bool(ready)
@@ -248,9 +291,9 @@ class Pool:
 
     def stop(self) -> None:
         """Kill the ranks and whatever processes they started."""
-        for worker in self.workers:
-            with suppress(ProcessLookupError):
-                os.killpg(worker.process.pid, signal.SIGKILL)
-            worker.process.wait()
+        for nursery in self.nurseries:
+            for worker in nursery.workers:
+                self.sources.pop(worker.control, None)
+            nursery.stop()
         self.drain()                                 # their last words
         shutil.rmtree(self.folder, ignore_errors=True)

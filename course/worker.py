@@ -40,6 +40,41 @@ class Failure(NamedTuple):
     error: bytes = b""                               # the exception, if it could be pickled
 
 
+def nursery(news: int, first: int, *pipes: int) -> None:
+    """Fork ranks from this process, which has imported PyTorch and has no threads; tell of each that is born or ends.
+
+    pipes: for each rank one to talk through and one to print to. A rank that is alone here needs no fork: it is this process.
+    """
+    told, n = Connection(news, readable=False), int(os.environ["WORLD_SIZE"])
+    born: dict[int, int] = {}                        # the rank of each process
+    for rank, ends in enumerate(zip(pipes[::2], pipes[1::2], strict=True), first):
+        pid = os.fork() if len(pipes) > 2 else 0
+        if not pid:
+            begin(rank, n, ends, {news, *pipes})
+        born[pid] = rank
+        told.send((rank, {"pid": pid}))
+    for end in pipes:
+        os.close(end)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)     # who reads what ranks print waits for all who could
+    os.dup2(1, 2)
+    while born:
+        pid, status = os.wait()
+        told.send((born.pop(pid), {"code": os.waitstatus_to_exitcode(status)}))
+
+
+def begin(rank: int, n: int, ends: tuple[int, int], inherited: set[int]) -> None:
+    """Become a rank with a session, a name and an output of its own."""
+    control, out = ends
+    if os.getsid(0) != os.getpid():
+        os.setsid()                                  # its own children die with it
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    for fd in inherited - {control}:
+        os.close(fd)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    work(control, rank, n)
+
+
 def work(fd: int, rank: int, n: int) -> None:
     """The life of a rank: call after call, until its caller is gone."""
     control, lock, main = Connection(fd), threading.Lock(), threading.get_ident()
