@@ -114,6 +114,7 @@ class Config:
     precision: Literal["fp64", "fp32", "tf32", "bf16", "fp16"] = "tf32"
     log: Log = field(default_factory=Log)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    attention: Literal["default", "cudnn", "flash", "efficient", "math"] = "default"     # see course/attention.py
     compile: bool = False                           # torch.compile the model
     graphs: bool = False                            # capture the step in a CUDA graph
 

@@ -27,16 +27,25 @@ from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Pipe, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 
-from course.parallel.trace import DISAGREE, explain, name
-from course.worker import Failure
+from course.meet import DISAGREE, explain, name
 
 START = 120.0                                        # seconds that new ranks may take to import PyTorch
 GRACE = 2.0                                          # seconds that the others have left when one has failed
 COMMAND = "import sys; from course.worker import nursery; nursery(*map(int, sys.argv[1:]))"
+
+
+class Failure(NamedTuple):
+    """What befell a rank; the least of several is the first cause."""
+
+    lost: bool                                       # whether it only lost another rank
+    when: float
+    rank: int
+    text: str
+    error: bytes = b""                               # the exception, if it could be pickled
 
 
 class RankError(Exception):

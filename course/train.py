@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from course import checkpoint, random
+from course import attention, checkpoint, random
 from course import config as configuration
 from course.config import Config
 from course.data import train_loader
@@ -58,6 +58,7 @@ def main(config: Config) -> Path:
 def assemble(config: Config, mesh: Mesh) -> Training:
     """Build the serial model, cut it for the mesh, give each rank its part of the weights, and put the step around it."""
     set_matmul(config.precision)
+    attention.choose(config.attention, config.model.dim // config.model.heads, config.precision, mesh.world.device)
     model = parallelize(build_model(config.model, config.train.seed), mesh, config.parallel)
     random.initialize(model, config.train.seed, mesh.world.device, parameter_dtype(config.precision))
     recompute(model, config.train.recompute)

@@ -16,7 +16,7 @@ from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import cloudpickle
 import torch
@@ -24,27 +24,21 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import _rendezvous_handlers
 
+from course.launch import Failure
 from course.parallel.trace import LIBRARIES, Trace, where
 
 FOREVER = timedelta(days=1)                          # for gloo; it is the caller who watches the time
 LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")      # how gloo says that another rank ended
 
 
-class Failure(NamedTuple):
-    """What befell a rank; the least of several is the first cause."""
-
-    lost: bool                                       # whether it only lost another rank
-    when: float
-    rank: int
-    text: str
-    error: bytes = b""                               # the exception, if it could be pickled
-
-
 def nursery(news: int, first: int, *pipes: int) -> None:
-    """Fork ranks from this process, which has imported PyTorch and has no threads; tell of each that is born or ends.
+    """Fork ranks from this process, which has imported PyTorch; tell of each that is born or ends.
 
-    pipes: for each rank one to talk through and one to print to. A rank that is alone here needs no fork: it is this process.
+    It has no threads but OpenBLAS's, which are made for forks. pipes: for each rank one to talk through and one to print to.
+    A rank that is alone here needs no fork: it is this process.
     """
+    if len(pipes) > 2:
+        import torch._dynamo  # a second once, instead of in every rank that makes an optimizer  # noqa: F401
     told, n = Connection(news, readable=False), int(os.environ["WORLD_SIZE"])
     born: dict[int, int] = {}                        # the rank of each process
     for rank, ends in enumerate(zip(pipes[::2], pipes[1::2], strict=True), first):

@@ -21,11 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import load_file, save_file
-
 from course.lab.cells import IN_A_CELL
-from course.lab.returned import Returned
 
 NOT_YOURS = ("no line of yours raised this, but the library could not go on with what your code returned: compare its type and "
              "shape with what the docstring says")
@@ -34,7 +30,6 @@ NOT_YOURS = ("no line of yours raised this, but the library could not go on with
 def main(folder: Path) -> None:
     """Run every answer of the job, on one rank or several."""
     job = json.loads((folder / "job.json").read_text())
-    torch.set_num_threads(1)
     for number in range(job["answers"]):
         if job["ranks"] > 1:
             on_ranks(job, folder, number)
@@ -65,9 +60,11 @@ def on_ranks(job: dict[str, Any], folder: Path, number: int) -> None:
 
 def on_rank(folder: str, number: int, name: str) -> None:
     """The work of one rank among several. What it raises is written down, and raised, so that the others need not wait."""
+    import torch.distributed as dist
+
     from course.worker import lost
 
-    rank = torch.distributed.get_rank()
+    rank = dist.get_rank()
     try:
         work(Path(folder), number, name, rank)
     except Exception as error:
@@ -78,7 +75,7 @@ def on_rank(folder: str, number: int, name: str) -> None:
 
 def together(said: dict[int, dict[str, str]]) -> dict[str, str]:
     """The complaints of several ranks as one; what several say is said once."""
-    from course.parallel.trace import name
+    from course.meet import name
 
     who: dict[str, list[int]] = {}
     for rank, told in said.items():
@@ -89,8 +86,12 @@ def together(said: dict[int, dict[str, str]]) -> dict[str, str]:
 
 def work(folder: Path, number: int, name: str, rank: int) -> None:
     """Run the exercise's program with answer `number` in the library's place."""
+    import torch  # not before: who only starts ranks does without, a second less
+    from safetensors.torch import load_file, save_file
+
     from course.lab import exercise as exercises
 
+    torch.set_num_threads(1)
     exercise = exercises.find(name)
     inputs = load_file(folder / "inputs.safetensors")
     (folder / f"began-{rank}").touch()
@@ -143,7 +144,8 @@ def installed(objects: tuple[str, ...], answers: dict[str, Any]) -> Iterator[Non
 
 def complaint(error: BaseException) -> dict[str, str]:
     """What went wrong: its kind, a text with the lines of the learner's own code that led to it, and a cure if one is known."""
-    if isinstance(error, Returned):
+    returned = sys.modules.get("course.lab.returned")                # which imports PyTorch: if it is not here, nor is the error
+    if returned and isinstance(error, returned.Returned):
         return {"kind": "Returned", "text": error.text, "cure": error.cure}
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(IN_A_CELL)]
     lines = [f"line {frame.lineno} of {frame.filename}: {frame.line}" for frame in frames[-4:]]

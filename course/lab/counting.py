@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from course.parallel.trace import Trace, trace_file
+from course.meet import trace_file
+from course.parallel.trace import Trace
 
 
 @dataclass(frozen=True)

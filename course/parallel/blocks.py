@@ -66,4 +66,4 @@ def kernel(q: Tensor) -> str:
         return "plain"
     if torch.backends.cuda.cudnn_sdp_enabled() and q.shape[-1] % 8 == 0 and q.shape[-1] <= 128:
         return "cudnn"
-    return "flash"
+    return "flash" if torch.backends.cuda.flash_sdp_enabled() else "plain"

@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import _disable_current_modes
 
 from course.launch import close, ranks
-from course.parallel.trace import Trace, explain, name, trace_file
+from course.meet import explain, name, trace_file
+from course.parallel.trace import Trace
 
 X, ALL = (4, 2), [0, 1]
 

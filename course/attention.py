@@ -1,0 +1,40 @@
+"""Which implementation of attention PyTorch uses: its own choice, or a named one.
+
+    default     PyTorch's order of preference: on Hopper cuDNN's, else flash
+    cudnn       cuDNN's fused attention, 16 bits
+    flash       FlashAttention-2 (Dao 2023, arXiv:2307.08691), 16 bits; on a CPU PyTorch's own kernel of that kind, any format
+    efficient   memory-efficient attention (Rabe and Staats 2021, arXiv:2112.05682), on GPUs
+    math        plain matmuls and a softmax: the scores are in memory, (B, h, T, T)
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from course.errors import CourseError
+from course.precision import autocast, parameter_dtype
+
+SWITCHES: dict[str, Callable[[bool], None]] = {
+    "cudnn": torch.backends.cuda.enable_cudnn_sdp, "flash": torch.backends.cuda.enable_flash_sdp,
+    "efficient": torch.backends.cuda.enable_mem_efficient_sdp, "math": torch.backends.cuda.enable_math_sdp}
+
+
+def choose(backend: str, head_dim: int, precision: str, device: torch.device) -> None:
+    """Let attention use this backend alone, or with "default" any. Process-wide, because PyTorch's switches are.
+
+    `CourseError` if it does not run here with heads of this size in this precision: tried, forward and backward.
+    """
+    for name, switch in SWITCHES.items():
+        switch(backend in ("default", name))
+    if backend == "default":
+        return
+    try:
+        q = torch.zeros(1, 1, 16, head_dim, device=device, dtype=parameter_dtype(precision), requires_grad=True)
+        with autocast(precision, device):
+            F.scaled_dot_product_attention(q, q, q).sum().backward()
+    except RuntimeError as error:
+        for switch in SWITCHES.values():
+            switch(True)
+        raise CourseError(f"attention={backend} does not run on this {device.type} device with heads of {head_dim} in "
+                          f"{precision} ({str(error).splitlines()[0]}): choose another, or attention=default") from error
