@@ -15,9 +15,10 @@
     verify              is this layout's training that of one process?
     validate, evaluate  how good the model is, while training and after; baselines and metrics to compare with
     checkpoint          what is written says nothing of the layout that wrote it
-    report, pictures    what a run tells
+    report, pictures    what a run tells; profile, a look into its steps
     stop                signals
-    perf                FLOPs and peaks; bench and parallel, measurements; convergence, the runs behind lesson 08
+    perf                FLOPs and peaks; bench, parallel (with harness, rivals, efficiency), measurements; profile and account,
+                        where a step's time goes; convergence, the runs behind lesson 08
     launch, worker      a function, even of a notebook's cell, on several ranks of this machine; meet, who waits for whom
     doctor, cli         what this machine has; the `course` command
     lab                 lessons, exercises, checks and grading, on top of all this

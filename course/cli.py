@@ -48,6 +48,18 @@ def verify(preset: Annotated[str, typer.Argument(help="a preset, or the path of 
 
 
 @app.command()
+def profile(preset: Annotated[str, typer.Argument(help="a preset, the path of a YAML file, or a trace (.json.gz)")],
+            settings: Overrides = None) -> None:
+    """Where a step's time goes: forward, backward, communication, waiting for data, idle.
+
+    Looks at profile.steps=3 steps after profile.after=10. Under torchrun and srun every rank leaves a trace.
+    """
+    from course.perf import profile as profiling
+
+    profiling.main(preset, settings or [])
+
+
+@app.command()
 def evaluate(run: Annotated[Path, typer.Argument(help="the folder of a run, such as runs/vit-demo/default")],
              split: Annotated[str, typer.Option(help="train, valid or test years")] = "test",
              samples: Annotated[int, typer.Option(min=1, help="how many forecasts to average over")] = 64,

@@ -97,6 +97,13 @@ class Log:
 
 
 @dataclass(frozen=True)
+class Profile:
+    steps: int = 0                                  # to look into with PyTorch's profiler; 0: none
+    after: int = 10                                 # steps before these
+    memory: bool = False                            # also who allocated what on the GPU, for pytorch.org/memory_viz
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     every: int = 1000                               # steps between checkpoints; one is always written at the end
     keep: int = 3                                   # how many of the newest stay
@@ -113,6 +120,7 @@ class Config:
     parallel: Parallel = field(default_factory=Parallel)
     precision: Literal["fp64", "fp32", "tf32", "bf16", "fp16"] = "tf32"
     log: Log = field(default_factory=Log)
+    profile: Profile = field(default_factory=Profile)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     attention: Literal["default", "cudnn", "flash", "efficient", "math"] = "default"     # see course/attention.py
     compile: bool = False                           # torch.compile the model

@@ -19,6 +19,7 @@ from course.data import Batch
 from course.parallel import Axis, Mesh, placement
 from course.parallel.data import Naive
 from course.precision import FIRST_SCALE, autocast, next_scale
+from course.profile import part
 
 Compute = Callable[[Batch], Tensor]
 Step = Callable[[Batch], tuple[Tensor, Tensor]]
@@ -135,14 +136,17 @@ def train_step(compute: Compute, model: nn.Module, gradients: Naive, optimizer: 
     def step(batch: Batch) -> tuple[Tensor, Tensor]:
         batch = model.prepare(batch, progress.step)   # type: ignore[operator]
         gradients.begin(-(-len(batch["sample"]) // (config.train.micro_batch or len(batch["sample"]))))
-        loss = compute(batch)
-        gradients.finish()
+        with part("compute"):
+            loss = compute(batch)
+        with part("gradients"):
+            gradients.finish()
         norm = gradient_norm(gradients.parameters, mesh) / progress.loss_scale
         bad, nan = anywhere(torch.stack([~(loss.isfinite() & norm.isfinite()), ~loss.isfinite()]), mesh.all)
         progress.lr.copy_(learning_rate(progress.step, config))
         optimizer.grad_scale = progress.loss_scale / clip_factor(norm, config.optim.clip)    # type: ignore[attr-defined]
         optimizer.found_inf = bad                     # type: ignore[attr-defined]
-        optimizer.step()
+        with part("optimizer"):
+            optimizer.step()
         gradients.clear()
         gradients.updated()
         advance(progress, nan, bad, config.precision)

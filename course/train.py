@@ -22,6 +22,7 @@ from course.parallel import Mesh, build_mesh, data_parallel, join, leave, parall
 from course.parallel.data import Naive
 from course.perf import flops
 from course.precision import parameter_dtype, set_matmul
+from course.profile import Look, part
 from course.recompute import recompute
 from course.report import Report, Stopwatch, memory_gb
 from course.step import Progress, Step, build_compute, build_optimizer, train_step
@@ -85,13 +86,20 @@ def fit(training: Training) -> Path:
     batches = train_loader(config, mesh.dp, mesh.world.device, samples, model.example)   # type: ignore[arg-type]
     validation = Validation.of(config, mesh)
     watch = Stopwatch(mesh.world.device)
+    look = Look(config.profile, start, run / "profile", mesh.world.rank, mesh.world.device)
     with (Report(run, t.steps, start, mesh.world.rank == 0, config.log.tensorboard) as report, Stop(mesh.all) as stop,
-          closing(batches)):
+          closing(batches), look.open):
         report.say(opening(config, mesh, run))
         for number in range(start + 1, t.steps + 1):
-            loss, norm = training.step(next(batches))
+            look.before(number)
+            with part("data"):
+                batch = next(batches)
+            loss, norm = training.step(batch)
             samples += t.global_batch
             watch.tick()
+            if told := look.after(number):
+                report.say(told)
+                watch.restart()
             stopping, last = stop.agreed(), number == t.steps
             validate = validation is not None and due(number, t.eval_every, last)
             if due(number, config.log.every, last or stopping or validate):
