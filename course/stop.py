@@ -1,14 +1,22 @@
-"""Stopping when asked to: SIGTERM and SIGUSR1 (a batch system's warnings) and Ctrl-C save the run and end it."""
+"""Stopping when asked to: SIGTERM and SIGUSR1 (a batch system's warnings) and Ctrl-C save the run and end it.
 
+And ending when another rank has failed, in seconds: this one may be waiting for it inside CUDA, where no signal reaches it, and
+it has been told to take signals for wishes.
+"""
+
+import os
 import signal
+import sys
+import threading
 from types import FrameType
 
 import torch
 import torch.distributed as dist
 
-from course.parallel.mesh import Axis
+from course.parallel.mesh import Axis, abandoned, launched
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+LOOK, GRACE = 0.5, 2.0                               # seconds between looks at the others; that an exception of our own may take
 
 
 class Stop:
@@ -19,12 +27,16 @@ class Stop:
         self.name = ""                               # of the signal that came to this rank
         self._asked = torch.zeros(1, dtype=torch.int32)
         self._pending: dist.Work | None = None
+        self._over = threading.Event()
 
     def __enter__(self) -> "Stop":
         self._old = {number: signal.signal(number, self._hear) for number in SIGNALS}
+        if self.everyone.size > 1 and launched():
+            threading.Thread(target=self._watch, daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._over.set()
         for number, handler in self._old.items():
             signal.signal(number, handler)
         if self._pending is not None:
@@ -34,6 +46,13 @@ class Stop:
         if number == signal.SIGINT and self.name:
             raise KeyboardInterrupt
         self.name = signal.Signals(number).name
+
+    def _watch(self) -> None:
+        """End this process soon after another one has failed."""
+        while not self._over.wait(LOOK):
+            if abandoned() and not self._over.wait(GRACE):
+                print("another rank has failed: this one ends, too", file=sys.stderr, flush=True)
+                os._exit(1)
 
     def agreed(self) -> bool:
         """Whether any rank was asked to stop; every rank calls it once a step and all get the same answer.

@@ -18,7 +18,7 @@ from course.config import Config
 from course.data import train_loader
 from course.errors import CourseError
 from course.models import build_model
-from course.parallel import Mesh, build_mesh, data_parallel, join, leave, parallelize
+from course.parallel import Mesh, abandon, build_mesh, data_parallel, join, leave, parallelize
 from course.parallel.data import Naive
 from course.perf import flops
 from course.precision import parameter_dtype, set_matmul
@@ -51,9 +51,12 @@ def main(config: Config) -> Path:
         torch.set_num_threads(config.train.threads)
     world = join(config.train.device)
     try:
-        return fit(assemble(config, build_mesh(config.parallel, world)))
-    finally:
-        leave()
+        run = fit(assemble(config, build_mesh(config.parallel, world)))
+    except BaseException:
+        abandon(world)
+        raise
+    leave()
+    return run
 
 
 def assemble(config: Config, mesh: Mesh) -> Training:

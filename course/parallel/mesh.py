@@ -4,15 +4,19 @@ The only file that reads the environment of a launcher. What it makes are values
 needs them. (`course/worker.py` joins the ranks of a notebook before their function runs.)
 """
 
+import atexit
 import math
 import os
+import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from course.errors import CourseError
@@ -75,6 +79,9 @@ def groups(grid: Tensor, dim: int) -> Tensor:
     return grid.movedim(dim, -1).reshape(-1, grid.shape[dim])
 
 
+FAILED = "course/failed"                             # the key under which a process that fails tells the others
+
+
 def join(device: str = "auto") -> World:
     """Find out who this process is (torchrun, srun, or alone), pick its device, and meet the others."""
     rank, size, local = _identity()
@@ -106,6 +113,30 @@ def leave() -> None:
     """Part from the other processes; does nothing in a process that is alone."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def abandon(world: World) -> None:
+    """After an exception: tell the other processes, and end this one as soon as the exception has been printed.
+
+    Parting in order, as in `leave`, could wait for collectives that will never be complete, and the job with it.
+    """
+    def end() -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+    if world.size > 1 and launched():                # not ranks of a notebook, who are asked to do more
+        with suppress(RuntimeError):                 # the store may be gone with its process
+            distributed_c10d._get_default_store().set(FAILED, str(world.rank))
+        atexit.register(end)
+
+
+def abandoned() -> bool:
+    """Whether another process has failed, or the one that keeps the store is gone."""
+    try:
+        return bool(distributed_c10d._get_default_store().check([FAILED]))
+    except RuntimeError:
+        return True
 
 
 def build_mesh(parallel: "Parallel", world: World) -> Mesh:

@@ -48,6 +48,7 @@ def tell(trace: Path) -> Path:
     """Print the account of a trace and draw it."""
     found = account.account(account.read(trace))
     print(account.text(found))
-    drawn = save(account.picture(found, trace.parent.parent.name or trace.name), trace.parent / f"{trace.name.split('.')[0]}.png")
+    figure = account.picture(found, "/".join(trace.parts[-4:-2]) or trace.name)
+    drawn = save(figure, trace.parent / f"{trace.name.split('.')[0]}.png")
     print(f"\nwrote {drawn}; look at {trace} itself in perfetto.dev")
     return trace
