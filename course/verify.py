@@ -72,10 +72,10 @@ def compare(config: Config) -> list[Gap]:
         leave()
 
 
-def compare_in(config: Config, world: World) -> list[Gap]:
-    """The gaps of all parameters after every step, on rank 0."""
+def compare_in(config: Config, world: World, known: tuple[list[Snapshot], dict[str, float]] | None = None) -> list[Gap]:
+    """The gaps of all parameters after every step, on rank 0. known: the `references`, if rank 0 has them."""
     mesh = build_mesh(config.parallel, world)
-    serial, rounding = references(config, world) if world.rank == 0 else ([], {})
+    serial, rounding = ([], {}) if world.rank else known or references(config, world)
     training = assemble(config, mesh)
     gaps: list[Gap] = []
     for number in range(1, config.train.steps + 1):

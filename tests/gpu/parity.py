@@ -1,4 +1,4 @@
-"""Every layout of 4 GPUs against one, over NCCL: `torchrun --nproc-per-node 4 tests/gpu/parity.py [FILE]`.
+"""Every layout of 4 GPUs against one, over NCCL: `torchrun --nproc-per-node 4 tests/gpu/parity.py [FILE [DEVICE [LAYOUT...]]]`.
 
 In float64 equal up to rounding; in float32 and bf16 within four times the serial run's own rounding error, as `course verify`
 measures it. Exits with 1 if a layout differs; FILE gets the numbers.
@@ -40,12 +40,13 @@ FEW = ("sp4", "cp4 ring", "cp2 sp2", "pp2 sp2", "dp4 zero")
 def main() -> None:
     world, rows = join(sys.argv[2] if len(sys.argv) > 2 else "auto"), []
     for preset, small in SMALL.items():
-        for name in LAYOUTS if preset == "vit-demo" else FEW:
-            for precision in ("fp64", "fp32", "bf16"):
-                settings = config.load(preset, [*verify.DEFAULTS, *small, f"precision={precision}", *LAYOUTS[name],
-                                                *(["optim.lr=0.01"] if preset == "dit-demo" else [])])
-                gaps = verify.compare_in(settings, world)
-                torch.cuda.empty_cache()
+        for precision in ("fp64", "fp32", "bf16"):
+            common = [*verify.DEFAULTS, *small, f"precision={precision}", *(["optim.lr=0.01"] if preset == "dit-demo" else [])]
+            known = verify.references(config.load(preset, common), world) if world.rank == 0 else None
+            for name in sys.argv[3:] or (LAYOUTS if preset == "vit-demo" else FEW):
+                gaps = verify.compare_in(config.load(preset, [*common, *LAYOUTS[name]]), world, known)
+                if world.device.type == "cuda":
+                    torch.cuda.empty_cache()
                 if world.rank == 0:
                     worst = max(gaps, key=lambda gap: gap.size / gap.bound)
                     rows.append({"preset": preset, "layout": name, "precision": precision, "worst": worst.name,
