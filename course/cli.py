@@ -107,6 +107,14 @@ def stats(path: Annotated[Path, typer.Argument(help="a folder laid out as data/R
     print(f"wrote {path}/stats")
 
 
+@data.command("numpy")
+def numpy_files(path: Annotated[Path, typer.Argument(help="a folder laid out as data/README.md says")]) -> None:
+    """Write each state to a .npy file as well, for data.loader=dali_numpy."""
+    from course.data import numpy_files as converter
+
+    converter.convert(path)
+
+
 @bench.command()
 def ceilings(device: Annotated[str, typer.Option(help="cpu or cuda")] = "",
              out: Annotated[Path | None, typer.Option(help="also write the numbers to this JSON file")] = None) -> None:

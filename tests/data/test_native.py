@@ -5,7 +5,7 @@ import torch
 
 from course import config
 from course.data import native, open_pairs, train_loader
-from course.data.native import Pairs
+from course.data.pairs import Pairs
 from course.errors import CourseError
 from course.parallel import Axis
 from tests.conftest import GRID, fields, tiny_settings
