@@ -75,7 +75,7 @@ def numpy_pipeline(pairs: Pairs, segment: list[list[int]], workers: int, ahead: 
     files = [numpy_files.state_file(pairs, max(sample, 0), later) for samples in segment
              for later in (0, pairs.lead) for sample in samples]
     with pipe:
-        states = fn.readers.numpy(files=files, dont_use_mmap=True, prefetch_queue_depth=ahead)      # mapped, a cut file crashes
+        states = fn.readers.numpy(files=files, prefetch_queue_depth=ahead)
         pipe.set_outputs(normalised(states, pairs, device))
     return pipe
 

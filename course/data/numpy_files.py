@@ -87,5 +87,5 @@ def agrees(folder: Path, fields: h5py.Dataset) -> bool:
 
 def sentence(text: str) -> str:
     """What to say where DALI's reader failed over a file; nothing if it failed otherwise."""
-    named = re.search(r"failed: (.*\.npy.*)", text)
-    return f"{named[1]}: restore the file and run again" if named else ""
+    named = re.search(r"encountered:\s+(?:Assert on .* failed: )?(.*\.npy.*)", text)
+    return f"DALI: {named[1]}: restore the file and run again" if named else ""

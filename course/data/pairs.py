@@ -6,6 +6,7 @@ Every loader gives the same bits: it subtracts the mean, then divides by the sta
 """
 
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -56,6 +57,10 @@ class Pairs(Dataset[Batch]):
             raise CourseError(f"{path}/stats does not match the data: normalised with it, channel {worst} of "
                               f"{self.years[0].path} has a root mean square of {rms[worst]:.3g}, not about 1; "
                               f"remake it with `course data stats {path}`")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For another process, which opens the files itself."""
+        return vars(self) | {"_open": {}}
 
     def __len__(self) -> int:
         return int(self.size)

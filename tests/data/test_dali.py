@@ -98,9 +98,13 @@ def test_a_worker_does_not_survive_its_trainer(trainer):
 
 # ---- pipelines ----
 
-def test_pipelines_normalise_as_numpy_does_to_the_bit(tmp_path):
-    """Values, means and deviations of every size, where a product with the reciprocal would round otherwise."""
+def test_pipelines_normalise_as_numpy_does_to_the_bit():
     pytest.importorskip("nvidia.dali")
+    assert_normalised_to_the_bit(CPU)
+
+
+def assert_normalised_to_the_bit(device):
+    """Values, means and deviations of every size, where a product with the reciprocal would round otherwise."""
     from nvidia.dali import fn
 
     from course.data import dali
@@ -108,11 +112,11 @@ def test_pipelines_normalise_as_numpy_does_to_the_bit(tmp_path):
     rng = np.random.default_rng(0)
     mean, std = (np.exp(rng.uniform(-6, 12, (20, 1, 1))).astype("float32") for _ in range(2))
     x = (mean + std * rng.standard_normal((4, 20, 8, 16))).astype("float32")
-    pipe = dali.pipeline(2, 1, 1, CPU)
+    pipe = dali.pipeline(2, 1, 1, device)
     with pipe:
-        pipe.set_outputs(dali.normalised(fn.external_source(lambda: x, batch=True), SimpleNamespace(mean=mean, std=std), CPU))
+        pipe.set_outputs(dali.normalised(fn.external_source(lambda: x, batch=True), SimpleNamespace(mean=mean, std=std), device))
     assert not np.array_equal((x - mean) * (1 / std), (x - mean) / std)
-    assert torch.equal(dali.states_of(pipe, CPU), torch.from_numpy((x - mean) / std))
+    assert torch.equal(dali.states_of(pipe, device).cpu(), torch.from_numpy((x - mean) / std))
 
 
 def test_errors_of_workers_and_of_the_reader_become_sentences():
@@ -120,8 +124,9 @@ def test_errors_of_workers_and_of_the_reader_become_sentences():
 
     worker = Exception("received from worker thread:\nTraceback ...\ncourse.errors.CourseError: 1980.h5 is gone: restore it\n")
     assert sentence(worker) == "1980.h5 is gone: restore it"
-    reader = RuntimeError('Critical error:\n\nAssert on "fp_" failed: Could not open file a b/4.npy: No such file\nC++')
-    assert sentence(reader) == "Could not open file a b/4.npy: No such file: restore the file and run again"
+    for reader in ('Assert on "p" failed: Failed to read file: a b/4.npy', "Failed to read file: a b/4.npy"):
+        told = sentence(RuntimeError(f"Critical error:\n  in run\n\nencountered:\n\n{reader}\nC++ context: x\n"))
+        assert told == "DALI: Failed to read file: a b/4.npy: restore the file and run again"
     assert "data.workers" in sentence(RuntimeError("Worker data receiving interrupted"))
     assert not sentence(ValueError("a mistake in the program"))
 

@@ -65,9 +65,9 @@ def ranked(rank: int, ranks: int) -> Axis:
     return Axis("dp", ranks, rank, tuple(range(ranks)))
 
 
-def first(count: int, settings: Config, dp: Axis = ALONE, consumed: int = 0) -> list[Batch]:
+def first(count: int, settings: Config, dp: Axis = ALONE, consumed: int = 0, device: torch.device = CPU) -> list[Batch]:
     """All held until the last is there: a batch must not change when the next is made."""
-    batches = train_loader(settings, dp, CPU, consumed, lambda n, device, start: {})
+    batches = train_loader(settings, dp, device, consumed, lambda n, device, start: {})
     found = [next(batches) for _ in range(count)]
     batches.close()
     return found
@@ -106,7 +106,7 @@ def test_numpy_files_give_the_same_bits_whatever_the_length_of_a_segment(own_dat
     from course.data import dali
 
     settled = settings(own_data, "dali_numpy", "data.lead=3")
-    monkeypatch.setattr(dali, "SEGMENT", 24)                             # 4 batches in each pipeline
+    monkeypatch.setattr(dali, "SEGMENT", 24)                             # of 8 files a batch
     assert_equal(first(20, settled), expected(settled, stream(settled, 0, 1, 0, 20)))
 
 
@@ -197,10 +197,14 @@ def test_a_training_run_has_the_losses_of_native_bit_for_bit(own_data, tmp_path,
 @pytest.mark.parametrize("loader", [pytest.param("threads", marks=pytest.mark.slow), DALI])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_an_interrupted_run_leaves_no_process_and_no_shared_memory(own_data, tmp_path, loader, number):
+    interrupt(own_data, tmp_path, loader, number)
+
+
+def interrupt(own_data: Path, tmp_path: Path, loader: str, number: int, *more: str) -> None:
     """The stop signals go to the whole group, workers too, and the run is saved; the trainer alone is killed."""
     shared = set(os.listdir("/dev/shm"))
     process = start([*tiny_settings(own_data, tmp_path / "runs"), "train.steps=100000", "checkpoint.every=100000",
-                     "model.depth=1", f"data.loader={loader}", "data.workers=1"])
+                     "model.depth=1", f"data.loader={loader}", "data.workers=1", *more])
     family = [psutil.Process(process.pid)]
     wait_for_step(process, tmp_path / "runs" / "vit-demo" / "default", 5)
     family += family[0].children(recursive=True)
