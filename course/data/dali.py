@@ -22,7 +22,7 @@ from torch import Tensor
 
 from course.data import numpy_files
 from course.data.extents import States
-from course.data.pairs import Batch, Pairs
+from course.data.pairs import Batch, Pairs, sample_ids
 from course.errors import CourseError
 
 if TYPE_CHECKING:
@@ -36,7 +36,8 @@ def loader(pairs: Pairs, ids: "Ids", workers: int, ahead: int, device: torch.dev
     """The batches of the given sample ids, on the device; `workers` processes read them, `ahead` batches before their turn.
 
     The processes are spawned: forks of a process that has threads or uses CUDA are not to be relied on. What cannot be
-    read raises `CourseError`, up to `ahead` batches early. Closing the generator ends the processes.
+    read raises `CourseError`, up to `ahead` batches early. Closing the generator ends the processes. One that is killed in a
+    moment in which it holds the lock of DALI's queue leaves the trainer waiting: DALI sets no limit to that.
     """
     return run(partial(hdf5_pipeline, pairs, ids, workers, ahead, device), ids(), device)
 
@@ -115,7 +116,7 @@ def run(build: Callable[[], Any], batches: Iterable[list[int]], device: torch.de
             for i, sample in enumerate(samples):
                 if sample < 0:
                     both[[i, half + i]] = 0
-            yield {"input": both[:half], "target": both[half:], "sample": torch.tensor(samples).to(device)}
+            yield {"input": both[:half], "target": both[half:], "sample": sample_ids(samples, device)}
     finally:
         del pipe                                     # the last to hold it, also where this frame is kept by a traceback: its
                                                      # processes end now

@@ -96,6 +96,11 @@ class Pairs(Dataset[Batch]):
         return {"input": torch.from_numpy(input), "target": torch.from_numpy(target), "sample": torch.tensor(samples)}
 
 
+def sample_ids(samples: list[int], device: torch.device) -> Tensor:
+    """A batch's `sample`, on its way to the device; the host does not wait for what the device has still to do."""
+    return torch.tensor(samples, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+
+
 def open_fields(path: Path) -> h5py.Dataset:
     """The data of one file, to be read while training."""
     try:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from course.data.extents import States
-from course.data.pairs import Batch, Pairs
+from course.data.pairs import Batch, Pairs, sample_ids
 from course.errors import CourseError
 
 Staged = tuple[Batch, torch.cuda.Event | None]       # and when it is whole
@@ -120,8 +120,7 @@ class Stage:
             for i, sample in enumerate(reading.samples):
                 if sample < 0:
                     both[:, i] = 0
-            number = torch.tensor(reading.samples, pin_memory=reading.buffer.pinned).to(self.device, non_blocking=True)
-            return {"input": both[0], "target": both[1], "sample": number}, self._event()
+            return {"input": both[0], "target": both[1], "sample": sample_ids(reading.samples, self.device)}, self._event()
 
     def hand_over(self, batch: Batch, ready: torch.cuda.Event | None) -> Batch:
         """The batch for the stream that the caller computes on."""
@@ -132,7 +131,7 @@ class Stage:
                 tensor.record_stream(stream)
             self.handed.append(torch.cuda.Event(blocking=True))
             self.handed[-1].record(stream)
-            if len(self.handed) > 2:                 # else a host far ahead of its GPU would fill it with batches
+            if len(self.handed) > 1:                 # else a host far ahead of its GPU would fill it with batches
                 self.handed.popleft().synchronize()
         return batch
 

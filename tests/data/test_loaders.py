@@ -194,8 +194,9 @@ def test_a_training_run_has_the_losses_of_native_bit_for_bit(own_data, tmp_path,
     assert_same_run(*runs)
 
 
-@pytest.mark.parametrize("loader", [pytest.param("threads", marks=pytest.mark.slow), DALI])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+@pytest.mark.slow
+@pytest.mark.parametrize(("loader", "number"), [("threads", signal.SIGTERM), *(
+    pytest.param("dali", number, marks=needs_dali) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGKILL))])
 def test_an_interrupted_run_leaves_no_process_and_no_shared_memory(own_data, tmp_path, loader, number):
     interrupt(own_data, tmp_path, loader, number)
 
