@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
 
@@ -72,8 +73,11 @@ def trainer():
     """A process that started a worker, which is up; and the worker."""
     process = subprocess.Popen([sys.executable, "-c", HELD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     lines = sorted(process.stdout.readline().strip() for _ in range(2))
-    yield process, psutil.Process(int(lines[0]))
-    process.kill()
+    worker = psutil.Process(int(lines[0]))
+    yield process, worker
+    for each in (process, worker):
+        with suppress(psutil.NoSuchProcess):
+            each.kill()
     process.communicate()
 
 
