@@ -133,14 +133,14 @@ def ceilings(device: Annotated[str, typer.Option(help="cpu or cuda")] = "",
 def bench_loaders(settings: Overrides = None,
                   small: Annotated[bool, typer.Option("--small", help="states of 32x64 points, in seconds anywhere")] = False,
                   loader: Annotated[list[str] | None, typer.Option(help="only this one; may be repeated")] = None,
-                  workers: Annotated[str, typer.Option(help="numbers of processes or threads")] = "1,2,4,8,16",
+                  workers: Annotated[str, typer.Option(help="processes or threads, such as 1,8; else 1,2,4 ... to one a core")] = "",
                   seconds: Annotated[float, typer.Option(help="of each of the five laps whose median counts")] = 1.0,
                   device: Annotated[str, typer.Option(help="cpu or cuda")] = "",
                   out: Out = None) -> None:
     """Each loader's pairs per second, beside what reading and copying cost; data.path=FOLDER, else data is made."""
     from course.perf import loaders as measure
 
-    counts = numbers(workers, "--workers")
+    counts = numbers(workers, "--workers") if workers else measure.doubling()
     record(measure.main(settings or [], small, loader or [], counts, seconds, measured_device(device)), out)
 
 

@@ -60,7 +60,7 @@ def numpy_loader(pairs: Pairs, ids: "Ids", workers: int, ahead: int, device: tor
     """As `loader`, from .npy files, which `workers` threads read; no processes.
 
     DALI's reader takes its files in the order in which it is given them, again and again; it cannot be told of more while it
-    runs. So each pipeline is given the files of the next few thousand batches, and when it has read them another is built.
+    runs. So each pipeline is given the files of the next few hundred batches, and when it has read them another is built.
     """
     numpy_files.check(pairs)
     batches = ids()
@@ -93,7 +93,7 @@ def pipeline(pairs: int, threads: int, ahead: int, device: torch.device, **more:
         from nvidia.dali import Pipeline
     except ImportError as error:
         raise CourseError('data.loader=dali needs nvidia-dali: pip install "course[dali]"') from error
-    return Pipeline(batch_size=2 * pairs, num_threads=threads, device_id=device.index or 0 if device.type == "cuda" else None,
+    return Pipeline(batch_size=2 * pairs, num_threads=threads, device_id=(device.index or 0) if device.type == "cuda" else None,
                     prefetch_queue_depth=ahead, **more)
 
 

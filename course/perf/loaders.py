@@ -52,7 +52,7 @@ def main(settings: Sequence[str], small: bool, kinds: Sequence[str], workers: Se
             measured[kind] = {str(n): loader_speed(config, pairs, n, seconds, device) for n in counts}
         except CourseError as error:
             skipped[kind] = str(error)
-    found = {**bench.machine(device), "cores": len(os.sched_getaffinity(0)), **versions(),
+    found = {**bench.machine(device), "cores": cores(), **versions(),
              "command": " ".join(["course bench loaders", *settings, *(["--small"] if small else [])]),
              "unit": "pairs/s", "batch": batch, "pair_mb": 2 * 4 * float(np.prod(pairs.shape)) / 1e6,
              "page cache to memory": floors, "pinned to GPU": copied, "loaders": measured, "skipped": skipped}
@@ -72,18 +72,31 @@ def configure(settings: Sequence[str], small: bool) -> Config:
     return load(preset, [*settings, f"data.path={path}"])
 
 
+def doubling() -> list[int]:
+    """1, 2, 4 ... up to the cores that this process may use."""
+    return [2**i for i in range(cores().bit_length())]
+
+
+def cores() -> int:
+    """How many this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def make_data(path: Path, channels: int, grid: tuple[int, int], states: int = STATES) -> None:
-    """Numbers in the layout of weather, once: one year of noise, contiguous, and its .npy files."""
-    if not (path / "train" / "0001.h5").is_file():
-        noise = np.random.default_rng(0).standard_normal((channels, *grid), np.float32)
-        with atomic(path / "train" / "0001.h5") as temporary, h5py.File(temporary, "w") as file:
+    """Numbers in the layout of weather, once: a year of noise, contiguous, and its .npy files; a few to validate a run with."""
+    noise = np.random.default_rng(0).standard_normal((channels, *grid), np.float32)
+    for split, count in {"train": states, "valid": 3}.items():
+        file = path / split / "0001.h5"
+        if file.is_file():
+            continue
+        with atomic(file) as temporary, h5py.File(temporary, "w") as opened:
             names = [f"channel{i}" for i in range(channels)]
-            fields = layout.create_year(file, states, names, layout.latitudes(grid[0]), layout.longitudes(grid[1]))
-            for i in range(states):
+            fields = layout.create_year(opened, count, names, layout.latitudes(grid[0]), layout.longitudes(grid[1]))
+            for i in range(count):
                 fields[i] = np.roll(noise, i, 2)
-        for name, value in {"means": 0, "stds": 1}.items():
-            with atomic(path / "stats" / f"global_{name}.npy") as temporary, open(temporary, "wb") as out:
-                np.save(out, np.full((1, channels, 1, 1), value, np.float32))
+    for name, value in {"means": 0, "stds": 1}.items():
+        with atomic(path / "stats" / f"global_{name}.npy") as temporary, open(temporary, "wb") as out:
+            np.save(out, np.full((1, channels, 1, 1), value, np.float32))
     numpy_files.convert(path, lambda text: None)
 
 

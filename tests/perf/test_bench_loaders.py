@@ -38,6 +38,12 @@ def test_other_data_is_read_where_it_lies_and_what_it_lacks_is_said(small_data, 
     assert "dali_numpy left out: " in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("cores", "counts"), [(1, [1]), (2, [1, 2]), (12, [1, 2, 4, 8]), (16, [1, 2, 4, 8, 16])])
+def test_without_numbers_workers_double_up_to_the_cores(monkeypatch, cores, counts):
+    monkeypatch.setattr(loaders, "cores", lambda: cores)
+    assert loaders.doubling() == counts
+
+
 def test_loaders_and_numbers_that_do_not_exist_are_refused(monkeypatch):
     with pytest.raises(CourseError, match="threds"):
         loaders.main([], True, ["threds"], [1], 0.01, CPU)
