@@ -133,7 +133,7 @@ def ceilings(device: Annotated[str, typer.Option(help="cpu or cuda")] = "",
 def bench_loaders(settings: Overrides = None,
                   small: Annotated[bool, typer.Option("--small", help="states of 32x64 points, in seconds anywhere")] = False,
                   loader: Annotated[list[str] | None, typer.Option(help="only this one; may be repeated")] = None,
-                  workers: Annotated[str, typer.Option(help="processes or threads, such as 1,8; else 1,2,4 ... to one a core")] = "",
+                  workers: Annotated[str, typer.Option(help="processes or threads: 1,8; else 1,2,4 ... up to the cores")] = "",
                   seconds: Annotated[float, typer.Option(help="of each of the five laps whose median counts")] = 1.0,
                   device: Annotated[str, typer.Option(help="cpu or cuda")] = "",
                   out: Out = None) -> None:
