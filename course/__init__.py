@@ -5,7 +5,8 @@
     random              randomness as a pure function
     models              layers (the shared block), vit, gpt, and dit with its diffusion, serial and unaware of parallelism
     data                layout (files on disk), weather (with atmosphere, stepping, sphere) and era5, their makers,
-                        order (who sees what when), native (a loader)
+                        pairs (the samples), order (who sees what when), and loaders that give the same bits: native, threads
+                        (by extents, where a state's bytes lie) and dali (also from numpy_files)
     parallel            mesh (who talks to whom), placement (what a rank holds), mappings (collectives with gradients),
                         data and zero (dp), tensor, sequence, overlap and vocabulary (tp), context and blocks (cp),
                         schedule and pipeline (pp), trace (which collective each rank is in)
@@ -17,8 +18,8 @@
     checkpoint          what is written says nothing of the layout that wrote it
     report, pictures    what a run tells; profile, a look into its steps
     stop                signals
-    perf                FLOPs and peaks; bench, parallel (with harness, rivals, efficiency), measurements; profile and account,
-                        where a step's time goes; convergence, the runs behind lesson 08
+    perf                FLOPs and peaks; bench, loaders and parallel (with harness, rivals, efficiency), measurements;
+                        profile and account, where a step's time goes; convergence, the runs behind lesson 08
     launch, worker      a function, even of a notebook's cell, on several ranks of this machine; meet, who waits for whom
     doctor, cli         what this machine has; the `course` command
     lab                 lessons, exercises, checks and grading, on top of all this

@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -17,6 +17,7 @@ OF_ERA5 = ("path=FOLDER, grid=[LATITUDES,LONGITUDES], train=, valid= and test=YE
 Overrides = Annotated[list[str] | None, typer.Argument(metavar=KEYS, help=OF_A_RUN)]
 OverridesOfWeather = Annotated[list[str] | None, typer.Argument(metavar=KEYS, help=OF_WEATHER)]
 OverridesOfEra5 = Annotated[list[str] | None, typer.Argument(metavar=KEYS, help=OF_ERA5)]
+Out = Annotated[Path | None, typer.Option(help="also write the numbers to this JSON file")]
 
 app = typer.Typer(help="Deep Learning at Scale: from one GPU to model parallelism.", no_args_is_help=True,
                   pretty_exceptions_enable=False, add_completion=False)
@@ -119,23 +120,66 @@ def stats(path: Annotated[Path, typer.Argument(help="a folder laid out as data/R
     print(f"wrote {path}/stats")
 
 
+@data.command("numpy")
+def numpy_files(path: Annotated[Path, typer.Argument(help="a folder laid out as data/README.md says")]) -> None:
+    """Write each state to a .npy file as well, for data.loader=dali_numpy."""
+    from course.data import numpy_files as converter
+
+    converter.convert(path)
+
+
 @bench.command()
 def ceilings(device: Annotated[str, typer.Option(help="cpu or cuda")] = "",
-             out: Annotated[Path | None, typer.Option(help="also write the numbers to this JSON file")] = None) -> None:
+             out: Out = None) -> None:
     """The most FLOP/s of a matrix multiplication and the most bytes/s of a copy that this machine reaches."""
     import json
 
-    import torch
-
-    from course.files import atomic
     from course.perf import bench as measure
 
-    found = measure.record_ceilings(torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")))
-    text = json.dumps(found, indent=1)
-    print(text)
+    found = measure.record_ceilings(measured_device(device))
+    print(json.dumps(found, indent=1))
+    record(found, out)
+
+
+@bench.command("loaders")
+def bench_loaders(settings: Overrides = None,
+                  small: Annotated[bool, typer.Option("--small", help="states of 32x64 points, in seconds anywhere")] = False,
+                  loader: Annotated[list[str] | None, typer.Option(help="only this one; may be repeated")] = None,
+                  workers: Annotated[str, typer.Option(help="processes or threads: 1,8; else 1,2,4 ... up to the cores")] = "",
+                  seconds: Annotated[float, typer.Option(help="of each of the five laps whose median counts")] = 1.0,
+                  device: Annotated[str, typer.Option(help="cpu or cuda")] = "",
+                  out: Out = None) -> None:
+    """Each loader's pairs per second, beside what reading and copying cost; data.path=FOLDER, else data is made."""
+    from course.perf import loaders as measure
+
+    counts = numbers(workers, "--workers") if workers else measure.doubling()
+    record(measure.main(settings or [], small, loader or [], counts, seconds, measured_device(device)), out)
+
+
+def numbers(text: str, option: str) -> list[int]:
+    """`1,2,4` as numbers of at least 1."""
+    found = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
+    if min(found) < 1:
+        raise CourseError(f"{option} {text}: it takes whole numbers from 1, such as 1,4,8")
+    return found
+
+
+def measured_device(name: str) -> Any:
+    """The device that --device names; without it the GPU, if there is one."""
+    import torch
+
+    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def record(found: dict[str, Any], out: Path | None) -> None:
+    """Write what was measured to a JSON file, if one is named."""
+    import json
+
+    from course.files import atomic
+
     if out:
         with atomic(out) as temporary:
-            temporary.write_text(text + "\n")
+            temporary.write_text(json.dumps(found, indent=1) + "\n")
 
 
 LAYOUTS = {"tp": "Tensor and sequence parallelism on a stack of hidden 4096, and DTensor's.",

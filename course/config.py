@@ -39,7 +39,9 @@ class Data:
     source: Literal["files", "mock"] = "files"      # mock: random batches made once on the device, to measure speed
     path: str = "data/era5"                         # a folder laid out as data/README.md says
     lead: int = 1                                   # forecast step, in entries of six hours
-    workers: int = 4                                # processes that read and normalise; 0: the training process itself
+    loader: Literal["native", "threads", "dali", "dali_numpy"] = "native"   # what reads: the same samples, bit for bit
+    workers: int = 4                                # processes (native, dali) or threads that read; native's 0: no other process
+    ahead: int = 2                                  # batches that threads and DALI read before they are asked for
     train_samples: int = 0                          # use the first so many; 0: all
     valid_samples: int = 0
 
@@ -257,8 +259,8 @@ def check(config: Config) -> Config:
     """Refuse what no single key shows to be wrong."""
     counts = [f"model.{name}" for name in ("vocab", "context", "patch", "dim", "depth", "heads", "channels", "classes")
               if hasattr(config.model, name)]
-    for key in ("train.steps", "train.global_batch", "data.lead", "log.every", "checkpoint.every", "checkpoint.keep",
-                "parallel.pp", "parallel.cp", "parallel.chunks", "parallel.tp", *counts):
+    for key in ("train.steps", "train.global_batch", "data.lead", "data.ahead", "log.every", "checkpoint.every",
+                "checkpoint.keep", "parallel.pp", "parallel.cp", "parallel.chunks", "parallel.tp", *counts):
         section, name = key.split(".")
         if getattr(getattr(config, section), name) < 1:
             raise CourseError(f"{key} must be at least 1, not {getattr(getattr(config, section), name)}")
@@ -266,6 +268,8 @@ def check(config: Config) -> Config:
     if config.model.kind != "vit" and config.data.source == "files":
         raise CourseError(f"data.source=files: there are no data files yet for model.kind={config.model.kind}; "
                           "set data.source=mock")
+    if config.data.workers < 0:
+        raise CourseError(f"data.workers={config.data.workers} is negative: use 0 or more")
     if sorted(config.parallel.order.split("-")) != ["cp", "dp", "pp", "tp"]:
         raise CourseError(f"parallel.order={config.parallel.order} must name pp, dp, cp and tp once each, such as pp-dp-cp-tp")
     p = config.parallel

@@ -148,7 +148,7 @@ def host_rows() -> list[Row]:
             Row("CPU", f"{cores} cores for this process, {memory_gb():.0f} GB of memory"),
             disk_row("disk here", Path.cwd(), 5, "free some space, or work on another disk")]
     if Path("/dev/shm").is_dir():
-        rows.append(disk_row("shared memory", Path("/dev/shm"), 1, "data.workers=0, or in a container --shm-size=8g"))
+        rows.append(disk_row("shared memory", Path("/dev/shm"), 1, "data.loader=threads, or in a container --shm-size=8g"))
     return rows
 
 

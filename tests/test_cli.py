@@ -101,7 +101,7 @@ def test_a_full_disk_while_saving(monkeypatch, capsys, tiny):
 
 
 def test_a_worker_that_fails_gives_the_sentence_alone(monkeypatch, capsys, tmp_path, own_data):
-    from course.data.native import Pairs
+    from course.data.pairs import Pairs
 
     original = Pairs.state
 

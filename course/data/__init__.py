@@ -1,13 +1,15 @@
 """Data sets, their makers, and the loaders that feed them to a rank."""
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
+from functools import partial
 from itertools import repeat
 from typing import TYPE_CHECKING
 
 import torch
 
-from course.data import native, order
-from course.data.native import Batch, Pairs
+from course.data import native, order, threads
+from course.data.pairs import Batch, Pairs
 from course.precision import parameter_dtype
 
 if TYPE_CHECKING:
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from course.parallel import Axis
 
 __all__ = ["Batch", "Pairs", "eval_loader", "open_pairs", "to_device", "train_loader"]
+Ids = Callable[[], Iterator[list[int]]]              # begins the sample ids of one batch after another; can be pickled
 
 
 def open_pairs(config: "Config", split: str) -> Pairs:
@@ -30,25 +33,38 @@ def train_loader(config: "Config", dp: "Axis", device: torch.device, consumed: i
     t = config.train
     if config.data.source == "mock":
         mine = order.my_slice(t.global_batch, dp.size, dp.rank)
-        return to_device(repeat(example(mine.stop - mine.start, device, mine.start)), device, config)
+        made = example(mine.stop - mine.start, device, mine.start)
+        return to_device((made for _ in repeat(0)), device, config)
     pairs = open_pairs(config, "train")
-    ids = order.train_batches(t.seed, len(pairs), t.global_batch, dp.size, dp.rank, consumed)
-    return to_device(native.loader(pairs, ids, config.data.workers, pin=device.type == "cuda"), device, config)
+    ids = partial(order.train_batches, t.seed, len(pairs), t.global_batch, dp.size, dp.rank, consumed)
+    return to_device(load(config, pairs, ids, config.data.workers, device), device, config)
 
 
 def eval_loader(config: "Config", dp: "Axis", device: torch.device, pairs: Pairs) -> Generator[Batch, None, None]:
     """This rank's part of one pass over `pairs` in order; padding has sample id -1."""
-    ids = order.eval_batches(len(pairs), config.train.global_batch, dp.size, dp.rank)
-    return to_device(native.loader(pairs, ids, min(config.data.workers, 2), pin=device.type == "cuda"), device, config)
+    ids = partial(order.eval_batches, len(pairs), config.train.global_batch, dp.size, dp.rank)
+    processes = config.data.loader in ("native", "dali")         # started anew for each pass: two are enough
+    workers = min(config.data.workers, 2) if processes else config.data.workers
+    return to_device(load(config, pairs, ids, workers, device), device, config)
 
 
-def to_device(batches: Iterable[Batch], device: torch.device, config: "Config") -> Generator[Batch, None, None]:
+def load(config: "Config", pairs: Pairs, ids: Ids, workers: int, device: torch.device) -> Generator[Batch, None, None]:
+    """The batches of `ids` from the loader that the configuration names: the same bits from each."""
+    kind, ahead = config.data.loader, config.data.ahead
+    if kind == "native":
+        return native.loader(pairs, ids(), workers, pin=device.type == "cuda")
+    workers = max(workers, 1)                        # the others have no way to read in the training process
+    if kind == "threads":
+        return threads.loader(pairs, ids(), workers, ahead, device)
+    from course.data import dali  # needs a package that not everybody has
+
+    return (dali.numpy_loader if kind == "dali_numpy" else dali.loader)(pairs, ids, workers, ahead, device)
+
+
+def to_device(batches: Generator[Batch, None, None], device: torch.device, config: "Config") -> Generator[Batch, None, None]:
     """Copy each batch to the device, its fields in the parameters' format; from pinned memory the host need not wait."""
     dtype = parameter_dtype(config.precision)
-    iterator = iter(batches)
-    try:
-        for batch in iterator:
+    with closing(batches):                           # now, not when an error's traceback lets go of it
+        for batch in batches:
             yield {name: tensor.to(device, dtype if tensor.is_floating_point() else None, non_blocking=True)
                    for name, tensor in batch.items()}
-    finally:                                         # end the workers now, not when an error's traceback lets go of them
-        getattr(iterator, "_shutdown_workers", lambda: None)()

@@ -1,3 +1,5 @@
+import pickle
+
 import h5py
 import numpy as np
 import pytest
@@ -5,7 +7,7 @@ import torch
 
 from course import config
 from course.data import native, open_pairs, train_loader
-from course.data.native import Pairs
+from course.data.pairs import Pairs
 from course.errors import CourseError
 from course.parallel import Axis
 from tests.conftest import GRID, fields, tiny_settings
@@ -61,6 +63,12 @@ def test_a_file_that_breaks_while_training_is_named(own_data):
         list(native.loader(pairs, [[0]], workers=0, pin=False))
     with pytest.raises(CourseError, match=r"1979\.h5"):
         list(native.loader(pairs, [[0]], workers=1, pin=False))
+
+
+def test_pairs_travel_to_other_processes_without_their_open_files(small_data):
+    pairs = Pairs(str(small_data), "train", 20, GRID)
+    state = pairs.state(3)
+    assert np.array_equal(pickle.loads(pickle.dumps(pairs)).state(3), state)
 
 
 def test_chunked_and_compressed_files_read_the_same(own_data):

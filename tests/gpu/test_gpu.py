@@ -1,5 +1,6 @@
 """What claims to work on a GPU: run with `pytest tests/gpu` on a machine that has one."""
 
+import signal
 import subprocess
 import sys
 
@@ -7,9 +8,14 @@ import pytest
 import torch
 
 from course import checkpoint, config, evaluate, train
-from course.data import weather
+from course.data import numpy_files, open_pairs, train_loader, weather
+from course.parallel import Axis
+from course.perf import loaders as benchmark
 from course.report import read_metrics
 from tests.conftest import tiny_settings
+from tests.data import test_loaders
+from tests.data.test_dali import assert_normalised_to_the_bit
+from tests.data.test_loaders import needs_dali
 from tests.test_train import assert_same_run, final_tensors, losses
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -85,6 +91,62 @@ def test_evaluation_on_the_gpu_equals_the_cpu(small_data, tmp_path, monkeypatch)
 def test_the_atmosphere_runs_on_the_gpu(tmp_path):
     weather.make(config.build(weather.Weather, {"path": str(tmp_path), "train": 1, "valid": 0, "test": 0, "times": 8,
                                                 "device": "cuda"}, "test"))
+
+
+# ---- loaders ----
+
+LOADERS = ["native", "threads", pytest.param("dali", marks=needs_dali), pytest.param("dali_numpy", marks=needs_dali)]
+GPU = torch.device("cuda", 0)
+
+
+@needs_dali
+def test_dali_normalises_on_the_gpu_as_numpy_does_to_the_bit():
+    assert_normalised_to_the_bit(GPU)
+
+
+@pytest.mark.parametrize("more", [(), ("precision=fp64", "data.lead=2", "data.ahead=1")], ids=str)
+@pytest.mark.parametrize("loader", LOADERS)
+def test_loaders_give_on_the_gpu_the_bits_that_native_gives_on_the_cpu(own_data, loader, more):
+    """Also while the GPU is behind by many batches, all of which are held."""
+    numpy_files.convert(own_data, lambda text: None)
+    wanted = test_loaders.first(20, test_loaders.settings(own_data, "native", *more))
+    torch.cuda._sleep(10**9)                         # about half a second
+    found = test_loaders.first(20, test_loaders.settings(own_data, loader, *more), device=GPU)
+    assert all(tensor.device == GPU for batch in found for tensor in batch.values())
+    test_loaders.assert_equal([{name: tensor.cpu() for name, tensor in batch.items()} for batch in found], wanted)
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+def test_batches_are_whole_when_the_gpu_takes_long_over_each(tmp_path, loader):
+    """Batches of 40 MB, summed after a pause, when the loader has long been at the next ones; none is held."""
+    benchmark.make_data(tmp_path, 20, (128, 256), states=24)
+    overrides = [f"data.path={tmp_path}", f"data.loader={loader}", "data.workers=4", "train.global_batch=8", "train.device=cuda"]
+    settings = config.load("vit-demo", [*overrides, "model.grid=[128,256]"])
+    batches = train_loader(settings, Axis("dp"), GPU, 0, lambda n, device, start: {})
+    sums, wanted, pairs = [], [], open_pairs(settings, "train")
+    for _ in range(12):
+        batch = next(batches)
+        torch.cuda._sleep(10**8)
+        sums.append(batch["input"].double().sum() + 3 * batch["target"].double().sum())
+        expected = pairs.__getitems__(batch["sample"].tolist())
+        wanted.append(expected["input"].double().sum() + 3 * expected["target"].double().sum())
+        del batch
+    batches.close()
+    assert torch.stack(sums).cpu().tolist() == pytest.approx(torch.stack(wanted).tolist(), rel=1e-9)
+
+
+@pytest.mark.parametrize("loader", LOADERS[1:])
+def test_a_run_on_the_gpu_has_the_losses_of_native_bit_for_bit(own_data, tmp_path, loader):
+    numpy_files.convert(own_data, lambda text: None)
+    runs = [run(*settings(own_data, tmp_path, f"data.loader={kind}", f"log.name={kind}", "data.workers=2"))
+            for kind in ("native", loader)]
+    assert_same_run(*runs)
+
+
+@pytest.mark.parametrize("loader", ["threads", pytest.param("dali", marks=needs_dali)])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_an_interrupted_run_on_the_gpu_leaves_nothing(own_data, tmp_path, loader, number):
+    test_loaders.interrupt(own_data, tmp_path, loader, number, "train.device=cuda")
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -1,0 +1,91 @@
+"""A variant of the layout for DALI's NumPy reader: beside each data file a folder with one .npy file a state.
+
+    PATH/train/1979.h5                 as `layout.py` says; still needed, for evaluation and for the names of its axes
+    PATH/train/1979/00000.npy ...      its entries in order, float32 (channel, latitude, longitude), not normalised
+"""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import h5py
+import numpy as np
+
+from course.data import layout
+from course.data.layout import Year
+from course.data.pairs import Pairs
+from course.errors import CourseError
+from course.files import atomic, flush, remove
+
+
+def folder_of(year: Year) -> Path:
+    """Where the states of a data file lie."""
+    return year.path.with_suffix("")
+
+
+def name_of(entry: int) -> str:
+    """The file of an entry."""
+    return f"{entry:05d}.npy"
+
+
+def state_file(pairs: Pairs, sample: int, ahead: int) -> str:
+    """The file of the state `ahead` entries after pair `sample` begins."""
+    number, entry = pairs.place(sample, ahead)
+    return str(folder_of(pairs.years[number]) / name_of(entry))
+
+
+def check(pairs: Pairs) -> None:
+    """Refuse a data set that has not been converted, or not wholly."""
+    for year in pairs.years:
+        found = len(list(folder_of(year).glob("*.npy")))
+        if found != year.shape[0]:
+            raise CourseError(f"data.loader=dali_numpy wants {year.shape[0]} files in {folder_of(year)}, not {found}: "
+                              f"make them with `course data numpy {year.path.parents[1]}`")
+
+
+def convert(path: Path, say: Callable[[str], None] = print) -> None:
+    """Write the files of every data file of a data set; an interrupted conversion goes on where it stopped.
+
+    Raises `CourseError` where a folder holds something else, and where the disk is full.
+    """
+    years = [layout.inspect_year(file) for split in layout.SPLITS for file in sorted((path / split).glob("*.h5"))]
+    if not years:
+        raise CourseError(f"{path} holds no data set: make one first, as data/README.md says")
+    for year in years:
+        say(f"{folder_of(year)}: {convert_year(year)} of {year.shape[0]} states written")
+
+
+def convert_year(year: Year) -> int:
+    """Write the states of one data file that are not there yet, and return how many that was."""
+    folder, written = folder_of(year), 0
+    with h5py.File(year.path, "r") as opened:
+        fields = opened["fields"]
+        if folder.is_dir():
+            if not agrees(folder, fields) or len(list(folder.glob("*.npy"))) != len(fields):
+                raise CourseError(f"{folder} does not hold the states of {year.path}: remove it and run again")
+            return 0
+        part = folder.with_name(f".{folder.name}.part")              # renamed when it is whole
+        if not agrees(part, fields):
+            remove(part)
+        for entry in range(len(fields)):
+            file = part / name_of(entry)
+            if not file.exists():
+                with atomic(file) as temporary, open(temporary, "wb") as out:
+                    np.save(out, fields[entry])
+                written += 1
+    part.rename(folder)
+    flush(folder.parent)
+    return written
+
+
+def agrees(folder: Path, fields: h5py.Dataset) -> bool:
+    """Whether the first and the last state in a folder are those of the data file; an empty one agrees."""
+    files = sorted(folder.glob("*.npy"))
+    return all(int(file.stem) < len(fields) and np.array_equal(layout.load_array(file), fields[int(file.stem)], equal_nan=True)
+               for file in files[:1] + files[-1:])
+
+
+def sentence(text: str) -> str:
+    """What to say where DALI's reader failed over a file; nothing if it failed otherwise."""
+    named = re.search(r"encountered:\s+(?:Assert on .* failed: )?(.*\.npy.*)", text)
+    return f"DALI: {named[1]}: restore the file and run again" if named else ""

@@ -1,0 +1,114 @@
+"""The pairs of a data set: how its samples are numbered, and the simple way to read one.
+
+A batch is a dict of tensors with the sample as dim 0: `input` and `target` (B, C, H, W), normalised,
+float32, and `sample` (B,) int64, the position of the pair in the data set (-1 for padding, which is zeros).
+Every loader gives the same bits: it subtracts the mean, then divides by the standard deviation, in float32.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from course.data import layout
+from course.errors import CourseError
+
+Batch = dict[str, Tensor]
+
+
+class Pairs(Dataset[Batch]):
+    """All pairs (state, state `lead` entries later) of one split, numbered through its years in order.
+
+    A pair never crosses the end of a file. Files are opened on first use, so in the worker that reads.
+    """
+
+    def __init__(self, path: str, split: str, channels: int, grid: tuple[int, int], lead: int = 1, limit: int = 0):
+        self.years = layout.find_years(Path(path), split, grid)
+        self.lead = lead
+        self.shape = self.years[0].shape[1:]                            # (C, H, W)
+        self._check(channels, grid)
+        self.mean, self.std = layout.read_statistics(Path(path), self.shape)
+        pairs = [max(0, year.shape[0] - lead) for year in self.years]
+        self.first = np.concatenate([[0], np.cumsum(pairs)])            # number of each year's first pair
+        self.size = min(limit or self.first[-1], self.first[-1])
+        if not self.size:
+            raise CourseError(f"{self.years[0].path.parent} holds no pair {lead} entries apart: use a smaller data.lead")
+        self._open: dict[int, h5py.Dataset] = {}
+        self._check_scale(Path(path))
+
+    def _check(self, channels: int, grid: tuple[int, int]) -> None:
+        file, (C, H, W) = self.years[0].path, self.shape
+        if channels != C:
+            raise CourseError(f"{file} has {C} channels but model.channels={channels}: set model.channels={C} or use other data")
+        if tuple(grid) != (H, W):
+            raise CourseError(f"{file} has a grid of {H}x{W} but model.grid={list(grid)}: "
+                              f"set model.grid=[{H},{W}] or use other data")
+
+    def _check_scale(self, path: Path) -> None:
+        """Normalised values are about 1; statistics of other data or other channels give something else."""
+        rms = np.sqrt((self.state(0) ** 2).mean((1, 2)))                # (C,)
+        self._open.clear()                                              # a worker must not share this process's handle
+        worst = int(np.argmax(np.abs(np.log(np.where(np.isfinite(rms), rms, 1.0) + 1e-30))))
+        if rms[worst] < 1e-2 or rms[worst] > 1e2:
+            raise CourseError(f"{path}/stats does not match the data: normalised with it, channel {worst} of "
+                              f"{self.years[0].path} has a root mean square of {rms[worst]:.3g}, not about 1; "
+                              f"remake it with `course data stats {path}`")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For another process, which opens the files itself."""
+        return vars(self) | {"_open": {}}
+
+    def __len__(self) -> int:
+        return int(self.size)
+
+    def place(self, sample: int, ahead: int = 0) -> tuple[int, int]:
+        """Which file, and which entry of it, is the state `ahead` entries after pair `sample` begins."""
+        number = int(np.searchsorted(self.first, sample, side="right")) - 1
+        return number, int(sample - self.first[number] + ahead)
+
+    def state(self, sample: int, ahead: int = 0) -> np.ndarray:
+        """The normalised state `ahead` entries after pair `sample` begins, (C, H, W) float32."""
+        number, entry = self.place(sample, ahead)
+        fields = self._fields(number)
+        try:
+            state = fields[entry]
+        except OSError as error:
+            raise unreadable(self.years[number].path, entry, layout.first_line(error)) from error
+        state -= self.mean
+        state /= self.std
+        return state
+
+    def _fields(self, number: int) -> h5py.Dataset:
+        if number not in self._open:
+            self._open[number] = open_fields(self.years[number].path)
+        return self._open[number]
+
+    def __getitems__(self, samples: list[int]) -> Batch:
+        """One whole batch: the loader's workers call this once, not once a sample."""
+        input, target = (np.zeros((len(samples), *self.shape), np.float32) for _ in range(2))
+        for i, sample in enumerate(samples):
+            if sample >= 0:
+                input[i], target[i] = self.state(sample), self.state(sample, self.lead)
+        return {"input": torch.from_numpy(input), "target": torch.from_numpy(target), "sample": torch.tensor(samples)}
+
+
+def sample_ids(samples: list[int], device: torch.device) -> Tensor:
+    """A batch's `sample`, on its way to the device; the host does not wait for what the device has still to do."""
+    return torch.tensor(samples, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+
+
+def open_fields(path: Path) -> h5py.Dataset:
+    """The data of one file, to be read while training."""
+    try:
+        return h5py.File(path, "r")["fields"]
+    except OSError as error:
+        raise CourseError(f"{path} cannot be opened ({layout.first_line(error)}): restore the file and run again") from error
+
+
+def unreadable(path: Path, entry: int, why: str) -> CourseError:
+    """What to say of a file that was good when training began."""
+    return CourseError(f"{path} could not be read at entry {entry} ({why}): restore the file and run again")
