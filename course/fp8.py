@@ -132,7 +132,7 @@ def multiply(a: Tensor, b: Tensor, inverse_a: Tensor, inverse_b: Tensor, out: to
         return y if late is None else y + late
     wide = torch.promote_types(out, torch.float32)
     with torch.autocast(a.device.type, enabled=False):
-        y = torch.mm(a.to(wide), b.to(wide)) * (inverse_a * inverse_b)
+        y = torch.mm(a.to(wide), b.to(wide)) * inverse_a * inverse_b
     return (y if bias is None else y + bias.to(out)).to(out)
 
 
