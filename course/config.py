@@ -299,6 +299,9 @@ def check_fp8(config: Config) -> None:
     if f.by == "hand" and p.tp > 1 and p.sp and p.overlap != "none":
         raise CourseError(f"precision=fp8 multiplies whole tensors, not the pieces of parallel.overlap={p.overlap}: "
                           "set parallel.overlap=none")
+    if f.by == "te" and p.tp > 1 and p.sp:
+        raise CourseError("fp8.by=te gathers along a tensor's first dim, and tokens are the second here: set parallel.sp=false, "
+                          "or fp8.by=hand")
     if f.by == "te" and p.pp > 1:
         raise CourseError(f"fp8.by=te does not know pipelines here: use fp8.by=hand with parallel.pp={p.pp}")
     if f.by == "te" and config.train.recompute != "none":

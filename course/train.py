@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from course import checkpoint, fp8, random
+from course import checkpoint, fp8, random, te
 from course import config as configuration
 from course.config import Config
 from course.data import train_loader
@@ -63,6 +63,7 @@ def assemble(config: Config, mesh: Mesh) -> Training:
     scaling = fp8.convert(model, config, mesh)
     model = fp8.prepare(parallelize(model, mesh, config.parallel), scaling)
     random.initialize(model, config.train.seed, mesh.world.device, parameter_dtype(config.precision))
+    te.convert(model, config, mesh)
     recompute(model, config.train.recompute)
     if config.compile:
         model.compile()

@@ -27,14 +27,16 @@ def cast(values: list[float], kind: torch.dtype, scale: float = 1.0) -> list[flo
     return q.float().flatten().tolist()
 
 
-def assemble(*overrides: str, preset: str = "gpt-demo") -> Any:
-    c = config.load(preset, [*GPT, *overrides])
-    return train.assemble(c, build_mesh(c.parallel, World()))
+def assemble(*overrides: str, preset: str = "gpt-demo", base: list[str] = GPT) -> Any:
+    """What trains in one process, on the device of `train.device`."""
+    c = config.load(preset, [*base, *overrides])
+    return train.assemble(c, build_mesh(c.parallel, World(device=torch.device(c.train.device))))
 
 
 def steps(training: Any, count: int) -> list[float]:
     """The losses of some steps on random batches, the same in every call."""
-    return [training.step(training.model.example(4, CPU, 4 * number))[0].item() for number in range(count)]
+    device = training.mesh.world.device
+    return [training.step(training.model.example(4, device, 4 * number))[0].item() for number in range(count)]
 
 
 def linear(recipe: str = "delayed", history: int = 4) -> tuple[Matmul, Scaling]:
@@ -164,9 +166,8 @@ def test_which_linears_stay_in_bf16_is_data():
     assert converted(preset="gpt-demo") == {f"blocks.{i}.{name}" for i in range(2) for name in block}
     assert converted("fp8.keep=['*.attn.*']", preset="gpt-demo") == {
         *(f"blocks.{i}.{name}" for i in range(2) for name in ("mlp.up", "mlp.down")), "head.proj"}
-    dit = ["model.depth=1", "model.dim=32", "model.heads=2"]
-    c = config.load("dit-demo", [*dit, "precision=fp8", "train.device=cpu"])
-    assert set(train.assemble(c, build_mesh(c.parallel, World())).scaling.matmuls) == {f"blocks.0.{name}" for name in block}
+    dit = assemble("model.depth=1", "model.dim=32", "precision=fp8", preset="dit-demo", base=["train.device=cpu"])
+    assert set(dit.scaling.matmuls) == {f"blocks.0.{name}" for name in block}
 
 
 def test_evaluation_notes_nothing():
@@ -291,18 +292,19 @@ MODES = torch.stack([torch.sin(a * torch.linspace(0, 6.283, 17)[:16, None] + b *
 
 def curve(*overrides: str, frozen: bool = False) -> torch.Tensor:
     """The losses of steps 2 to 301 in means of 20; `frozen`: with the scales of the first step for ever."""
-    c = config.load("vit-demo", [*VIT, *overrides])
-    training = train.assemble(c, build_mesh(c.parallel, World()))
+    training = assemble(*overrides, preset="vit-demo", base=VIT)
+    device = training.mesh.world.device
     generator, losses = torch.Generator().manual_seed(0), []
     for number in range(301):
         x = torch.einsum("bci,iyx->bcyx", torch.randn(8, 2, 12, generator=generator), MODES) / 2.1
         target = x + torch.tanh(2 * x) * x.flip(1)
         if number == 0:
             target[0] *= 1e-6
-        losses.append(training.step({"input": x, "target": target, "sample": torch.arange(8)})[0])
+        batch = {"input": x, "target": target, "sample": torch.arange(8)}
+        losses.append(training.step({name: tensor.to(device) for name, tensor in batch.items()})[0])
         if frozen:
             training.scaling.update = lambda bad: None
-    return torch.stack(losses[1:]).unfold(0, 20, 20).mean(1)
+    return torch.stack(losses[1:]).unfold(0, 20, 20).mean(1).cpu()
 
 
 BOUND = 0.06                                        # how far the means of 20 losses may be from bf16's; measured, PyTorch 2.13:
