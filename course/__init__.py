@@ -9,7 +9,8 @@
     parallel            mesh (who talks to whom), placement (what a rank holds), mappings (collectives with gradients),
                         data and zero (dp), tensor, sequence, overlap and vocabulary (tp), context and blocks (cp),
                         schedule and pipeline (pp), trace (which collective each rank is in)
-    precision           number formats and the loss scale
+    precision           number formats and the loss scale; fp8, FP8 by hand (its kernel in fp8_kernel), and te, Transformer
+                        Engine behind the same seam
     step                one optimizer step, for every layout; recompute, activations that are not kept
     train               a run: build, resume, fit, log, save
     verify              is this layout's training that of one process?
@@ -17,7 +18,7 @@
     checkpoint          what is written says nothing of the layout that wrote it
     report, pictures    what a run tells
     stop                signals
-    perf                FLOPs and peaks; bench and parallel, measurements; convergence, the runs behind lesson 08
+    perf                FLOPs and peaks; bench, parallel and fp8, measurements; convergence, the runs behind lesson 08
     launch, worker      a function, even of a notebook's cell, on several ranks of this machine
     doctor, cli         what this machine has; the `course` command
     lab                 lessons, exercises, checks and grading, on top of all this

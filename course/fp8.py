@@ -26,13 +26,15 @@ reads the tensor once (a Triton kernel, `course/fp8_kernel.py`); plain tensor op
 and eat the gain.
 
 On a CPU the same values are multiplied in float32: `quantize` gives the same bits, and the product of two FP8 numbers is exact
-in float32, so only the order and width of the sums differ. Of `torch._scaled_mm` on Hopper, whose tensor cores add 32 products
-at a time with about 14 bits (DeepSeek-AI 2024, arXiv:2412.19437, section 3.3.2), the sum over K products a·b is off by at most
+in float32, so only the order and width of the sums differ. Hopper's tensor cores add with about 14 bits (DeepSeek-AI 2024,
+arXiv:2412.19437, section 3.3.2): each of K products enters a sum with an error of up to 2^-13 of the largest number that is
+added there. So `torch._scaled_mm` differs from the emulation by at most
 
-    K/32 · 2^-13 · Σ|a·b|    with use_fast_accum, as forward       (each partial sum is rounded so)
-    2^-10 · Σ|a·b|           without, as backward                  (sums of 128 products are added up in float32)
+    K · 2^-13 · M       M the largest product or partial sum: with use_fast_accum, as forward, of the whole sum;
+                        without, as backward, of 128 products, since these sums are then added up in float32
 
-and, like the emulation's, the result is rounded to its format, 2^-8 relative for bf16. `tests/gpu/test_fp8.py` measures it.
+which for random matrices of K up to 16384 stays below 2^-6 and 2^-8 of Σ|a·b|; `tests/gpu/test_gpu_fp8.py` measures by how much.
+As with the emulation, the result is then rounded to its format, 2^-9 relative for bf16.
 """
 
 from collections.abc import Iterator
@@ -59,10 +61,6 @@ ROLES = ("input", "weight", "gradient")             # the operands of a linear, 
 MULTIPLE = 16                                       # what cuBLAS wants every dim of a weight to be divisible by, and M in dW
 LEAST = (8, 9)                                      # compute capability: Ada; Hopper has 9.0
 
-torch.library.define("course::quantize",
-                     "(Tensor x, Tensor scale, Tensor(a!) amax, ScalarType kind, bool both, bool note) -> (Tensor, Tensor)")
-
-
 def quantize(x: Tensor, scale: Tensor, amax: Tensor, kind: torch.dtype, both: bool, note: bool) -> tuple[Tensor, Tensor]:
     """Scale, cast and transpose in one pass: (M, K) -> (M, K) and (K, M padded to a multiple of 16 with zeros), FP8.
 
@@ -72,7 +70,6 @@ def quantize(x: Tensor, scale: Tensor, amax: Tensor, kind: torch.dtype, both: bo
     return torch.ops.course.quantize(x, scale, amax, kind, both, note)
 
 
-@torch.library.impl("course::quantize", "cpu")
 def quantize_plain(x: Tensor, scale: Tensor, amax: Tensor, kind: torch.dtype, both: bool, note: bool) -> tuple[Tensor, Tensor]:
     """`quantize` in plain tensor operations: what the kernel is compared with, bit for bit."""
     if note:
@@ -86,7 +83,6 @@ def quantize_plain(x: Tensor, scale: Tensor, amax: Tensor, kind: torch.dtype, bo
     return q, padded.t().contiguous().view(kind)
 
 
-@torch.library.impl("course::quantize", "cuda")
 def quantize_fused(x: Tensor, scale: Tensor, amax: Tensor, kind: torch.dtype, both: bool, note: bool) -> tuple[Tensor, Tensor]:
     """`quantize` in one kernel."""
     from course import fp8_kernel  # imports Triton, which only machines with GPUs have
@@ -94,12 +90,19 @@ def quantize_fused(x: Tensor, scale: Tensor, amax: Tensor, kind: torch.dtype, bo
     return fp8_kernel.quantize(x, scale, amax, kind, both, note)
 
 
-@torch.library.register_fake("course::quantize")
 def quantize_shapes(x: Tensor, scale: Tensor, amax: Tensor, kind: torch.dtype, both: bool, note: bool) -> tuple[Tensor, Tensor]:
     """For torch.compile: what comes out, of no values."""
     rows, columns = x.shape
     q = x.new_empty(rows, columns, dtype=kind)
     return q, x.new_empty(columns, rows + -rows % MULTIPLE, dtype=kind) if both else q.new_empty(0)
+
+
+# an operator of PyTorch's, so that torch.compile takes it as it is, one for each device
+torch.library.define("course::quantize",
+                     "(Tensor x, Tensor scale, Tensor(a!) amax, ScalarType kind, bool both, bool note) -> (Tensor, Tensor)")
+torch.library.impl("course::quantize", "cpu", quantize_plain)
+torch.library.impl("course::quantize", "cuda", quantize_fused)
+torch.library.register_fake("course::quantize", quantize_shapes)
 
 
 def amax_of(x: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ def kernel(x, q, qt, scale, amax, rows, columns, padded, largest: tl.constexpr, 
     if note:
         most = tl.max(tl.max(tl.abs(value), 1), 0)
         if most > tl.load(amax):                    # what is there only grows, so few programs need the slow update
-            tl.atomic_max(amax, most)
+            tl.atomic_max(amax, most, sem="relaxed")
     value = value * tl.load(scale)
     finite = tl.abs(value) < float("inf")           # neither infinite nor NaN
     cut = tl.minimum(tl.maximum(value, -largest), largest)

@@ -31,10 +31,11 @@ AVAILABLE = {"delayed": "is_fp8_available", "current": "is_fp8_available", "bloc
              "mxfp8": "is_mxfp8_available"}         # what says whether the GPU has it
 
 
-def convert(model: Any, config: "Config", mesh: Mesh) -> nn.Module:
+def convert(model: Any, config: "Config", mesh: Mesh, enabled: bool = True) -> nn.Module:
     """Put Transformer Engine's modules into a cut, initialised model, if the configuration asks for them.
 
-    Raises `CourseError` where the package or the hardware is missing.
+    enabled: without it they multiply in bf16, to measure what FP8 itself gains. Raises `CourseError` where the package or the
+    hardware is missing.
     """
     if config.precision != "fp8" or config.fp8.by != "te":
         return model
@@ -46,7 +47,7 @@ def convert(model: Any, config: "Config", mesh: Mesh) -> nn.Module:
         convert_block(te, block, wanted)
         if mesh.cp.size == 1:
             block.attn.core = Attention(te, block.attn)
-    inside(model, te, recipe_of(config.fp8))
+    inside(model, te, recipe_of(config.fp8), enabled)
     return model
 
 
@@ -81,12 +82,12 @@ def recipe_of(settings: "FP8") -> Any:
             return recipes.MXFP8BlockScaling()
 
 
-def inside(model: Any, te: Any, recipe: Any) -> None:
+def inside(model: Any, te: Any, recipe: Any, enabled: bool) -> None:
     """Let the model's forward pass run with the recipe. Around all of it: the histories move on when it is left."""
     forward = model.forward
 
     def run(*inputs: Any) -> Any:
-        with te.autocast(enabled=True, recipe=recipe):                      # amaxes are reduced over all ranks
+        with te.autocast(enabled=enabled, recipe=recipe):                   # amaxes are reduced over all ranks
             return forward(*inputs)
 
     model.forward = run
