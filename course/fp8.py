@@ -17,7 +17,8 @@ number of the format; the matmul divides the scales out again. Where the scale c
 
     current    the amax of the tensor itself: one more pass over it, before the one that casts
     delayed    the largest amax of the last `history` steps: known before, so one pass casts, and notes the amax for the next
-               steps. What outgrows the history is cut off at the format's largest number (it saturates)
+               steps. What outgrows the history is cut off at the format's largest number (it saturates). The very first step,
+               which has no history, multiplies in bf16 and only notes
 
 How fast this is depends on the casts. Each reads 16 or 32 bits a number to write 8, and cuBLAS takes, on Hopper, only
 operands whose rows run along the dim that is summed over: rows of A, columns of B ("TN"). Forward sums over K, dx over N, dW
@@ -45,6 +46,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
@@ -79,7 +81,7 @@ def quantize_plain(x: Tensor, scale: Tensor, amax: Tensor, kind: torch.dtype, bo
     q = cut.where(scaled.isfinite(), torch.nan).to(kind)                    # an infinity must not pass for a number
     if not both:
         return q, q.new_empty(0)
-    padded = nn.functional.pad(q.view(torch.uint8), (0, 0, 0, -len(q) % MULTIPLE))
+    padded = F.pad(q.view(torch.uint8), (0, 0, 0, -len(q) % MULTIPLE))
     return q, padded.t().contiguous().view(kind)
 
 
@@ -158,19 +160,34 @@ class Product(Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: How, *slots: Tensor | None) -> Tensor:
         x8, x8t, inverse_x = cast(x, E4M3, how, how.backward, *slots[0:3])              # (M, K), (K, M16)
         w8, w8t, inverse_w = cast(weight, E4M3, how, how.backward, *slots[3:6])         # (N, K), (K, N)
-        ctx.save_for_backward(x8t, w8t, inverse_x, inverse_w, *slots[6:9])
+        ctx.save_for_backward(x8t, w8t, inverse_x, inverse_w)
+        ctx.slot = slots[6:9]                       # not saved as a result of this pass: other passes change its amax meanwhile
         ctx.how, ctx.dtypes = how, (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         return multiply(x8, w8.t(), inverse_x, inverse_w, how.out, bias, fast=True)     # (M, N)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x8t, w8t, inverse_x, inverse_w, *slot = ctx.saved_tensors
+        x8t, w8t, inverse_x, inverse_w = ctx.saved_tensors
         to_x, to_weight, to_bias = ctx.dtypes
-        g8, g8t, inverse_g = cast(grad.contiguous(), ctx.how.gradients, ctx.how, True, *slot)       # (M, N), (N, M16)
+        g8, g8t, inverse_g = cast(grad.contiguous(), ctx.how.gradients, ctx.how, True, *ctx.slot)       # (M, N), (N, M16)
         dx = multiply(g8, w8t.t(), inverse_g, inverse_w, to_x) if ctx.needs_input_grad[0] else None # (M, K)
         dw = multiply(g8t, x8t.t(), inverse_g, inverse_x, to_weight)                                # (N, K)
         db = grad.sum(0, dtype=to_bias) if to_bias else None                                        # (N,)
         return dx, dw, db, None, *[None] * 9
+
+
+class Noted(Function):
+    """identity | identity, and a gradient's amax is noted."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, amax: Tensor) -> Tensor:
+        ctx.amax = amax                             # not saved as a result of this pass: other passes change it meanwhile
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.amax.copy_(torch.maximum(ctx.amax, amax_of(grad)))
+        return grad, None
 
 
 def cast(x: Tensor, kind: torch.dtype, how: How, both: bool, scale: Tensor | None, inverse: Tensor | None,
@@ -201,6 +218,7 @@ class Matmul(nn.Module):
         super().__init__()
         self.name, self.margin, self.gradients = name, settings.margin, FORMATS[settings.gradients]
         self.training_pass = True                   # whether passes with gradients are noted
+        self.known = settings.recipe == "current"   # whether there are scales: delayed ones after the first step
         self.axis: Axis | None = None
         delayed = settings.recipe == "delayed"
         self.scales = [torch.ones((), device=device) for _ in ROLES if delayed]
@@ -212,6 +230,8 @@ class Matmul(nn.Module):
         return E4M3, E4M3, self.gradients
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if not self.known:
+            return self.watch(x, weight, bias)
         kind = x.device.type
         out = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
         backward = torch.is_grad_enabled()
@@ -219,6 +239,15 @@ class Matmul(nn.Module):
         slots: list[Any] = [slot for three in zip(self.scales, self.inverses, self.amaxes, strict=True) for slot in three]
         rows = x.reshape(-1, x.shape[-1])                                   # (M, K)
         return Product.apply(rows, weight, bias, how, *(slots or [None] * 9)).view(*x.shape[:-1], len(weight))
+
+    def watch(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The product in the format around it; the amaxes are noted."""
+        y = F.linear(x, weight, bias)
+        if not (self.training_pass and torch.is_grad_enabled()):
+            return y
+        for amax, operand in zip(self.amaxes, (x, weight), strict=False):
+            amax.copy_(torch.maximum(amax, amax_of(operand.detach())))
+        return Noted.apply(y, self.amaxes[2])
 
 
 class Scaling:
@@ -241,8 +270,6 @@ class Scaling:
         self.history = torch.zeros(len(self.amaxes), settings.history, device=device)   # newest first
         self.largest = torch.tensor([LARGEST[kind] for m in listed for kind in m.formats()][:len(self.amaxes)], device=device)
         self.times = torch.tensor([1.0, 1.0, mesh.dp_cp.size] * len(listed), device=device)[:len(self.amaxes)]
-        if self.delayed:
-            self.rescale()
 
     @torch.no_grad()
     def update(self, bad: Tensor) -> None:
@@ -256,7 +283,9 @@ class Scaling:
         torch._foreach_zero_(self.amaxes)
 
     def rescale(self) -> None:
-        """The scales as the histories say."""
+        """The scales as the histories say; from now on they count."""
+        for matmul in self.matmuls.values():
+            matmul.known = True
         scale = scale_for(self.history.amax(1), self.largest, self.margin) / self.times             # (slots,)
         torch._foreach_copy_(self.scales, list(scale.unbind()))
         torch._foreach_copy_(self.inverses, list(scale.reciprocal().unbind()))
@@ -280,11 +309,11 @@ class Scaling:
 
     def restore(self, state: dict[str, Tensor]) -> None:
         """Take the histories of a checkpoint, as far as they are in it and fit."""
-        for name, part in self.state().items():
-            if name in state:
-                steps = min(part.shape[1], state[name].shape[1])
-                part[:, :steps] = state[name][:, :steps].to(part.device)
-        if self.delayed:
+        mine = {name: part for name, part in self.state().items() if name in state}
+        for name, part in mine.items():
+            steps = min(part.shape[1], state[name].shape[1])
+            part[:, :steps] = state[name][:, :steps].to(part.device)
+        if mine:
             self.rescale()
 
 

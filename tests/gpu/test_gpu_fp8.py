@@ -84,7 +84,7 @@ def test_every_way_of_running_follows_bf16(recipe, more):
 def test_no_step_waits_for_the_gpu():
     training = assemble("train.device=cuda", "train.micro_batch=2")
     batch = training.model.example(4, GPU)
-    training.step(batch)
+    steps(training, 2)                              # the first in bf16, the second compiles the kernel
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
