@@ -10,7 +10,8 @@
     parallel            mesh (who talks to whom), placement (what a rank holds), mappings (collectives with gradients),
                         data and zero (dp), tensor, sequence, overlap and vocabulary (tp), context and blocks (cp),
                         schedule and pipeline (pp), trace (which collective each rank is in)
-    precision           number formats and the loss scale; attention, its implementations
+    precision           number formats and the loss scale; fp8, FP8 by hand (its kernel in fp8_kernel), and te,
+                        Transformer Engine behind the same seam; attention, its implementations
     step                one optimizer step, for every layout; recompute, activations that are not kept
     train               a run: build, resume, fit, log, save
     verify              is this layout's training that of one process?
@@ -18,7 +19,7 @@
     checkpoint          what is written says nothing of the layout that wrote it
     report, pictures    what a run tells; profile, a look into its steps
     stop                signals
-    perf                FLOPs and peaks; bench, loaders and parallel (with harness, rivals, efficiency), measurements;
+    perf                FLOPs and peaks; bench, loaders, fp8 and parallel (with harness, rivals, efficiency), measurements;
                         profile and account, where a step's time goes; convergence, the runs behind lesson 08
     launch, worker      a function, even of a notebook's cell, on several ranks of this machine; meet, who waits for whom
     doctor, cli         what this machine has; the `course` command

@@ -13,7 +13,8 @@ A folder appears under its name only when all of it is on the disk.
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -35,16 +36,18 @@ class Damaged(CourseError):
     """A checkpoint that is not what was written."""
 
 
-def save(folder: Path, optimizer: torch.optim.Optimizer, state: dict[str, Any], config: dict[str, Any], everyone: Axis) -> Path:
+def save(folder: Path, optimizer: torch.optim.Optimizer, state: dict[str, Any], config: dict[str, Any], everyone: Axis,
+         more: Mapping[str, Tensor] | None = None) -> Path:
     """Write `folder/step_N` (N is state["step"]): the optimizer's parameters and states.
 
-    Every rank calls it and writes the pieces that it owns.
+    Every rank calls it and writes the pieces that it owns. more: tensors by name that every rank has, whole and the same.
 
     Raises `CourseError` on every rank if any of them cannot write; earlier checkpoints are untouched.
     """
     final = folder / f"step_{state['step']:06d}"
     together(everyone, lambda: remove(temporary(final)) if everyone.rank == 0 else None)
-    entries = together(everyone, lambda: write_pieces(temporary(final), optimizer, everyone.rank))
+    shared = (more or {}) if everyone.rank == 0 else {}
+    entries = together(everyone, lambda: write_pieces(temporary(final), optimizer, everyone.rank, shared))
     together(everyone, lambda: publish(final, entries, state, config) if everyone.rank == 0 else None)
     return final
 
@@ -88,11 +91,17 @@ def owned(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor, Place
                     yield f"{where.name}.{key}", value, where if value.ndim else Placement(where.name, (), ())
 
 
-def write_pieces(folder: Path, optimizer: torch.optim.Optimizer, rank: int) -> dict[str, Any]:
+def whole(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, Placement]]:
+    """The same of tensors that are nobody's parameters, with the place of one that is whole."""
+    for name, tensor in tensors.items():
+        yield name, tensor, Placement(name, tuple(tensor.shape), tuple((0, n) for n in tensor.shape))
+
+
+def write_pieces(folder: Path, optimizer: torch.optim.Optimizer, rank: int, more: Mapping[str, Tensor]) -> dict[str, Any]:
     """Write this rank's file into `folder`; return its part of the index."""
     pieces, tensors = {}, {}
     name = f"rank{rank:05d}.safetensors"
-    for key, tensor, where in owned(optimizer):
+    for key, tensor, where in chain(owned(optimizer), whole(more)):
         shape = tensor.shape if where.flat else box_shape(where.box)
         tensors[key] = tensor.detach().reshape(shape).cpu().contiguous()
         pieces[key] = {"shape": list(where.global_shape), "dtype": str(tensor.dtype).removeprefix("torch."),
@@ -187,6 +196,12 @@ def load(checkpoint: Path, index: dict[str, Any], model: nn.Module, optimizer: t
             if stem == placement(parameter).name and optimizer is not None:
                 value = read_part(checkpoint, index, key, parameter) if found["shape"] else read_box(checkpoint, index, key, ())
                 optimizer.state[parameter][leaf] = value.to(parameter.device)
+
+
+def read_more(checkpoint: Path, index: dict[str, Any], names: Iterable[str]) -> dict[str, Tensor]:
+    """Those of the named tensors that the checkpoint has, whole."""
+    found = {name: index["tensors"][name]["shape"] for name in names if name in index["tensors"]}
+    return {name: read_box(checkpoint, index, name, tuple((0, n) for n in shape)) for name, shape in found.items()}
 
 
 def read_part(checkpoint: Path, index: dict[str, Any], name: str, parameter: Tensor) -> Tensor:

@@ -91,6 +91,19 @@ class Parallel:
 
 
 @dataclass(frozen=True)
+class FP8:
+    by: Literal["hand", "te"] = "hand"              # course/fp8.py, or Transformer Engine behind the same seam
+    recipe: Literal["delayed", "current", "block", "mxfp8"] = "delayed"     # where scales come from; block and mxfp8 by te alone
+    history: int = 1024                             # delayed: steps whose largest magnitude decides; Transformer Engine's advice.
+                                                    # It costs 4 bytes a step and tensor, and no time; 16 follows a drift sooner
+    margin: int = 0                                 # powers of two left free above that
+    gradients: Literal["e5m2", "e4m3"] = "e5m2"     # e5m2 is the hybrid format; e4m3 everywhere shows what its range is for
+    # linears that stay in bf16, by pattern: the first and the last (their errors meet no norm after them), and DiT's modulation,
+    # whose input has a row a sample, too few to be worth a cast
+    keep: tuple[str, ...] = ("embed.*", "head.*", "*.ada")
+
+
+@dataclass(frozen=True)
 class Log:
     dir: str = "runs"                               # a run lives in dir/preset/name
     name: str = "default"
@@ -120,7 +133,8 @@ class Config:
     optim: Optim = field(default_factory=Optim)
     train: Train = field(default_factory=Train)
     parallel: Parallel = field(default_factory=Parallel)
-    precision: Literal["fp64", "fp32", "tf32", "bf16", "fp16"] = "tf32"
+    precision: Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8"] = "tf32"
+    fp8: FP8 = field(default_factory=FP8)           # with precision=fp8
     log: Log = field(default_factory=Log)
     profile: Profile = field(default_factory=Profile)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
@@ -281,9 +295,34 @@ def check(config: Config) -> Config:
                           "parallel.zero=true use parallel.data=bucketed")
     if p.data != "bucketed" and p.zero:
         raise CourseError(f"parallel.zero=true has buckets of its own: use parallel.data=bucketed, not {p.data}")
+    if config.precision == "fp8":
+        check_fp8(config)
     if config.graphs:
         raise CourseError("graphs=true: this version does not capture CUDA graphs yet; set graphs=false")
     return config
+
+
+def check_fp8(config: Config) -> None:
+    """Refuse what FP8 cannot be combined with."""
+    f, p = config.fp8, config.parallel
+    if f.history < 1 or f.margin < 0:
+        raise CourseError(f"fp8.history={f.history} must be at least 1, fp8.margin={f.margin} at least 0")
+    if f.by == "hand" and f.recipe not in ("delayed", "current"):
+        raise CourseError(f"fp8.recipe={f.recipe} is Transformer Engine's: set fp8.by=te, or fp8.recipe=delayed or current")
+    if f.by == "hand" and p.tp > 1 and p.sp and p.overlap != "none":
+        raise CourseError(f"precision=fp8 multiplies whole tensors, not the pieces of parallel.overlap={p.overlap}: "
+                          "set parallel.overlap=none")
+    if f.by == "te" and p.tp > 1 and p.sp:
+        raise CourseError("fp8.by=te gathers along a tensor's first dim, and tokens are the second here: set parallel.sp=false, "
+                          "or fp8.by=hand")
+    if f.by == "te" and p.pp > 1:
+        raise CourseError(f"fp8.by=te does not know pipelines here: use fp8.by=hand with parallel.pp={p.pp}")
+    if f.by == "te" and config.train.recompute != "none":
+        raise CourseError(f"fp8.by=te would record its scales twice with train.recompute={config.train.recompute}: "
+                          "use fp8.by=hand, or train.recompute=none")
+    if f.by == "te" and f.recipe == "delayed" and config.compile:
+        raise CourseError("Transformer Engine's delayed recipe does not work inside torch.compile: set compile=false, "
+                          "fp8.recipe=current or fp8.by=hand")
 
 
 def check_model(c: ViTConfig | GPTConfig | DiTConfig) -> None:

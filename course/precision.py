@@ -1,11 +1,11 @@
-"""Number formats: in which one the matmuls run, and how fp16's gradients are kept from vanishing."""
+"""Number formats: in which one the matmuls run, and how fp16's gradients are kept from vanishing. FP8 is in `course/fp8.py`."""
 
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
-LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+LOW = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}        # fp8: all but the linears it takes
 FIRST_SCALE = {"fp16": 2.0**16}                     # everything else needs no scaling: 1
 GROW_AFTER = 2000                                   # good steps until fp16's scale doubles (Micikevicius et al. 2018)
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from course.config import Config
 from course.data import Batch
+from course.fp8 import Scaling
 from course.parallel import Axis, Mesh, placement
 from course.parallel.data import Naive
 from course.precision import FIRST_SCALE, autocast, next_scale
@@ -126,12 +127,12 @@ def split(batch: Batch, size: int) -> Iterator[Batch]:
 
 
 def train_step(compute: Compute, model: nn.Module, gradients: Naive, optimizer: torch.optim.Optimizer, progress: Progress,
-               config: Config, mesh: Mesh) -> Step:
+               config: Config, mesh: Mesh, scaling: Scaling | None = None) -> Step:
     """compute, finish the gradients, clip, update: no decision is taken on the host, nothing waits for the device.
 
     A loss or gradient that is not finite on any rank makes every rank keep its old state: the fused
     optimizers take the flag `found_inf`, and with `grad_scale` they undo loss scaling and clip in the
-    same pass over the gradients.
+    same pass over the gradients. scaling: what FP8's matmuls noted in this step sets their scales for the next.
     """
     def step(batch: Batch) -> tuple[Tensor, Tensor]:
         batch = model.prepare(batch, progress.step)   # type: ignore[operator]
@@ -149,6 +150,8 @@ def train_step(compute: Compute, model: nn.Module, gradients: Naive, optimizer: 
             optimizer.step()
         gradients.clear()
         gradients.updated()
+        if scaling is not None:
+            scaling.update(bad)
         advance(progress, nan, bad, config.precision)
         return loss, norm
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from course import attention, checkpoint, random
+from course import attention, checkpoint, fp8, random, te
 from course import config as configuration
 from course.config import Config
 from course.data import train_loader
@@ -43,6 +43,7 @@ class Training:
     optimizer: torch.optim.Optimizer
     progress: Progress
     step: Step
+    scaling: fp8.Scaling                             # of FP8 by hand; without it, of nothing
 
 
 def main(config: Config) -> Path:
@@ -63,8 +64,11 @@ def assemble(config: Config, mesh: Mesh) -> Training:
     """Build the serial model, cut it for the mesh, give each rank its part of the weights, and put the step around it."""
     set_matmul(config.precision)
     attention.choose(config.attention, config.model.dim // config.model.heads, config.precision, mesh.world.device)
-    model = parallelize(build_model(config.model, config.train.seed), mesh, config.parallel)
+    model = build_model(config.model, config.train.seed)
+    scaling = fp8.convert(model, config, mesh)
+    model = fp8.prepare(parallelize(model, mesh, config.parallel), scaling)
     random.initialize(model, config.train.seed, mesh.world.device, parameter_dtype(config.precision))
+    te.convert(model, config, mesh)
     recompute(model, config.train.recompute)
     if config.compile:
         for part in getattr(model, "chunks", [model]):              # of a pipeline, stage by stage
@@ -73,14 +77,15 @@ def assemble(config: Config, mesh: Mesh) -> Training:
     gradients = data_parallel(model, mesh, config.parallel)
     optimizer = build_optimizer(gradients.parameters, progress, config)
     compute = build_compute(model, progress, config, mesh)
-    step = train_step(compute, model, gradients, optimizer, progress, config, mesh)
-    return Training(config, mesh, model, gradients, optimizer, progress, step)
+    step = train_step(compute, model, gradients, optimizer, progress, config, mesh, scaling)
+    return Training(config, mesh, model, gradients, optimizer, progress, step, scaling)
 
 
 def fit(training: Training) -> Path:
     """Repeat the step to the last one, or until a signal; log, validate and save on the way."""
     config, mesh, model, progress, optimizer = (training.config, training.mesh, training.model, training.progress,
                                                 training.optimizer)
+    scaling = training.scaling
     t, run = config.train, run_folder(config)
     start, samples = resume(run, training)
     if start >= t.steps:
@@ -114,7 +119,8 @@ def fit(training: Training) -> Path:
                 watch.restart()
             if due(number, config.checkpoint.every, last or stopping):
                 state = {**progress.state(), "samples": samples}
-                saved = checkpoint.save(run / "checkpoints", optimizer, state, configuration.as_plain(config), mesh.all)
+                saved = checkpoint.save(run / "checkpoints", optimizer, state, configuration.as_plain(config), mesh.all,
+                                        scaling.state())
                 if mesh.world.rank == 0:
                     checkpoint.prune(run / "checkpoints", config.checkpoint.keep)
                 watch.restart()
@@ -143,6 +149,7 @@ def resume(run: Path, training: Training) -> tuple[int, int]:
         raise CourseError(f"{run} exists and checkpoint.resume=false: choose another log.name, or remove the folder")
     if found:
         checkpoint.load(*found, training.model, training.optimizer)
+        training.scaling.restore(checkpoint.read_more(*found, training.scaling.state()))
     if mesh.world.rank == 0:
         configuration.save(config, run / "config.yaml")
     if not found:
@@ -190,8 +197,10 @@ def opening(config: Config, mesh: Mesh, run: Path) -> str:
     """What is about to happen, in one line."""
     count = sum(p.numel() for p in build_model(config.model).parameters())
     device = torch.cuda.get_device_name(mesh.world.device) if mesh.world.device.type == "cuda" else "CPU"
+    how = {"te": ", by Transformer Engine", "hand": ", emulated: the values of a GPU, but slow"}[config.fp8.by]
+    precision = config.precision + how * (config.precision == "fp8" and (device == "CPU" or config.fp8.by == "te"))
     return (f"{config.preset}: {count / 1e6:.2f} million parameters, {config.train.steps} steps of "
-            f"{config.train.global_batch} samples, {config.precision}, {mesh.world.size} x {device}; writing {run}")
+            f"{config.train.global_batch} samples, {precision}, {mesh.world.size} x {device}; writing {run}")
 
 
 def speak(mesh: Mesh, text: str) -> None:

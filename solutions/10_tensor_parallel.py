@@ -243,7 +243,8 @@ print("rank 0:", qkv_rows(4, 2, 2, 0).tolist(), "- you said", my_rows)
 #
 # You write the two `forward`. `enter(x, axis, tokens)` and `leave(x, axis, tokens)` are the doors: your copy and reduce, as
 # long as `tokens` is `None`. Pass `self.tokens` on; it is for sequence parallelism, below. A column linear goes through its
-# door and multiplies; a row linear multiplies, and goes through its door.
+# door and multiplies; a row linear multiplies, and goes through its door. `self.matmul(x, weight, bias)` multiplies: it is
+# `F.linear`, unless another number format, such as FP8, has put its own product there. The bias may be left out.
 #
 # > **Question, before you write.** Where does the row linear's bias go: before the sum, or after it?
 #

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from course import random
 from course.models import diffusion
-from course.models.layers import MLP, TENSOR_PLAN, Attention, Batch, Tokens, Total, to_fields, to_patches
+from course.models.layers import MLP, TENSOR_PLAN, Attention, Batch, Linear, Tokens, Total, to_fields, to_patches
 
 Pair = tuple[Tensor, Tensor]                        # what goes from block to block: x (B, T, D) and the condition c (B, D)
 
@@ -65,8 +65,8 @@ class Time(nn.Module):
 
     def __init__(self, dim: int):
         super().__init__()
-        self.up = nn.Linear(self.WAVES, dim)
-        self.down = nn.Linear(dim, dim)
+        self.up = Linear(self.WAVES, dim)
+        self.down = Linear(dim, dim)
 
     def forward(self, time: Tensor) -> Tensor:                          # (B,)
         x = waves(time, self.WAVES).to(self.up.weight.dtype)            # (B, 256)
@@ -79,7 +79,7 @@ class Embed(nn.Module):
     def __init__(self, c: DiTConfig):
         super().__init__()
         self.columns = c.latent[2] // c.patch
-        self.proj = nn.Linear(c.latent[0] * c.patch**2, c.dim)
+        self.proj = Linear(c.latent[0] * c.patch**2, c.dim)
         self.time = Time(c.dim)
         self.label = nn.Embedding(c.classes + 1, c.dim)                 # the last: class unknown
 
@@ -108,7 +108,7 @@ class AdaBlock(nn.Module):
         self.attn = Attention(dim, heads)
         self.norm2 = plain_norm(dim)
         self.mlp = MLP(dim, hidden)
-        self.ada = nn.Linear(dim, 6 * dim)
+        self.ada = Linear(dim, 6 * dim)
 
     def forward(self, x: Tensor, c: Tensor) -> Tensor:                  # (B, T, D), (B, D)
         shift1, scale1, gate1, shift2, scale2, gate2 = self.ada(F.silu(c)).chunk(6, 1)  # 6 x (B, D)
@@ -122,8 +122,8 @@ class Head(nn.Module):
     def __init__(self, c: DiTConfig):
         super().__init__()
         self.norm = plain_norm(c.dim)
-        self.ada = nn.Linear(c.dim, 2 * c.dim)
-        self.proj = nn.Linear(c.dim, c.latent[0] * c.patch**2)
+        self.ada = Linear(c.dim, 2 * c.dim)
+        self.proj = Linear(c.dim, c.latent[0] * c.patch**2)
 
     def forward(self, x: Tensor, c: Tensor) -> Tensor:                  # (B, T, D), (B, D)
         shift, scale = self.ada(F.silu(c)).chunk(2, 1)                  # 2 x (B, D)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from course import random
 from course.errors import CourseError
-from course.models.layers import TENSOR_PLAN, Batch, Block, Dropout, Tokens, Total
+from course.models.layers import TENSOR_PLAN, Batch, Block, Dropout, Linear, Tokens, Total
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Head(nn.Module):
     def __init__(self, c: GPTConfig):
         super().__init__()
         self.norm = nn.LayerNorm(c.dim)
-        self.proj = nn.Linear(c.dim, c.vocab, bias=False)
+        self.proj = Linear(c.dim, c.vocab, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:                             # (B, T, D)
         return self.proj(self.norm(x))                                  # (B, T, V)

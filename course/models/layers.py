@@ -71,11 +71,18 @@ class Attend(nn.Module):
 
 
 class Linear(nn.Linear):
-    """A linear map whose output features are laid out as `rows`, such as (3, heads, head_dim), where they have a layout."""
+    """A linear map whose output features are laid out as `rows`, such as (3, heads, head_dim), where they have a layout.
 
-    def __init__(self, inputs: int, *rows: int):
-        super().__init__(inputs, math.prod(rows))
+    `matmul` is the seam where another number format puts its own product of input, weight and bias.
+    """
+
+    def __init__(self, inputs: int, *rows: int, bias: bool = True):
+        super().__init__(inputs, math.prod(rows), bias)
         self.rows = rows
+        self.matmul = F.linear
+
+    def forward(self, x: Tensor) -> Tensor:                             # (..., K) -> (..., N)
+        return self.matmul(x, self.weight, self.bias)
 
 
 class Attention(nn.Module):

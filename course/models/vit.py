@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from course import random
-from course.models.layers import TENSOR_PLAN, Batch, Block, SampleNorm, Tokens, to_fields, to_patches
+from course.models.layers import TENSOR_PLAN, Batch, Block, Linear, SampleNorm, Tokens, to_fields, to_patches
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Embed(nn.Module):
 
     def __init__(self, c: ViTConfig):
         super().__init__()
-        self.proj = nn.Linear(c.channels * c.patch**2, c.dim)
+        self.proj = Linear(c.channels * c.patch**2, c.dim)
         self.pos = nn.Parameter(torch.empty(1, c.tokens, c.dim))
 
     def forward(self, batch: Batch) -> Tensor:
@@ -52,7 +52,7 @@ class Head(nn.Module):
     def __init__(self, c: ViTConfig):
         super().__init__()
         self.norm = nn.LayerNorm(c.dim)
-        self.proj = nn.Linear(c.dim, c.channels * c.patch**2)
+        self.proj = Linear(c.dim, c.channels * c.patch**2)
 
     def forward(self, x: Tensor) -> Tensor:                             # (B, T, D)
         return self.proj(self.norm(x))                                  # (B, T, P)

@@ -6,6 +6,7 @@ sends what goes between them: activations forward, their gradients back. Nothing
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -91,6 +92,7 @@ class Pipeline:
         self.wires = make_wires(mesh, chunks)
         self.messages: dict[int, Message] = {}      # by the stage that puts it out
         self.under_way: list[tuple[Any, Tensor]] = []
+        self.rehearsal: Callable[[], AbstractContextManager] = nullcontext      # what is around passes that are no training
 
     def train(self, forward: Forward, samples: Sequence[int]) -> list[Tensor]:
         """Forward and backward of every micro-batch; the last stage's `forward` returns the scalar to differentiate.
@@ -147,7 +149,8 @@ class Pipeline:
                 work = Pass("F", stage // self.pp.size, 0)
                 for _ in range(memory if self.device.type == "cuda" else 1):
                     given = self.messages[stage - 1].empty(samples, self.device) if stage else []
-                    kept.append(forward(work.chunk, 0, self._as_input(work, [x.zero_() for x in given])))
+                    with self.rehearsal():
+                        kept.append(forward(work.chunk, 0, self._as_input(work, [x.zero_() for x in given])))
                 found = [Message.of(kept[-1])]                      # type: ignore[list-item]
             dist.broadcast_object_list(found, owner, group=self.pp.group, device=torch.device("cpu"))
             self.messages[stage] = found[0]                         # type: ignore[assignment]

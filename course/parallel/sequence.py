@@ -10,8 +10,10 @@ What is cut is data on the model's class, `token_plan`: "context" cuts over cp a
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from course.parallel import mappings
@@ -107,6 +109,17 @@ def fill(model: nn.Module, seam: str, make: Callable[[nn.Module], nn.Module]) ->
         if getattr(module, "seam", None) == seam:
             owner, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(owner), leaf, make(module))
+
+
+def matmul_of(linear: nn.Module, axis: Axis) -> Callable[..., Tensor]:
+    """How a linear multiplies, for the linear that takes its place: F.linear, or what a number format has put there.
+
+    One that scales tensors as it meets them has to know over which axis they are in pieces.
+    """
+    matmul: Any = getattr(linear, "matmul", F.linear)
+    if hasattr(matmul, "axis"):
+        matmul.axis = axis
+    return matmul
 
 
 def enter(x: Tensor, axis: Axis, tokens: SplitTokens | None) -> Tensor:

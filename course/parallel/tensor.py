@@ -8,13 +8,12 @@ Which linear is which is data on the model's class, `tensor_plan`; a vocabulary 
 from dataclasses import replace
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from course.parallel import overlap
 from course.parallel.mesh import Axis
 from course.parallel.placement import cut, place, placement
-from course.parallel.sequence import SplitTokens, enter, fill, leave
+from course.parallel.sequence import SplitTokens, enter, fill, leave, matmul_of
 from course.parallel.vocabulary import VocabularyCrossEntropy, VocabularyEmbedding, VocabularyHead
 
 
@@ -23,13 +22,13 @@ class ColumnLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear, axis: Axis, tokens: SplitTokens | None = None):
         super().__init__()
-        self.axis, self.tokens = axis, tokens
+        self.axis, self.tokens, self.matmul = axis, tokens, matmul_of(linear, axis)
         heads = max(0, len(placement(linear.bias).global_shape) - 2)    # of (3, heads, head_dim), or the features of (F,)
         self.weight, self.bias = cut(linear.weight, heads, axis), cut(linear.bias, heads, axis)
 
     def forward(self, x: Tensor) -> Tensor:                             # (B, T, D), sequence parallel (B, T / tp, D)
         x = enter(x, self.axis, self.tokens)                            # (B, T, D)
-        return F.linear(x, self.weight, self.bias)                      # (B, T, F / tp)
+        return self.matmul(x, self.weight, self.bias)                   # (B, T, F / tp)
 
 
 class RowLinear(nn.Module):
@@ -37,12 +36,12 @@ class RowLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear, axis: Axis, tokens: SplitTokens | None = None):
         super().__init__()
-        self.axis, self.tokens = axis, tokens
+        self.axis, self.tokens, self.matmul = axis, tokens, matmul_of(linear, axis)
         self.weight = cut(linear.weight, len(placement(linear.weight).global_shape) - 1, axis)
         self.bias = linear.bias
 
     def forward(self, x: Tensor) -> Tensor:                             # (B, T, F / tp)
-        part = F.linear(x, self.weight)                                 # (B, T, D)
+        part = self.matmul(x, self.weight)                              # (B, T, D)
         return leave(part, self.axis, self.tokens) + self.bias          # (B, T, D), sequence parallel (B, T / tp, D)
 
 

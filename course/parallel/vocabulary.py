@@ -17,7 +17,7 @@ from torch.autograd import Function
 from course.errors import CourseError
 from course.parallel.mesh import Axis
 from course.parallel.placement import cut, placement
-from course.parallel.sequence import SplitTokens, enter, leave
+from course.parallel.sequence import SplitTokens, enter, leave, matmul_of
 
 
 class VocabularyEmbedding(nn.Module):
@@ -39,12 +39,12 @@ class VocabularyHead(nn.Module):
 
     def __init__(self, linear: nn.Linear, axis: Axis, tokens: SplitTokens | None = None):
         super().__init__()
-        self.axis, self.tokens = axis, tokens
+        self.axis, self.tokens, self.matmul = axis, tokens, matmul_of(linear, axis)
         self.weight = cut_vocabulary(linear.weight, axis)
 
     def forward(self, x: Tensor) -> Tensor:                             # (B, T, D), sequence parallel (B, T / tp, D)
         x = enter(x, self.axis, self.tokens)                            # (B, T, D)
-        return F.linear(x, self.weight)                                 # (B, T, V / tp)
+        return self.matmul(x, self.weight)                              # (B, T, V / tp)
 
 
 class VocabularyCrossEntropy(nn.Module):

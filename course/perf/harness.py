@@ -63,7 +63,11 @@ def stack(mesh: Mesh, settings: Parallel, dtype: torch.dtype, size: tuple[int, i
     with torch.device("meta"):
         model: Any = Stack(*size, causal)
     model = parallelize(model, mesh, settings) if cut else place_serial(model)
-    device = mesh.world.device
+    return randomize(model, mesh.world.device, dtype)
+
+
+def randomize(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """Give a model on the meta device random weights."""
     for module in model.modules():
         for name, old in list(module.named_parameters(recurse=False)):
             new = nn.Parameter(torch.randn(old.shape, device=device, dtype=dtype) * 0.02)

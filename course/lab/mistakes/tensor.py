@@ -68,8 +68,8 @@ MISTAKES = {
         Mistake("the exit without tokens", "leave(part, self.axis, self.tokens)",
                 "leave(part, self.axis, self.tokens) * (self.axis.size if self.tokens else 1)",
                 "with sequence parallelism the sum is multiplied by the number of ranks: `leave` adds up once, which is enough"),
-        Mistake("an entrance at the row linear too", "part = F.linear(x, self.weight)",
-                "from course.parallel import mappings\n        part = F.linear(mappings.copy(x, self.axis), self.weight)",
+        Mistake("an entrance at the row linear too", "part = self.matmul(x, self.weight)",
+                "from course.parallel import mappings\n        part = self.matmul(mappings.copy(x, self.axis), self.weight)",
                 "the row linear's input is this rank's own, not a copy of what all have: its gradient is complete, no `copy`"),
     ),
     "gather-scatter": (

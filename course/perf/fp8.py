@@ -1,0 +1,144 @@
+"""How fast FP8 is beside bf16: `python -m course.perf.fp8 FILE`, on one GPU; with --small on a CPU, to see that it runs.
+
+A causal stack of 8 layers of hidden 4096, 8 x 2048 tokens, float32 parameters: forward and backward with all casts and the
+update of the scales. By hand and by Transformer Engine (where it is installed), each recipe, plain and compiled; the stack's
+matmuls and casts one by one, which say where the time goes; and of each case whether its first losses are bf16's. Medians after
+warm-up. --profile prints the kernels of each case: those of FP8 matmuls have e4m3 or e5m2 in their names, or `f8f8`.
+"""
+
+import importlib.util
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from course import fp8, te
+from course.config import FP8, Config, Parallel, Train
+from course.parallel import World, build_mesh, join, leave, parallelize
+from course.perf import bench, flops
+from course.perf.harness import Row, Stack, batch_of, measure, randomize
+from course.perf.parallel import forward_backward
+from course.step import Progress, build_compute
+
+Size = tuple[int, int, int]                         # width, depth, heads
+BF16 = Config(train=Train(), precision="bf16")
+
+
+def cases(device: torch.device) -> dict[str, tuple[Config, bool, bool]]:
+    """(configuration, compiled, Transformer Engine's FP8 enabled) of each case."""
+    def eight(**settings: Any) -> Config:
+        return replace(BF16, precision="fp8", fp8=FP8(**settings))
+
+    found = {"bf16": (BF16, False, True), "bf16, compiled": (BF16, True, True)}
+    for recipe in ("delayed", "current"):
+        found |= {f"by hand, {recipe}": (eight(recipe=recipe), False, True),
+                  f"by hand, {recipe}, compiled": (eight(recipe=recipe), True, True)}
+    if device.type == "cuda" and importlib.util.find_spec("transformer_engine"):
+        found["TE, bf16"] = (eight(by="te"), False, False)
+        found |= {f"TE, {recipe}": (eight(by="te", recipe=recipe), False, True) for recipe in ("delayed", "current", "block")}
+    return found
+
+
+def build(config: Config, world: World, size: Size, enabled: bool) -> tuple[Any, fp8.Scaling]:
+    """The stack, with the same random weights in every case, and its scales."""
+    mesh = build_mesh(Parallel(), world)
+    with torch.device("meta"):
+        model: Any = Stack(*size, causal=True)
+    scaling = fp8.convert(model, config, mesh)
+    model = fp8.prepare(parallelize(model, mesh, config.parallel), scaling)
+    torch.manual_seed(0)
+    return te.convert(randomize(model, world.device, torch.float32), config, mesh, enabled), scaling
+
+
+def stacks(world: World, size: Size, samples: int, tokens: int) -> Iterator[Row]:
+    """Forward and backward of the stack in every case."""
+    dim, depth, _ = size
+    batch = batch_of(samples, tokens, dim, world.device, torch.bfloat16)
+    work = 3 * samples * flops.blocks(tokens, dim, 4 * dim, depth)
+    good, first, base = torch.zeros((), device=world.device), 0.0, 0.0
+    for name, (config, compiled, enabled) in cases(world.device).items():
+        model, scaling = build(config, world, size, enabled)
+        losses = [loss_of(model, config, world, batch, scaling) for _ in range(2)]      # the second has scales of the first
+        if compiled:
+            model.compile()
+        once = forward_backward(model, build_mesh(Parallel(), world), batch, precision=config.precision)
+
+        def run(once: Callable[[], object] = once, scaling: fp8.Scaling = scaling) -> None:
+            once()
+            scaling.update(good)
+
+        row = measure(name, run, world, layers=depth, hidden=dim, tokens=samples * tokens)
+        if "ms" in row:
+            first, base = first or losses[1], base or row["ms"]
+            row |= {"times bf16": base / row["ms"], "tflops": work / row["ms"] / 1e9, "loss off": losses[1] / first - 1}
+            print("    {times bf16:.2f} x bf16, {tflops:.0f} TFLOP/s, loss off by {loss off:.1e}".format(**row), flush=True)
+        yield row
+        del model, run, once, scaling
+        torch._dynamo.reset()
+
+
+def loss_of(model: Any, config: Config, world: World, batch: dict[str, Tensor], scaling: fp8.Scaling) -> float:
+    """The loss of a pass forward and backward."""
+    compute = build_compute(model, Progress.start(config, world.device), config, build_mesh(Parallel(), world))
+    loss = compute(batch).item()
+    model.zero_grad()
+    scaling.update(torch.zeros((), device=world.device))
+    return loss
+
+
+def parts(world: World, dim: int, rows: int) -> Iterator[Row]:
+    """The matmuls of a layer's four linears, each operand's cast, and a copy of the same bytes."""
+    device = world.device
+    one, amax = torch.ones((), device=device), torch.zeros((), device=device)
+    for name, n, k in (("qkv", 3 * dim, dim), ("out", dim, dim), ("up", 4 * dim, dim), ("down", dim, 4 * dim)):
+        x, dy = (torch.randn(rows, width, device=device, dtype=torch.bfloat16) for width in (k, n))
+        w = torch.randn(n, k, device=device)
+        w16 = w.bfloat16()
+        x8, x8t = fp8.quantize(x, one, amax, fp8.E4M3, True, True)
+        w8, w8t = fp8.quantize(w, one, amax, fp8.E4M3, True, True)
+        g8, g8t = fp8.quantize(dy, one, amax, fp8.E5M2, True, True)
+
+        runs: dict[str, Callable[[], object]] = {
+            "y, bf16": partial(torch.mm, x, w16.t()), "dx, bf16": partial(torch.mm, dy, w16),
+            "dW, bf16": partial(torch.mm, dy.t(), x),
+            "y": partial(fp8.multiply, x8, w8.t(), one, one, torch.bfloat16, fast=True),
+            "dx": partial(fp8.multiply, g8, w8t.t(), one, one, torch.bfloat16, fast=False),
+            "dW": partial(fp8.multiply, g8t, x8t.t(), one, one, torch.float32, fast=False),
+            "dx, fast": partial(fp8.multiply, g8, w8t.t(), one, one, torch.bfloat16, fast=True)}
+        for what, run in runs.items():
+            ms = bench.seconds(run, device) * 1e3
+            yield {"case": f"{name}: {what}", "ms": ms, "tflops": 2 * rows * n * k / ms / 1e9}
+        for what, tensor, kind in (("x", x, fp8.E4M3), ("W", w, fp8.E4M3), ("dy", dy, fp8.E5M2)):
+            ms = bench.seconds(partial(fp8.quantize, tensor, one, amax, kind, True, True), device) * 1e3
+            moved = tensor.numel() * (tensor.element_size() + 2)
+            copied = bench.copy(moved / 2e6, device) * 1e3
+            yield {"case": f"{name}: cast {what}", "ms": ms, "tb_per_s": moved / ms / 1e9, "copy_ms": copied}
+
+
+def main(file: Path, small: bool) -> None:
+    """Measure, print, and write the rows as JSON."""
+    world = join("cpu" if small else "auto")
+    if world.device.type == "cuda":
+        fp8.check_device(world.device)
+    size, (samples, tokens) = ((64, 2, 4), (2, 24)) if small else ((4096, 8, 32), (8, 2048))
+    found: dict[str, Any] = {**bench.machine(world.device), "command": "python -m course.perf.fp8 FILE", "rows": [], "parts": []}
+    try:
+        for kind, rows in (("rows", stacks(world, size, samples, tokens)), ("parts", parts(world, size[0], samples * tokens))):
+            for row in rows:
+                found[kind].append(row)
+                if kind == "parts":
+                    print(row["case"], *(f"{key} {value:.3f}" for key, value in row.items() if key != "case"), flush=True)
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(json.dumps(found, indent=1))            # after each row, so that a crash leaves what there is
+    finally:
+        leave()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), small="--small" in sys.argv)
