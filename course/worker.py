@@ -41,8 +41,11 @@ def nursery(news: int, first: int, *pipes: int) -> None:
         import torch._dynamo  # a second once, instead of in every rank that makes an optimizer  # noqa: F401
     told, n = Connection(news, readable=False), int(os.environ["WORLD_SIZE"])
     born: dict[int, int] = {}                        # the rank of each process
+    if len(pipes) == 2:
+        told.send((first, {"pid": os.getpid()}))
+        begin(first, n, (pipes[0], pipes[1]), set(pipes))            # `news` stays open while it lives
     for rank, ends in enumerate(zip(pipes[::2], pipes[1::2], strict=True), first):
-        pid = os.fork() if len(pipes) > 2 else 0
+        pid = os.fork()
         if not pid:
             begin(rank, n, ends, {news, *pipes})
         born[pid] = rank

@@ -53,15 +53,15 @@ def alive(pid: int) -> bool:
         return False
 
 
-def failure(function, *args, timeout: float = 30.0, within: float = 12.0) -> RankError:
+def failure(function, *args, timeout: float = 30.0, within: float = 12.0, size: int = 2) -> RankError:
     """What the launcher says of a function that goes wrong on two ranks; all of them are gone, and the next call works."""
-    before = ranks(2)(os.getpid)
+    before = ranks(size)(os.getpid)
     start = time.monotonic()
     with pytest.raises(RankError) as caught:
-        ranks(2, timeout=timeout)(function, *args)
+        ranks(size, timeout=timeout)(function, *args)
     assert time.monotonic() - start < within
     assert not any(map(alive, before))
-    assert ranks(2)(dist.get_rank) == [0, 1]
+    assert ranks(size)(dist.get_rank) == list(range(size))
     return caught.value
 
 
@@ -298,6 +298,15 @@ def test_a_rank_that_ends_is_named(end, words):
     assert error.rank == 1 and error.text.startswith(words) and error.unmet == ""
     assert "the connection to another." not in error.text
     assert error.text.index(words) < error.text.index("Rank 0")
+
+
+def test_one_rank_alone_lives_from_call_to_call_and_its_end_is_noticed():
+    first = ranks(1)(os.getpid)
+    assert ranks(1)(os.getpid) == first and ranks(1)(dist.get_world_size) == [1]
+    assert failure(lambda: os._exit(3), size=1).text == "Rank 0 exited with code 3."
+    again = ranks(1)(os.getpid)
+    close(1)
+    assert not any(map(alive, [*first, *again]))
 
 
 def test_a_skipped_collective_is_explained_at_once():
