@@ -16,7 +16,7 @@ from course.parallel import data
 from course.parallel.mesh import Axis
 from course.parallel.placement import place_serial
 
-RANKS = Limits(seconds=120)                          # most of it for starting Python six times
+RANKS = Limits(seconds=120)                          # most of it for machines that are busy
 BUCKETS = ("parallel.data=bucketed", "parallel.bucket_mb=0.01")
 
 

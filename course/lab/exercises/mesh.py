@@ -13,7 +13,7 @@ from course.lab.exercise import Exercise, Tensors
 from course.lab.watchdog import Limits
 from course.parallel import mesh
 
-QUICK = Limits(seconds=30)                           # most of it for starting Python on a slow disk
+QUICK = Limits(seconds=30)                           # far more than it takes, for machines that are busy
 
 
 def nodes_touched(groups: Tensor, per_node: int) -> int:

@@ -9,7 +9,7 @@ from course.lab import returned
 from course.lab.exercise import Exercise, Tensors
 from course.lab.watchdog import Limits
 
-QUICK = Limits(seconds=30)                           # most of it for starting Python on a slow disk
+QUICK = Limits(seconds=30)                           # far more than it takes, for machines that are busy
 
 
 def matmul_cost(m: int, k: int, n: int, itemsize: int) -> tuple[int, int]:
