@@ -298,7 +298,11 @@ def check(config: Config) -> Config:
     if config.precision == "fp8":
         check_fp8(config)
     if config.graphs:
-        raise CourseError("graphs=true: this version does not capture CUDA graphs yet; set graphs=false")
+        if p.pp > 1:
+            raise CourseError("graphs=true cannot capture a pipeline, whose stages meet on the host: set graphs=false or "
+                              "parallel.pp=1")
+        if p.data == "ddp":
+            raise CourseError("graphs=true captures the course's own data parallelism: use parallel.data=bucketed, not ddp")
     return config
 
 

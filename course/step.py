@@ -211,4 +211,4 @@ def build_optimizer(parameters: Sequence[nn.Parameter], progress: Progress, conf
     o = config.optim
     if o.name == "sgd":
         return torch.optim.SGD(parameters, progress.lr, o.momentum, weight_decay=o.weight_decay, fused=True)
-    return torch.optim.Adam(parameters, progress.lr, o.betas, o.eps, o.weight_decay, fused=True)
+    return torch.optim.Adam(parameters, progress.lr, o.betas, o.eps, o.weight_decay, fused=True, capturable=config.graphs)

@@ -17,6 +17,7 @@ from course import config as configuration
 from course.config import Config
 from course.data import train_loader
 from course.errors import CourseError
+from course.graphs import graphed
 from course.models import build_model
 from course.parallel import Mesh, abandon, build_mesh, data_parallel, join, leave, parallelize
 from course.parallel.data import Naive
@@ -78,6 +79,8 @@ def assemble(config: Config, mesh: Mesh) -> Training:
     optimizer = build_optimizer(gradients.parameters, progress, config)
     compute = build_compute(model, progress, config, mesh)
     step = train_step(compute, model, gradients, optimizer, progress, config, mesh, scaling)
+    if config.graphs:
+        step = graphed(step, gradients, mesh)
     return Training(config, mesh, model, gradients, optimizer, progress, step, scaling)
 
 

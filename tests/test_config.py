@@ -72,7 +72,8 @@ def test_save_and_load_give_the_same(tmp_path, preset):
     ("vit-demo", "parallel.order=pp-dp", ["parallel.order"]),
     ("vit-demo", "train.steps", ["key=value"]),
     ("vit-demo", "log.name='", ["quote"]),
-    ("vit-demo", "graphs=true", ["graphs"]),
+    ("vit-demo", "graphs=true parallel.pp=2", ["graphs=true cannot capture a pipeline"]),
+    ("vit-demo", "graphs=true parallel.data=ddp", ["graphs=true", "parallel.data=bucketed"]),
     ("vit-demo", "model.dimm=3", ["no key 'model.dimm'", "did you mean 'model.dim'"]),
     ("gpt-demo", "model.dimm=3", ["no key 'model.dimm'", "did you mean 'model.dim'"]),
     ("gpt-demo", "model.vocabulary=3", ["no key 'model.vocabulary'", "did you mean 'model.vocab'"]),
@@ -95,7 +96,7 @@ def test_save_and_load_give_the_same(tmp_path, preset):
 ])
 def test_bad_settings_are_explained(preset, override, words):
     with pytest.raises(CourseError) as caught:
-        config.load(preset, [override] if override else [])
+        config.load(preset, override.split())
     for word in words:
         assert word in str(caught.value)
 

@@ -255,3 +255,8 @@ train.main(config.load("vit-demo", ["data.source=mock", "train.device=cpu", "mod
     told = [line for line in done.stderr.splitlines() if line.startswith(("[rank", "another rank has failed"))]
     assert told[0].startswith("[rank1]") and "[rank1]: ValueError: this rank has had enough" in told
     assert other == "trains on" or told[-1] == "another rank has failed: this one ends, too"
+
+
+def test_a_graph_without_a_gpu_is_a_sentence(tiny):
+    with pytest.raises(CourseError, match="graphs=true needs a GPU"):
+        run([*tiny, "graphs=true"])
