@@ -114,7 +114,8 @@ def amax_of(x: Tensor) -> Tensor:
 
 def scale_for(amax: Tensor, largest: float | Tensor, margin: int) -> Tensor:
     """What to multiply with so that `amax` becomes the format's largest number, or 2^-margin of it. 1 where amax is 0."""
-    scale = (largest / 2**margin / amax).clamp(max=2.0**100)                # a tiny amax would give an infinite one
+    top = torch.ones_like(amax) * (largest / 2**margin)                     # number / tensor would round twice
+    scale = (top / amax).clamp(max=2.0**100)                                # a tiny amax would give an infinite one
     return scale.where(amax > 0, 1.0)
 
 
