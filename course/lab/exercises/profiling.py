@@ -1,0 +1,181 @@
+"""Lesson 02: named parts of a step, and what the intervals of a timeline add up to."""
+
+import math
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+from unittest import mock
+
+import torch
+
+from course import profile
+from course.lab import returned
+from course.lab.exercise import Exercise, Tensors
+from course.lab.returned import Returned
+
+Interval = tuple[float, float]                       # (begin, end), in seconds
+WORDS = ("data", "forward", "backward", "optimizer", "loss", "attention", "embed", "head")
+
+
+def busy(intervals: Sequence[Interval]) -> float:
+    """Seconds in which at least one of the intervals is under way. They come in any order and may overlap."""
+    total, reached = 0.0, -math.inf
+    for begin, end in sorted(intervals):
+        total += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total
+
+
+def exposed(communication: Sequence[Interval], computation: Sequence[Interval]) -> float:
+    """Seconds in which something is sent and nothing is computed. Call `busy`."""
+    return busy([*communication, *computation]) - busy(computation)
+
+
+def replay(launches: Sequence[float], works: Sequence[float]) -> tuple[float, float]:
+    """(seconds until the GPU is done, seconds of these in which it has nothing to do).
+
+    The host launches kernel after kernel, which takes it launches[i] seconds each. The GPU runs them in this order, works[i]
+    seconds each, none before it has been launched. Both begin at 0.
+    """
+    host = gpu = idle = 0.0
+    for launch, work in zip(launches, works, strict=True):
+        host += launch
+        idle += max(0.0, host - gpu)
+        gpu = max(host, gpu) + work
+    return gpu, idle
+
+
+def draw_names(seed: int, hidden: bool) -> Tensors:
+    """Which words name the parts."""
+    generator = torch.Generator().manual_seed(seed)
+    return {"names": torch.randperm(len(WORDS), generator=generator)[:4 if hidden else 3]}
+
+
+def run_parts(inputs: Tensors) -> Tensors:
+    """Parts within parts, one that raises, and one without a GPU, under the profiler and with NVTX listened to."""
+    names = [WORDS[i] for i in inputs["names"].tolist()]
+    heard: list[float] = []                          # of NVTX: a name's number, or -1 where a range ends
+
+    def push(name: str) -> int:
+        heard.append(float(names.index(name)) if name in names else -2.0)
+        return 0
+
+    def nested(rest: list[str]) -> None:
+        if rest:
+            with entered(rest[0]):
+                nested(rest[1:])
+                torch.zeros(8).add_(1)
+
+    raised = 0.0
+    with (mock.patch.object(torch.cuda.nvtx, "range_push", push), torch.profiler.profile() as profiler,
+          mock.patch.object(torch.cuda.nvtx, "range_pop", lambda: heard.append(-1.0))):
+        with mock.patch.object(torch.cuda, "is_initialized", lambda: True):
+            nested(names)
+            inside = len(heard)
+            try:
+                with entered(names[0]):
+                    raise KeyError(names[0])
+            except KeyError:
+                raised = 1.0
+        there = len(heard)
+        with suppress(RuntimeError), mock.patch.object(torch.cuda, "is_initialized", lambda: False), entered(names[1]):
+            pass
+    found = [[event.time_range for event in profiler.events() if event.name == name] for name in names]
+    outer, inner = found[0][:1], found[-1][:1]
+    within = bool(outer and inner) and outer[0].start <= inner[0].start and inner[0].end <= outer[0].end
+    parts = float(sum(event.is_user_annotation for event in profiler.events()))
+    return {"nvtx": torch.tensor(heard[:inside]), "after": torch.tensor(heard[inside:there]), "raised": torch.tensor(raised),
+            "trace": torch.tensor([float(len(events)) for events in found]), "parts": torch.tensor(parts),
+            "within": torch.tensor(float(within)), "quiet": torch.tensor(float(len(heard) - there))}
+
+
+def entered(name: str) -> Any:
+    """`part(name)`, if it is something for `with`."""
+    found = profile.part(name)
+    if not hasattr(found, "__enter__"):
+        raise Returned(f"`part` returned {returned.told(found)}; something for `with` is wanted",
+                       "put `@contextmanager` before `def part`, and `yield` where the block runs")
+    return found
+
+
+def draw_intervals(seed: int, hidden: bool) -> Tensors:
+    """Intervals in no order, some within others, some apart: (cases, intervals, 2), of two kinds."""
+    generator = torch.Generator().manual_seed(seed)
+    cases, count = (6, 12) if hidden else (4, 6)
+
+    def some() -> torch.Tensor:
+        begin = 10 * torch.rand(cases, count, generator=generator, dtype=torch.float64)
+        length = 0.1 + 2.0 * torch.rand(cases, count, generator=generator, dtype=torch.float64) ** 3
+        length[:, 0] = 4.0                           # long enough that others lie within it
+        begin[:, 1] = begin[:, 0] + 1.0
+        length[:, 1] = 0.5
+        return torch.stack([begin, begin + length], -1)
+
+    return {"intervals": some(), "others": some()}
+
+
+def as_intervals(case: torch.Tensor) -> list[Interval]:
+    return [(begin, end) for begin, end in case.tolist()]
+
+
+def add_up(inputs: Tensors) -> Tensors:
+    """The busy time of each case, and of the same intervals turned round; of none; of one."""
+    cases = [as_intervals(case) for case in inputs["intervals"]]
+    return {"union": numbers(busy(case) for case in cases), "order": numbers(busy(case[::-1]) for case in cases),
+            "few": numbers([busy([]), busy(cases[0][:1])])}
+
+
+def numbers(values: Any, who: str = "busy") -> torch.Tensor:
+    return torch.tensor([returned.number(value, who) for value in values], dtype=torch.float64)
+
+
+def expose(inputs: Tensors) -> Tensors:
+    """The exposed time of each case; and where everything, or nothing, is computed meanwhile."""
+    pairs = [(as_intervals(a), as_intervals(b)) for a, b in zip(inputs["intervals"], inputs["others"], strict=True)]
+    found = numbers([exposed(a, b) for a, b in pairs], "exposed")
+    everything = [(-1.0, 100.0)]
+    return {"exposed": found, "hidden": numbers([exposed(pairs[0][0], everything)], "exposed"),
+            "alone": numbers([exposed(pairs[0][0], [])], "exposed")}
+
+
+def draw_kernels(seed: int, hidden: bool) -> Tensors:
+    """How long kernels take to launch and to run: launch-bound, bound by the GPU, and both by turns; (cases, kernels)."""
+    generator = torch.Generator().manual_seed(seed)
+    count = 12 if hidden else 7
+    launches, works = (1e-6 * (1 + 9 * torch.rand(3, count, generator=generator, dtype=torch.float64)) for _ in range(2))
+    launches[0] *= 5
+    works[1] *= 5
+    return {"launches": launches, "works": works}
+
+
+def play(inputs: Tensors) -> Tensors:
+    """Microseconds until the GPU is done, and in which it is idle, of each case."""
+    found = [returned.pair(replay(launches, works), "replay", "(total, idle)") for launches, works in
+             zip(inputs["launches"].tolist(), inputs["works"].tolist(), strict=True)]
+    total, idle = (torch.tensor([1e6 * returned.number(one[i], "replay") for one in found], dtype=torch.float64) for i in (0, 1))
+    return {"total": total, "idle": idle}
+
+
+EXERCISES = [
+    Exercise("named-parts", "02", ("course.profile.part",), draw_names, run_parts, {
+        "trace": "the profiler's trace has every part by its name",
+        "parts": "and one part for each block",
+        "within": "parts lie within parts",
+        "nvtx": "on a GPU each part is an NVTX range, opened and closed",
+        "raised": "an exception in the block comes out",
+        "after": "and its range is closed nevertheless",
+        "quiet": "where CUDA is not in use, NVTX is left alone"},
+        flags={"raised": "the exception was swallowed: whoever wrote the block never hears of it",
+               "within": "the inner part does not lie within the outer one: the name must last while the block runs"}, points=2),
+    Exercise("busy-time", "02", (f"{__name__}.busy",), draw_intervals, add_up, {
+        "union": "what overlaps counts once",
+        "order": "the order of the intervals does not matter",
+        "few": "no intervals take no time, one takes its own"}),
+    Exercise("exposed-time", "02", (f"{__name__}.exposed",), draw_intervals, expose, {
+        "exposed": "what is sent beside computation does not count",
+        "hidden": "nothing is exposed where something is always computed",
+        "alone": "everything is where nothing is computed"}),
+    Exercise("launch-bound", "02", (f"{__name__}.replay",), draw_kernels, play, {
+        "total": "when the GPU is done, whoever it waits for",
+        "idle": "how long it has nothing to do"}),
+]
