@@ -182,8 +182,18 @@ def record(found: dict[str, Any], out: Path | None) -> None:
             temporary.write_text(json.dumps(found, indent=1) + "\n")
 
 
+@bench.command("vit")
+def bench_vit(rungs: Annotated[list[str] | None, typer.Argument(help="only these, such as 'bf16, compiled'")] = None,
+              out: Annotated[Path, typer.Option(help="the JSON file that gets the rows")] = Path("vit.json"),
+              small: Annotated[bool, typer.Option("--small", help="tiny, on the CPU, to see that it works")] = False) -> None:
+    """From a plain training loop to a fast one, rung by rung, on one GPU: samples/s, memory, seconds to the first step."""
+    from course.perf import ladder
+
+    ladder.main(out, rungs or [], small)
+
+
 LAYOUTS = {"tp": "Tensor and sequence parallelism on a stack of hidden 4096, and DTensor's.",
-           "vit": "Tensor parallel training of the weather ViT of width 1024.",
+           "tp_vit": "Tensor parallel training of the weather ViT of width 1024.",
            "cp": "Context-parallel attention, and PyTorch's context_parallel.",
            "dp": "Data parallelism on the stack of GPT 350M, and PyTorch's DDP.",
            "pp": "Pipeline schedules, and torch.distributed.pipelining's.",

@@ -3,7 +3,7 @@
 # Jobs of one GPU run side by side, then those of two, then those of all four one after the other.
 set -u
 out=$1; shift
-kinds=${*:-tp vit cp dp pp zero}
+kinds=${*:-tp tp_vit cp dp pp zero}
 mkdir -p "$out"
 bench() {  # GPUS COUNT PORT KIND
     CUDA_VISIBLE_DEVICES=$1 timeout 200 torchrun --nproc-per-node "$2" --master-port "$3" \
@@ -20,7 +20,7 @@ wait
 for kind in $kinds; do
     case $kind in
         tp) bench 0,1 2 29710 tp & ;;
-        vit) bench 2,3 2 29711 vit & ;;
+        tp_vit) bench 2,3 2 29711 tp_vit & ;;
     esac
 done
 wait

@@ -16,7 +16,8 @@ RESULTS = Path(__file__).parent / "results"
 Row = dict[str, Any]
 MEANING = {
     "tp": "8 layers of hidden 4096, 4 x 4096 tokens, bf16, forward and backward; efficiency: time on one GPU over GPUs x time",
-    "vit": "ViT of width 1024, 360 x 720, 16 samples, bf16, whole training steps with Adam, tensor parallel; efficiency as in tp",
+    "tp_vit": "ViT of width 1024, 360 x 720, 16 samples, bf16, whole training steps with Adam, tensor parallel; "
+              "efficiency as in tp",
     "cp": "attention, 32 heads of 128, one sequence, bf16, forward and backward; efficiency: time on one GPU over GPUs x time",
     "dp": "causal stack of 24 layers of width 1024, 16 x 1024 tokens on each GPU, bf16 over float32 parameters; "
           "efficiency: time without communication over time",
@@ -62,7 +63,7 @@ def main(folder: Path, results: Path = RESULTS) -> None:
         if found:
             rows = judge(kind, [row for part in found for row in part["rows"]])
             head = {key: value for key, value in found[0].items() if key != "rows"}
-            with atomic(results / f"{'tp_vit' if kind == 'vit' else kind}_h200.json") as file:
+            with atomic(results / f"{kind}_h200.json") as file:
                 file.write_text(json.dumps({**head, "meaning": meaning, "rows": rows}, indent=1))
 
 

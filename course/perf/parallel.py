@@ -66,7 +66,7 @@ def tp(world: World, small: bool) -> Iterator[Row]:
             yield measure("DTensor sequence parallel" + ", compiled" * compiled, theirs, world)
 
 
-def vit(world: World, small: bool) -> Iterator[Row]:
+def tp_vit(world: World, small: bool) -> Iterator[Row]:
     """The weather ViT of width 1024, batch 16, bf16: whole training steps with Adam."""
     extra = ["model.grid=[16,32]", "model.dim=64", "model.depth=2", "train.device=cpu"] if small else []
     n = world.size
@@ -217,7 +217,7 @@ def zero(world: World, small: bool) -> Iterator[Row]:
             torch.cuda.empty_cache()
 
 
-KINDS = {"tp": tp, "vit": vit, "cp": cp, "dp": dp, "pp": pp, "zero": zero}
+KINDS = {"tp": tp, "tp_vit": tp_vit, "cp": cp, "dp": dp, "pp": pp, "zero": zero}
 
 
 def everywhere(kind: str, file: Path, small: bool, profile: bool) -> None:

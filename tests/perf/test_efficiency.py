@@ -23,7 +23,7 @@ def test_compiled_is_measured_by_compiled_and_an_error_by_nothing():
 
 @pytest.mark.parametrize("kind", efficiency.MEANING)
 def test_the_recorded_results_are_what_it_makes_of_their_rows(kind):
-    file = efficiency.RESULTS / f"{'tp_vit' if kind == 'vit' else kind}_h200.json"
+    file = efficiency.RESULTS / f"{kind}_h200.json"
     recorded = json.loads(file.read_text())
     added = ("efficiency", "bubble", "theory")
     bare = [{key: value for key, value in row.items() if key not in added} for row in recorded["rows"]]

@@ -1,0 +1,155 @@
+"""`course bench vit`: what each step of the way from a plain loop to a fast one gains on one GPU, every rung in a fresh process.
+
+A rung is a configuration that anybody can train with: a preset and some settings. Files are of noise, in the page cache after
+the first pass over them; "on the device" means random batches that never leave it, the most that the model itself allows.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import psutil
+import torch
+
+from course import config as configuration
+from course.data import train_loader
+from course.errors import CourseError
+from course.files import atomic
+from course.parallel import build_mesh, join, leave
+from course.perf import bench, flops, loaders
+from course.train import assemble
+
+Row = dict[str, Any]
+MOCK = ("data.source=mock",)
+FAST = ("precision=bf16", "compile=true")
+FILES = "data/bench-360x720"
+LAPS, STEPS, WARM = 5, 10, 5                         # laps whose median counts, steps in each, steps before them
+# 12 layers of width 768 on 256 tokens, one sample: hundreds of kernels, each shorter than its launch
+SMALL = ("model.grid=[128,128]", "model.dim=768", "model.heads=12", "train.global_batch=1", "precision=bf16", *MOCK)
+WIDE = ("model.dim=1024", "train.global_batch=16", *MOCK)
+
+# name -> settings on top of vit-short (width 384, depth 12, 360 x 720, batch 16); those that read files run one at a time
+RUNGS: dict[str, tuple[str, ...]] = {
+    "tf32, read by the training process": ("data.workers=0",),
+    "tf32, 8 loader processes": ("data.workers=8",),
+    "tf32, on the device": MOCK,
+    "fp32, on the device": ("precision=fp32", *MOCK),
+    "fp16, on the device": ("precision=fp16", *MOCK),
+    "bf16, on the device": ("precision=bf16", *MOCK),
+    "bf16, compiled": (*FAST, *MOCK),
+    "bf16, compiled, in a graph": (*FAST, "graphs=true", *MOCK),
+    "bf16, compiled, flash attention": (*FAST, "attention=flash", *MOCK),
+    "fp8, compiled": ("precision=fp8", "compile=true", *MOCK),
+    "bf16, compiled, 8 loader processes": (*FAST, "data.workers=8"),
+    "bf16, compiled, threads": (*FAST, "data.loader=threads", "data.workers=12"),
+    "bf16, compiled, DALI": (*FAST, "data.loader=dali", "data.workers=12"),
+    "bf16, compiled, DALI on .npy files": (*FAST, "data.loader=dali_numpy", "data.workers=12"),
+    "width 1024: bf16": ("precision=bf16", *WIDE),
+    "width 1024: bf16, compiled": (*FAST, *WIDE),
+    "width 1024: fp8, compiled": ("precision=fp8", "compile=true", *WIDE),
+    "one sample: eager": SMALL,
+    "one sample: in a graph": (*SMALL, "graphs=true"),
+    "one sample: compiled": (*SMALL, "compile=true"),
+    "one sample: compiled, in a graph": (*SMALL, "compile=true", "graphs=true"),
+}
+TINY = ("model.grid=[16,32]", "model.channels=3", "model.dim=32", "model.depth=2", "model.heads=2", "train.global_batch=2",
+        "train.device=cpu")
+
+
+def main(out: Path, names: Sequence[str], small: bool) -> list[Row]:
+    """Run rungs, on all GPUs of this machine side by side, those that read files one after another; write the rows.
+
+    small: tiny, on the CPU, only to see that it works.
+    """
+    unknown = sorted(set(names) - RUNGS.keys())
+    if unknown:
+        raise CourseError(f"course bench vit has no rung {unknown[0]!r}: there are {'; '.join(RUNGS)}")
+    gpus = [""] if small else [str(i) for i in range(torch.cuda.device_count())]
+    if not gpus:
+        raise CourseError("course bench vit needs a GPU, and this machine shows none: --small tries it on the CPU")
+    chosen = {name: RUNGS[name] for name in names or RUNGS}
+    reading = [name for name, settings in chosen.items() if "data.source=mock" not in settings]
+    if reading and not small:
+        loaders.make_data(Path(FILES), 20, (360, 720))
+    free: SimpleQueue[str] = SimpleQueue()
+    for gpu in gpus:
+        free.put(gpu)
+    with ThreadPoolExecutor(len(gpus)) as pool:
+        rows = list(pool.map(lambda name: rung(name, free, small), [name for name in chosen if name not in reading]))
+    rows += [rung(name, free, small) for name in reading]
+    rows.sort(key=lambda row: list(chosen).index(row["rung"]))
+    found = {**bench.machine(torch.device("cpu" if small else "cuda")), "command": "course bench vit --out FILE",
+             "meaning": "whole training steps of vit-short (360 x 720, patch 8, depth 12, width 384, batch 16) with changed "
+                        "settings; first_s: from the start of the process to the end of its first step", "rows": rows}
+    with atomic(out) as temporary:
+        temporary.write_text(json.dumps(found, indent=1))
+    return rows
+
+
+def rung(name: str, free: "SimpleQueue[str]", small: bool) -> Row:
+    """One rung on a GPU that is free, in a process of its own; of one that fails the last line of what it said."""
+    gpu = free.get()
+    try:
+        done = subprocess.run([sys.executable, "-m", "course.perf.ladder", name, *(["--small"] if small else [])],
+                              env=os.environ | {"CUDA_VISIBLE_DEVICES": gpu}, capture_output=True, text=True, timeout=600)
+    finally:
+        free.put(gpu)
+    lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines() or [f"exit status {done.returncode}"]
+    row = {"rung": name, **(json.loads(lines[-1]) if done.returncode == 0 else {"error": lines[-1][:300]})}
+    print(text(row), flush=True)
+    return row
+
+
+def text(row: Row) -> str:
+    """A row for people."""
+    if "error" in row:
+        return f"{row['rung']:38s} {row['error']}"
+    mfu = f"{row['mfu']:4.0%} MFU" if row["mfu"] else ""
+    return (f"{row['rung']:38s} {row['samples_per_s']:8.2f} samples/s  {row['memory_gb']:6.2f} GB  first step after "
+            f"{row['first_s']:5.1f} s  {mfu}")
+
+
+def measure(name: str, small: bool) -> Row:
+    """Train this rung's configuration, here and now."""
+    files = () if "data.source=mock" in RUNGS[name] else (f"data.path={FILES}",)
+    config = configuration.load("vit-short", [*files, *RUNGS[name], *(TINY if small else ())])
+    world = join(config.train.device)
+    try:
+        mesh = build_mesh(config.parallel, world)
+        training = assemble(config, mesh)
+        with closing(train_loader(config, mesh.dp, world.device, 0, training.model.example)) as batches:    # type: ignore[arg-type]
+            training.step(next(batches))
+            bench.wait(world.device)
+            first = time.time() - psutil.Process().create_time()
+            times = list(laps(training.step, batches, world.device))
+    finally:
+        leave()
+    rate = config.train.global_batch * STEPS / statistics.median(times)
+    peak = flops.peak_tflops(world.device, config.precision)
+    memory = torch.cuda.max_memory_allocated() / 1e9 if world.device.type == "cuda" else 0.0
+    return {"samples_per_s": rate, "ms": 1e3 * config.train.global_batch / rate, "memory_gb": memory, "first_s": first,
+            "mfu": flops.step(config.model, 1) * rate / 1e12 / peak if peak else None, "settings": [*RUNGS[name]]}
+
+
+def laps(step: Any, batches: Iterator[Any], device: torch.device) -> Iterator[float]:
+    """Seconds of so many steps, lap after lap."""
+    for number in range(LAPS + 1):
+        begin = time.perf_counter()
+        for _ in range(STEPS if number else WARM):
+            step(next(batches))
+        bench.wait(device)
+        if number:
+            yield time.perf_counter() - begin
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(sys.argv[1], "--small" in sys.argv)))
