@@ -1,0 +1,145 @@
+"""Lesson 04: a dynamic loss scaler, a cast to FP8, and the scale that an amax history gives."""
+
+import torch
+from torch import Tensor
+
+from course import precision
+from course.lab import returned
+from course.lab.exercise import Exercise, Tensors
+from course.lab.returned import Returned
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def to_fp8(x: Tensor, scale: Tensor, kind: torch.dtype) -> Tensor:
+    """x · scale in the format `kind`; what is beyond the largest number of the format becomes that number."""
+    largest = torch.finfo(kind).max
+    return (x * scale).clamp(-largest, largest).to(kind)
+
+
+def remember(history: Tensor, amax: Tensor) -> Tensor:
+    """The history after a step, newest first: (tensors, steps) and this step's amaxes, (tensors,) -> (tensors, steps)."""
+    return torch.cat([amax[:, None], history[:, :-1]], 1)
+
+
+def delayed_scale(history: Tensor, largest: float) -> Tensor:
+    """What to multiply each tensor with, so that the largest amax of its history becomes `largest`.
+
+    (tensors, steps) -> (tensors,); 1 where nothing but zeros has been seen.
+    """
+    amax = history.amax(1)                                              # (tensors,)
+    return torch.where(amax > 0, largest / amax, 1.0)
+
+
+def draw_steps(seed: int, hidden: bool) -> Tensors:
+    """Loss scales, counts of good steps near the limit and away from it, and which steps are bad; then a long run."""
+    generator = torch.Generator().manual_seed(seed)
+    many, long = (24, 6 * precision.GROW_AFTER) if hidden else (12, 4 * precision.GROW_AFTER)
+    good = torch.randint(0, precision.GROW_AFTER - 1, (many,), generator=generator)
+    good[::3] = precision.GROW_AFTER - 1             # the next good step is the one that counts
+    bad_at = torch.randint(0, long, (3,), generator=generator)
+    return {"scale": 2.0 ** torch.randint(3, 20, (many,), generator=generator).double(), "good": good,
+            "bad": (torch.rand(many, generator=generator) < 0.4).double(), "long": torch.zeros(long).index_fill(0, bad_at, 1.0)}
+
+
+def scale_losses(inputs: Tensors) -> Tensors:
+    """One step of many scalers at once, as tensors; one after another over a long run; and of a format that needs none."""
+    scale, good, bad = (inputs[name] for name in ("scale", "good", "bad"))
+    try:
+        found = torch.vmap(lambda *one: pair_of("fp16", *one))(scale, good, bad)
+    except RuntimeError as error:
+        if "vmap" not in str(error):
+            raise
+        raise Returned("`next_scale` looks at the value of a tensor (an `if`, a float() or .item()): the host would have to wait "
+                       "for the GPU in every step",
+                       "compute both outcomes and choose with torch.where(bad > 0, ..., ...)") from error
+    now, count = torch.tensor(2.0**16, dtype=torch.float64), torch.tensor(0)
+    seen = []
+    for flag in inputs["long"].double():
+        now, count = pair_of("fp16", now, count, flag)
+        seen.append(now)
+    none = pair_of("bf16", scale[0], good[0], bad[0])
+    return {"scale": found[0].double(), "good": found[1].double(), "run": torch.stack(seen)[::50].double(),
+            "none": torch.stack([none[0].double(), none[1].double()])}
+
+
+def pair_of(kind: str, scale: Tensor, good: Tensor, bad: Tensor) -> tuple[Tensor, Tensor]:
+    one, two = returned.pair(precision.next_scale(kind, scale, good, bad), "next_scale", "(scale, good)")
+    for value in (one, two):
+        if not isinstance(value, Tensor):
+            raise Returned(f"`next_scale` returned {returned.told(value)} in its pair; tensors are wanted",
+                           "keep the scale and the count as tensors: torch.where takes numbers beside them")
+    return one, two
+
+
+def draw_tensors(seed: int, hidden: bool) -> Tensors:
+    """Numbers over many orders of magnitude, some far beyond what a format holds, and scales."""
+    generator = torch.Generator().manual_seed(seed)
+    many = 400 if hidden else 200
+    x = torch.randn(2, many, generator=generator) * 10.0 ** (6 * torch.rand(2, many, generator=generator) - 4)
+    scale = 2.0 ** torch.randint(-2, 6, (2,), generator=generator).float()
+    x[:, :5] = torch.tensor([0.0, 1e9, -1e9, 1e-9, -1.0])
+    return {"x": x, "scale": scale}
+
+
+def cast_all(inputs: Tensors) -> Tensors:
+    """The numbers that casts give, of both formats, as float32; and that they are in these formats."""
+    found, types = {}, []
+    for name, kind, x, scale in zip(("e4m3", "e5m2"), (E4M3, E5M2), inputs["x"], inputs["scale"], strict=True):
+        q = to_fp8(x, scale, kind)
+        if not isinstance(q, Tensor) or q.shape != x.shape:
+            raise Returned(f"`to_fp8` returned {returned.told(q)}; a tensor of shape {tuple(x.shape)} is wanted",
+                           returned.cure(q, "return the whole tensor, cast"))
+        types.append(float(q.dtype == kind))
+        found[name] = q.float()
+    return {**found, "type": torch.tensor(min(types))}
+
+
+def draw_histories(seed: int, hidden: bool) -> Tensors:
+    """Amax histories of several tensors, one of which has seen only zeros, and the amaxes of a step."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors, steps = (7, 12) if hidden else (5, 6)
+    history = torch.rand(tensors, steps, generator=generator, dtype=torch.float64) * 10
+    history[1] = 0
+    return {"history": history, "amax": torch.rand(tensors, generator=generator, dtype=torch.float64) * 20}
+
+
+def move(inputs: Tensors) -> Tensors:
+    """A history after one step and after three; and whether what was given was left alone."""
+    history, amax = inputs["history"], inputs["amax"]
+    given, shape = history.clone(), tuple(history.shape)
+    one = returned.tensor(remember(given, amax), "remember", shape, torch.float64)
+    three = remember(remember(one.clone(), 2 * amax), 3 * amax)
+    return {"one": one, "three": returned.tensor(three, "remember", shape, torch.float64),
+            "kept": torch.tensor(float(torch.equal(given, history)))}
+
+
+def scales(inputs: Tensors) -> Tensors:
+    """Scales for both formats, and for a tensor of zeros."""
+    history = inputs["history"]
+    some = torch.cat([history[:1], history[2:]])
+    return {name: returned.tensor(delayed_scale(part, largest), "delayed_scale", (len(part),), torch.float64)
+            for name, part, largest in (("e4m3", some, 448.0), ("e5m2", some, 57344.0), ("zeros", history[1:2], 448.0))}
+
+
+EXERCISES = [
+    Exercise("loss-scaler", "04", ("course.precision.next_scale",), draw_steps, scale_losses, {
+        "scale": "the scale halves after a bad step, doubles after enough good ones, and stays otherwise",
+        "good": "good steps are counted, from 0 again after a bad one and after a doubling",
+        "run": "over thousands of steps the scale goes where it should",
+        "none": "formats that need no scaling keep theirs"}, points=2),
+    Exercise("fp8-cast", "04", (f"{__name__}.to_fp8",), draw_tensors, cast_all, {
+        "e4m3": "the numbers of E4M3, cut off at 448",
+        "e5m2": "the numbers of E5M2, cut off at 57344",
+        "type": "the result is in the format that is asked for"},
+        flags={"type": "it is in another format: end with .to(kind)"}),
+    Exercise("amax-history", "04", (f"{__name__}.remember",), draw_histories, move, {
+        "one": "the newest amax comes first, the oldest goes",
+        "three": "and so on, step after step",
+        "kept": "the history that it was given is left as it was"},
+        flags={"kept": "the history that it was given has changed"}),
+    Exercise("delayed-scale", "04", (f"{__name__}.delayed_scale",), draw_histories, scales, {
+        "e4m3": "the largest amax of the history becomes the format's largest number",
+        "e5m2": "in the wider format as well",
+        "zeros": "a tensor of zeros has a scale, 1"}),
+]
