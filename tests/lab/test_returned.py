@@ -63,8 +63,8 @@ STEP_RETURNS = "return loss.detach()"
     ("accumulate", "    return compute\n", "", "`eager` returned None", "forget"),
     ("accumulate", "return loss ", "loss ", "`compute` returned None", "forget"),
     ("accumulate", "return loss ", "return loss.item() ", "a float", ".item()"),
-    ("loss-scaler", "good = torch.where(bad > 0, 0, good + 1)", "good = good * 0 if bad > 0 else good + 1", "the value of a tensor",
-     "torch.where"),
+    ("loss-scaler", "good = torch.where(bad > 0, 0, good + 1)", "good = good * 0 if bad > 0 else good + 1",
+     "the value of a tensor", "torch.where"),
     ("named-parts", "@contextmanager\n", "", "something for `with` is wanted", "@contextmanager"),
 ])
 def test_exercises_look_at_what_is_returned(name, old, new, text, cure):

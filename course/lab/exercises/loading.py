@@ -1,0 +1,165 @@
+"""Lesson 03: which samples a rank reads, and reading them before they are asked for."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from itertools import islice
+from typing import Any
+
+import torch
+
+from course.data import order
+from course.lab import returned
+from course.lab.exercise import Exercise, Tensors
+from course.lab.returned import Returned
+
+END = object()                                       # what comes after the last batch
+PATIENCE = 3.0                                       # seconds that a reader may take for what it should have done at once
+
+
+def ahead(batches: Iterable[Any], depth: int) -> Iterator[Any]:
+    """The same batches in the same order, of which a thread has read up to `depth` before they are asked for.
+
+    What reading raises comes out when the batch's turn comes. When this generator is closed the thread ends.
+    """
+    source = iter(batches)
+    with ThreadPoolExecutor(1) as pool:              # one thread: batches are read in order
+        waiting: deque[Future[Any]] = deque(pool.submit(next, source, END) for _ in range(depth))
+        while True:
+            batch = waiting.popleft().result()
+            if batch is END:
+                return
+            waiting.append(pool.submit(next, source, END))
+            yield batch
+
+
+def draw_shards(seed: int, hidden: bool) -> Tensors:
+    """Data sets, global batches, ranks and where to go on: (cases, [seed, samples, batch, ranks, consumed])."""
+    generator = torch.Generator().manual_seed(seed)
+    cases = []
+    for _ in range(5 if hidden else 3):
+        ranks = int(torch.randint(2, 5, (), generator=generator))
+        batch = ranks * int(torch.randint(1, 4, (), generator=generator))
+        samples = int(torch.randint(2 * batch, 5 * batch, (), generator=generator)) + 1
+        done = batch * int(torch.randint(1, 4, (), generator=generator))
+        cases.append([int(torch.randint(1000, (), generator=generator)), samples, batch, ranks, done])
+    return {"cases": torch.tensor(cases)}
+
+
+def shard(inputs: Tensors) -> Tensors:
+    """The sample ids of every rank over more than two epochs, from the start and after some."""
+    found: dict[str, list[float]] = {"ids": [], "later": [], "together": []}
+    for seed, samples, batch, ranks, done in inputs["cases"].tolist():
+        steps = 2 * samples // batch + 2
+        for name, consumed in (("ids", 0), ("later", done)):
+            lists = [take(order.train_batches(seed, samples, batch, ranks, rank, consumed), steps) for rank in range(ranks)]
+            found[name] += [float(i) for one in lists for ids in one for i in ids]
+            if name == "ids":                        # whether the ranks of a step have just the global batch
+                wanted = [sorted(order.samples_at(seed, samples, k * batch, (k + 1) * batch).tolist()) for k in range(steps)]
+                found["together"] += [float(sorted(i for one in lists for i in one[k]) == wanted[k]) for k in range(steps)]
+    return {name: torch.tensor(values, dtype=torch.float64) for name, values in found.items()}
+
+
+def take(batches: Any, steps: int) -> list[list[int]]:
+    """The first lists of ids."""
+    if not hasattr(batches, "__next__"):
+        raise Returned(f"`train_batches` returned {returned.told(batches)}; a generator is wanted",
+                       "`yield` a list of ids for each global batch, in a loop without end")
+    return [returned.several(ids, "train_batches", "a list of sample ids") for ids in islice(batches, steps)]
+
+
+def draw_reads(seed: int, hidden: bool) -> Tensors:
+    """Runs: how many batches there are, how many to read ahead, and which one cannot be read, (runs, 3)."""
+    generator = torch.Generator().manual_seed(seed)
+    runs = [[int(torch.randint(low, high, (), generator=generator)) for low, high in ((20, 50), (2, 6), (3, 15))]
+            for _ in range(2 if hidden else 1)]
+    return {"runs": torch.tensor(runs)}
+
+
+class Source:
+    """Batches that note when they are read, and by whom."""
+
+    def __init__(self, count: int, broken: int = -1):
+        self.count, self.broken, self.read = count, broken, 0
+        self.threads: set[int] = set()
+
+    def __iter__(self) -> Iterator[int]:
+        for number in range(self.count):
+            self.threads.add(threading.get_ident())
+            if number == self.broken:
+                raise OSError(f"batch {number} cannot be read")
+            self.read += 1
+            yield 10 * number
+
+    def comes_to(self, count: int) -> bool:
+        """Whether so many have been read, now or in a while."""
+        end = time.monotonic() + PATIENCE
+        while self.read < count and time.monotonic() < end:
+            time.sleep(0.01)
+        return self.read >= count
+
+
+def read_ahead(inputs: Tensors) -> Tensors:
+    """Several runs, one after another."""
+    runs = [one_run(*run) for run in inputs["runs"].tolist()]
+    found = {name: [run[name] for run in runs] for name in runs[0]}
+    return {name: torch.cat(each) if each[0].ndim else torch.stack(each).amin() for name, each in found.items()}
+
+
+def one_run(count: int, depth: int, broken: int) -> Tensors:
+    """What comes, how far it has been read at each moment, an error in its turn, and the end of the thread."""
+    before, source = threading.active_count(), Source(count)
+    came: list[float] = []
+    further: list[float] = []
+    with closing(generator(source, depth)) as batches:
+        for number, batch in enumerate(batches):
+            came.append(float(batch) if isinstance(batch, int) else -1.0)
+            if len(came) > count + 3:
+                break
+            if number < 2:                           # while this batch is worked on
+                source.comes_to(number + 1 + depth)
+                time.sleep(0.05)
+                further.append(float(source.read - number - 1))
+    torn, good, told = Source(count, broken), 0, 0.0
+    try:
+        for _ in generator(torn, depth):
+            good += 1
+            if good > count:
+                break
+    except OSError:
+        told = 1.0
+    with closing(generator(Source(count), depth)) as early:
+        next(early, None)
+    time.sleep(0.1)
+    return {"order": torch.tensor(came), "ahead": torch.tensor(further),
+            "thread": torch.tensor(float(threading.get_ident() not in source.threads)), "raised": torch.tensor(told),
+            "in turn": torch.tensor([float(good)]), "ended": torch.tensor(float(threading.active_count() <= before))}
+
+
+def generator(source: Source, depth: int) -> Any:
+    """`ahead(source, depth)`, if it is a generator."""
+    found = ahead(source, depth)
+    if not hasattr(found, "close"):
+        raise Returned(f"`ahead` returned {returned.told(found)}; a generator is wanted", "`yield` one batch after the other")
+    return found
+
+
+EXERCISES = [
+    Exercise("sharded-sampler", "03", ("course.data.order.train_batches",), draw_shards, shard, {
+        "together": "the ranks of a step have the global batch, each sample once",
+        "ids": "each rank has its contiguous part of it, through several epochs",
+        "later": "after so many samples it goes on where it would have been"}, points=2),
+    Exercise("read-ahead", "03", (f"{__name__}.ahead",), draw_reads, read_ahead, {
+        "order": "all batches come, in their order, and nothing after them",
+        "thread": "another thread reads",
+        "ahead": "while a batch is worked on `depth` more have been read, and not one beyond them",
+        "raised": "what reading raises comes out",
+        "in turn": "when its turn comes: the batches before it are good",
+        "ended": "closing it ends the thread"},
+        flags={"thread": "the thread that computes reads, too: it waits meanwhile",
+               "raised": "the error was swallowed: training would end as if all were well",
+               "ended": "a thread is left over"}, points=2),
+]
