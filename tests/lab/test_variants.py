@@ -1,4 +1,4 @@
-"""Right answers that are written in other ways than the library's pass too, also on hidden inputs."""
+"""Right answers that are written in other ways than the library's pass too, on hidden inputs, whose sizes a learner never saw."""
 
 import pytest
 
@@ -268,6 +268,5 @@ class Recompute(torch.autograd.Function):
     pytest.param(name, number, marks=[] if name == "roofline" else pytest.mark.slow)
     for name, sources in VARIANTS.items() for number in range(len(sources))])
 def test_a_right_answer_written_differently_passes(name, number):
-    for hidden in (False, True):
-        found = check.examine(find(name), cells.whole(VARIANTS[name][number]), 5, hidden)
-        assert found.passed, present.text(found, colour=False)
+    found = check.examine(find(name), cells.whole(VARIANTS[name][number]), 5, hidden=True)
+    assert found.passed, present.text(found, colour=False)
