@@ -335,7 +335,7 @@ lab.show("course.parallel.zero.Zero")
 
 # %% [markdown]
 # `start` is called in the backward pass, when the last gradient of a bucket is there; `complete` before the optimizer's step;
-# `updated` after it; and each module waits for its own weights just before its forward pass. All the rest of the training is
+# `updated` after it; and each block waits for its weights just before its forward pass. All the rest of the training is
 # as before: clipping, checkpoints and `verify` read the parameters' placements, which say which segment is here.
 #
 # > **Predict.** 2 ranks: how many bytes of states a parameter does each keep? Will the training be equal to that of one
