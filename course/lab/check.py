@@ -34,6 +34,7 @@ COPY = "do not write into {}; work on a copy"
 ENDED = ("look for a loop that does not end, for memory that grows, and for a call that ends the process (sys.exit, os._exit) or "
          "makes it crash")
 UNMET = "every rank of a group has to call the same collectives, in the same order, with tensors of the same shape"
+UNWRITTEN = "it is not written yet"
 DISCREET = {                                         # what stopped an answer, where its own words are left out
     "Returned": "what your code returned cannot be used: compare its type and shape with what the docstring says",
     "ranks": "the ranks did not meet in the same collectives",
@@ -152,9 +153,14 @@ def hint_for_numbers(exercise: Exercise, run: Run, expected: Run, slips: Sequenc
 
 def stopped(run: Run) -> str:
     """What stopped an answer, as a sentence."""
-    if run.kind == "NotImplementedError" and "not implemented yet" in run.error:
-        return "it is not written yet"
+    if unwritten(run.kind, run.error):
+        return UNWRITTEN
     return run.error if run.kind in ("Returned", "ranks") else f"it stopped: {run.error}"
+
+
+def unwritten(kind: str, text: str) -> bool:
+    """Whether an answer stopped at the blank itself."""
+    return kind == "NotImplementedError" and "not implemented yet" in text
 
 
 def hint_for_error(exercise: Exercise, run: Run, seed: int, hidden: bool, size: int) -> str:
@@ -285,8 +291,8 @@ def complaint(folder: Path, number: int, answer: Sequence[Piece]) -> Run:
 
 def discreetly(kind: str, text: str, answer: Sequence[Piece]) -> str:
     """What stopped an answer on hidden inputs, which its message may hold: the kind, and those of its lines that are named."""
-    if kind == "NotImplementedError" and "not implemented yet" in text:
-        return "it is not written yet"
+    if unwritten(kind, text):
+        return UNWRITTEN
     known = isinstance(getattr(builtins, kind, None), type)
     sentence = DISCREET.get(kind, f"it stopped: {kind if known else 'an exception'}, whose message is left out: "
                                   "it could show hidden inputs")

@@ -27,12 +27,10 @@
 # %%
 import math
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch.profiler import record_function
 
 from course import config, parallel, train
 from course.lab import figures, figures_profile
@@ -135,24 +133,12 @@ lab.show("course.step.train_step")
 #   CUDA is in use, `torch.cuda.is_initialized()`.
 #
 # The block may raise an exception. Then its range has to end nevertheless, or all that follows would seem to lie within it.
-# With `@contextmanager` a function becomes something for `with`: what stands before `yield` runs before the block, what stands
+# With `@contextmanager` (of `contextlib`) a function becomes something for `with`: what stands before `yield` runs before the
+# block, what stands
 # after it afterwards.
 
 # %% exercise="named-parts"
-@contextmanager
-def part(name: str) -> Iterator[None]:
-    """A named part of the step, in traces of PyTorch's profiler and of nsys."""
-    ### BEGIN SOLUTION
-    nvtx = torch.cuda.is_initialized()
-    if nvtx:
-        torch.cuda.nvtx.range_push(name)
-    try:
-        with record_function(name):
-            yield
-    finally:
-        if nvtx:
-            torch.cuda.nvtx.range_pop()
-    ### END SOLUTION
+from course.profile import part
 
 # %%
 check("named-parts")
