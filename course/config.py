@@ -19,6 +19,7 @@ from pydantic_core import ErrorDetails
 from course.errors import CourseError
 from course.files import atomic
 from course.models import DiTConfig, GPTConfig, ViTConfig
+from course.precision import LOW
 
 PRESETS = Path(__file__).parent / "configs"
 KINDS: dict[str, type] = {"vit": ViTConfig, "gpt": GPTConfig, "dit": DiTConfig}
@@ -134,12 +135,13 @@ class Config:
     train: Train = field(default_factory=Train)
     parallel: Parallel = field(default_factory=Parallel)
     precision: Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8"] = "tf32"
+    stream: Literal["wide", "narrow"] = "wide"      # what flows between blocks: float32, or the 16 bits of the matmuls
     fp8: FP8 = field(default_factory=FP8)           # with precision=fp8
     log: Log = field(default_factory=Log)
     profile: Profile = field(default_factory=Profile)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     attention: Literal["default", "cudnn", "flash", "efficient", "math"] = "default"     # see course/attention.py
-    compile: bool = False                           # torch.compile the model
+    compile: Literal[False, True, "whole"] = False  # torch.compile: part by part, or the whole model as one graph
     graphs: bool = False                            # capture the step in a CUDA graph
 
 
@@ -297,6 +299,9 @@ def check(config: Config) -> Config:
         raise CourseError(f"parallel.zero=true has buckets of its own: use parallel.data=bucketed, not {p.data}")
     if config.precision == "fp8":
         check_fp8(config)
+    if config.stream == "narrow" and config.precision not in LOW:
+        raise CourseError(f"stream=narrow is for 16-bit matmuls, and precision={config.precision} has none: use bf16, fp16 or "
+                          "fp8, or stream=wide")
     if config.graphs:
         if p.pp > 1:
             raise CourseError("graphs=true cannot capture a pipeline, whose stages meet on the host: set graphs=false or "

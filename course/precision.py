@@ -1,9 +1,10 @@
 """Number formats: in which one the matmuls run, and how fp16's gradients are kept from vanishing. FP8 is in `course/fp8.py`."""
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}        # fp8: all but the linears it takes
 FIRST_SCALE = {"fp16": 2.0**16}                     # everything else needs no scaling: 1
@@ -25,6 +26,21 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager:
     if precision in LOW:
         return torch.autocast(device.type, LOW[precision])
     return nullcontext()
+
+
+def narrow(model: Any, precision: str) -> nn.Module:
+    """Let what flows from block to block be in the 16 bits of the matmuls, from the embedding on, as in Megatron-LM.
+
+    Autocast alone leaves it in float32, since a position's vector is. Every norm and every sum then reads and writes half the
+    bytes; each block's output is rounded once more, to 2^-9 of the sum in bf16.
+    """
+    def to_low(module: nn.Module, inputs: Any, output: Any) -> Any:
+        x, *conditions = output if isinstance(output, tuple) else (output,)             # (B, T, D)
+        return (x.to(LOW[precision]), *conditions) if conditions else x.to(LOW[precision])
+
+    if model.embed is not None:                     # of a pipeline, the first stage's
+        model.embed.register_forward_hook(to_low)
+    return model
 
 
 def next_scale(precision: str, scale: Tensor, good: Tensor, bad: Tensor) -> tuple[Tensor, Tensor]:

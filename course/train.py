@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from course import attention, checkpoint, fp8, random, te
 from course import config as configuration
+from course.compilation import compile_parts
 from course.config import Config
 from course.data import train_loader
 from course.errors import CourseError
@@ -22,7 +23,7 @@ from course.models import build_model
 from course.parallel import Mesh, abandon, build_mesh, data_parallel, join, leave, parallelize
 from course.parallel.data import Naive
 from course.perf import flops
-from course.precision import parameter_dtype, set_matmul
+from course.precision import narrow, parameter_dtype, set_matmul
 from course.profile import Look, part
 from course.recompute import recompute
 from course.report import Report, Stopwatch, memory_gb
@@ -70,10 +71,10 @@ def assemble(config: Config, mesh: Mesh) -> Training:
     model = fp8.prepare(parallelize(model, mesh, config.parallel), scaling)
     random.initialize(model, config.train.seed, mesh.world.device, parameter_dtype(config.precision))
     te.convert(model, config, mesh)
+    if config.stream == "narrow":
+        narrow(model, config.precision)
     recompute(model, config.train.recompute)
-    if config.compile:
-        for part in getattr(model, "chunks", [model]):              # of a pipeline, stage by stage
-            part.compile()
+    compile_parts(model, config.compile)
     progress = Progress.start(config, mesh.world.device)
     gradients = data_parallel(model, mesh, config.parallel)
     optimizer = build_optimizer(gradients.parameters, progress, config)

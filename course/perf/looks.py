@@ -1,8 +1,8 @@
 """The recorded looks into training steps of lesson 02: `python -m course.perf.looks FILE` on one GPU.
 
 For each configuration an account of three steps (`account.py`), for two of them also the timeline of one step; and what a clock
-around a matrix multiplication shows if nobody waits for the GPU. Under `torchrun --nproc-per-node 4 -m course.perf.looks FILE`
-the tensor-parallel one instead, of rank 0.
+around a matrix multiplication shows if nobody waits for the GPU. Under `torchrun --nproc-per-node 2 -m course.perf.looks FILE`
+the tensor-parallel ones instead, of rank 0.
 """
 
 import json
@@ -26,9 +26,9 @@ REFERENCE = ("data.source=mock",)                    # vit-short: 360 x 720, wid
 ALONE = {"16 samples, tf32": REFERENCE, "16 samples, bf16": (*REFERENCE, "precision=bf16"),
          "16 samples, bf16, compiled": (*REFERENCE, "precision=bf16", "compile=true"),
          **{f"small batch of {n}, bf16": (*SMALL, f"train.global_batch={n}") for n in (1, 4, 16, 64)}}
-TOGETHER = {"tensor parallel": (*REFERENCE, "model.dim=1024", "precision=bf16", "parallel.tp=4", "parallel.sp=true",
-                                "parallel.overlap=none"),
-            "tensor parallel, overlapped": (*REFERENCE, "model.dim=1024", "precision=bf16", "parallel.tp=4", "parallel.sp=true")}
+# over all GPUs
+TOGETHER = {"tensor parallel": (*REFERENCE, "model.dim=1024", "precision=bf16", "parallel.sp=true", "parallel.overlap=none"),
+            "tensor parallel, overlapped": (*REFERENCE, "model.dim=1024", "precision=bf16", "parallel.sp=true")}
 DRAWN = ("small batch of 1, bf16", "16 samples, bf16", *TOGETHER)
 
 
@@ -41,8 +41,8 @@ def main(file: Path) -> None:
         found["clock"] = clock(world.device)
     with tempfile.TemporaryDirectory() as folder:
         for name, settings in (ALONE if world.size == 1 else TOGETHER).items():
-            trace = profile.record(configuration.load("vit-short", [*settings, f"log.dir={folder}", f"log.name={len(name)}",
-                                                                    "profile.steps=3"]))
+            trace = profile.record(configuration.load("vit-short", [*settings, f"parallel.tp={world.size}", f"log.dir={folder}",
+                                                                    f"log.name={len(name)}", "profile.steps=3"]))
             events = account.read(trace)
             found["accounts"][name] = asdict(account.account(events))
             if name in DRAWN:

@@ -1,0 +1,41 @@
+"""Which parts torch.compile compiles, and how often."""
+
+from unittest import mock
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from course import config
+from course.parallel import build_mesh, join
+from course.train import assemble
+
+
+def losses_and_graphs(*settings):
+    """Losses of two steps, and how many graphs the compiler made for them."""
+    def compile_quickly(module):
+        module.__dict__["_compiled_call_impl"] = torch.compile(module._call_impl, backend="aot_eager")
+
+    torch._dynamo.reset()
+    counters.clear()
+    c = config.load("vit-demo", ["data.source=mock", "model.depth=10", "precision=fp64", "train.device=cpu", *settings])
+    with mock.patch("torch.nn.Module.compile", compile_quickly):
+        training = assemble(c, build_mesh(c.parallel, join("cpu")))
+    batch = {name: x.double() if x.is_floating_point() else x for name, x in training.model.example(2, torch.device("cpu")).items()}
+    return [training.step(batch)[0].item() for _ in range(2)], counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize(("how", "graphs"), [("true", 4), ("whole", 2)])
+def test_all_blocks_run_the_code_of_the_first(how, graphs):
+    """Ten blocks: one graph for all, and one each for embedding, head and loss; or one for the model, one for the loss."""
+    (eager, _), (compiled, found) = losses_and_graphs(), losses_and_graphs(f"compile={how}")
+    assert compiled == pytest.approx(eager, rel=1e-12)
+    assert found == graphs
+
+
+def test_blocks_that_differ_are_compiled_one_by_one_and_never_left_out():
+    """Ten versions of a block are more than PyTorch's limit, beyond which it would run the others uncompiled."""
+    settings = ("model.dropout=0.1", "model.drop_path=0.2")
+    (eager, _), (compiled, found) = losses_and_graphs(*settings), losses_and_graphs(*settings, "compile=true")
+    assert compiled == pytest.approx(eager, rel=1e-12)
+    assert found == 13

@@ -1,0 +1,45 @@
+"""What flows between blocks in 16 bits. The other formats are tested with the training that they are for."""
+
+import pytest
+import torch
+
+from course import config
+from course.errors import CourseError
+from course.launch import ranks
+from course.parallel import build_mesh, join
+from course.train import assemble
+
+SMALL = ["data.source=mock", "model.depth=3", "train.device=cpu", "precision=bf16"]
+WIDE = {"vit-demo": torch.float32, "gpt-demo": torch.float32, "dit-demo": torch.bfloat16}     # DiT's positions are no parameters
+
+
+def streams(preset, *settings):
+    """Losses of three steps, and the formats of what each block was given."""
+    c = config.load(preset, [*SMALL, *settings])
+    training = assemble(c, build_mesh(c.parallel, join("cpu")))
+    seen = []
+    for block in training.model.blocks.values():
+        block.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].dtype))
+    batch = training.model.example(4, torch.device("cpu"))
+    return [training.step(batch)[0].item() for _ in range(3)], set(seen)
+
+
+@pytest.mark.parametrize("preset", WIDE)
+def test_narrow_keeps_16_bits_from_block_to_block_and_trains_as_wide_does(preset):
+    more = ["model.residual=false", "optim.lr=0.01"] if preset == "vit-demo" else []
+    (wide, full), (narrow, low) = streams(preset, *more), streams(preset, *more, "stream=narrow")
+    assert full == {WIDE[preset]} and low == {torch.bfloat16}
+    assert narrow == pytest.approx(wide, rel=2e-2)
+    assert (narrow != wide) == (full != low)
+
+
+def test_narrow_stages_send_16_bits():
+    alone, _ = streams("vit-demo", "stream=narrow", "train.micro_batch=1", "model.depth=4")
+    found = ranks(2, timeout=120)(streams, "vit-demo", "stream=narrow", "train.micro_batch=1", "model.depth=4", "parallel.pp=2")
+    assert found[0][1] == found[1][1] == {torch.bfloat16}
+    assert [sum(pair) for pair in zip(found[0][0], found[1][0], strict=True)] == pytest.approx(alone, rel=1e-2)
+
+
+def test_narrow_without_16_bits_is_a_sentence():
+    with pytest.raises(CourseError, match="stream=narrow is for 16-bit matmuls, and precision=tf32 has none"):
+        config.load("vit-demo", ["stream=narrow", "precision=tf32"])
