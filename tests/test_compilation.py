@@ -21,7 +21,8 @@ def losses_and_graphs(*settings):
     c = config.load("vit-demo", ["data.source=mock", "model.depth=10", "precision=fp64", "train.device=cpu", *settings])
     with mock.patch("torch.nn.Module.compile", compile_quickly):
         training = assemble(c, build_mesh(c.parallel, join("cpu")))
-    batch = {name: x.double() if x.is_floating_point() else x for name, x in training.model.example(2, torch.device("cpu")).items()}
+    batch = {name: x.double() if x.is_floating_point() else x
+             for name, x in training.model.example(2, torch.device("cpu")).items()}
     return [training.step(batch)[0].item() for _ in range(2)], counters["stats"]["unique_graphs"]
 
 

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from queue import SimpleQueue
+from threading import Lock
 from typing import Any
 
 import psutil
@@ -89,15 +90,24 @@ def main(out: Path, names: Sequence[str], small: bool) -> list[Row]:
     free: SimpleQueue[str] = SimpleQueue()
     for gpu in gpus:
         free.put(gpu)
+    rows: list[Row] = []
+    writing = Lock()
+
+    def run(name: str) -> None:
+        """A rung; the file is written after each, so that whoever has to stop keeps what there is."""
+        row = rung(name, free, small)
+        with writing, atomic(out) as temporary:
+            rows.append(row)
+            rows.sort(key=lambda row: list(chosen).index(row["rung"]))
+            temporary.write_text(json.dumps({**head, "rows": rows}, indent=1))
+
+    head = {**bench.machine(torch.device("cpu" if small else "cuda")), "command": "course bench vit --out FILE",
+            "meaning": "whole training steps of vit-short (360 x 720, patch 8, depth 12, width 384, batch 16) with changed "
+                       "settings; first_s: from the start of the process to the end of its first step"}
     with ThreadPoolExecutor(len(gpus)) as pool:
-        rows = list(pool.map(lambda name: rung(name, free, small), [name for name in chosen if name not in reading]))
-    rows += [rung(name, free, small) for name in reading]
-    rows.sort(key=lambda row: list(chosen).index(row["rung"]))
-    found = {**bench.machine(torch.device("cpu" if small else "cuda")), "command": "course bench vit --out FILE",
-             "meaning": "whole training steps of vit-short (360 x 720, patch 8, depth 12, width 384, batch 16) with changed "
-                        "settings; first_s: from the start of the process to the end of its first step", "rows": rows}
-    with atomic(out) as temporary:
-        temporary.write_text(json.dumps(found, indent=1))
+        list(pool.map(run, [name for name in chosen if name not in reading]))
+    for name in reading:
+        run(name)
     return rows
 
 
