@@ -1,11 +1,8 @@
-"""torch.compile: part by part, or the whole model as one graph.
+"""torch.compile, part by part: embedding, blocks, head and loss each by itself.
 
-    true     embedding, blocks, head and loss each by itself. All blocks run the code of the first: the compiler's work, and the
-             time to the first step, do not grow with depth
-    whole    the model as one graph, and the loss as another: sums at the end of a block join the norm that begins the next,
-             for the price of compiling every block
-
-Dropout's and stochastic depth's constants differ from block to block, so with them every block is compiled either way.
+All blocks run the code of the first, so neither the compiler's work nor the time to the first step grows with depth. Compiled
+as one graph the reference model is as fast and starts after 29 s instead of 11 (on an H200). Dropout's and stochastic depth's
+constants differ from block to block; with them each block is compiled for itself.
 """
 
 from itertools import chain
@@ -17,16 +14,15 @@ from torch import nn
 KINDS = 16                                          # versions of a block for other reasons, such as evaluation
 
 
-def compile_parts(model: Any, how: bool | str) -> nn.Module:
-    """Compile a model in place, after it is cut; `how` is False, True or "whole"."""
-    if not how:
-        return model
+def compile_parts(model: Any, attention: str = "default") -> nn.Module:
+    """Compile a model in place, after it is cut. `attention` is the chosen backend."""
     chunks = getattr(model, "chunks", [model])      # of a pipeline, stage by stage
     # blocks that differ are versions of one function to the compiler: past its limit it would silently stop compiling
     limit = KINDS + 2 * max(len(chunk.blocks) for chunk in chunks)
     torch._dynamo.config.recompile_limit = max(limit, torch._dynamo.config.recompile_limit)
-    pieces = [(chunk.embed, *chunk.blocks.values(), chunk.head) for chunk in chunks] if how != "whole" else [tuple(chunks)]
-    for part in chain(*pieces, [model.loss]):
+    if attention != "default":                      # its cache on disk takes graphs of another backend for the same
+        torch._functorch.config.enable_autograd_cache = False       # type: ignore[attr-defined]
+    for part in chain(*((chunk.embed, *chunk.blocks.values(), chunk.head) for chunk in chunks), [model.loss]):
         if part is not None:
             part.compile()
     return model

@@ -141,7 +141,7 @@ class Config:
     profile: Profile = field(default_factory=Profile)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     attention: Literal["default", "cudnn", "flash", "efficient", "math"] = "default"     # see course/attention.py
-    compile: Literal[False, True, "whole"] = False  # torch.compile: part by part, or the whole model as one graph
+    compile: bool = False                           # torch.compile, see course/compilation.py
     graphs: bool = False                            # capture the step in a CUDA graph
 
 

@@ -74,7 +74,8 @@ def assemble(config: Config, mesh: Mesh) -> Training:
     if config.stream == "narrow":
         narrow(model, config.precision)
     recompute(model, config.train.recompute)
-    compile_parts(model, config.compile)
+    if config.compile:
+        compile_parts(model, config.attention)
     progress = Progress.start(config, mesh.world.device)
     gradients = data_parallel(model, mesh, config.parallel)
     optimizer = build_optimizer(gradients.parameters, progress, config)

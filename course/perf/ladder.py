@@ -48,7 +48,6 @@ RUNGS: dict[str, tuple[str, ...]] = {
     "bf16, on the device": ("precision=bf16", *MOCK),
     "bf16, compiled": (*FAST, *MOCK),
     "bf16, compiled, once more": (*FAST, *MOCK),     # the first step: what the compiler's cache saves
-    "bf16, compiled as a whole": (*FAST, "compile=whole", *MOCK),
     "bf16, compiled, narrow stream": (*FAST, "stream=narrow", *MOCK),
     "bf16, compiled, in a graph": (*FAST, "graphs=true", *MOCK),
     "bf16, compiled, flash attention": (*FAST, "attention=flash", *MOCK),

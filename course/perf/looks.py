@@ -2,7 +2,7 @@
 
 For each configuration an account of three steps (`account.py`), for two of them also the timeline of one step; and what a clock
 around a matrix multiplication shows if nobody waits for the GPU. Under `torchrun --nproc-per-node 2 -m course.perf.looks FILE`
-the tensor-parallel ones instead, of rank 0.
+the tensor-parallel one instead, over all of them, of rank 0.
 """
 
 import json
@@ -26,9 +26,7 @@ REFERENCE = ("data.source=mock",)                    # vit-short: 360 x 720, wid
 ALONE = {"16 samples, tf32": REFERENCE, "16 samples, bf16": (*REFERENCE, "precision=bf16"),
          "16 samples, bf16, compiled": (*REFERENCE, "precision=bf16", "compile=true"),
          **{f"small batch of {n}, bf16": (*SMALL, f"train.global_batch={n}") for n in (1, 4, 16, 64)}}
-# over all GPUs
-TOGETHER = {"tensor parallel": (*REFERENCE, "model.dim=1024", "precision=bf16", "parallel.sp=true", "parallel.overlap=none"),
-            "tensor parallel, overlapped": (*REFERENCE, "model.dim=1024", "precision=bf16", "parallel.sp=true")}
+TOGETHER = {"tensor parallel": (*REFERENCE, "model.dim=1024", "precision=bf16", "parallel.sp=true", "parallel.overlap=none")}
 DRAWN = ("small batch of 1, bf16", "16 samples, bf16", *TOGETHER)
 
 

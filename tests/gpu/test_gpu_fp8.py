@@ -72,13 +72,14 @@ def test_a_gpu_trains_as_the_emulation_does():
 @pytest.mark.parametrize("more", [[], ["train.micro_batch=2"], ["train.recompute=full"], ["train.recompute=selective"],
                                   ["compile=true"]])
 def test_every_way_of_running_follows_bf16(recipe, more):
+    """Slowly: at three times the learning rate the emulation, too, is 7% off after these steps, here 0.2%."""
     def losses(*settings: str) -> list[float]:
-        training = assemble("model.dim=64", "train.device=cuda", *settings)
+        training = assemble("model.dim=64", "train.device=cuda", "optim.lr=0.003", *settings)
         batch = training.model.example(4, GPU)
         return [training.step(batch)[0].item() for _ in range(20)]
 
     torch._dynamo.reset()
-    assert losses(f"fp8.recipe={recipe}", *more) == pytest.approx(losses("precision=bf16"), rel=0.03)
+    assert losses(f"fp8.recipe={recipe}", *more) == pytest.approx(losses("precision=bf16"), rel=0.01)
 
 
 def test_no_step_waits_for_the_gpu():
