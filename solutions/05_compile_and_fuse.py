@@ -61,8 +61,8 @@ print(f"torch.compile writes C++ here and has it compiled by {compiler}" if comp
 #
 # That is about eight floating-point operations for each number of `x`: a matrix multiplication does thousands.
 #
-# > **Predict.** `x` has 16 samples of 1024 tokens of width 768, 50 MB in float32. How many times as long as *copying* `x` does
-# > the chain take?
+# > **Predict.** `x` has 16 samples of 1024 tokens of width 768, 50 MB in float32. How many times as long as a *copy*,
+# > `x.clone()`, does the chain take?
 
 # %%
 my_copies = 1.0                  # your prediction
@@ -79,16 +79,15 @@ def chain(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:           # (B, T,
     return m + shift[:, None]                                           # (B, T, D)
 
 
-copy_seconds = bench.copy(x.nbytes / 1e6, cpu)
+copy_seconds = bench.seconds(lambda: x.clone(), cpu, laps=5)
 apart_seconds = bench.seconds(lambda: chain(x, shift, scale), cpu, laps=5)
 lab.beside("the chain, in copies of x", my_copies, apart_seconds / copy_seconds, "copies")
 
 # %% [markdown]
-# **What you should see:** at least three, on a CPU usually far more. A copy is two trips: `x` comes out of memory, and goes
-# back in. The chain makes six. Each line reads what the line before has just written, 50 MB that no cache holds until then.
-#
-# (Far more, because on a CPU the memory of so large a result comes fresh from the operating system, page by page, and the copy
-# was measured into memory that is there. Of a GPU's memory PyTorch keeps what is freed for the next result.)
+# **What you should see:** about three and a half. A copy is two trips: `x` comes out of memory, and a copy of it goes in. The
+# chain makes six. Each line reads what the line before has just written, 50 MB that no cache holds until then. (The rest is
+# arithmetic, which on a CPU is not quite free. And on a CPU each new result of this size comes fresh from the operating
+# system, page by page, which makes its trip slower than one into memory that is there; this is why the unit here is `clone`.)
 
 # %%
 kernels_apart = [("layer_norm", ["x"], ["n"]), ("multiply", ["n"], ["m"]), ("add", ["m"], ["y"])]
@@ -206,13 +205,13 @@ else:
     print("This needs a C++ compiler, and there is none here")
 
 # %% [markdown]
-# **What you should see:** one kernel, whose name lists what it has swallowed, and a speed-up of three or more: the ratio of
-# the bytes, and also of the results that need fresh memory. Values differ in the last digits, since sums are taken in
-# another order. Compiling took seconds where the chain takes fractions of one; it pays if the chain runs often. (A second or
-# less says that the kernel was still on disk from an earlier run: Inductor has a cache.)
+# **What you should see:** one kernel, whose name lists what it has swallowed, and a speed-up of between two and four. Three is
+# what the bytes say; on a CPU the norm's arithmetic takes its part, on a GPU it does not. Values differ in the last digits,
+# since sums are taken in another order. Compiling took seconds where the chain takes a fraction of one; it pays if the chain
+# runs often. (Less than two seconds say that the kernel was still on disk from an earlier run: Inductor has a cache.)
 #
-# On the roofline fusing moves the mark to the right: the same FLOPs for fewer bytes. (How far below the slope the marks lie is
-# what fresh memory costs.)
+# On the roofline both lie near the slope of memory, as measured by `clone`. Fusing moves the mark to the right, the same FLOPs
+# for fewer bytes, and so up the slope.
 
 # %%
 peak_flops = 2 * 1024**3 / bench.matmul(1024, 1024, 1024, torch.float32, cpu)
@@ -224,7 +223,7 @@ points = {"one after another": (flops / apart, flops / apart_seconds)}
 if compiler:
     points["compiled"] = (flops / fused, flops / fused_seconds)
 lab.picture(figures.roofline({"this machine": (peak_flops, peak_bytes)}, points, "A modulated norm on this machine"),
-            "A roof that rises with arithmetic intensity and then is flat. Two marks lie below its slope, far left of the flat "
+            "A roof that rises with arithmetic intensity and then is flat. Two marks lie near its slope, far left of the flat "
             "part; the compiled one lies further right and higher than the other")
 
 # %% [markdown]
@@ -378,12 +377,13 @@ for backend in (torch.nn.attention.SDPBackend.MATH, torch.nn.attention.SDPBacken
     with torch.nn.attention.sdpa_kernel(backend):
         _, kept = counting.saved(lambda: F.scaled_dot_product_attention(q, k, v), (q, k, v))
         calls = launches.operators(lambda: F.scaled_dot_product_attention(q, k, v))
-    print(f"{backend.name.lower():15} {len(calls)} operators, keeps {kept / q.nbytes:4.1f} times the bytes of q, besides q, k and v")
+    print(f"{backend.name.lower():15} {len(calls)} operators; keeps {kept / q.nbytes:4.1f} times q's bytes, besides q, k and v")
 
 # %% [markdown]
-# Which implementation runs is the key `attention` of a configuration: `math` is the plain one, `flash`, `efficient` and `cudnn`
-# are fused, and `default` lets PyTorch choose. They give the same numbers up to rounding, so choose by speed, and measure:
-# below you see `flash` beside the default, which on an H200 is cuDNN's.
+# The plain one keeps the scores, here 512 / 64 = 8 times as large as `q`, and copies of `q` and `k`; the fused one no more
+# than the result. Which implementation runs is the key `attention` of a configuration: `math` is the plain one, `flash`,
+# `efficient` and `cudnn` are fused, and `default` lets PyTorch choose. They give the same numbers up to rounding, so choose
+# by speed, and measure: below you see `flash` beside the default, which on an H200 is cuDNN's.
 #
 # ## What is kept for the backward pass
 #
@@ -716,8 +716,8 @@ else:
     print("Which kernels a compiled block has needs a C++ compiler, and there is none here")
 
 # %% [markdown]
-# On a GPU the counts differ a little: its backward pass of a norm is two or three kernels. What is left in a compiled block are
-# mostly matrix products, and those no fusing removes.
+# On a GPU the counts differ a little: its backward pass of a norm is two or three kernels. What is left in a compiled block
+# are for the most part matrix products, and those no fusing removes.
 #
 # ## On an H200
 #

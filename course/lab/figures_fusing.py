@@ -45,21 +45,21 @@ def trips(panels: Mapping[str, Sequence[Kernel]]) -> Figure:
 
 
 def rungs(measured: Mapping[str, float], unit: str, title: str = "", predicted: Mapping[str, float] | None = None) -> Figure:
-    """A bar for each rung with its number; a prediction of one is a diamond on its line."""
-    figure = Figure(figsize=(8, 0.42 * len(measured) + 1.3), layout="constrained")
+    """A bar for each rung with its number, the first in grey; `predicted` of some of them are diamonds on their lines."""
+    figure = Figure(figsize=(8, 0.42 * len(measured) + 1.5), layout="constrained")
     axis: Any = figure.subplots()
     most = max([*measured.values(), *(predicted or {}).values()])
     for row, (name, value) in enumerate(measured.items()):
         axis.barh(row, value, height=0.6, color=BLUE if row else GREY)
         axis.text(value + 0.01 * most, row - 0.16, f"{value:.3g}", va="center", fontsize=9)
         if predicted and name in predicted:
-            axis.plot(predicted[name], row, "D", color=ORANGE, markeredgecolor="white", markersize=9,
-                      label="you said" if "you said" not in axis.get_legend_handles_labels()[1] else None)
+            mark, = axis.plot(predicted[name], row, "D", color=ORANGE, markeredgecolor="white", markersize=9)
+            mark.set_label("you said")
     axis.set_yticks(range(len(measured)), list(measured))
     axis.set_ylim(len(measured) - 0.5, -0.5)
     axis.set_xlim(0, 1.12 * most)
     axis.set_xlabel(unit)
     axis.set_title(title, fontsize=10)
     if predicted:
-        axis.legend(loc="lower right", frameon=False, fontsize=9)
+        figure.legend(handles=[mark], loc="outside lower center", frameon=False, fontsize=9)
     return figure
