@@ -84,7 +84,7 @@ apart_seconds = bench.seconds(lambda: chain(x, shift, scale), cpu, laps=5)
 lab.beside("the chain, in copies of x", my_copies, apart_seconds / copy_seconds, "copies")
 
 # %% [markdown]
-# **What you should see:** about three and a half. A copy is two trips: `x` comes out of memory, and a copy of it goes in. The
+# **What you should see:** three to five. A copy is two trips: `x` comes out of memory, and a copy of it goes in. The
 # chain makes six. Each line reads what the line before has just written, 50 MB that no cache holds until then. (The rest is
 # arithmetic, which on a CPU is not quite free. And on a CPU each new result of this size comes fresh from the operating
 # system, page by page, which makes its trip slower than one into memory that is there; this is why the unit here is `clone`.)
@@ -104,8 +104,8 @@ lab.picture(figures_fusing.trips({"one after another": kernels_apart, "fused": [
 #
 # <details><summary>Answer</summary>
 # Because arithmetic was never what it waited for. Eight operations on a number of four bytes, read once and written once,
-# are one FLOP a byte. Your machine can do several in the time in which a byte moves, an H200 about twelve in float32 even
-# without its matrix units (lesson 00: the balance). Left of the balance, time is bytes and nothing else. A third of the
+# are one FLOP a byte. Your machine can do several in the time in which a byte moves, and a GPU more, even without its matrix
+# units (lesson 00: the balance). Left of the balance, time is bytes and nothing else. A third of the
 # bytes is a third of the time.
 # </details>
 #
@@ -173,9 +173,9 @@ lab.beside("\nGELU", my_gelu, ratios["GELU by its formula"], "times", "counted")
 #
 # `torch.compile` fuses what it meets. It works in two stages, and it pays to know them apart, because they fail apart:
 #
-# 1. **Dynamo** runs your Python once, with stand-ins for tensors, and records which operations it calls: a **graph**. It also
-#    notes what the record depends on (shapes, types, the Python values it saw) as *guards*. Whenever the guards hold, the
-#    recorded graph runs in place of your Python.
+# 1. **Dynamo** goes through your Python once, with stand-ins for tensors, and records which operations it calls: a **graph**.
+#    It also notes what the record depends on (shapes, types, the Python values it saw) as *guards*. Whenever the guards hold,
+#    the recorded graph runs in place of your Python.
 # 2. **Inductor** makes kernels of the graph, and decides what to fuse. For a GPU it writes Triton, for a CPU C++, and has it
 #    compiled.
 #
@@ -235,10 +235,11 @@ lab.picture(figures.roofline({"this machine": (peak_flops, peak_bytes)}, points,
 #
 # <details><summary>Answer</summary>
 # In a chain each number of the result needs one number of the input, or one token's. Of a matrix product each number needs a
-# whole row and a whole column: nothing of the next step can begin before all of that is there, and a fast product keeps
-# tiles of both matrices in registers and shared memory, where there is no room for more. So products are calls of a library
-# (cuBLAS, MKL), written for one purpose. Attention is, too: FlashAttention is two products and a softmax fused by hand.
-# (Inductor can write products itself and append a short chain to them, with mode="max-autotune".)
+# whole row and a whole column: the next product cannot begin before the one before it is done. And a fast product fills the
+# chip's registers and shared memory with tiles of its matrices. So products are calls of a library (cuBLAS, MKL), written for
+# one purpose. Attention is, too: FlashAttention is two products and a softmax fused by hand. (A short chain can be appended to
+# a product, as the bias is in <code>addmm</code>. Inductor does so with products that it writes itself,
+# <code>mode="max-autotune"</code>.)
 # </details>
 #
 # ## Exercise: kernels of a block
@@ -414,11 +415,10 @@ lab.beside("kept by the chain, in units of x", my_kept, kept_apart / x_small.nby
 #
 # $$n = r\,(x - \mu),\quad r = 1/\sqrt{\sigma^2 + \varepsilon},\qquad y = n\,(1 + \text{scale}) + \text{shift}.$$
 #
-# Backward, you get the gradient of $y$ and return those of `x`, `shift`, `scale` and `eps` (`None`). For those of `shift`
-# and `scale`, note how many tokens share one. For `x`, let $g$ be the gradient of $n$. A number of $x$ acts on $n$ directly,
-# and also through
-# $\mu$ and $r$, which all features of the token share. Shifting all of $x$ changes nothing in $n$, nor does (but for
-# $\varepsilon$) stretching it. So from $g$ two things are taken away, its mean and its part along $n$:
+# Backward, you get the gradient of $y$ and return those of `x`, `shift`, `scale` and `eps` (`None`). For those of `shift` and
+# `scale`, note how many tokens share one. For `x`, let $g$ be the gradient of $n$. A number of $x$ acts on $n$ directly, and
+# also through $\mu$ and $r$, which all features of the token share. Shifting all of $x$ changes nothing in $n$, nor does (but
+# for $\varepsilon$) stretching it. So from $g$ two things are taken away, its mean and its part along $n$:
 #
 # $$\mathrm{d}x = r\,\bigl(g - \overline{g} - n\,\overline{g\,n}\bigr),$$
 #
@@ -451,8 +451,8 @@ else:
 # The compiler sees forward and backward pass as *one* graph, and cuts it where least has to be carried across: it has found the
 # same as you. (This is the partitioner of AOTAutograd, the stage between Dynamo and Inductor.)
 #
-# Does a real model train with yours? Put it into the blocks of `dit-demo`: the norm hands `x` on as it is, and `modulate`
-# does both.
+# Does a real model get the same gradients with yours? Put it into the blocks of `dit-demo`: the norm hands `x` on as it is,
+# and `modulate` does both.
 
 # %%
 settings = config.load("dit-demo")
@@ -466,13 +466,15 @@ def gradients_and_bytes(mine: bool) -> tuple[Tensor, int]:
         parameter.data += 0.1 * random.normal(number, torch.arange(parameter.numel())).view_as(parameter)
     batch = model.prepare(model.example(4, cpu), torch.zeros((), dtype=torch.int64))
     batch = {name: one.double() if one.is_floating_point() else one for name, one in batch.items()}
-    modulate = dit.modulate
+
+    def fused(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+        return Modulate.apply(x, shift, scale, 1e-6)
+
     if mine:
         for part in [*model.blocks.values(), model.head]:
             for name in [name for name, _ in part.named_children() if name.startswith("norm")]:
                 setattr(part, name, nn.Identity())
-        modulate = lambda x, shift, scale: Modulate.apply(x, shift, scale, 1e-6)      # noqa: E731
-    with mock.patch.object(dit, "modulate", modulate):
+    with mock.patch.object(dit, "modulate", fused if mine else dit.modulate):
         output, kept = counting.saved(lambda: model(batch), model.parameters())
     total, weight = model.loss(output, batch)
     (total / weight).backward()
@@ -533,9 +535,9 @@ with launches.afresh():
     try:
         torch.compile(tame_with_breaks, fullgraph=True, backend="eager")(example, ids, 1.0)
     except Exception as error:
-        lines = str(error).splitlines()
-        print(lines[0])
-        print(*[line.strip() for line in lines[lines.index("from user code:") + 2:][:1]])
+        reason, _, place = str(error).partition("from user code:")
+        print(reason.splitlines()[0])
+        print(*[line.strip() for line in place.strip().splitlines()[1:2]])
 
 # %% [markdown]
 # In a run, `TORCH_LOGS=graph_breaks` prints each with its reason, and changes nothing else.
@@ -641,8 +643,8 @@ lab.beside("block by block", my_regional, taken["block by block"], how="counted"
 # A block ends with a residual sum and the next begins with a norm: a chain, which a compiler that sees both makes one
 # kernel. Across the border it is two: one more launch and one more reading of x for each block, against the 11 that you
 # counted. The loss is nothing <i>but</i> a chain: subtract, square, add up, over the whole output, 83 million numbers for 16
-# samples of the reference model. Uncompiled it makes a handful of trips with them. (To the compiler's eyes the whole model
-# is to be had, too: <code>compile=whole</code>.)
+# samples of the reference model. Uncompiled it makes a handful of trips with them. (With
+# <code>compile=whole</code> the library shows the compiler the whole model.)
 # </details>
 #
 # > **Question.** Stochastic depth drops a branch with a probability that rises from block to block, a Python number in each.
@@ -716,8 +718,8 @@ else:
     print("Which kernels a compiled block has needs a C++ compiler, and there is none here")
 
 # %% [markdown]
-# On a GPU the counts differ a little: its backward pass of a norm is two or three kernels. What is left in a compiled block
-# are for the most part matrix products, and those no fusing removes.
+# On a GPU the counts differ a little: its backward pass of a norm is two or three kernels. More than half of what is left
+# in a compiled block are matrix products, and those no fusing removes.
 #
 # ## On an H200
 #
