@@ -166,7 +166,8 @@ def modulate_and_back(inputs: Tensors) -> Tensors:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         y = Modulate.apply(x, shift, scale, float(inputs["eps"]))
     y = returned.tensor(y, "forward", tuple(x.shape), torch.float64)
-    saved += [value.numel() for value in getattr(y.grad_fn, "__dict__", {}).values() if isinstance(value, Tensor)]
+    for value in getattr(y.grad_fn, "__dict__", {}).values():           # what `ctx` was given in other ways
+        saved += [one.numel() for one in (value if isinstance(value, list | tuple) else [value]) if isinstance(one, Tensor)]
     B, T, D = x.shape
     allowed = B * T * D + 2 * B * T + 2 * B * D      # one of x's size, two numbers a token, two vectors a sample
     grad = inputs["grad"].clone().transpose(1, 2)    # not contiguous
