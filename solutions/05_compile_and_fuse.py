@@ -298,10 +298,12 @@ my_block_speedup = 2.0           # your prediction
 
 
 # %%
+gradient = torch.randn(4, 256, 384)
+
+
 def there_and_back(block: nn.Module) -> None:
     """Forward and backward pass."""
-    output = block(tokens, condition)
-    output.backward(torch.ones_like(output))
+    block(tokens, condition).backward(gradient)
 
 
 both_ways = launches.operators(lambda: there_and_back(block))
@@ -712,7 +714,7 @@ of_28, of_27 = started_in_a_step(28), started_in_a_step(27)
 print(f"{of_28} operators, {of_28 - of_27} of them for each block")
 lab.beside("operators of a step", my_step, of_28, how="counted")
 if compiler:
-    left = of_28 - 28 * (of_28 - of_27 - len(forward) - len(backward))
+    left = of_28 - 28 * (len(both_ways) - len(forward) - len(backward))
     lab.beside("kernels, blocks compiled", my_compiled_step, left, how="counted")
 else:
     print("Which kernels a compiled block has needs a C++ compiler, and there is none here")
