@@ -1,0 +1,81 @@
+"""Pictures of lesson 05, and the counts that it shows: operators, graphs, kernels."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from course import config, models, parallel, random
+from course.lab import figures_fusing, launches
+
+
+def test_every_trip_is_an_arrow():
+    chain = [("norm", ["x"], ["n"]), ("multiply", ["n", "s"], ["y"])]
+    figure = figures_fusing.trips({"apart": chain, "fused": [("both", ["x", "s"], ["y"])]})
+    apart, fused = figure.axes
+    assert apart.get_title(loc="left") == "apart: 5 trips" and fused.get_title(loc="left") == "fused: 3 trips"
+    assert [text.get_text() for text in apart.texts if text.get_text()] == ["norm", "x", "n", "multiply", "n", "s", "y", "memory"]
+    assert apart.get_xlim() == fused.get_xlim()
+
+
+def test_rungs_are_bars_with_numbers_and_predictions_are_marks():
+    figure = figures_fusing.rungs({"eager": 105.2, "compiled": 88.0}, "ms", predicted={"compiled": 150.0})
+    axis, = figure.axes
+    assert [bar.get_width() for bar in axis.patches] == [105.2, 88.0]
+    assert [text.get_text() for text in axis.texts] == ["105", "88"]
+    assert axis.lines[0].get_xdata()[0] == 150.0 and axis.get_xlim()[1] > 150
+    assert len(figure.legends) == 1 and not figures_fusing.rungs({"eager": 1.0}, "ms").legends
+
+
+def test_operators_are_those_that_compute():
+    x = torch.randn(4, 6, requires_grad=True)
+    assert launches.operators(lambda: F.gelu(x.t().reshape(4, 6)[None]) + 1) == ["clone", "gelu", "add"]
+    assert "gelu_backward" in launches.operators(lambda: F.gelu(x).sum().backward())
+
+
+def test_graphs_are_recorded_call_by_call():
+    def f(x: Tensor) -> Tensor:
+        return x.exp() * 2
+
+    def broken(x: Tensor) -> Tensor:
+        return x * 2 if x.sum() > 0 else x - 1
+
+    x = torch.ones(3)
+    assert launches.graphs(f, (x,), (x,)) == [["exp", "mul"]]
+    assert len(launches.graphs(f, (x,), (torch.ones(4),), (torch.ones(5),))) == 2        # the second is for any length
+    assert len(launches.graphs(broken, (x,), (-x,))) == 3
+
+
+@pytest.mark.slow
+def test_blocks_share_one_graph_and_stay_as_they_were():
+    c = config.load("vit-demo", ["model.depth=5"])
+    model = parallel.place_serial(models.build_model(c.model))
+    random.initialize(model, 0, torch.device("cpu"), torch.float32)
+    batch = model.prepare(model.example(2, torch.device("cpu")), torch.zeros((), dtype=torch.int64))
+    with torch.no_grad():
+        assert len(launches.graphs(lambda: model(batch), modules=list(model.blocks.values()))) == 1
+    assert all(block._compiled_call_impl is None for block in model.blocks.values())
+
+
+def test_calls_in_generated_code():
+    code = '''
+def other():
+    cpp_fused_add_0(x)
+def call(args):
+    buf0 = empty_strided_cpu((2,), (1,), torch.float32)
+    cpp_fused_add_native_layer_norm_0(a, b)
+    extern_kernels.addmm(bias, reinterpret_tensor(x), out=buf1)
+    buf5 = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(q, k, v)
+    triton_poi_fused_gelu_1.run(buf1, 12, stream=stream0)
+'''
+    assert launches.called(code) == ["cpp_fused_add_native_layer_norm_0", "addmm", "_scaled_dot_product_flash_attention_for_cpu",
+                                     "triton_poi_fused_gelu_1"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not launches.compiler(), reason="no compiler of C++")
+def test_a_chain_becomes_one_kernel():
+    norm = nn.LayerNorm(16)
+    with torch.no_grad():
+        found, = launches.generated(lambda: torch.compile(lambda x: norm(x) * 2 + 1)(torch.randn(8, 16)))
+    assert len(found) == 1 and found[0].startswith("cpp_fused")
