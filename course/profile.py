@@ -7,6 +7,7 @@ nsys shows the parts too: they are NVTX ranges on a GPU.
 """
 
 import gzip
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from course.config import Profile
 
 PARTS = ("data", "compute", "gradients", "optimizer")       # of a step: compute is forward and backward, gradients their average
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")     # PyTorch's profiler tells of its begin and end on stderr
 SNAPSHOT = 100_000                                   # allocations that a memory snapshot remembers
 
 

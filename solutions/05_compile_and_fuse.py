@@ -386,7 +386,7 @@ for backend in (torch.nn.attention.SDPBackend.MATH, torch.nn.attention.SDPBacken
 # The plain one keeps the scores, here 512 / 64 = 8 times as large as `q`, and copies of `q` and `k`; the fused one no more
 # than the result. Which implementation runs is the key `attention` of a configuration: `math` is the plain one, `flash`,
 # `efficient` and `cudnn` are fused, and `default` lets PyTorch choose. They give the same numbers up to rounding, so choose
-# by speed, and measure: below you see `flash` beside the default, which on an H200 is cuDNN's.
+# by speed, and measure: the default on an H200 is cuDNN's, and below is how much that matters.
 #
 # ## What is kept for the backward pass
 #
@@ -645,8 +645,8 @@ lab.beside("block by block", my_regional, taken["block by block"], how="counted"
 # A block ends with a residual sum and the next begins with a norm: a chain, which a compiler that sees both makes one
 # kernel. Across the border it is two: one more launch and one more reading of x for each block, against the 11 that you
 # counted. The loss is nothing <i>but</i> a chain: subtract, square, add up, over the whole output, 83 million numbers for 16
-# samples of the reference model. Uncompiled it makes a handful of trips with them. (With
-# <code>compile=whole</code> the library shows the compiler the whole model.)
+# samples of the reference model. Uncompiled it makes a handful of trips with them. (On an H200 the reference model was not
+# faster compiled as a whole, and its first step came after 29 s instead of 11.)
 # </details>
 #
 # > **Question.** Stochastic depth drops a branch with a probability that rises from block to block, a Python number in each.
@@ -745,24 +745,27 @@ print(f"bf16, not compiled: {eager_ms:.1f} ms a step")
 my_compiled_ms = 35.0            # your prediction
 
 # %%
-reference_rungs = ("bf16, on the device", "bf16, compiled", "bf16, compiled, flash attention")
+reference_rungs = ("bf16, on the device", "bf16, compiled", "bf16, compiled, narrow stream")
 lab.recorded("vit_h200", {rung: {"ms a step": step_ms(rung), "samples/s": rows[rung]["samples_per_s"],
                                  "first step after, s": rows[rung]["first_s"]} for rung in reference_rungs},
              why="The reference model, whole training steps")
 lab.beside("\na step, compiled", my_compiled_ms, fast_ms, "ms", "recorded")
 lab.picture(figures_fusing.rungs({rung: step_ms(rung) for rung in reference_rungs}, "ms a step",
                                  "vit-short on an H200, 16 samples", {"bf16, compiled": my_compiled_ms}),
-            "Three bars: bf16 uncompiled, compiled, which is shorter, and compiled with flash attention; a diamond marks what "
-            "was predicted for the compiled one")
+            "Three bars: bf16 uncompiled, compiled, which is shorter, and compiled with a narrow stream, a little shorter still; "
+            "a diamond marks what was predicted for the compiled one")
 
 # %% [markdown]
 # **What you should see:** a gain worth having for one word in a configuration, and far from a factor of three. Matrix
 # products and attention are the larger part of this step, and compiling leaves them alone. What shrinks is what lies between
 # them.
 #
-# The third bar is a choice of kernel: FlashAttention-2 in place of cuDNN's attention, the default on this GPU. Both are
-# fused, both keep the scores out of memory, and the difference between them is as large as what compiling gains, or larger.
-# Which kernel is called matters as much as how many.
+# The third bar takes away bytes instead of trips. What flows from block to block is in float32, because autocast leaves sums
+# so; `stream=narrow` keeps it in bf16, as Megatron-LM does. Every norm and every residual sum then moves half as much.
+#
+# And a choice of kernel can matter as much as all of this. Attention is two thirds of the compiled step. cuDNN's, PyTorch's
+# choice on this GPU, does 308 TFLOP/s with this model's heads (forward and backward); FlashAttention-2, `attention=flash`, does
+# 184. Both are fused, and both keep the scores out of memory.
 #
 # > **Question.** Compiling takes time before the first step. After how many steps has it paid?
 
@@ -776,27 +779,10 @@ print(f"{extra:.1f} s later at the first step, {eager_ms - fast_ms:.1f} ms less 
 # compiled in a folder, `TORCHINDUCTOR_CACHE_DIR`, and reads it at the next start. On a cluster put it where it survives the
 # job.
 #
-# Now the other regime. One sample of a small model (12 layers of width 768, 256 tokens): hundreds of kernels, each shorter
-# than its launch. The GPU waits for the host (lesson 02).
-#
-# > **Predict.** Memory does not bound this step. Will compiling help nevertheless, and how many times?
-
-# %%
-my_small_speedup = 1.0           # your prediction
-
-# %%
-small_rungs = ("one sample: eager", "one sample: compiled")
-lab.beside("one sample, uncompiled over compiled", my_small_speedup,
-           step_ms(small_rungs[0], 1) / step_ms(small_rungs[1], 1), "times", "recorded")
-lab.picture(figures_fusing.rungs({rung: step_ms(rung, 1) for rung in small_rungs}, "ms a step",
-                                 "12 layers of width 768, one sample, bf16, on an H200",
-                                 {small_rungs[1]: step_ms(small_rungs[0], 1) / my_small_speedup}),
-            "Two bars: one sample uncompiled, and compiled, which is shorter; a diamond marks the prediction")
-
-# %% [markdown]
-# Fewer kernels are fewer launches, and here launches are all that counts; compiled code also calls them with less Python in
-# between. But some hundred are left, and the host still has to start every one, in every step, in the same order as in the
-# step before. Why again and again? That is the next lesson.
+# In this regime compiling helps by fewer bytes. Small models on small batches have another: hundreds of kernels, each shorter
+# than its launch, and the GPU waits for the host (lesson 02). There fewer kernels help because they are fewer launches. But some
+# hundred are left, and the host still has to start every one, in every step, in the same order as in the step before. Why again
+# and again? That is the next lesson.
 #
 # ## In practice
 #

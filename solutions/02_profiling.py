@@ -78,8 +78,8 @@ print(f"forward {forward * 1e3:.1f} ms, backward {backward * 1e3:.1f} ms, optimi
 lab.beside("backward over forward", my_ratio, backward / forward, "times")
 
 # %% [markdown]
-# About two: for each matrix multiplication of the forward pass the backward pass has two, one for the gradient of the input and
-# one for that of the weight.
+# Two, if there were matrix multiplications alone: for each of the forward pass the backward pass has two, one for the gradient
+# of the input and one for that of the weight. Here it is somewhat more: attention's backward pass computes its scores again.
 #
 # On a CPU this clock is honest. On a GPU the same lines would have told you nonsense. Here is what a clock around `a @ a` showed
 # on an H200, for matrices of 8192 x 8192, which take it more than a millisecond:
@@ -239,11 +239,11 @@ check("launch-bound")
 
 # %%
 batches = [1, 2, 4, 8, 16, 32, 64]
-small = [8.0, 1.0, 1.0, 1.5]     # microseconds of a matmul, a norm, an addition, a GELU, for one sample
+small = [2.0, 0.25, 0.25, 0.5]   # microseconds of a matmul, a norm, an addition, a GELU, for one sample
 steps = {n: replay([5e-6] * 400, [1e-6 * n * work for work in small] * 100) for n in batches}
 curve = figures.curves({"the model's step": (batches, [total * 1e3 for total, _ in steps.values()])}, "samples", "ms",
                        "400 kernels, 5 µs to launch each", {"launching alone": 2.0})
-lab.picture(curve, "The time of a step is flat at 2 ms for small batches, and rises in proportion from about 2 samples on")
+lab.picture(curve, "The time of a step is flat at 2 ms up to about 4 samples, and rises in proportion from about 8 on")
 
 # %% [markdown]
 # Now the real thing: one step of a small transformer (12 layers of width 768, 256 tokens, one sample, bf16) on an H200, its first
@@ -253,7 +253,8 @@ lab.picture(curve, "The time of a step is flat at 2 ms for small batches, and ri
 recorded = lab.results("profile_h200")
 one = recorded["timelines"]["small batch of 1, bf16"]
 lab.picture(figures_profile.timeline(one, "12 layers of width 768, one sample, bf16, on an H200", until=2000),
-            "The host's lane is full of launches. The GPU's lane is mostly empty, with thin bars where kernels run")
+            "A launch every 40 microseconds or so, Python between them. The GPU's lane is mostly empty, with thin bars where kernels "
+            "run; the wide one at the left is the last step's optimizer")
 
 # %% [markdown]
 # > **Predict.** With how many samples will the GPU be busy for more than nine tenths of the step?
@@ -286,19 +287,26 @@ def exposed(communication: Sequence[tuple[float, float]], computation: Sequence[
 check("exposed-time")
 
 # %% [markdown]
-# Use it on two recorded steps of the wider weather model, cut over four H200 GPUs as in lesson 10. In the second the library
-# sends beside the matrix multiplications.
+# Use it on a recorded step of the wider weather model (width 1024), cut over two H200 GPUs as in lesson 10: each multiplies half
+# of every matrix, and in every block they exchange tokens eight times, forward and backward.
 #
-# > **Predict.** By how much does the exposed part fall?
+# > **Predict.** How many percent of this step are exposed communication?
 
 # %%
-for name in ("tensor parallel", "tensor parallel, overlapped"):
-    rows = recorded["timelines"][name]
-    sent = [(begin, end) for lane, _, _, begin, end in rows if lane == "communication"]
-    done = [(begin, end) for lane, _, kind, begin, end in rows if lane == "GPU" and kind != "copy"]
-    print(f"{name}: {busy(sent) / 1e3:.2f} ms of communication, {exposed(sent, done) / 1e3:.2f} ms of it exposed")
+my_exposed = 10                  # your prediction
+
+# %%
+rows = recorded["timelines"]["tensor parallel"]
+sent = [(begin, end) for lane, _, _, begin, end in rows if lane == "communication"]
+done = [(begin, end) for lane, _, kind, begin, end in rows if lane == "GPU" and kind != "copy"]
+length = max(end for *_, end in rows)
+print(f"a step of {length / 1e3:.0f} ms, {busy(sent) / 1e3:.1f} ms of communication, {exposed(sent, done) / 1e3:.1f} ms of it exposed")
+lab.beside("exposed communication", my_exposed, 100 * exposed(sent, done) / length, "%", "recorded")
 
 # %% [markdown]
+# All of it is exposed: this program multiplies, then sends, then multiplies again, and each waits for the other. What could run
+# beside the sending? Lessons 07 and 10 find something.
+#
 # ## All of it in one command
 #
 # You have written the pieces of `course profile`, which counts every microsecond of a step once: while the device computes, it
