@@ -103,6 +103,8 @@ def measure(device: torch.device, steps: int) -> dict[str, Any]:
 def main(file: Path, small: bool) -> None:
     """Measure, print, and write the curves as JSON."""
     world = join("cpu" if small else "auto")
+    if world.device.type == "cpu":
+        torch.set_num_threads(1)                    # the tensors are too small to be shared
     try:
         found = {**bench.machine(world.device), "command": "python -m course.perf.curves FILE" + " --small" * small,
                  "meaning": "losses of a small ViT from the same weights and batches; gap: of means, relative to bf16's, at most",
