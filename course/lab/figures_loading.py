@@ -83,9 +83,9 @@ def streams(rows: Sequence[tuple[str, str, str, float, float]], title: str = "")
 
 def overlapped(copy: float, compute: float, steps: int, ahead: bool) -> list[tuple[str, str, str, float, float]]:
     """What the streams of a GPU do in some steps: copy and compute one after the other, or the copy of the next batch beside."""
-    rows, copied, computed = [], 0.0, 0.0            # when the copies and the steps so far end
+    rows, copied, start, computed = [], 0.0, 0.0, 0.0    # ends of copies; start and end of the last step
     for number in range(1, steps + 1):
-        begin = copied if ahead else computed
+        begin = max(copied, start) if ahead else computed
         copied = begin + copy
         rows.append(("copies" if ahead else "one stream", f"copy {number}", "copy", begin, copied))
         start = max(copied, computed)
