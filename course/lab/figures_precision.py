@@ -142,3 +142,22 @@ def promised(amaxes: Sequence[float], allowed: Mapping[str, Sequence[float]], ti
     axis.legend(fontsize=9)
     axis.set_title(title, fontsize=10)
     return figure
+
+
+def costs(rows: Mapping[str, Mapping[str, float]], x: str, title: str = "") -> Figure:
+    """A horizontal bar for each row, made of its parts end to end, with the sum behind it; the first row on top."""
+    figure = Figure(figsize=(8, 0.36 * len(rows) + 1.5), layout="constrained")
+    axis: Any = figure.subplots()
+    left = [0.0] * len(rows)
+    for part, (_, colour) in zip(dict.fromkeys(part for row in rows.values() for part in row), cycle(MARKS)):
+        widths = [row.get(part, 0.0) for row in rows.values()]
+        axis.barh(list(rows), widths, left=left, color=colour, label=part)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    for row, total in enumerate(left):
+        axis.text(total, row, f" {total:.0f}", va="center", fontsize=9)
+    axis.invert_yaxis()
+    axis.set_xlim(0, 1.08 * max(left))
+    axis.set_xlabel(x)
+    axis.set_title(title, fontsize=10)
+    figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    return figure

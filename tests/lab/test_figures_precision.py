@@ -46,3 +46,6 @@ def test_pictures_are_drawn():
     ticks = [len(lines.get_segments()) for lines in pictures.steps().axes[0].collections]
     assert ticks == [3 * 128 + 1, 3 * 8 + 1, 3 * 4 + 1]
     assert len(pictures.promised([1.0, 2.0], {"a": [1.0, 1.0], "b": [2.0, 2.0]}).axes[0].lines) == 3
+    bars = pictures.costs({"a": {"x": 1.0, "y": 2.0}, "b": {"x": 4.0}}, "ms").axes[0]
+    assert [(bar.get_x(), bar.get_width()) for bar in bars.patches] == [(0, 1), (0, 4), (1, 2), (4, 0)]
+    assert [text.get_text() for text in bars.texts] == [" 3", " 4"] and bars.yaxis_inverted()
