@@ -29,6 +29,7 @@
 import os
 import time
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -460,10 +461,49 @@ lab.show("course.data.threads.Stage")
 #    <code>record_stream</code> says that the other stream uses it, too, so that it is given away only when that one has got
 #    so far.
 # 3. The threads read the next batch into pinned memory that the GPU is still fetching from: half of one batch, half of
-#    another. None of them crashes, none happens each time, and all of them look like noise in the loss. So they are not
+#    another. <br>None of them crashes, none happens each time, and all of them look like noise in the loss. So they are not
 #    found by looking at curves: compare the bits of batches with those of a loader that copies one after the other, while a
 #    long kernel keeps the GPU busy.
 # </details>
+#
+# The third one you can see without a GPU, with a thread in the place of the copy engine. It fetches a batch from a buffer,
+# slowly, while the loader goes on.
+#
+# > **Predict.** Of 20 batches, how many arrive spoilt, if nobody waits for the copy before the buffer is written again?
+
+# %%
+my_torn = 3                      # your prediction
+
+
+# %%
+def torn(wait: bool, batches: int = 20) -> int:
+    """How many batches arrive with something else in them, when an engine of its own fetches them from one buffer."""
+    buffer, arrived = np.zeros(64), list[np.ndarray]()
+
+    def fetch() -> None:
+        there = np.empty_like(buffer)
+        for start in range(0, 64, 8):
+            there[start:start + 8] = buffer[start:start + 8]
+            time.sleep(0.0005)
+        arrived.append(there)
+
+    with ThreadPoolExecutor(1) as engine:
+        for number in range(batches):
+            buffer[:] = number                       # the next batch is read into it
+            copied = engine.submit(fetch)
+            if wait:
+                copied.result()                      # what the event is for
+            time.sleep(0.002)                        # reading takes a while
+    return sum(bool((there != number).any()) for number, there in enumerate(arrived))
+
+
+lab.beside("spoilt batches", my_torn, max(torn(False), 0.01), how="counted")
+print(f"and when the copy is waited for: {torn(True)}")
+
+# %% [markdown]
+# **What you should see:** nearly all, mixtures or even whole batches in the place of others, and not one error message. A
+# single buffer that is waited for is read and copied in turns; so the loader has a ring of them, and waits only for the one
+# that it is about to use again.
 #
 # One more look at `send`: it normalises **on the GPU**. The states cross the link as they stand in the file.
 #
@@ -533,7 +573,7 @@ for name, predicted in my_share.items():
 # a hundred samples a second or so. No loader in the table is near that. (Two cores are also shared by reader and caller
 # here: do not expect two of anything to read twice as much.)
 #
-# > **Question.** The floor is not 100% for the threads, though they do nothing but read. What else is there?
+# > **Question.** Threads stay below the floor too, though they move each byte once. What else do they do here?
 #
 # <details><summary>Answer</summary>
 # On a CPU they also normalise, and they read into memory that is new for each batch, since the batch stays in it; the floor
