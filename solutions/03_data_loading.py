@@ -80,8 +80,8 @@ lab.beside("180 pairs a second", my_gb_per_second, 180 * pair_bytes / 1e9, "GB/s
 # 4. **pinned memory**: memory that the operating system promises not to move. Only from there can a GPU fetch on its own;
 # 5. the **link** (PCIe), and the GPU's memory at its end.
 #
-# The second one you can see. The next cell writes a file of two pairs, and then reads it twice: the first time it asks the
-# operating system to forget the file, so that the bytes come from the disk.
+# The second one you can see. The next cell writes a file of two pairs and reads it again and again: first asking the
+# operating system each time to forget the file, so that the bytes come from the disk, then without.
 #
 # > **Predict.** How many times as fast is reading from the page cache?
 
@@ -128,9 +128,10 @@ lab.beside("the page cache over the disk", my_times, disk / cache, "times")
 #
 # ## Floors
 #
-# Two stations nobody gets around: the page cache's bytes have to be copied into memory, and memory has to be copied to the
-# GPU. How fast each can be at best is a **floor** (of the time; a ceiling of the speed). On the H200's machine they were
-# measured with nothing else going on:
+# Two stations can hardly be got around: the page cache's bytes have to be copied into memory, and memory has to be copied
+# to the GPU. (NVIDIA's GPUDirect Storage goes from the disk straight to the GPU, where machine and file system allow it;
+# then there is no page cache either.) How fast each can be at best is a **floor** (of the time; a ceiling of the speed). On
+# the H200's machine they were measured with nothing else going on:
 
 # %%
 recorded = lab.results("loaders_h200")
@@ -179,7 +180,7 @@ lab.picture(figures_loading.stream(0, samples=10, batch=4, ranks=2, steps=5),
 #
 # <details><summary>Answer</summary>
 # One number, 28. The order follows from the seed and from that. The number of ranks does not matter, because the stream
-# belongs to the training and not to a rank: it is only cut otherwise.
+# belongs to the training and not to a rank: it is only cut differently.
 # </details>
 #
 # ## Exercise: a sharded sampler
@@ -219,8 +220,8 @@ lab.beside("a seed for each rank", my_percent, seen(True), "%", "counted")
 
 # %% [markdown]
 # **What you should see:** about two thirds. Each rank reads a quarter, but quarters of different orders overlap: a sample
-# is in none with the probability $(3/4)^4 = 32\%$. The rest is seen twice or more. Over many epochs it evens out; nobody
-# would notice but for a validation loss that is a little worse.
+# is in none with the probability $(3/4)^4 = 32\%$. Others come two, three or four times. Over many epochs it evens out;
+# nobody would notice but for a validation loss that is a little worse.
 #
 # PyTorch's own `DistributedSampler` shuffles with one seed, so it is safe from that. Two things about it are worth knowing:
 # it repeats the same order in every epoch unless you call `set_epoch(epoch)`, and it starts each epoch at the beginning, so
