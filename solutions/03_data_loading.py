@@ -571,8 +571,8 @@ for name, predicted in my_share.items():
 # **What you should see:** on small pairs worker processes are *slower* than no workers: there is little to read, and
 # handing a batch from process to process costs more. That is no reason to use none. Without workers reading and computing
 # take turns, with them they overlap; a loader is fast enough when it keeps up with the model, and yours of lesson 01 takes
-# a hundred samples a second or so. No loader in the table is near that. (Two cores are also shared by reader and caller
-# here: do not expect two of anything to read twice as much.)
+# a hundred samples a second or so. Every loader in the table gives far more. (Two cores are also shared by reader and
+# caller here: do not expect two of anything to read twice as much.)
 #
 # > **Question.** Threads stay below the floor too, though they move each byte once. What else do they do here?
 #
