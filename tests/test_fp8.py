@@ -12,6 +12,7 @@ from course.errors import CourseError
 from course.fp8 import E4M3, E5M2, LARGEST, Matmul, Scaling, multiply, quantize
 from course.models.layers import Block
 from course.parallel import World, build_mesh
+from course.perf import curves
 from course.validate import forward_only
 from tests.test_train import assert_same_run
 
@@ -296,53 +297,25 @@ def test_a_gpu_without_fp8_is_a_sentence():
         fp8.check_device(torch.device("cuda"))
 
 
-# A model that learns a nonlinear function of fields, with one sample in the first batch whose target is a millionth of the
-# others': clipping makes the step harmless, but the histories remember a gradient a million times as large as all that follow.
-VIT = ["model.grid=[16,32]", "model.patch=4", "model.channels=2", "model.dim=32", "model.depth=3", "model.heads=2",
-       "model.residual=false", "train.device=cpu", "data.source=mock", "train.steps=301", "train.global_batch=8",
-       "optim.lr=5e-3", "optim.warmup=40", "optim.clip=1"]
-MODES = torch.stack([torch.sin(a * torch.linspace(0, 6.283, 17)[:16, None] + b * torch.linspace(0, 6.283, 33)[None, :32] + phase)
-                     for a in (0, 1) for b in (1, 2, 3) for phase in (0, 1.57)])        # (12, 16, 32)
-
-
-def curve(*overrides: str, frozen: bool = False) -> torch.Tensor:
-    """The losses of steps 2 to 301 in means of 20; `frozen`: with the scales of the first step for ever."""
-    training = assemble(*overrides, preset="vit-demo", base=VIT)
-    device = training.mesh.world.device
-    generator, losses = torch.Generator().manual_seed(0), []
-    for number in range(301):
-        x = torch.einsum("bci,iyx->bcyx", torch.randn(8, 2, 12, generator=generator), MODES) / 2.1
-        target = x + torch.tanh(2 * x) * x.flip(1)
-        if number == 0:
-            target[0] *= 1e-6
-        batch = {"input": x, "target": target, "sample": torch.arange(8)}
-        losses.append(training.step({name: tensor.to(device) for name, tensor in batch.items()})[0])
-        if frozen:
-            training.scaling.update = lambda bad: None
-    return torch.stack(losses[1:]).unfold(0, 20, 20).mean(1).cpu()
-
-
 BOUND = 0.06                                        # how far the means of 20 losses may be from bf16's; measured, PyTorch 2.13:
-FOLLOW = {"fp32": ["precision=fp32"],                                   # 0.003
-          "fp16": ["precision=fp16"],                                   # 0.042: its scaler skips the first step
-          "delayed": ["precision=fp8"],                                 # 0.009
-          "current": ["precision=fp8", "fp8.recipe=current"]}           # 0.015
-                                                                        # frozen 1.3, e4m3 1.3
+FOLLOW = {"fp32",                                   # 0.003
+          "fp16",                                   # 0.042: its scaler skips the first step
+          "fp8 by hand, delayed",                   # 0.009
+          "fp8 by hand, current"}                   # 0.015
+BROKEN = {"fp8 by hand, gradients in E4M3", curves.FROZEN}                      # 1.3 each
 
 
 @pytest.mark.slow
 def test_loss_curves_lie_on_bf16s_unless_scales_are_frozen_or_gradients_e4m3():
-    reference = curve("precision=bf16")
+    """On the task of `course.perf.curves`, whose first batch has one sample with an enormous gradient."""
+    found = curves.measure(CPU, curves.STEPS)
+    reference = curves.means(torch.tensor(found["curves"][curves.REFERENCE]))
     assert reference[-1] < 0.3 * reference[0]       # it learns
-
-    def gap(losses: torch.Tensor) -> float:
-        return (losses / reference - 1).abs().max().item()
-
-    found = {name: gap(curve(*overrides)) for name, overrides in FOLLOW.items()}
-    broken = {"frozen": gap(curve("precision=fp8", frozen=True)), "e4m3": gap(curve("precision=fp8", "fp8.gradients=e4m3"))}
-    print({name: round(value, 3) for name, value in (found | broken).items()})
-    assert all(value < BOUND for value in found.values()), found
-    assert all(value > BOUND for value in broken.values()), broken
+    gaps = found["gap"]
+    print({name: round(value, 3) for name, value in gaps.items()})
+    assert gaps.keys() == FOLLOW | BROKEN | {curves.REFERENCE}
+    assert all(gaps[name] < BOUND for name in FOLLOW), gaps
+    assert all(gaps[name] > BOUND for name in BROKEN), gaps
 
 
 def test_a_state_of_another_history_is_taken_as_far_as_it_fits():

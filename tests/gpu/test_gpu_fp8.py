@@ -11,8 +11,8 @@ from course.errors import CourseError
 from course.fp8 import E4M3, E5M2, multiply, quantize, quantize_plain
 from course.models.layers import Block
 from course.parallel import World, build_mesh
-from course.perf import bench
-from tests.test_fp8 import VIT, assemble, curve, steps
+from course.perf import bench, curves
+from tests.test_fp8 import assemble, steps
 
 HAS = torch.cuda.is_available() and torch.cuda.get_device_capability() >= fp8.LEAST
 pytestmark = pytest.mark.skipif(not HAS, reason="needs a GPU with FP8")
@@ -138,12 +138,11 @@ def test_the_cast_is_bound_by_memory():
 @pytest.mark.parametrize("by", ["hand", pytest.param("te", marks=pytest.mark.skipif(NO_TE, reason="needs Transformer Engine"))])
 @pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
 def test_loss_curves_lie_on_bf16s(by, recipe):
-    """The curves of tests/test_fp8.py on the GPU, over 300 steps."""
+    """The curves of `course.perf.curves` on the GPU, over 300 steps."""
     if by == "hand" and recipe == "block":
         pytest.skip("Transformer Engine's")
-    settings = ["train.device=cuda"]
-    reference = curve(*settings, "precision=bf16")
-    gap = (curve(*settings, "precision=fp8", f"fp8.by={by}", f"fp8.recipe={recipe}") / reference - 1).abs().max().item()
+    reference = curves.losses(("precision=bf16",), GPU)
+    gap = curves.gap(curves.losses(("precision=fp8", f"fp8.by={by}", f"fp8.recipe={recipe}"), GPU), reference)
     print(f"{by} {recipe}: {gap:.3f}")
     assert gap < 0.06
 
@@ -153,7 +152,7 @@ def test_transformer_engine_starts_where_the_course_does():
     """Same weights, first step: by hand, by Transformer Engine and bf16 have one loss, to FP8's rounding."""
     first = {}
     for name, more in {"bf16": ["precision=bf16"], "hand": ["precision=fp8"], "te": ["precision=fp8", "fp8.by=te"]}.items():
-        training = assemble("train.device=cuda", *more, preset="vit-demo", base=VIT)
+        training = assemble("train.device=cuda", *more, preset="vit-demo", base=[*curves.VIT])
         first[name] = training.step(training.model.example(8, GPU))[0].item()
     assert first["hand"] == pytest.approx(first["bf16"], rel=1e-2) and first["te"] == pytest.approx(first["bf16"], rel=1e-2)
 
