@@ -21,7 +21,8 @@
     report, pictures    what a run tells; profile, a look into its steps
     stop                signals
     perf                FLOPs and peaks; bench, loaders, fp8 and parallel (with harness, rivals, efficiency), measurements;
-                        profile and account, where a step's time goes; convergence, the runs behind lesson 08
+                        profile, account and looks, where a step's time goes; ladder, one GPU's; curves, losses in every format;
+                        convergence, the runs behind lesson 08
     launch, worker      a function, even of a notebook's cell, on several ranks of this machine; meet, who waits for whom
     doctor, cli         what this machine has; the `course` command
     lab                 lessons, exercises, checks and grading, on top of all this

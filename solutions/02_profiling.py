@@ -253,8 +253,8 @@ lab.picture(curve, "The time of a step is flat at 2 ms up to about 4 samples, an
 recorded = lab.results("profile_h200")
 one = recorded["timelines"]["small batch of 1, bf16"]
 lab.picture(figures_profile.timeline(one, "12 layers of width 768, one sample, bf16, on an H200", until=2000),
-            "A launch every 40 microseconds or so, Python between them. The GPU's lane is mostly empty, with thin bars where kernels "
-            "run; the wide one at the left is the last step's optimizer")
+            "A launch every 40 microseconds or so, Python between them. The GPU's lane is mostly empty, with thin bars where "
+            "kernels run; the wide one at the left is the last step's optimizer")
 
 # %% [markdown]
 # > **Predict.** With how many samples will the GPU be busy for more than nine tenths of the step?
@@ -300,7 +300,8 @@ rows = recorded["timelines"]["tensor parallel"]
 sent = [(begin, end) for lane, _, _, begin, end in rows if lane == "communication"]
 done = [(begin, end) for lane, _, kind, begin, end in rows if lane == "GPU" and kind != "copy"]
 length = max(end for *_, end in rows)
-print(f"a step of {length / 1e3:.0f} ms, {busy(sent) / 1e3:.1f} ms of communication, {exposed(sent, done) / 1e3:.1f} ms of it exposed")
+print(f"a step of {length / 1e3:.0f} ms, {busy(sent) / 1e3:.1f} ms of communication, "
+      f"{exposed(sent, done) / 1e3:.1f} ms of it exposed")
 lab.beside("exposed communication", my_exposed, 100 * exposed(sent, done) / length, "%", "recorded")
 
 # %% [markdown]
@@ -341,7 +342,7 @@ lab.picture(figures_profile.shares({name: each for name, each in times.items() i
 # course profile vit-short                              # a preset, three steps of it
 # course train vit-short profile.steps=3                # in the middle of a run: after ten steps
 # course profile runs/vit-short/default/profile/trace-0.json.gz
-# nsys profile -s none -t nvtx,cuda --capture-range=none course train vit-short train.steps=30     # with your NVTX ranges
+# bash submit/profile.sh vit-short                      # with nsys where it is installed: your NVTX ranges, on its timeline
 # course train vit-short profile.steps=3 profile.memory=true      # who allocated what, for pytorch.org/memory_viz
 # ```
 #
@@ -355,4 +356,7 @@ lab.picture(figures_profile.shares({name: each for name, each in times.items() i
 # - Lengths of events must not be added up: what counts is the union.
 # - A step waits for data, for the host, or for other GPUs; or it computes. Each has its own cure.
 #
-# Next: lesson 03, where you feed the GPU.
+# **Check your work once more, from outside.** Save the notebook; then, in a terminal: `course check
+# notebooks/02_profiling_mine.ipynb`.
+#
+# Next: [lesson 03](03_data_loading.ipynb), where you feed the GPU.

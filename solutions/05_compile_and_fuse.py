@@ -814,4 +814,4 @@ print(f"{extra:.1f} s later at the first step, {eager_ms - fast_ms:.1f} ms less 
 # **Check your work once more, from outside.** Save the notebook; then, in a terminal: `course check
 # notebooks/05_compile_and_fuse_mine.ipynb`.
 #
-# Next: lesson 06, where a step's launches are recorded once and replayed as one.
+# Next: [lesson 06](06_cuda_graphs.ipynb), where a step's launches are recorded once and replayed as one.
