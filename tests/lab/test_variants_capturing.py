@@ -84,7 +84,7 @@ def break_even(works, launch, once, gap, least):
     """The gain falls with the batch, so halving finds the place."""
     def enough(batch):
         more = [batch * work for work in works]
-        return eager_time([launch for _ in works], more) / graphed_time(more, once, gap) - 1 >= least
+        return eager_time([launch for _ in works], more, gap) / graphed_time(more, once, gap) - 1 >= least
 
     low, high = 0, 1001
     while high - low > 1:

@@ -85,7 +85,8 @@ MISTAKES = {
                 "the smallest batch is asked for: return the first that you find"),
         Mistake("the last that gains", "            return batch", "            return batch - 1",
                 "this is the largest batch that still gains enough: the next one is asked for"),
-        Mistake("the other way round", "(1 + least) *", "(1 - least) *",
-                "an eager step is the longer one: gaining a tenth means taking 1.1 times as long"),
+        Mistake("a share of the eager step", "(1 + least) * graphed_time(scaled, once, gap)",
+                "graphed_time(scaled, once, gap) / (1 - least)",
+                "this takes `least` as a share of the eager step: it is one of the graphed step, (1 + least) times as long"),
     ),
 }
