@@ -320,8 +320,8 @@ lab.show("course.graphs.Graphed")
 #   parameters) must have come back before it ends.
 # - `record_stream`: the batch was made on one stream and is used on another. This tells the memory allocator not to give its
 #   memory to somebody else while the other stream may be reading.
-# - `capture_error_mode="thread_local"`: some CUDA calls are forbidden while anybody captures, and NCCL has a thread of its
-#   own that makes such calls now and then. This forbids them to the capturing thread alone.
+# - `capture_error_mode="thread_local"`: some CUDA calls are forbidden while anybody captures, and PyTorch watches NCCL from a
+#   thread of its own, which makes such calls now and then. This forbids them to the capturing thread alone.
 # - a failing capture is turned into a sentence.
 # </details>
 #
