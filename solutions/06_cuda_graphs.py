@@ -93,7 +93,7 @@ rows = {"eager": figures_capturing.launched([20.0] * 12, small * 3, 1.0),
         "graph": figures_capturing.replayed(small * 3, 10.0, 1.0)}
 lab.picture(figures_capturing.timeline(rows, title="twelve kernels, 20 µs for each launch; and all of them in a graph"),
             "Four lanes. Eager: the host launches without a pause for 240 microseconds, and thin bars of work follow on the "
-            "GPU, far apart. In a graph: one launch of 10 microseconds, then the same bars without gaps, done after 56")
+            "GPU, far apart. In a graph: one launch of 10 microseconds, then the same bars close together, done after 56")
 
 # %% [markdown]
 # > **Predict.** 400 such kernels. From which batch on does a graph gain less than a tenth? (Up to which batch does the eager

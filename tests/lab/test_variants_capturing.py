@@ -117,8 +117,8 @@ def test_the_answers_are_eager_training(hidden):
 
     inputs = capturing.draw_decisions(3, hidden)
     host, losses, weights = capturing.OnHost(inputs["weight"].clone().requires_grad_()), [], []
-    for x, y in zip(inputs["x"], inputs["y"], strict=True):
-        losses.append(capturing.on_host(host, {"x": x, "y": y}))
+    for batch in capturing.with_bad_ones(inputs):
+        losses.append(capturing.on_host(host, batch))
         weights.append(host.weight.detach().clone())
     found = capturing.decide(inputs)
     for name, expected in (("plain", losses), ("losses", losses), ("weights", weights)):
