@@ -1,0 +1,47 @@
+"""Bars of launches end where the arithmetic of the exercises says; ladders name every rung."""
+
+from itertools import pairwise
+
+import pytest
+
+from course.lab import figures_capturing
+from course.lab.exercises import profiling
+from course.lab.exercises.capturing import eager_time, graphed_time
+
+LAUNCHES, WORKS = [5.0] * 6, [2.0, 9.0, 1.0, 1.0, 8.0, 2.0]
+
+
+def end(bars) -> float:
+    return max(begin + length for _, begin, length in bars)
+
+
+def test_bars_end_when_the_gpu_is_done():
+    eager, graph = figures_capturing.launched(LAUNCHES, WORKS, 1.0), figures_capturing.replayed(WORKS, 10.0, 1.0)
+    assert end(eager) == pytest.approx(eager_time(LAUNCHES, WORKS, 1.0))
+    assert end(graph) == pytest.approx(graphed_time(WORKS, 10.0, 1.0))
+    for bars in (eager, graph):
+        gpu = [(begin, length) for lane, begin, length in bars if lane == "GPU"]
+        assert [length for _, length in gpu] == WORKS
+        assert all(a + b <= c for (a, b), (c, _) in pairwise(gpu))       # one kernel at a time
+
+
+def test_the_timeline_has_two_lanes_for_each_step():
+    bars = figures_capturing.launched(LAUNCHES, WORKS, 1.0)
+    axis, = figures_capturing.timeline({"eager": bars, "graphed": figures_capturing.replayed(WORKS, 10.0, 1.0)}).axes
+    lanes = [label.get_text() for label in axis.get_yticklabels()]
+    assert lanes == ["eager: host", "eager: GPU", "graphed: host", "graphed: GPU"]
+    assert len(axis.patches) == len(bars) + 7 and f"{end(bars):.3g} µs" in axis.texts[0].get_text()
+
+
+def test_buffers_name_what_moves():
+    axis, = figures_capturing.buffers().axes
+    assert {"copy_", "clone", "kernels"} <= {text.get_text() for text in axis.texts}
+
+
+def test_a_ladder_says_how_many_times_the_first():
+    one, two = figures_capturing.ladder({"a": {"eager": 50.0, "in a graph": 250.0}, "b": {"eager": 3.0}}).axes
+    assert [text.get_text().strip() for text in one.texts] == ["50", "250, 5.00×"] and len(two.texts) == 1
+
+
+def test_without_gaps_an_eager_step_is_lesson_02s():
+    assert eager_time(LAUNCHES, WORKS, 0.0) == pytest.approx(profiling.replay(LAUNCHES, WORKS)[0])

@@ -1,0 +1,126 @@
+"""Right answers to the exercises of lesson 06, written in other ways than the library's, pass too."""
+
+import pytest
+import torch
+
+from course.lab import cells, check, present
+from course.lab.exercise import find
+from course.lab.exercises import capturing
+
+VARIANTS = {
+    "static-buffers": ('''
+from course.errors import CourseError
+from course.lab.tape import capturing, new_graph
+
+class Captured:
+    """Slots that are made by the first call, a queue of warm-up steps, results copied one by one."""
+
+    def __init__(self, step, device, warm=3):
+        self.step, self.left, self.device, self.graph = step, warm, device, None
+
+    def __call__(self, batch):
+        if self.left:
+            self.left -= 1
+            loss, norm = self.step(batch)
+            return loss.clone(), norm.clone()
+        if self.graph is None:
+            self.slots = {name: batch[name].new_empty(batch[name].shape) for name in batch}
+            self.graph = new_graph(self.device)
+            with capturing(self.graph):
+                self.loss, self.norm = self.step(self.slots)
+        if batch.keys() != self.slots.keys():
+            raise CourseError("other names")
+        for name in batch:
+            if batch[name].shape != self.slots[name].shape or batch[name].dtype != self.slots[name].dtype:
+                raise CourseError("another shape or type")
+        for name in batch:
+            self.slots[name][...] = batch[name]
+        self.graph.replay()
+        return [self.loss + 0, self.norm.detach().clone()]
+''',),
+    "decided-on-device": ('''
+import torch
+from course.lab.exercises.capturing import PEAK, RAMP, dropout, mean_square
+
+def on_device(state, batch):
+    weight = state.weight.detach()
+    loss = mean_square(dropout(batch["x"], state.count) @ state.weight - batch["y"])
+    loss.backward()
+    bad = torch.isnan(loss) | torch.isinf(loss)
+    rate = torch.minimum(torch.ones_like(state.weight[0]), (state.count + 1).to(weight.dtype) / RAMP) * PEAK
+    weight.sub_(torch.where(bad, torch.zeros_like(weight), rate * state.weight.grad))
+    state.weight.grad = None
+    state.skipped.add_(bad.long())
+    state.count.add_(1)
+    return loss
+''', '''
+import torch
+from course.lab.exercises.capturing import PEAK, RAMP, dropout, mean_square
+
+def on_device(state, batch):
+    """By hand: the gradient of the mean square, and masks in place."""
+    x = dropout(batch["x"], state.count)
+    with torch.no_grad():
+        errors = x @ state.weight - batch["y"]
+        loss = mean_square(errors)
+        step = PEAK * torch.clamp(state.count + 1, max=RAMP) / RAMP * (2 / len(errors)) * (errors @ x)
+        step.masked_fill_(~loss.isfinite(), 0.0)
+        state.weight.subtract_(step)
+        state.skipped += torch.where(loss.isfinite(), 0, 1)
+        state.count += 1
+    return loss
+'''),
+    "graph-gain": ('''
+import itertools
+from course.lab.exercises.capturing import eager_time
+
+def graphed_time(works, once, gap):
+    now = once - gap
+    for work in works:
+        now += gap + work
+    return now
+
+def break_even(works, launch, once, gap, least):
+    """The gain falls with the batch, so halving finds the place."""
+    def enough(batch):
+        more = [batch * work for work in works]
+        return eager_time([launch for _ in works], more, gap) / graphed_time(more, once, gap) - 1 >= least
+
+    low, high = 0, 1001
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if enough(middle) else (low, middle)
+    return high if high <= 1000 else 0
+''',),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "source"), [(name, source) for name, sources in VARIANTS.items() for source in sources])
+def test_a_right_answer_written_differently_passes(name, source):
+    found = check.examine(find(name), cells.whole(source), 5, hidden=True)
+    assert found.passed, present.text(found, colour=False)
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_the_answers_are_eager_training(hidden):
+    """What checks compare with is not the answer alone: replays equal steps that nobody captured."""
+    inputs = capturing.draw_training(3, hidden)
+    training, eager = capturing.Training(inputs), []
+    for x, y, rate in zip(inputs["x"], inputs["y"], inputs["rates"], strict=True):
+        training.rate.copy_(rate)
+        eager.append(torch.stack(training.step({"x": x, "y": y})))
+    found = capturing.replay_training(inputs)
+    assert torch.equal(found["results"], torch.stack(eager)) and torch.equal(found["weights"], training.weights())
+    assert found["refused"].tolist() == [1, 1, 1, 1] and torch.equal(found["after"], found["weights"])
+    assert found["runs"] == inputs["warm"] + 1 and found["replays"] == len(inputs["x"]) - inputs["warm"]
+
+    inputs = capturing.draw_decisions(3, hidden)
+    host, losses, weights = capturing.OnHost(inputs["weight"].clone().requires_grad_()), [], []
+    for batch in capturing.with_bad_ones(inputs):
+        losses.append(capturing.on_host(host, batch))
+        weights.append(host.weight.detach().clone())
+    found = capturing.decide(inputs)
+    for name, expected in (("plain", losses), ("losses", losses), ("weights", weights)):
+        assert torch.allclose(found[name], capturing.finite(expected), 1e-12)
+    assert (found["count"], found["skipped"]) == (host.count, host.skipped) == (len(inputs["x"]), 2)
