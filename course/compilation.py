@@ -21,7 +21,7 @@ def compile_parts(model: Any, attention: str = "default") -> nn.Module:
     limit = KINDS + 2 * max(len(chunk.blocks) for chunk in chunks)
     torch._dynamo.config.recompile_limit = max(limit, torch._dynamo.config.recompile_limit)
     if attention != "default":                      # its cache on disk takes graphs of another backend for the same
-        torch._functorch.config.enable_autograd_cache = False       # type: ignore[attr-defined]
+        torch._functorch.config.enable_autograd_cache = False
     for part in chain(*((chunk.embed, *chunk.blocks.values(), chunk.head) for chunk in chunks), [model.loss]):
         if part is not None:
             part.compile()

@@ -9,7 +9,7 @@
     notebook    what lessons call; figures; widgets, pictures with sliders; quiet, whether others compute here
     observe, traffic        when each bucket of a step is sent; how many bytes a rank sends
     sleepers, meter         a pipeline whose stages sleep; how many bytes of tensors are alive
-    launches    what a function starts: operators, recorded graphs, written kernels
+    launches, tape          what a function starts: operators, graphs, kernels; CUDA graphs' semantics on a CPU
     tiny        the real model at its smallest, for checks
     lessons     from the master to the notebooks
     submissions, grade, release             for instructors
