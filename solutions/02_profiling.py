@@ -129,8 +129,8 @@ lab.show("course.step.train_step")
 #
 # - PyTorch's own sees what happens inside `with record_function(name):`;
 # - NVIDIA's `nsys`, which sees everything on a machine but knows nothing of Python, sees **NVTX ranges**:
-#   `torch.cuda.nvtx.range_push("data")` begins one, `torch.cuda.nvtx.range_pop()` ends the innermost. They are to be had only where
-#   CUDA is in use, `torch.cuda.is_initialized()`.
+#   `torch.cuda.nvtx.range_push("data")` begins one, `torch.cuda.nvtx.range_pop()` ends the innermost. They are to be had only
+#   where CUDA is in use, `torch.cuda.is_initialized()`.
 #
 # The block may raise an exception. Then its range has to end nevertheless, or all that follows would seem to lie within it.
 # With `@contextmanager` (of `contextlib`) a function becomes something for `with`: what stands before `yield` runs before the
