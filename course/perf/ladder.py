@@ -9,6 +9,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +34,7 @@ Row = dict[str, Any]
 MOCK = ("data.source=mock",)
 FAST = ("precision=bf16", "compile=true")
 FILES = "data/bench-360x720"
+AGAIN = "bf16, compiled"                             # is started twice: the second time the compiler finds its work done
 LAPS, WARM, LAP = 5, 4, 0.4                          # laps whose median counts, steps before them, least seconds of a lap
 # 12 layers of width 768 on 256 tokens, one sample: hundreds of kernels, each shorter than its launch
 SMALL = ("model.grid=[128,128]", "model.dim=768", "model.heads=12", "train.global_batch=1", "precision=bf16", *MOCK)
@@ -47,7 +49,6 @@ RUNGS: dict[str, tuple[str, ...]] = {
     "fp16, on the device": ("precision=fp16", *MOCK),
     "bf16, on the device": ("precision=bf16", *MOCK),
     "bf16, compiled": (*FAST, *MOCK),
-    "bf16, compiled, once more": (*FAST, *MOCK),     # the first step: what the compiler's cache saves
     "bf16, compiled, narrow stream": (*FAST, "stream=narrow", *MOCK),
     "bf16, compiled, in a graph": (*FAST, "graphs=true", *MOCK),
     "bf16, compiled, flash attention": (*FAST, "attention=flash", *MOCK),
@@ -102,7 +103,8 @@ def main(out: Path, names: Sequence[str], small: bool) -> list[Row]:
 
     head = {**bench.machine(torch.device("cpu" if small else "cuda")), "command": "course bench vit --out FILE",
             "meaning": "whole training steps of vit-short (360 x 720, patch 8, depth 12, width 384, batch 16) with changed "
-                       "settings; first_s: from the start of the process to the end of its first step"}
+                       "settings; first_s: from the start of the process to the end of its first step, with nothing in the "
+                       "compiler's cache, again_s with it"}
     with ThreadPoolExecutor(len(gpus)) as pool:
         list(pool.map(run, [name for name in chosen if name not in reading]))
     for name in reading:
@@ -112,16 +114,25 @@ def main(out: Path, names: Sequence[str], small: bool) -> list[Row]:
 
 def rung(name: str, free: "SimpleQueue[str]", small: bool) -> Row:
     """One rung on a GPU that is free, in a process of its own; of one that fails the last line of what it said."""
-    gpu = free.get()
+    gpu, flags = free.get(), ["--small"] if small else []
     try:
-        done = subprocess.run([sys.executable, "-m", "course.perf.ladder", name, *(["--small"] if small else [])],
-                              env=os.environ | {"CUDA_VISIBLE_DEVICES": gpu}, capture_output=True, text=True, timeout=600)
+        with tempfile.TemporaryDirectory() as cache:
+            environment = os.environ | {"CUDA_VISIBLE_DEVICES": gpu, "TORCHINDUCTOR_CACHE_DIR": cache}
+            row = {"rung": name, **start([name, *flags], environment)}
+            if name == AGAIN and "error" not in row:
+                row["again_s"] = start([name, "--first", *flags], environment).get("first_s")
     finally:
         free.put(gpu)
-    lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines() or [f"exit status {done.returncode}"]
-    row = {"rung": name, **(json.loads(lines[-1]) if done.returncode == 0 else {"error": lines[-1][:300]})}
     print(text(row), flush=True)
     return row
+
+
+def start(arguments: list[str], environment: dict[str, str]) -> Row:
+    """What this module, started as a program, measured; or the last line of what it said."""
+    done = subprocess.run([sys.executable, "-m", "course.perf.ladder", *arguments], env=environment, capture_output=True,
+                          text=True, timeout=600)
+    lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines() or [f"exit status {done.returncode}"]
+    return json.loads(lines[-1]) if done.returncode == 0 else {"error": lines[-1][:300]}
 
 
 def text(row: Row) -> str:
@@ -129,12 +140,13 @@ def text(row: Row) -> str:
     if "error" in row:
         return f"{row['rung']:38s} {row['error']}"
     mfu = f"{row['mfu']:4.0%} MFU" if row["mfu"] else ""
+    again = f" ({row['again_s']:.1f} s with the compiler's cache)" if row.get("again_s") else ""
     return (f"{row['rung']:38s} {row['samples_per_s']:8.2f} samples/s  {row['memory_gb']:6.2f} GB  first step after "
-            f"{row['first_s']:5.1f} s  {mfu}")
+            f"{row['first_s']:5.1f} s{again}  {row['kernels']:5d} kernels  {mfu}")
 
 
-def measure(name: str, small: bool) -> Row:
-    """Train this rung's configuration, here and now."""
+def measure(name: str, small: bool, only_first: bool) -> Row:
+    """Train this rung's configuration, here and now; or no more than the first step."""
     files = () if "data.source=mock" in RUNGS[name] else (f"data.path={FILES}",)
     config = configuration.load("vit-short", [*files, *RUNGS[name], *(TINY if small else ())])
     world = join(config.train.device)
@@ -145,14 +157,28 @@ def measure(name: str, small: bool) -> Row:
             training.step(next(batches))
             bench.wait(world.device)
             first = time.time() - psutil.Process().create_time()
+            if only_first:
+                return {"first_s": first}
             ms = 1e3 * statistics.median(laps(training.step, batches, world.device))
+            kernels = kernels_of(training.step, next(batches), world.device)
     finally:
         leave()
     rate = 1e3 * config.train.global_batch / ms
     peak = flops.peak_tflops(world.device, config.precision)
     memory = torch.cuda.max_memory_allocated() / 1e9 if world.device.type == "cuda" else 0.0
-    return {"samples_per_s": rate, "ms": ms, "memory_gb": memory, "first_s": first,
+    return {"samples_per_s": rate, "ms": ms, "memory_gb": memory, "first_s": first, "kernels": kernels,
             "mfu": flops.step(config.model, 1) * rate / 1e12 / peak if peak else None, "settings": [*RUNGS[name]]}
+
+
+def kernels_of(step: Any, batch: Any, device: torch.device) -> int:
+    """How many kernels a step runs on a GPU; 0 on a CPU. Copies and fills of memory count, they are launched as kernels are."""
+    if device.type != "cuda":
+        return 0
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+        step(batch)
+        bench.wait(device)
+    return sum(event.device_type == torch.autograd.DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
+               for event in found.events() or [])
 
 
 def laps(step: Any, batches: Iterator[Any], device: torch.device) -> Iterator[float]:
@@ -170,4 +196,4 @@ def laps(step: Any, batches: Iterator[Any], device: torch.device) -> Iterator[fl
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(sys.argv[1], "--small" in sys.argv)))
+    print(json.dumps(measure(sys.argv[1], "--small" in sys.argv, "--first" in sys.argv)))

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from course.compilation import compile_parts
 from course.config import Config, Parallel, Train, load
 from course.errors import CourseError
 from course.files import atomic
@@ -55,11 +56,11 @@ def tp(world: World, small: bool) -> Iterator[Row]:
         model = stack(mesh, settings, dtype, size, causal=True)
         yield measure(name, forward_backward(model, mesh, batch, settings=settings), world)
         del model
-        if n == 1 or name == "sequence":
-            model = stack(mesh, settings, dtype, size, causal=True)
-            model.compile()
+        if name != "plain":
+            model = compile_parts(stack(mesh, settings, dtype, size, causal=True))
             yield measure(f"{name}, compiled", forward_backward(model, mesh, batch, settings=settings), world)
             del model
+            torch._dynamo.reset()
     if n > 1:
         for compiled in (False, True):
             theirs = rivals.dtensor(world, size, batch, compiled)
