@@ -92,7 +92,7 @@ def references(config: Config, world: World) -> tuple[list[Snapshot], dict[str, 
     Two runs that round differently are about as far apart as each is from the exact one. A parameter that was lucky in these
     few steps may differ as much as half of all do.
     """
-    alone = replace(config, parallel=Parallel(dp=1), compile=False)
+    alone = replace(config, parallel=Parallel(dp=1), compile=False, graphs=False)
     mesh = build_mesh(alone.parallel, replace(world, rank=0, size=1))
     snapshots = serial_run(alone, mesh)
     if config.precision == "fp64":

@@ -222,9 +222,8 @@ def test_processes_that_the_axes_do_not_fill_are_refused_with_the_arithmetic(sma
     assert process.returncode != 0 and "pp=1 x dp=3 x cp=1 x tp=1 = 3, but there are 2 processes" in out
 
 
-@pytest.mark.parametrize("other", ["trains on", "is stuck"])
-def test_a_rank_that_fails_takes_the_job_down_in_seconds(tmp_path, other):
-    """Its own traceback first; a rank that is stuck where no signal reaches it, as in a collective on a GPU, ends as well."""
+def job_that_fails(tmp_path, other, device):
+    """Two ranks train; the second fails in its fourth step, when the first trains on or is stuck in Python. What they told."""
     script = tmp_path / "job.py"
     script.write_text(f"""
 import os, time
@@ -245,14 +244,20 @@ def failing(*arguments):
     return one
 
 train.train_step = failing
-train.main(config.load("vit-demo", ["data.source=mock", "train.device=cpu", "model.depth=1", "train.global_batch=2",
+train.main(config.load("vit-demo", ["data.source=mock", "train.device={device}", "model.depth=1", "train.global_batch=2",
                                     "train.steps=50", "train.eval_every=0", "log.tensorboard=false", "log.dir={tmp_path}"]))
 """)
     done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)],
-                          capture_output=True, text=True, timeout=60)
+                          capture_output=True, text=True, timeout=120)
     failed = float(re.search(r"failing at ([\d.]+)", done.stdout)[1])
     assert done.returncode != 0 and time.time() - failed < 10
-    told = [line for line in done.stderr.splitlines() if line.startswith(("[rank", "another rank has failed"))]
+    return [line for line in done.stderr.splitlines() if line.startswith(("[rank", "another rank has failed"))]
+
+
+@pytest.mark.parametrize("other", ["trains on", "is stuck"])
+def test_a_rank_that_fails_takes_the_job_down_in_seconds(tmp_path, other):
+    """Its own traceback first; a rank that is stuck where no signal reaches it, as in a collective on a GPU, ends as well."""
+    told = job_that_fails(tmp_path, other, "cpu")
     assert told[0].startswith("[rank1]") and "[rank1]: ValueError: this rank has had enough" in told
     assert other == "trains on" or told[-1] == "another rank has failed: this one ends, too"
 

@@ -1,7 +1,8 @@
-"""Every layout of 4 GPUs against one, over NCCL: `torchrun --nproc-per-node 4 tests/gpu/parity.py [FILE [DEVICE [LAYOUT...]]]`.
+"""Every layout of N GPUs against one, over NCCL: `torchrun --nproc-per-node N tests/gpu/parity.py [FILE [DEVICE [LAYOUT...]]]`.
 
 In float64 equal up to rounding; in float32 and bf16 within four times the serial run's own rounding error, as `course verify`
-measures it. Exits with 1 if a layout differs; FILE gets the numbers.
+measures it. Layouts "in a graph" are captured after three steps and replayed after, NCCL included (only on GPUs). Exits with 1 if
+a layout differs; FILE gets the numbers.
 """
 
 import json
@@ -17,34 +18,42 @@ from course.perf.bench import machine
 SMALL = {"vit-demo": ["model.grid=[32,64]", "model.dim=64", "model.depth=5", "model.heads=4", "model.residual=false"],
          "gpt-demo": ["model.dim=64", "model.depth=5", "model.heads=4", "model.vocab=512", "model.context=126"],
          "dit-demo": ["model.dim=64", "model.depth=5", "model.heads=4"]}
-LAYOUTS = {
-    "dp4 bucketed": ["parallel.dp=4", "parallel.bucket_mb=0.1"], "dp4 ddp": ["parallel.dp=4", "parallel.data=ddp"],
-    "dp4 zero": ["parallel.dp=4", "parallel.zero=true", "parallel.bucket_mb=0.1"],
-    "tp4": ["parallel.tp=4"], "sp4": ["parallel.tp=4", "parallel.sp=true"],
-    "sp4 without overlap": ["parallel.tp=4", "parallel.sp=true", "parallel.overlap=none"],
-    "sp4 symmetric": ["parallel.tp=4", "parallel.sp=true", "parallel.overlap=symmetric"],
-    "cp4 gather": ["parallel.cp=4", "parallel.context=gather"], "cp4 ring": ["parallel.cp=4"],
-    "cp4 all_to_all": ["parallel.cp=4", "parallel.context=all_to_all"],
-    "pp4 gpipe": ["parallel.pp=4", "parallel.schedule=gpipe", "train.micro_batch=1"],
-    "pp4 1f1b": ["parallel.pp=4", "train.micro_batch=1"],
-    "pp2 interleaved": ["parallel.pp=2", "parallel.dp=2", "parallel.schedule=interleaved", "parallel.chunks=2",
-                        "train.micro_batch=1"],
-    "dp2 sp2 zero": ["parallel.dp=2", "parallel.tp=2", "parallel.sp=true", "parallel.zero=true"],
-    "cp2 sp2": ["parallel.cp=2", "parallel.tp=2", "parallel.sp=true"],
-    "pp2 sp2": ["parallel.pp=2", "parallel.tp=2", "parallel.sp=true", "train.micro_batch=2"],
-    "pp2 cp2": ["parallel.pp=2", "parallel.cp=2", "train.micro_batch=2", "train.recompute=full"],
-}
-FEW = ("sp4", "cp4 ring", "cp2 sp2", "pp2 sp2", "dp4 zero")
+STEPS = 5                                           # two of them replayed, where a graph is
+
+
+def layouts(n: int) -> dict[str, list[str]]:
+    """Each axis alone over n GPUs in all its ways, in a graph too; with four also products of two axes."""
+    alone = {
+        "dp bucketed": [f"dp={n}", "bucket_mb=0.1"], "dp ddp": [f"dp={n}", "data=ddp"],
+        "dp zero": [f"dp={n}", "zero=true", "bucket_mb=0.1"],
+        "tp": [f"tp={n}"], "sp": [f"tp={n}", "sp=true"], "sp without overlap": [f"tp={n}", "sp=true", "overlap=none"],
+        "sp symmetric": [f"tp={n}", "sp=true", "overlap=symmetric"],
+        "cp gather": [f"cp={n}", "context=gather"], "cp ring": [f"cp={n}"], "cp all_to_all": [f"cp={n}", "context=all_to_all"],
+        "pp gpipe": [f"pp={n}", "schedule=gpipe"], "pp 1f1b": [f"pp={n}"],
+        "pp interleaved": ["pp=2", f"dp={n // 2}", "schedule=interleaved", "chunks=2"]}
+    products = {
+        "dp2 sp2 zero": ["dp=2", "tp=2", "sp=true", "zero=true"], "cp2 sp2": ["cp=2", "tp=2", "sp=true"],
+        "pp2 sp2": ["pp=2", "tp=2", "sp=true"], "pp2 cp2": ["pp=2", "cp=2"]} if n == 4 else {}
+    found = {name: [f"parallel.{setting}" for setting in settings] + (["train.micro_batch=1"] if name.startswith("pp") else [])
+             for name, settings in {**alone, **products}.items()}
+    graphs = {f"{name}, in a graph": [*found[name], "graphs=true"]
+              for name in ("dp bucketed", "dp zero", "tp", "sp", "cp gather", "cp ring", *(["cp2 sp2"] if n == 4 else []))}
+    return found | (graphs if torch.cuda.is_available() else {})
+
+
+FEW = ("sp", "cp ring", "cp2 sp2", "pp2 sp2", "pp 1f1b", "dp zero")
 
 
 def main() -> None:
     world, rows = join(sys.argv[2] if len(sys.argv) > 2 else "auto"), []
+    known_layouts = layouts(world.size)
     for preset, small in SMALL.items():
         for precision in ("fp64", "fp32", "bf16"):
-            common = [*verify.DEFAULTS, *small, f"precision={precision}", *(["optim.lr=0.01"] if preset == "dit-demo" else [])]
+            common = [*verify.DEFAULTS, *small, f"train.steps={STEPS}", f"precision={precision}",
+                      *(["optim.lr=0.01"] if preset == "dit-demo" else [])]
             known = verify.references(config.load(preset, common), world) if world.rank == 0 else None
-            for name in sys.argv[3:] or (LAYOUTS if preset == "vit-demo" else FEW):
-                gaps = verify.compare_in(config.load(preset, [*common, *LAYOUTS[name]]), world, known)
+            for name in sys.argv[3:] or [name for name in known_layouts if preset == "vit-demo" or name in FEW]:
+                gaps = verify.compare_in(config.load(preset, [*common, *known_layouts[name]]), world, known)
                 if world.device.type == "cuda":
                     torch.cuda.empty_cache()
                 if world.rank == 0:

@@ -16,7 +16,7 @@ from tests.conftest import tiny_settings
 from tests.data import test_loaders
 from tests.data.test_dali import assert_normalised_to_the_bit
 from tests.data.test_loaders import needs_dali
-from tests.test_train import assert_same_run, final_tensors, losses
+from tests.test_train import assert_same_run, final_tensors, job_that_fails, losses
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -164,3 +164,9 @@ def test_two_gpus_train_as_one(small_data, tmp_path):
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
     first, second = final_tensors(one), final_tensors(two)
     assert all((first[name] - second[name]).abs().max() < 1e-5 for name in first)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_rank_that_fails_ends_one_that_waits_in_nccl(tmp_path):
+    told = job_that_fails(tmp_path, "trains on", "cuda")
+    assert told[0].startswith("[rank1]") and "[rank1]: ValueError: this rank has had enough" in told
