@@ -327,13 +327,21 @@ def cure_for(answer: dict, otherwise: str) -> str:
 
 
 def tool_rows() -> list[Row]:
-    """Slurm, the profiler, and what isolates learners' code."""
+    """Slurm, the profiler, what isolates learners' code, and what torch.compile needs on a CPU."""
     slurm, nsys, bubblewrap = command("sinfo", "--version"), command("nsys", "--version"), command("bwrap", "--version")
     return [Row("Slurm", slurm or "not installed", bool(slurm) or None, need="slurm"),
             Row("Nsight Systems", nsys.splitlines()[-1] if nsys else "not installed (the PyTorch profiler serves)",
                 bool(nsys) or None, need="nsys"),
             Row("bubblewrap", bubblewrap or "not installed (checks run with limits alone; `course grade` wants it)",
-                bool(bubblewrap) or None, need="bubblewrap")]
+                bool(bubblewrap) or None, need="bubblewrap"), compiler_row()]
+
+
+def compiler_row() -> Row:
+    """The compiler of C++: torch.compile writes C++ for a CPU, and for a GPU the code that calls its kernels."""
+    there = next((name for name in (os.environ.get("CXX", ""), "g++", "clang++", "c++") if name and shutil.which(name)), "")
+    version = command(there, "--version") if there else ""
+    return Row("C++ compiler", version.splitlines()[0] if version else "not installed (compile=true needs one)",
+               bool(version) or None, "" if version else "apt-get install g++, or on a Mac xcode-select --install", need="compiler")
 
 
 def command(*words: str) -> str:

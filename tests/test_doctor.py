@@ -124,3 +124,9 @@ def test_a_cudnn_that_does_not_fit_pytorch_is_a_row(monkeypatch):
 def test_an_absent_package_says_how_to_get_it():
     row = doctor.package_row("No", "no_such.package", "no-such", "", "install it", "no", lambda *_: Row("", ""))
     assert row.ok is None and row.found == "not installed" and row.cure == "install it"
+
+
+def test_a_missing_compiler_has_a_cure(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    row = doctor.compiler_row()
+    assert row.ok is None and "compile=true needs one" in row.found and "g++" in row.cure and row.need == "compiler"
