@@ -340,8 +340,10 @@ def compiler_row() -> Row:
     """The compiler of C++: torch.compile writes C++ for a CPU, and for a GPU the code that calls its kernels."""
     there = next((name for name in (os.environ.get("CXX", ""), "g++", "clang++", "c++") if name and shutil.which(name)), "")
     version = command(there, "--version") if there else ""
-    return Row("C++ compiler", version.splitlines()[0] if version else "not installed (compile=true needs one)",
-               bool(version) or None, "" if version else "apt-get install g++, or on a Mac xcode-select --install", need="compiler")
+    if not version:
+        return Row("C++ compiler", "not installed (compile=true needs one)", None,
+                   "apt-get install g++, or on a Mac xcode-select --install", need="compiler")
+    return Row("C++ compiler", version.splitlines()[0], True, need="compiler")
 
 
 def command(*words: str) -> str:
