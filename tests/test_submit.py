@@ -32,3 +32,17 @@ def test_without_nsys_pytorch_looks_on_all_gpus(tmp_path):
     assert call.split() == ["[torchrun]", "[--standalone]", "[--nproc-per-node]", "[2]", "[-m]", "[course.cli]", "[profile]",
                             "[vit-opt]", "[parallel.tp=2]"]
     assert "nsys is not installed" in told
+
+
+def test_everything_of_one_gpu_is_measured_and_a_failure_named(tmp_path):
+    """`python` fails here, so that two parts do; the others go on."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name, status in {"course": 0, "python": 3}.items():
+        (programs / name).write_text(f"#!/bin/bash\necho {name} \"$@\"\nexit {status}\n")
+        (programs / name).chmod(0o755)
+    done = subprocess.run(["bash", SCRIPT.with_name("bench_one_gpu.sh"), "out", "fp8", "ladder", "curves"], cwd=tmp_path,
+                          capture_output=True, text=True, env={**os.environ, "PATH": f"{programs}:/usr/bin:/bin"})
+    assert done.returncode == 0 and "fp8 failed:" in done.stdout and "curves failed:" in done.stdout
+    assert (tmp_path / "out" / "ladder.log").read_text() == "course bench vit --out out/ladder.json\n"
+    assert (tmp_path / "out" / "fp8.log").read_text() == "python -m course.perf.fp8 out/fp8.json\n"
