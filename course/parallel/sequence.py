@@ -90,7 +90,8 @@ class SplitTotal(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = mappings.reduce(x, self.tp)
-        return mappings.copy(mappings.reduce(x, self.cp), self.cp)
+        x = mappings.copy(mappings.reduce(x, self.cp), self.cp)
+        return x.clone()                            # torch.compile leaves out the backward of a copy that a graph ends with
 
 
 def split_tokens(model: nn.Module, cp: Axis, tp: Axis, zigzag: bool, overlap: str) -> SplitTokens:
