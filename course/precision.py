@@ -16,6 +16,14 @@ def parameter_dtype(precision: str) -> torch.dtype:
     return torch.float64 if precision == "fp64" else torch.float32
 
 
+def working_dtype(precision: str) -> torch.dtype | None:
+    """What a copy of the weights may be kept in that is as good as them for all matmuls; None: nothing but themselves.
+
+    FP8 casts from float32.
+    """
+    return LOW[precision] if precision in ("bf16", "fp16") else None
+
+
 def set_matmul(precision: str) -> None:
     """Let float32 matmuls use TF32 tensor cores, or not. Process-wide, because PyTorch's switch is."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision != "fp32"

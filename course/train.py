@@ -23,7 +23,7 @@ from course.models import build_model
 from course.parallel import Mesh, abandon, build_mesh, data_parallel, join, leave, parallelize
 from course.parallel.data import Naive
 from course.perf import flops
-from course.precision import narrow, parameter_dtype, set_matmul
+from course.precision import narrow, parameter_dtype, set_matmul, working_dtype
 from course.profile import Look, part
 from course.recompute import recompute
 from course.report import Report, Stopwatch, memory_gb
@@ -77,7 +77,7 @@ def assemble(config: Config, mesh: Mesh) -> Training:
     if config.compile:
         compile_parts(model, config.attention)
     progress = Progress.start(config, mesh.world.device)
-    gradients = data_parallel(model, mesh, config.parallel)
+    gradients = data_parallel(model, mesh, config.parallel, working_dtype(config.precision))
     optimizer = build_optimizer(gradients.parameters, progress, config)
     compute = build_compute(model, progress, config, mesh)
     step = train_step(compute, model, gradients, optimizer, progress, config, mesh, scaling)

@@ -136,6 +136,7 @@ def differences(training: Training, loss: Tensor, serial: dict[str, tuple[Tensor
     """
     everyone, device = training.mesh.all, training.mesh.world.device
     here: dict[str, list[nn.Parameter]] = {}
+    masters = training.gradients.values()           # of what is here in 16 bits
     for parameter in training.model.parameters():
         here.setdefault(placement(parameter).name, []).append(parameter)
     found = {}
@@ -145,7 +146,8 @@ def differences(training: Training, loss: Tensor, serial: dict[str, tuple[Tensor
         if everyone.size > 1:
             dist.broadcast(whole, 0)
         mine = [(loss, whole)] if name == "loss" else [
-            (p.detach(), whole[tuple(slice(*side) for side in placement(p).box)].reshape(p.shape)) for p in here.get(name, [])]
+            (masters.get(p, p).detach(), whole[tuple(slice(*side) for side in placement(p).box)].reshape(p.shape))
+            for p in here.get(name, [])]
         found[name] = max((gap(a, b, scale) for a, b in mine), default=0.0)
     if everyone.size == 1:
         return found

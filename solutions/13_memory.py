@@ -338,6 +338,10 @@ lab.show("course.parallel.zero.Zero")
 # `updated` after it; and each block waits for its weights just before its forward pass. All the rest of the training is
 # as before: clipping, checkpoints and `verify` read the parameters' placements, which say which segment is here.
 #
+# With `precision=bf16` there is a third thing to share. The float32 weights are for the optimizer; what a rank multiplies with
+# is their cast to 16 bits (lesson 04). So each rank keeps the float32 **master weights** of its share alone (`masters`, above),
+# and of all linears a 16-bit copy. The all-gather carries half the bytes, and the training is the same to the bit.
+#
 # > **Predict.** 2 ranks: how many bytes of states a parameter does each keep? Will the training be equal to that of one
 # > process?
 

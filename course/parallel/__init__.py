@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
 from course.parallel.context import context_parallel, needs_zigzag
@@ -20,11 +21,16 @@ __all__ = ["Axis", "Mesh", "Placement", "World", "abandon", "build_mesh", "data_
            "place_serial", "placement"]
 
 
-def data_parallel(model: nn.Module, mesh: Mesh, settings: "Parallel") -> Naive:
-    """What averages a model's gradients over dp x cp. Comes after the parameters have got their values."""
+def data_parallel(model: nn.Module, mesh: Mesh, settings: "Parallel", low: torch.dtype | None = None) -> Naive:
+    """What averages a model's gradients over dp x cp. Comes after the parameters have got their values.
+
+    low: the 16 bits of the matmuls, if they have fewer than the parameters: ZeRO-1 then computes with copies in these.
+    """
     if mesh.dp_cp.size == 1:
         return Naive(model, mesh.dp_cp)
-    return (Zero if settings.zero else METHODS[settings.data])(model, mesh.dp_cp, settings.bucket_mb)
+    if settings.zero:
+        return Zero(model, mesh.dp_cp, settings.bucket_mb, low)
+    return METHODS[settings.data](model, mesh.dp_cp, settings.bucket_mb)
 
 
 def parallelize(model: nn.Module, mesh: Mesh, settings: "Parallel") -> nn.Module:

@@ -79,6 +79,10 @@ class Naive:
     def settle(self) -> None:
         """Wait until the model's parameters are those of the last step."""
 
+    def values(self) -> dict[nn.Parameter, Tensor]:
+        """The values that the optimizer updates, whole, of parameters that are only copies of them. All ranks call it."""
+        return {}
+
 
 class Off(Naive):
     """No averaging."""

@@ -6,9 +6,14 @@
 
 The bytes that move are those of an all-reduce, which is a reduce-scatter and an all-gather (Rajbhandari et al. 2020,
 arXiv:1910.02054, section 5.1 and 7).
+
+With 16-bit matmuls each rank keeps the float32 values, the *master weights*, of its share alone. What it computes with is a
+16-bit copy of the linears' weights, the cast that autocast would make in every forward pass: so training is the same to the bit,
+a parameter takes two bytes less on every rank, and half as many bytes are gathered. Norms, biases and embeddings, which autocast
+leaves alone, stay in float32.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,16 +27,28 @@ from course.parallel.placement import place, placement
 
 
 class Shared(Bucket):
-    """A bucket of gradients, and the parameters themselves laid end to end in the same order, of which one share is mine."""
+    """A bucket of gradients, and the parameters themselves laid end to end in the same order, of which one share is mine.
 
-    def __init__(self, parameters: Sequence[nn.Parameter], axis: Axis):
+    masters: the parameters' values in float32 where they themselves are in 16 bits.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], axis: Axis, masters: Mapping[nn.Parameter, Tensor]):
         super().__init__(parameters, multiple=axis.size)
-        self.weights = torch.zeros_like(self.flat)
+        self.narrow = parameters[0] in masters
+        if self.narrow:                             # gradients are added up in float32
+            self.flat = self.flat.float()
+            self.views = self.cut(self.flat)
+        wide = torch.zeros_like(self.flat)
+        for parameter, view in zip(parameters, self.cut(wide), strict=True):
+            view.copy_(masters.get(parameter, parameter.data))
+        self.weights = wide.to(parameters[0].dtype)
         for parameter, view in zip(parameters, self.cut(self.weights), strict=True):
-            parameter.data = view.copy_(parameter.data)
+            parameter.data = view
         share = len(self.flat) // axis.size
         self.mine = slice(axis.rank * share, (axis.rank + 1) * share)
+        self.master = wide[self.mine].clone() if self.narrow else wide[self.mine]       # what the optimizer updates
         self.gradients = self.flat.new_zeros(share)
+        self.passes = 0                             # backward passes of a step
         self.coming: Any = None                     # the all-gather that is under way
         self.segments = list(self._segments())
 
@@ -42,18 +59,47 @@ class Shared(Bucket):
             low, high = max(start, self.mine.start), min(start + parameter.numel(), self.mine.stop)
             if low < high:
                 where = replace(placement(parameter), flat=(low - start, high - start))
-                yield (place(nn.Parameter(self.weights[low:high]), where),
-                       self.gradients[low - self.mine.start:high - self.mine.start])
+                here = slice(low - self.mine.start, high - self.mine.start)
+                yield place(nn.Parameter(self.master[here]), where), self.gradients[here]
             start += parameter.numel()
+
+    def take(self, index: int) -> None:
+        """A gradient in 16 bits is added to what the bucket has of this step; others move into it, as ever."""
+        if not self.narrow:
+            super().take(index)
+            return
+        parameter, view = self.parameters[index], self.views[index]
+        first = self.waiting[index] == self.passes
+        if parameter.grad is not None:
+            view.copy_(parameter.grad) if first else view.add_(parameter.grad)
+            parameter.grad = None
+        elif first:
+            view.zero_()
+
+    def gather(self, axis: Axis) -> None:
+        """Begin to gather the shares, as the optimizer has left them."""
+        share = self.weights[self.mine]             # NCCL gathers in place, gloo wants another place
+        if self.narrow:
+            share.copy_(self.master)
+        self.coming = mappings.all_gather_single(self.weights, share if share.is_cuda else share.clone(), group=axis.group,
+                                                 async_op=True)
 
 
 class Zero(Bucketed):
-    """Bucketed data parallelism with the optimizer's states cut over the axis. `parameters` are this rank's segments."""
+    """Bucketed data parallelism with the optimizer's states cut over the axis. `parameters` are this rank's segments.
+
+    low: the 16 bits of the matmuls, None for a model that computes in its parameters' format.
+    """
 
     buckets: list[Shared]                           # type: ignore[assignment]
 
-    def __init__(self, model: nn.Module, axis: Axis, bucket_mb: float):
-        super().__init__(model, axis, bucket_mb)
+    def __init__(self, model: nn.Module, axis: Axis, bucket_mb: float, low: torch.dtype | None = None):
+        self.masters = {p: p.data for p in castable(model)} if low else {}
+        for parameter, master in self.masters.items():
+            parameter.data = master.to(low)
+        # one format a bucket: what stays in float32 is little, and has the last buckets for itself
+        super().__init__(nn.ParameterList(sorted(model.parameters(), key=lambda p: p in self.masters)), axis, bucket_mb)
+        self.masters.clear()                        # each rank keeps its share of them
         self.parameters = [segment for bucket in self.buckets for segment, _ in bucket.segments]
         home = {parameter: bucket for bucket in self.buckets for parameter in bucket.parameters}
         for module in units(model):
@@ -61,7 +107,12 @@ class Zero(Bucketed):
             module.register_forward_pre_hook(lambda module, inputs, needed=needed: wait_for(needed))
 
     def make_bucket(self, parameters: Sequence[nn.Parameter]) -> Shared:
-        return Shared(parameters, self.axis)
+        return Shared(parameters, self.axis, self.masters)
+
+    def begin(self, passes: int) -> None:
+        super().begin(passes)
+        for bucket in self.buckets:
+            bucket.passes = passes
 
     def start(self, bucket: Bucket) -> None:
         """Begin a bucket's reduce-scatter."""
@@ -80,12 +131,32 @@ class Zero(Bucketed):
     def updated(self) -> None:
         """Begin to gather the new parameters, the first layers' first."""
         for bucket in reversed(self.buckets):
-            share = bucket.weights[bucket.mine]     # NCCL gathers in place, gloo wants another place
-            bucket.coming = mappings.all_gather_single(bucket.weights, share if share.is_cuda else share.clone(),
-                                                       group=self.axis.group, async_op=True)
+            bucket.gather(self.axis)
 
     def settle(self) -> None:
         wait_for(self.buckets)
+
+    def values(self) -> dict[nn.Parameter, Tensor]:
+        """The master weights, whole, of the parameters in 16 bits. All ranks call it."""
+        found: dict[nn.Parameter, Tensor] = {}
+        for bucket in self.buckets:
+            if bucket.narrow:
+                whole = torch.empty_like(bucket.flat)
+                mappings.all_gather_single(whole, bucket.master, group=self.axis.group)
+                found |= dict(zip(bucket.parameters, bucket.cut(whole), strict=True))
+        return found
+
+
+def castable(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that autocast casts wherever they are used: weights of linears that nothing else uses.
+
+    Without those of whose gradient other ranks have a part: it is completed in float32.
+    """
+    held = [(p, name == "weight" and hasattr(module, "matmul")) for module in model.modules()
+            for name, p in module.named_parameters(recurse=False)]
+    others = {p for p, multiplied in held if not multiplied}
+    linear = {p for p, multiplied in held if multiplied}
+    return [p for p in model.parameters() if p in linear - others and placement(p).partial_over is None]
 
 
 def units(model: nn.Module) -> list[nn.Module]:

@@ -184,10 +184,11 @@ def zero(world: World, small: bool) -> Iterator[Row]:
         return
     for name, settings in (("bucketed", Parallel(dp=world.size)), ("ddp", Parallel(dp=world.size, data="ddp")),
                            ("ZeRO-1", Parallel(dp=world.size, zero=True)),
+                           ("ZeRO-1, 16-bit copies", Parallel(dp=world.size, zero=True)),
                            ("ZeroRedundancyOptimizer", Parallel(dp=world.size, data="ddp"))):
         mesh = build_mesh(settings, world)
         model = stack(mesh, settings, torch.float32, size, causal=True)
-        gradients = data_parallel(model, mesh, settings)
+        gradients = data_parallel(model, mesh, settings, torch.bfloat16 if "copies" in name else None)
         batch = batch_of(samples, tokens, size[0], world.device, torch.bfloat16)
         config = Config(train=Train(), precision="bf16", parallel=settings)
         progress = Progress.start(config, world.device)
