@@ -117,7 +117,8 @@ for event in [event for event in events if event.get("name") in ("aten::addmm", 
 
 # %% [markdown]
 # An event has a category, a name, a begin (`ts`) and a length (`dur`), both in microseconds. Thousands of operators say little.
-# What you want to know is which *part of the step* they belong to. So the step says it itself: the library's has **named parts**.
+# What you want to know is which *part of the step* they belong to. So the step has to say it itself: the library's step has
+# **named parts**. (Below, look for `with part(...)`.)
 
 # %%
 lab.show("course.step.train_step")
@@ -267,6 +268,9 @@ times = {name: found["time"] for name, found in recorded["accounts"].items()}
 lab.picture(figures_profile.shares({name: each for name, each in times.items() if name.startswith("small")},
                                    "12 layers of width 768, 256 tokens, on an H200"),
             "Bars for 1, 4, 16 and 64 samples: most of the first is idle while the host launches, of the last almost none")
+idle = {n: sum(times[f"small batch of {n}, bf16"][key] for key in ("launch", "idle", "data")) for n in (1, 4, 16, 64)}
+enough = min(n for n, waiting in idle.items() if waiting < 0.1 * sum(times[f"small batch of {n}, bf16"].values()))
+lab.beside("samples that keep the GPU busy for nine tenths of the step, of these", my_batch, enough, how="recorded")
 
 # %% [markdown]
 # ## Communication: exposed or hidden

@@ -346,8 +346,8 @@ lab.picture(figures.curves({"loss scale": (range(0, 20_000, 20), scales[::20]),
 #
 # ## Exercise: the cast
 #
-# Steps 2 and 3. `torch.finfo(kind).max` is a format's largest number. Cut off *before* you cast: of numbers beyond the
-# largest, E4M3 makes NaN and E5M2 infinity.
+# Steps 2 and 3. `torch.finfo(kind).max` is a format's largest number. Cut off *before* you cast: whether a
+# cast makes infinity, NaN or the largest number of what is beyond it depends on format, device and version.
 
 # %% exercise="fp8-cast"
 from course.lab.exercises.precision import to_fp8

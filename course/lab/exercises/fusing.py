@@ -219,7 +219,8 @@ def watch(inputs: Tensors) -> Tensors:
         y.backward(inputs["grad"])
     with redirect_stdout(printed):
         other, of_other = scaled(-x, sample, limit)
-    found |= {"large": torch.stack([y.detach(), other]), "largest": torch.stack([largest.detach(), of_other]),
+        _, of_infinite = scaled(x.where(sample[:, None, None] >= 0, torch.inf), sample, limit)      # padding holds anything
+    found |= {"large": torch.stack([y.detach(), other]), "largest": torch.stack([largest.detach(), of_other, of_infinite]),
               "dx": torch.zeros_like(x) if leaf.grad is None else leaf.grad}
     with redirect_stdout(io.StringIO()):
         found["small"] = scaled(x / 4, sample, limit)[0]

@@ -80,19 +80,32 @@ def draw_reads(seed: int, hidden: bool) -> Tensors:
 
 
 class Source:
-    """Batches that note when they are read, and by whom."""
+    """Batches that note when they are read, and by whom; as a file is, one that two cannot read at once."""
 
     def __init__(self, count: int, broken: int = -1):
         self.count, self.broken, self.read = count, broken, 0
         self.threads: set[int] = set()
+        self.alone = threading.Lock()
 
     def __iter__(self) -> Iterator[int]:
-        for number in range(self.count):
+        return self
+
+    def __next__(self) -> int:
+        if not self.alone.acquire(blocking=False):
+            raise Returned("two threads asked `batches` for the next one at once",
+                           "an iterator cannot be asked by two, and order would be left to chance: let one thread read")
+        try:
             self.threads.add(threading.get_ident())
-            if number == self.broken:
-                raise OSError(f"batch {number} cannot be read")
+            time.sleep(0.002)                        # long enough for another thread to come
+            if self.read == self.broken:
+                self.count = 0                       # there is nothing after an error
+                raise OSError(f"batch {self.broken} cannot be read")
+            if self.read >= self.count:
+                raise StopIteration
             self.read += 1
-            yield 10 * number
+            return 10 * (self.read - 1)
+        finally:
+            self.alone.release()
 
     def comes_to(self, count: int) -> bool:
         """Whether so many have been read, now or in a while."""

@@ -87,6 +87,8 @@ MISTAKES = {
                 ".item() had made a number of the factor, a constant for autograd: detach what it is computed from"),
         Mistake("padding counts", ".where(real, 0.0)", "",
                 "padding has numbers too, and they must not count: put 0 in their place before you take the largest"),
+        Mistake("zero times infinity", ".where(real, 0.0)", " * real",
+                "padding may hold anything, and 0 times infinity is NaN: choose 0 with torch.where, do not multiply"),
         Mistake("always multiplied", "torch.where(largest > limit, limit / largest, 1.0)", "(limit / largest)",
                 "an x within the limit stays as it is: the factor is then 1"),
         Mistake("upside down", "limit / largest, 1.0", "largest / limit, 1.0",

@@ -32,5 +32,7 @@ MISTAKES = {
                 ".result() raises what reading raised: let it"),
         Mistake("one too many", "range(depth)", "range(depth + 1)",
                 "one more than `depth` is read ahead (a thread that waits to put a batch into a full queue has one in its hand)"),
+        Mistake("many threads", "ThreadPoolExecutor(1)", "ThreadPoolExecutor(depth)",
+                "an iterator cannot be asked by two, and order would be left to chance: let one thread read", silent=True),
     ),
 }
