@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from course import config
+from course import config, verify
 from course.errors import CourseError
 from course.launch import ranks
 from course.parallel import build_mesh, join
@@ -38,6 +38,13 @@ def test_narrow_stages_send_16_bits():
     found = ranks(2, timeout=120)(streams, "vit-demo", "stream=narrow", "train.micro_batch=1", "model.depth=4", "parallel.pp=2")
     assert found[0][1] == found[1][1] == {torch.bfloat16}
     assert [sum(pair) for pair in zip(found[0][0], found[1][0], strict=True)] == pytest.approx(alone, rel=1e-2)
+
+
+def test_narrow_layouts_can_be_verified():
+    """The exact run beside it, in float64, has no 16 bits to be narrow in."""
+    c = config.load("vit-demo", [*verify.DEFAULTS, *SMALL, "stream=narrow", "model.residual=false", "parallel.tp=2"])
+    gaps = ranks(2, timeout=120)(verify.compare, c)[0]
+    assert gaps and not any(gap.wrong for gap in gaps)
 
 
 def test_narrow_without_16_bits_is_a_sentence():

@@ -29,9 +29,7 @@ def train(overrides: list[str], kind: str) -> tuple[list[list[float]], list[str]
     from course.data import order
     from course.parallel import build_mesh, join
     from course.train import assemble
-
-    def compile_quickly(model: torch.nn.Module) -> None:
-        model.__dict__["_compiled_call_impl"] = torch.compile(model._call_impl, backend="aot_eager")
+    from tests.test_compilation import compile_quickly
 
     losses = []
     with _disable_current_modes(), mock.patch("torch.nn.Module.compile", compile_quickly):      # no trace of collectives
