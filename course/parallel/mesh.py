@@ -100,6 +100,8 @@ def join(device: str = "auto") -> World:
     if size > 1 and not dist.is_initialized():
         # gloo for tensors on the host beside NCCL for those on the GPU: stop signals are agreed on the host
         backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
+        # a pipeline's messages have a group for each direction, which is what this warning asks for
+        os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
         dist.init_process_group(backend, rank=rank, world_size=size, device_id=chosen if chosen.type == "cuda" else None)
     return World(rank, size, chosen)
 

@@ -8,7 +8,7 @@
 The same numbers as `mappings.gather` before and `mappings.scatter` after `F.linear`, which save the gathered x instead of
 gathering it twice (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2; Wang et al. 2023, "Overlap communication with
 dependent computation via decomposition", ASPLOS). The collectives run on the stream of their process group; `wait` makes the
-computation wait for them, not the host. Samples are gathered one by one, several in a call, so that each lies in one piece.
+computation wait for them, not the host. Samples are gathered one by one, a part's in one kernel, so that each lies in one piece.
 """
 
 import importlib
@@ -48,13 +48,17 @@ class GatherLinear(Function):
         x, weight = ctx.saved_tensors
         whole = x.new_empty(len(x), ctx.n, x.shape[2])
         again = [gather(x[rows], ctx.axis, ctx.n, whole[rows]) for rows in parts(len(x))]
+        going: list[Pending] = []
         if ctx.name:
             dx = torch.ops.symm_mem.fused_matmul_reduce_scatter(grad, weight, "sum", 1, ctx.name)
         else:
-            dx = torch.cat([piece() for piece in [scatter(grad[rows] @ weight, ctx.axis) for rows in parts(len(x))]])
+            dx, going = scattered(lambda rows: grad[rows] @ weight, grad, x.shape[2], ctx.axis)
         for part in again:
             part()
-        return dx, *weight_and_bias(grad, whole, ctx.has_bias), None, None, None
+        dw, db = weight_and_bias(grad, whole, ctx.has_bias)
+        for part in going:
+            part()
+        return dx, dw, db, None, None, None
 
 
 class LinearScatter(Function):
@@ -66,8 +70,10 @@ class LinearScatter(Function):
         ctx.axis, ctx.name = axis, name
         if name:
             return torch.ops.symm_mem.fused_matmul_reduce_scatter(x, weight.t(), "sum", 1, name)
-        pieces = [scatter(F.linear(x[rows], weight), axis) for rows in parts(len(x))]
-        return torch.cat([piece() for piece in pieces])
+        y, going = scattered(lambda rows: F.linear(x[rows], weight), x, len(weight), axis)
+        for part in going:
+            part()
+        return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -125,43 +131,67 @@ def gathered(x: Tensor, axis: Axis, n: int, whole: Tensor | None = None) -> Iter
 
 def gather(x: Tensor, axis: Axis, n: int, into: Tensor | None = None) -> Pending:
     """Begin to gather the n tokens of each sample, (B, T/tp, D) -> (B, T, D), in `into` if it is given."""
-    whole = x.new_empty(len(x), n, *x.shape[2:]) if into is None else into
-    if n % axis.size:
-        return lambda: whole.copy_(mappings.all_gather(x, 1, axis, n))
-    x = x.contiguous()
-    works = [mappings.all_gather_single(out, one, group=axis.group, async_op=True) for out, one in zip(whole, x, strict=True)]
-    return lambda: finished(works, whole, x)
+    whole = x.new_empty(len(x), n, x.shape[2]) if into is None else into
+    piece = padded(x, -(-n // axis.size))
+    come = whole if n % axis.size == 0 else x.new_empty(len(x), axis.size * piece.shape[1], x.shape[2])
+    work = group_of(axis).allgather_into_tensor_coalesced(list(come), list(piece))
 
-
-def scatter(x: Tensor, axis: Axis) -> Pending:
-    """Begin to add up each sample's tokens and keep this rank's piece of them, (B, T, D) -> (B, T/tp, D)."""
-    if x.shape[1] % axis.size:
-        return lambda: mappings.reduce_scatter(x, 1, axis)
-    piece = x.new_empty(len(x), x.shape[1] // axis.size, *x.shape[2:])
-    x = x.contiguous()
-    works = [mappings.reduce_scatter_single(out, one, group=axis.group, async_op=True) for out, one in zip(piece, x, strict=True)]
-    return lambda: finished(works, piece, x)
-
-
-def finished(works: list[Any], result: Tensor, source: Tensor) -> Tensor:
-    """The result, when it is there; until then its source must live."""
-    for work in works:
+    def finish() -> Tensor:
         work.wait()
-    return result
+        if come is not whole:
+            parts = zip(come.chunk(axis.size, 1), mappings.lengths(n, axis.size), strict=True)
+            torch.cat([part[:, :tokens] for part, tokens in parts], 1, out=whole)
+        return whole
+
+    return finish
+
+
+def scattered(compute: Callable[[slice], Tensor], x: Tensor, width: int, axis: Axis) -> tuple[Tensor, list[Pending]]:
+    """What `compute` makes of part after part of x (B, T, ...), each scattered meanwhile: (B, T/tp, width), and what to await."""
+    piece = x.new_empty(len(x), mappings.lengths(x.shape[1], axis.size)[axis.rank], width)
+    return piece, [scatter(compute(rows), axis, piece[rows]) for rows in parts(len(x))]
+
+
+def scatter(x: Tensor, axis: Axis, into: Tensor) -> Pending:
+    """Begin to add up each sample's tokens and keep this rank's piece of them, (B, T, D) -> (B, T/tp, D), in `into`."""
+    n, most = x.shape[1], -(-x.shape[1] // axis.size)
+    if n % axis.size:
+        x = torch.cat([padded(part, most) for part in x.tensor_split(axis.size, 1)], 1)
+    piece = into if n % axis.size == 0 else x.new_empty(len(x), most, x.shape[2])
+    work = group_of(axis).reduce_scatter_tensor_coalesced(list(piece), list(x.contiguous()))
+
+    def finish() -> Tensor:
+        work.wait()
+        return into if piece is into else into.copy_(piece[:, :into.shape[1]])
+
+    return finish
+
+
+def padded(x: Tensor, tokens: int) -> Tensor:
+    """(B, T, D) -> (B, tokens, D) with zeros at the end, contiguous."""
+    return F.pad(x, (0, 0, 0, tokens - x.shape[1])).contiguous()
+
+
+def group_of(axis: Axis) -> dist.ProcessGroup:
+    """The group itself: only its own methods take a list of tensors, and begin all of it in one kernel."""
+    assert axis.group is not None                   # an axis of one rank has nothing to overlap
+    return axis.group
 
 
 @mappings.uncompiled                                 # its collectives run beside its matmuls
 def gather_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, n: int, how: str = "nccl") -> Tensor:
     """Column linear of gathered tokens, (B, T/tp, D) -> (B, T, F/tp); n = T. Bias may be None."""
     x, weight, bias = cast(x, weight, bias)
-    return GatherLinear.apply(x, weight, bias, axis, n, symmetric(axis.group, how, n, axis.size))
+    with torch.autocast(x.device.type, enabled=False):                  # it would widen the sums of symmetric memory
+        return GatherLinear.apply(x, weight, bias, axis, n, symmetric(axis.group, how, n, axis.size))
 
 
 @mappings.uncompiled                                 # its collectives run beside its matmuls
 def linear_scatter(x: Tensor, weight: Tensor, axis: Axis, how: str = "nccl") -> Tensor:
     """Row linear whose sum is scattered, (B, T, F/tp) -> (B, T/tp, D). The bias is added after it."""
     x, weight, _ = cast(x, weight, None)
-    return LinearScatter.apply(x, weight, axis, symmetric(axis.group, how, x.shape[1], axis.size))
+    with torch.autocast(x.device.type, enabled=False):
+        return LinearScatter.apply(x, weight, axis, symmetric(axis.group, how, x.shape[1], axis.size))
 
 
 def cast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -1,0 +1,58 @@
+"""Linears with communication beside them: the numbers of the plain ones, for any number of tokens, samples and ranks."""
+
+import json
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from course.launch import ranks
+from course.meet import trace_file
+from course.parallel import mappings, overlap
+from course.parallel.mesh import Axis
+from course.parallel.trace import Trace
+
+
+def both_ways(tokens, samples):
+    """The largest difference of results and gradients between overlapped linears and plain ones."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    axis = Axis("tp", size, rank, tuple(range(size)), dist.group.WORLD)
+    random = torch.Generator().manual_seed(0)
+    x, up, bias, down = (torch.randn(shape, generator=random, dtype=torch.float64)
+                         for shape in ((samples, tokens, 5), (7, 5), (7,), (4, 7)))
+
+    def overlapped(x, up, bias, down):
+        return overlap.linear_scatter(overlap.gather_linear(x, up, bias, axis, tokens).tanh(), down, axis)
+
+    def plain(x, up, bias, down):
+        return mappings.scatter(F.linear(F.linear(mappings.gather(x, 1, axis, tokens), up, bias).tanh(), down), 1, axis)
+
+    found = []
+    for way in (overlapped, plain):
+        given = [part.clone().requires_grad_() for part in (x.tensor_split(size, 1)[rank], up, bias, down)]
+        y = way(*given)
+        y.square().sum().backward()
+        found.append([y, *(part.grad for part in given)])
+    return max((a - b).abs().max().item() for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("tokens", [6, 7, 8])
+@pytest.mark.parametrize("samples", [1, 3, 6])
+def test_overlapped_linears_are_the_plain_ones(size, tokens, samples):
+    assert max(ranks(size)(both_ways, tokens, samples)) < 1e-12
+
+
+def collectives(folder, samples):
+    """How many of each kind a pass forward and backward starts, both ways."""
+    with Trace(folder, dist.get_rank()):
+        both_ways(8, samples)
+    return dict(Counter(json.loads(line)["op"] for line in trace_file(folder, dist.get_rank()).read_text().splitlines()))
+
+
+@pytest.mark.parametrize("samples", [4, 16])
+def test_a_part_of_the_batch_is_one_collective_however_many_samples_it_has(tmp_path, samples):
+    """Forward one for each of four parts, backward one more to gather the input again; plain linears have two of each."""
+    assert ranks(2)(collectives, str(tmp_path), samples) == [{"all-gather": 3 * 4 + 2, "reduce-scatter": 2 * 4 + 2}] * 2
