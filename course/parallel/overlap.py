@@ -24,7 +24,7 @@ from torch.autograd import Function
 from course.parallel import mappings
 from course.parallel.mesh import Axis
 
-PARTS = 4                                           # of a batch, one after the other
+PARTS = 2                                           # of a batch, one after the other: more cost the host more than they hide
 Pending = Callable[[], Tensor]                      # a result that is under way: call it to have it
 
 

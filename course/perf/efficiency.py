@@ -35,7 +35,7 @@ def yardstick(kind: str, row: Row, rows: list[Row]) -> Row:
             compiled = ", compiled" if "compiled" in row["case"] else ""
             return other["gpus"] == row["gpus"] and other["case"] == f"none{compiled}"
         if kind == "zero":
-            return bool(other["case"] == "ddp")
+            return bool(other["case"] == "ddp") and other["gpus"] == row["gpus"]
         same = all(other.get(key) == row.get(key) for key in ("tokens", "causal"))
         return other["gpus"] == 1 and same and ("compiled" in other["case"]) == ("compiled" in row["case"])
 

@@ -54,5 +54,5 @@ def collectives(folder, samples):
 
 @pytest.mark.parametrize("samples", [4, 16])
 def test_a_part_of_the_batch_is_one_collective_however_many_samples_it_has(tmp_path, samples):
-    """Forward one for each of four parts, backward one more to gather the input again; plain linears have two of each."""
-    assert ranks(2)(collectives, str(tmp_path), samples) == [{"all-gather": 3 * 4 + 2, "reduce-scatter": 2 * 4 + 2}] * 2
+    """Forward one for each of two parts, backward one more to gather the input again; plain linears have two of each."""
+    assert ranks(2)(collectives, str(tmp_path), samples) == [{"all-gather": 3 * 2 + 2, "reduce-scatter": 2 * 2 + 2}] * 2

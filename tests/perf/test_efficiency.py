@@ -21,9 +21,10 @@ def test_compiled_is_measured_by_compiled_and_an_error_by_nothing():
     assert judged[2]["efficiency"] == pytest.approx(0.8) and "efficiency" not in judged[3]
 
 
-@pytest.mark.parametrize("kind", efficiency.MEANING)
-def test_the_recorded_results_are_what_it_makes_of_their_rows(kind):
-    file = efficiency.RESULTS / f"{kind}_h200.json"
+@pytest.mark.parametrize(("kind", "file"), [
+    (kind, file) for kind in efficiency.MEANING for name in ("h200", "2xh200")
+    if (file := efficiency.RESULTS / f"{kind}_{name}.json").exists()])
+def test_the_recorded_results_are_what_it_makes_of_their_rows(kind, file):
     recorded = json.loads(file.read_text())
     added = ("efficiency", "bubble", "theory")
     bare = [{key: value for key, value in row.items() if key not in added} for row in recorded["rows"]]
