@@ -291,8 +291,9 @@ def exposed(communication: Sequence[tuple[float, float]], computation: Sequence[
 check("exposed-time")
 
 # %% [markdown]
-# Use it on a recorded step of the wider weather model (width 1024), cut over two H200 GPUs as in lesson 10: each multiplies half
-# of every matrix, and in every block they exchange tokens eight times, forward and backward.
+# Use it on a recorded step of the wider weather model (width 1024), on two H200 GPUs that share its matrices: each has one half
+# of every matrix, and multiplies by that half. So each gets only a part of every result, and in every block the two have to
+# send each other their parts, eight times, forward and backward. (This is called *tensor parallelism*; lesson 10 builds it.)
 #
 # > **Predict.** How many percent of this step are exposed communication?
 

@@ -442,7 +442,16 @@ lab.picture(figures_loading.streams(figures_loading.overlapped(1.0, 3.0, 3, ahea
 #   in the stream that computes waits for the step before it. Another stream has an order of its own;
 # - **events.** Two streams know nothing of each other. An event is a mark in one, at which another can be told to wait.
 #
-# This is the library's:
+# The library has a class for each of two things: the memory that a batch is read into, and the way from there to the GPU.
+# This is the memory. On a CPU there is nothing to copy away, and the batch simply stays where it was read.
+
+# %%
+lab.show("course.data.threads.Buffer")
+
+# %% [markdown]
+# And this brings a batch to the GPU. What `send` is given, a `Reading`, is a batch on its way from the files into such a
+# buffer. Threads read it, piece by piece; `reading.wait()` waits until all pieces are there, `reading.memory` is the buffer's
+# memory with the batch in it, and `reading.samples` are its sample ids.
 
 # %%
 lab.show("course.data.threads.Stage")

@@ -284,8 +284,9 @@ print(f"with the loss times 65536: {zeros(last * 2.0**16):.4f}% become zero")
 #
 # `next_scale(precision, scale, good, bad)` returns the scale and the count of good steps after a step. `bad` is 1.0 if the
 # step was bad, else 0.0. All three are tensors on the device: an `if bad:` would make the host wait for the GPU in each
-# step. Compute both outcomes, and choose with `torch.where(condition, this, that)`. Formats other than `"fp16"` keep their
-# scale and their count.
+# step. Compute both outcomes, and choose with `torch.where(condition, this, that)`. Return new tensors, or write into the
+# scale and the count that you are given and return these: both will do. Formats other than `"fp16"` keep their scale and
+# their count.
 
 # %% exercise="loss-scaler"
 from course.precision import next_scale
@@ -492,34 +493,38 @@ from course.lab.exercises.precision import delayed_scale
 check("delayed-scale")
 
 # %% [markdown]
-# Now replay the training of above: for each linear you have the amaxes of all 60 steps. In each step, compare its amax with
-# what the scale of the steps before lets through: `largest / scale`.
+# Now replay the training of above, for the gradient of one linear's output: you have its amax in each of the 60 steps.
+# Compare it with what the scale of the steps before lets through: `largest / scale`.
 #
-# > **Predict.** With a history of 16 steps: in how many of the 60 steps is the tensor's largest number cut off? And with a
+# In two of the 60 steps there is nothing to compare. In the first the gradient is zero: the head's weights start at zero, and
+# nothing comes back through them. In the second no step before has had a gradient that a scale could be made for. That
+# leaves 58.
+#
+# > **Predict.** With a history of 16 steps: in how many of these 58 is the tensor's largest number cut off? And with a
 # > history of 1?
 
 # %%
 my_cut = {1: 5, 16: 5}           # your prediction, steps
 
 # %%
-one = amaxes["blocks.2.attn.qkv"][1:]                # the first was zero: the head starts so, and nothing comes back
+one = amaxes["blocks.2.attn.qkv"][1:]                # the first is zero
 largest_number = torch.finfo(fp8.E5M2).max
 
 
 def allowed(length: int) -> list[float]:
-    """What a history of so many steps lets through in each step, after the first, which only watches."""
+    """What a history of so many steps lets through in each of the 58 steps."""
     history = torch.zeros(1, length, dtype=torch.float64)
     found = []
     for amax in one:
         found.append(largest_number / delayed_scale(history, largest_number).item())
         history = remember(history, torch.tensor([amax], dtype=torch.float64))
-    return found[1:]
+    return found[1:]                                 # the first of them was made for nothing yet
 
 
 let_through = {length: allowed(length) for length in (1, 16)}
 for length, level in let_through.items():
     cut = sum(amax > most for amax, most in zip(one[1:], level, strict=True))
-    lab.beside(f"cut off with a history of {length}", my_cut[length], max(cut, 0.01), "steps", "counted")
+    lab.beside(f"cut off with a history of {length}", my_cut[length], max(cut, 0.01), f"of {len(level)} steps", "counted")
 lab.picture(figures_precision.promised(one[1:], {f"let through by a history of {length}": level
                                                     for length, level in let_through.items()},
                                        "Gradients of queries, keys and values in one block"),

@@ -265,8 +265,10 @@ check("kernels")
 
 # %% [markdown]
 # This is a block of the diffusion transformer. `ada` makes shift, scale and gate of both branches from the condition `c`.
+# `norm1` and `norm2` only normalise; `modulate` does the other two lines of the chain above.
 
 # %%
+lab.show("course.models.dit.modulate")
 lab.show("course.models.dit.AdaBlock")
 
 # %% [markdown]
@@ -453,8 +455,9 @@ else:
 # The compiler sees forward and backward pass as *one* graph, and cuts it where least has to be carried across: it has found the
 # same as you. (This is the partitioner of AOTAutograd, the stage between Dynamo and Inductor.)
 #
-# Does a real model get the same gradients with yours? Put it into the blocks of `dit-demo`: the norm hands `x` on as it is,
-# and `modulate` does both.
+# Does a real model get the same gradients with yours? Put it into the blocks of `dit-demo`. The library's block normalises
+# first, with `norm1` or `norm2`, and then calls `modulate`, which you saw above. Yours does both in one go. So the next cell
+# makes each norm hand `x` on as it is, and puts yours in the place of `modulate`.
 
 # %%
 settings = config.load("dit-demo")

@@ -55,24 +55,29 @@ def find(dotted: str) -> Object:
     raise CourseError(f"{dotted}: {module} has no function or class {name} at its top level")
 
 
-def answer(dotted: str, marked: bool = False, given: Sequence[str] = ()) -> str:
-    """The object's source with the imports that it needs; `marked` puts the answer between nbgrader's markers.
+def answer(*objects: str, marked: bool = False) -> str:
+    """The sources of objects that share a cell, below the imports that they need, each of them once.
 
-    `given` names what need not be imported, because the same cell defines it.
+    `marked` puts what is to be written between nbgrader's markers.
     """
-    found = find(dotted)
+    every = list(map(find, objects))
+    return imports(every) + "\n\n".join(source(found, marked) for found in every)
+
+
+def source(found: Object, marked: bool) -> str:
+    """An object's source without imports."""
     lines = readable(found.text)
     first, last = found.lines
     if marked:
         for start, end, indent in sorted(bodies(found.node), reverse=True):
             lines[start - 1:end] = [indent + BEGIN, *lines[start - 1:end], indent + END]
             last += 2
-    return imports(found, given) + "\n".join(lines[first - 1:last]).rstrip() + "\n"
+    return "\n".join(lines[first - 1:last]).rstrip() + "\n"
 
 
-def blank(dotted: str, given: Sequence[str] = ()) -> str:
-    """The object's signatures and docstrings with the imports that its answer needs; every body is the stub."""
-    return clear(answer(dotted, marked=True, given=given))
+def blank(*objects: str) -> str:
+    """The objects' signatures and docstrings with the imports that their answers need; every body is the stub."""
+    return clear(answer(*objects, marked=True))
 
 
 def clear(text: str) -> str:
@@ -112,23 +117,28 @@ def last_line_of_signature(node: Function) -> int:
     return max(parts + ([node.returns.end_lineno or 0] if node.returns else []))
 
 
-def imports(found: Object, given: Sequence[str] = ()) -> str:
-    """The import lines that the object's source needs outside of its module."""
-    needed = {n.id for n in ast.walk(found.node) if isinstance(n, ast.Name)} - {found.name, *given} - set(dir(builtins))
-    lines, own = [], []
-    for node in found.tree.body:
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            names = [alias for alias in node.names if (alias.asname or alias.name.split(".")[0]) in needed]
-            if names:
-                lines.append(ast.unparse(ast.Import(names) if isinstance(node, ast.Import)
-                                         else ast.ImportFrom(node.module, names, node.level)))
-        elif isinstance(node, Function | ast.ClassDef) and node.name in needed:
-            own.append(node.name)
-        elif isinstance(node, ast.Assign | ast.AnnAssign):
-            own += [n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store) and n.id in needed]
-    if own:
-        lines.append(f"from {found.module} import {', '.join(sorted(own))}")
-    return "\n".join(lines) + "\n\n\n" if lines else ""
+def imports(objects: Sequence[Object]) -> str:
+    """The import lines that the sources of these objects need outside of their modules."""
+    lines: list[str] = []
+    known = {found.name for found in objects} | set(dir(builtins))
+    for module in dict.fromkeys(found.module for found in objects):
+        group = [found for found in objects if found.module == module]
+        needed = {n.id for found in group for n in ast.walk(found.node) if isinstance(n, ast.Name)} - known
+        own = []
+        for node in group[0].tree.body:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                names = [alias for alias in node.names if (alias.asname or alias.name.split(".")[0]) in needed]
+                if names:
+                    lines.append(ast.unparse(ast.Import(names) if isinstance(node, ast.Import)
+                                             else ast.ImportFrom(node.module, names, node.level)))
+            elif isinstance(node, Function | ast.ClassDef) and node.name in needed:
+                own.append(node.name)
+            elif isinstance(node, ast.Assign | ast.AnnAssign):
+                own += [n.id for n in ast.walk(node)
+                        if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store) and n.id in needed]
+        if own:
+            lines.append(f"from {module} import {', '.join(sorted(own))}")
+    return "\n".join(dict.fromkeys(lines)) + "\n\n\n" if lines else ""
 
 
 def shown(dotted: str) -> str:

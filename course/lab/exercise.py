@@ -107,7 +107,7 @@ def known_mistakes(exercise: Exercise) -> tuple[Mistake, ...]:
 
 def right(exercise: Exercise, marked: bool = False) -> str:
     """The right answer's source; `marked` puts it between nbgrader's markers."""
-    return "\n\n".join(blank.answer(dotted, marked, exercise.names) for dotted in exercise.objects)
+    return blank.answer(*exercise.objects, marked=marked)
 
 
 def wrong(exercise: Exercise, mistake: Mistake) -> str:

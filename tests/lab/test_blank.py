@@ -1,5 +1,6 @@
 """Library objects as exercises: answers, blanks, built copies."""
 
+import ast
 import subprocess
 import sys
 
@@ -7,7 +8,7 @@ import pytest
 
 from course.errors import CourseError
 from course.lab import blank
-from course.lab.exercise import all_exercises
+from course.lab.exercise import all_exercises, right
 
 OBJECTS = sorted({dotted for exercise in all_exercises().values() for dotted in exercise.objects})
 
@@ -39,6 +40,20 @@ def test_answers_and_blanks_run_on_their_own(dotted):
         space = {"__name__": "answer"}
         exec(compile(source, dotted, "exec"), space)
         assert dotted.rpartition(".")[2] in space
+
+
+@pytest.mark.parametrize("name", [name for name, exercise in all_exercises().items() if len(exercise.objects) > 1])
+def test_objects_of_one_cell_are_below_one_set_of_imports(name):
+    exercise = all_exercises()[name]
+    tree = ast.parse(right(exercise))
+    there = [isinstance(node, ast.Import | ast.ImportFrom) for node in tree.body]
+    assert there == sorted(there, reverse=True)
+    imported = [alias.asname or alias.name for node in tree.body[:sum(there)] for alias in node.names]
+    assert len(set(imported)) == len(imported) and not set(imported) & set(exercise.names)
+    for source in (right(exercise), blank.blank(*exercise.objects)):
+        space = {"__name__": "answer"}
+        exec(compile(source, name, "exec"), space)
+        assert set(exercise.names) < set(space)
 
 
 def test_a_built_copy_is_blank_there_and_only_there(tmp_path):

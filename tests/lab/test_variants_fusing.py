@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from course.lab import cells, check, present
-from course.lab.exercise import find
+from course.lab.exercise import find, known_mistakes
 from course.lab.exercises.fusing import Modulate
 from course.models.dit import modulate
 
@@ -87,6 +87,9 @@ class Modulate(torch.autograd.Function):
         dx = r / D * (D * g - g.sum(2, keepdim=True) - n * (g * n).sum(2, keepdim=True))
         return dx, grad.sum(dim=1), torch.einsum("btd,btd->bd", grad, n), None
 '''
+# a tensor too many is a tensor too many, whatever else is kept
+KEEPS_BOTH = KEEPS_THE_NORM.replace("save_for_backward(n, r, scale)", "save_for_backward(n, r, scale, x)").replace(
+    "n, r, scale = ctx", "n, r, scale, x = ctx")
 
 
 @pytest.mark.slow
@@ -94,6 +97,13 @@ class Modulate(torch.autograd.Function):
 def test_a_right_answer_written_differently_passes(name, source):
     found = check.examine(find(name), cells.whole(source), 5, hidden=True)
     assert found.passed, present.text(found, colour=False)
+
+
+@pytest.mark.slow
+def test_whoever_keeps_both_is_told_so_whatever_else_they_keep():
+    hint = next(mistake.hint for mistake in known_mistakes(find("fused-modulate")) if mistake.name == "keeps more")
+    found = check.examine(find("fused-modulate"), cells.whole(KEEPS_BOTH), 5)
+    assert not found.passed and found.hint == hint, present.text(found, colour=False)
 
 
 def test_modulate_is_what_the_library_computes():

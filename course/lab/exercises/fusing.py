@@ -154,7 +154,7 @@ def draw_modulation(seed: int, hidden: bool) -> Tensors:
 
 
 def modulate_and_back(inputs: Tensors) -> Tensors:
-    """Output and gradients, the numbers kept beyond what is needed, and whether what was given is as it was."""
+    """Output and gradients, whether more is kept than is needed, and whether what was given is as it was."""
     given = {name: inputs[name].clone() for name in ("x", "shift", "scale")}
     x, shift, scale = (tensor.requires_grad_() for tensor in given.values())
     saved: list[int] = []
@@ -176,7 +176,7 @@ def modulate_and_back(inputs: Tensors) -> Tensors:
     kept = all(given[name].equal(inputs[name]) for name in given) and grad.equal(inputs["grad"].transpose(1, 2))
     return {"output": y.detach(), **{f"d{name}": torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
                                      for name, tensor in given.items()},
-            "excess": torch.tensor(float(max(0, sum(saved) - allowed))), "kept": torch.tensor(float(kept))}
+            "excess": torch.tensor(float(sum(saved) > allowed)), "kept": torch.tensor(float(kept))}
 
 
 class Looks(TorchDispatchMode):
@@ -260,7 +260,8 @@ EXERCISES = [
         "dshift": "that of shift is, one vector for each sample",
         "dscale": "that of scale is",
         "excess": "no more is kept than one tensor as large as x, two numbers a token and two vectors a sample",
-        "kept": "what it is given, the gradient too, is left as it is"}, flags={"kept": "numbers in it have changed"},
+        "kept": "what it is given, the gradient too, is left as it is"}, flags={
+            "excess": "there is more, saved or put on ctx", "kept": "numbers in it have changed"},
         points=3, limits=QUICK),
     Exercise("graph-break", "05", (f"{__name__}.tame",), draw_samples, watch, {
         "large": "numbers beyond the limit are brought down to it",

@@ -64,7 +64,8 @@ def scale_losses(inputs: Tensors) -> Tensors:
 
 
 def pair_of(kind: str, scale: Tensor, good: Tensor, bad: Tensor) -> tuple[Tensor, Tensor]:
-    one, two = returned.pair(precision.next_scale(kind, scale, good, bad), "next_scale", "(scale, good)")
+    """The next scale and count. Of copies, since an answer may write into what it is given: the step copies its results back."""
+    one, two = returned.pair(precision.next_scale(kind, scale.clone(), good.clone(), bad), "next_scale", "(scale, good)")
     for value in (one, two):
         if not isinstance(value, Tensor):
             raise Returned(f"`next_scale` returned {returned.told(value)} in its pair; tensors are wanted",

@@ -72,7 +72,8 @@ MISTAKES = {
         Mistake("not divided", "dx = rstd * (", "dx = (", "x was divided by its standard deviation, and so is its gradient"),
         Mistake("keeps more", "ctx.save_for_backward(x, mean, rstd, scale)",
                 "ctx.save_for_backward(x, mean, rstd, scale)\n        ctx.n = (x - mean) * rstd",
-                "both x and the normalised x are kept: either can be made from the other, or from a few numbers a token"),
+                "keep x or the normalised x, not both: two numbers a token make one from the other; what else is as large can be "
+                "computed again from these"),
         Mistake("in place", "g = grad * (1 + scale[:, None])", "g = grad.mul_(1 + scale[:, None])",
                 "the gradient that you are given is in use elsewhere: grad * ..., not grad.mul_(...)"),
     ),

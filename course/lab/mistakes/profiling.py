@@ -2,6 +2,9 @@
 
 from course.lab.exercise import Mistake
 
+EXPOSED = "return busy([*communication, *computation]) - busy(computation)"
+SHARED, PAIRS = "min(b, d) - max(a, c)", "for a, b in communication for c, d in computation"
+
 MISTAKES = {
     "named-parts": (
         Mistake("left open by an exception",
@@ -33,20 +36,38 @@ MISTAKES = {
                 "an interval may end before an earlier one does: what has been reached never goes back"),
         Mistake("less than nothing", "max(0.0, end - max(begin, reached))", "end - max(begin, reached)",
                 "an interval that lies within another adds nothing: cut the difference off at 0"),
+        Mistake("back to the shorter one", "total += max(0.0, end - max(begin, reached))\n        reached = max(reached, end)",
+                "total += end - max(begin, reached)\n        reached = end",
+                "an interval that lies within a longer one takes time away here: go on from the larger of the two ends, not from "
+                "the last one"),
         Mistake("from first to last", "return total", "return reached - min((begin for begin, _ in intervals), default=reached)",
                 "between intervals there are gaps, which do not count"),
         Mistake("sorted by their ends", "sorted(intervals)", "sorted(intervals, key=lambda interval: interval[1])",
                 "sort by where they begin: sorted by their ends, a long one comes after those within it"),
     ),
     "exposed-time": (
-        Mistake("all of it", "return busy([*communication, *computation]) - busy(computation)", "return busy(communication)",
+        Mistake("all of it", EXPOSED, "return busy(communication)",
                 "this is all communication: what has computation beside it costs no time"),
-        Mistake("a difference of sums", "return busy([*communication, *computation]) - busy(computation)",
-                "return max(0.0, busy(communication) - busy(computation))",
+        Mistake("a difference of sums", EXPOSED, "return max(0.0, busy(communication) - busy(computation))",
                 "that one takes longer than the other does not say when they run: look at what is busy with both, and with one"),
+        Mistake("a negative difference", EXPOSED, "return busy(communication) - busy(computation)",
+                "this is negative where computing takes longer than sending: take away only what runs beside sending, not all of "
+                "the computing"),
+        Mistake("shared time twice", EXPOSED, f"return busy(communication) - sum(max(0.0, {SHARED}) {PAIRS})",
+                "shared time is added up here pair by pair, and a moment that several pairs share is in the sum several times"),
+        Mistake("shared time twice, and cut off", EXPOSED,
+                f"return max(0.0, busy(communication) - sum(max(0.0, {SHARED}) {PAIRS}))",
+                "too much is taken away, and cutting off at 0 only hides it: where several pairs overlap, that time counts once"),
+        Mistake("shared time below nothing", EXPOSED, f"return busy(communication) - sum({SHARED} {PAIRS})",
+                "two intervals that never meet share nothing, not less than nothing: cut each difference off at 0"),
+        Mistake("message by message", EXPOSED, f"return sum(max(0.0, b - a - sum(max(0.0, {SHARED}) for c, d in computation)) "
+                "for a, b in communication)",
+                "messages run side by side too, and each is counted by itself here: call `busy` for all of them together"),
+        Mistake("lengths of computation", "- busy(computation)", "- sum(end - begin for begin, end in computation)",
+                "kernels run side by side: take away the time in which at least one is under way, not the sum of their lengths"),
         Mistake("computing alone", "- busy(computation)", "- busy(communication)",
                 "this is computation beside which nothing is sent: it is the other way round"),
-        Mistake("the hidden part", "return busy([*communication, *computation]) - busy(computation)",
+        Mistake("the hidden part", EXPOSED,
                 "return busy(communication) + busy(computation) - busy([*communication, *computation])",
                 "this is the part that is hidden, when both are under way: the exposed part is the rest of the communication"),
         Mistake("everything", " - busy(computation)", "",
@@ -67,5 +88,7 @@ MISTAKES = {
                 "where the host is ahead the GPU does not wait less than nothing: cut the difference off at 0"),
         Mistake("all but the work", "return gpu, idle", "return host, idle",
                 "the step is over when the GPU is done, not when the host has launched its last kernel"),
+        Mistake("a share", "return gpu, idle", "return gpu, idle / gpu",
+                "this is the share of the time in which the GPU is idle: return that time itself, in seconds"),
     ),
 }
