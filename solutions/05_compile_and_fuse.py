@@ -753,8 +753,8 @@ lab.recorded("vit_h200", {rung: {"ms a step": step_ms(rung), "samples/s": rows[r
                                  "first step after, s": rows[rung]["first_s"]} for rung in reference_rungs},
              why="The reference model, whole training steps")
 lab.beside("\na step, compiled", my_compiled_ms, fast_ms, "ms", "recorded")
-lab.picture(figures_fusing.rungs({rung: step_ms(rung) for rung in reference_rungs}, "ms a step",
-                                 "vit-short on an H200, 16 samples", {"bf16, compiled": my_compiled_ms}),
+lab.picture(figures.rungs({"16 samples": {rung: step_ms(rung) for rung in reference_rungs}}, "ms a step", "vit-short on an H200",
+                          {"bf16, compiled": my_compiled_ms}),
             "Three bars: bf16 uncompiled, compiled, which is shorter, and compiled with a narrow stream, a little shorter still; "
             "a diamond marks what was predicted for the compiled one")
 
@@ -766,9 +766,21 @@ lab.picture(figures_fusing.rungs({rung: step_ms(rung) for rung in reference_rung
 # The third bar takes away bytes instead of trips. What flows from block to block is in float32, because autocast leaves sums
 # so; `stream=narrow` keeps it in bf16, as Megatron-LM does. Every norm and every residual sum then moves half as much.
 #
-# And a choice of kernel can matter as much as all of this. Attention is two thirds of the compiled step. cuDNN's, PyTorch's
+# And a choice of kernel can matter more than all of this. Attention is two thirds of the compiled step. cuDNN's, PyTorch's
 # choice on this GPU, does 308 TFLOP/s with this model's heads (forward and backward); FlashAttention-2, `attention=flash`, does
 # 184. Both are fused, and both keep the scores out of memory.
+#
+# > **Predict** the compiled step with FlashAttention-2, from these numbers.
+
+# %%
+my_flash_ms = 90.0               # your prediction
+
+# %%
+lab.beside("a step, compiled, attention=flash", my_flash_ms, step_ms("bf16, compiled, flash attention"), "ms", "recorded")
+
+# %% [markdown]
+# Two thirds of the step, longer by 308/184: about 40% more, and nobody changed a line of the model. Which attention one gets is
+# worth a look in the profile.
 #
 # > **Question.** Compiling takes time before the first step. After how many steps has it paid?
 
@@ -782,10 +794,35 @@ print(f"{extra:.1f} s later at the first step, {eager_ms - fast_ms:.1f} ms less 
 # compiled in a folder, `TORCHINDUCTOR_CACHE_DIR`, and reads it at the next start. On a cluster put it where it survives the
 # job.
 #
-# In this regime compiling helps by fewer bytes. Small models on small batches have another: hundreds of kernels, each shorter
-# than its launch, and the GPU waits for the host (lesson 02). There fewer kernels help because they are fewer launches. But some
-# hundred are left, and the host still has to start every one, in every step, in the same order as in the step before. Why again
-# and again? That is the next lesson.
+# In this regime compiling helps by fewer bytes. Small models on small batches have another. One sample of a small model (12
+# layers of width 768, 256 tokens) is hundreds of kernels, each shorter than its launch, and the GPU waits for the host (lesson
+# 02). Memory does not bound this step. But fewer kernels are fewer launches.
+#
+# > **Predict.** How many of 843 kernels are left when it is compiled, and how many times as fast is the step?
+
+# %%
+my_kernels = 400                 # your predictions
+my_small_speedup = 2.0
+
+# %%
+small_rungs = ("one sample: eager", "one sample: compiled")
+small, compiled_small = (rows[rung] for rung in small_rungs)
+lab.beside("kernels of a compiled step", my_kernels, compiled_small["kernels"], how="recorded")
+lab.beside("one sample, compiled over uncompiled", my_small_speedup, compiled_small["samples_per_s"] / small["samples_per_s"],
+           "times", "recorded")
+lab.recorded("vit_h200", {rung: {"kernels": rows[rung]["kernels"], "ms a step": step_ms(rung, 1),
+                                 "µs for each kernel": 1e3 * step_ms(rung, 1) / rows[rung]["kernels"]} for rung in small_rungs},
+             why="One sample of a small model")
+
+# %% [markdown]
+# **What you should see:** slower, not faster! One kernel in seven is gone; matrix products, attention and the casts of the
+# weights are still there, one by one. And the host takes longer over each of those that are left: before a compiled part
+# runs, its guards ask whether all inputs are what they were when it was compiled, and what then hands out memory and launches
+# the kernels is Python that Inductor wrote, where PyTorch's own operators do it in C++. While the GPU is busy nobody notices, as
+# in the large step above. Here the host is all that one waits for.
+#
+# Compile what is bound by memory. Against launches something else is needed: the host starts the same kernels in every step, in
+# the same order as in the step before. Why again and again? That is the next lesson, and there compiled kernels come back.
 #
 # ## In practice
 #

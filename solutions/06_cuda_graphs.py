@@ -522,7 +522,8 @@ lab.beside("the tape's memory over an eager step's", my_memory, captured.graph.b
 
 # %%
 rungs = {row["rung"]: row for row in lab.results("vit_h200")["rows"]}
-SMALL = {"eager": "one sample: eager", "in a graph": "one sample: in a graph"}
+SMALL = {"eager": "one sample: eager", "in a graph": "one sample: in a graph", "compiled": "one sample: compiled",
+         "compiled, in a graph": "one sample: compiled, in a graph"}
 LARGE = {"compiled": "bf16, compiled", "compiled, in a graph": "bf16, compiled, in a graph"}
 lab.recorded("vit_h200", {f"{model}, {label}": {"GB": rungs[rung]["memory_gb"]}
                           for model, group in (("one sample", SMALL), ("the reference model", LARGE))
@@ -648,8 +649,25 @@ for label in ("eager", "in a graph"):
 # %% [markdown]
 # **What you should see:** the eager step is bound by its launches, tens of microseconds for each operation: Python, autograd
 # and the dispatcher come with every launch. In the graph an operation takes a few microseconds, which is what a small kernel
-# and the gap after it take: now the GPU sets the pace. Compiling (lesson 05) would help too, for another reason: fewer, larger
-# kernels, so fewer launches. The two go together: compiled kernels in a graph are fewer *and* launched at once.
+# and the gap after it take: now the GPU sets the pace.
+#
+# Compiled, this step was slower (lesson 05): fewer kernels, but the host took longer over each. In a graph the host is out of
+# the way.
+#
+# > **Predict.** The compiled step in a graph: how many times as fast as the compiled step, and as the uncompiled one in a graph?
+
+# %%
+my_compiled_times = 2.0          # your predictions
+my_fewer_kernels = 1.5
+
+# %%
+both = speed["compiled, in a graph"]
+lab.beside("compiled, in a graph, over compiled", my_compiled_times, both / speed["compiled"], "times", "recorded")
+lab.beside("compiled over uncompiled, both in a graph", my_fewer_kernels, both / speed["in a graph"], "times", "recorded")
+
+# %% [markdown]
+# Each cures what the other leaves: the graph takes the host away, and compiling makes the kernels fewer and their bytes less.
+# Only together are both the GPU's work and the way to it as short as can be.
 #
 # > **Predict.** The reference model (width 384, 4,050 tokens, 16 samples), in bf16 and compiled: how many percent faster in a
 # > graph?
@@ -673,9 +691,9 @@ print(f"predicted {my_percent}% faster, recorded {more:+.1f}%: {1e3 * 16 / large
 # %%
 about = lab.results("vit_h200")
 speeds = {"12 layers of width 768, 256 tokens, one sample": speed, "the reference model, 16 samples": large}
-lab.picture(figures_capturing.ladder(speeds, title=f"training steps in bf16, {about['hardware']}, PyTorch {about['torch']}"),
-            "Bars of samples per second. One sample: in a graph the bar is several times as long as eager. The reference model: "
-            "two bars of the same length")
+lab.picture(figures.rungs(speeds, "samples/s", f"training steps in bf16, {about['hardware']}, PyTorch {about['torch']}"),
+            "Bars of samples per second. One sample: in a graph the bar is several times as long as eager, compiled it is "
+            "shorter, compiled and in a graph the longest. The reference model: two bars of the same length")
 lab.beside("\none sample of the tiny model, replayed from a tape on your machine", my_gain[1], gains[1], "times")
 
 # %% [markdown]

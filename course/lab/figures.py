@@ -68,3 +68,31 @@ def patches(field: np.ndarray, side: int, title: str = "") -> Figure:
                              edgecolor=ORANGE, linewidth=3))
     axis.set_title(title)
     return figure
+
+
+def rungs(groups: Mapping[str, Mapping[str, float]], unit: str, title: str = "",
+          predicted: Mapping[str, float] | None = None) -> Figure:
+    """Group -> rung -> number: a panel for each group, all on one scale, with how many times its group's first each rung is.
+
+    `predicted` of some rungs are diamonds on their lines.
+    """
+    figure = Figure(figsize=(9, 0.36 * sum(map(len, groups.values())) + 0.5 * len(groups) + 1), layout="constrained")
+    axes: Any = figure.subplots(len(groups), 1, squeeze=False, sharex=True, height_ratios=[len(bars) for bars in groups.values()])
+    most = max([*(value for bars in groups.values() for value in bars.values()), *(predicted or {}).values()])
+    marks = []
+    for axis, (group, bars) in zip(axes[:, 0], groups.items(), strict=True):
+        for row, (name, value) in enumerate(bars.items()):
+            axis.barh(row, value, height=0.7, color=BLUE if row else GREY)
+            times = f",  {value / next(iter(bars.values())):.2f}×" if row else ""
+            axis.text(value + 0.01 * most, row, f"{value:.3g}{times}", va="center", fontsize=9)
+            if predicted and name in predicted:
+                marks = axis.plot(predicted[name], row, "D", color=ORANGE, markeredgecolor="white", label="you said")
+        axis.set_yticks(range(len(bars)), list(bars), fontsize=9)
+        axis.set_ylim(len(bars) - 0.5, -0.5)
+        axis.set_title(group, fontsize=10, loc="left")
+    axes[-1, 0].set_xlim(0, 1.2 * most)
+    axes[-1, 0].set_xlabel(unit)
+    figure.suptitle(title, fontsize=10)
+    if marks:
+        figure.legend(handles=marks, loc="outside lower center", frameon=False, fontsize=9)
+    return figure

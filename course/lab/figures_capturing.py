@@ -1,4 +1,4 @@
-"""Pictures of launches, one by one and all at once; of the memory that replays read and write; and of a ladder of speeds."""
+"""Pictures of launches, one by one and all at once; and of the memory that replays read and write."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -85,23 +85,4 @@ def buffers() -> Figure:
     axis.set_xlim(-0.1, 10.3)
     axis.set_ylim(-0.1, 2.75)
     axis.axis("off")
-    return figure
-
-
-def ladder(groups: Mapping[str, Mapping[str, float]], unit: str = "samples/s", title: str = "") -> Figure:
-    """Speeds, group -> rung -> number: a panel for each group, with how many times the first of its rungs each is."""
-    figure = Figure(figsize=(9, 0.36 * sum(map(len, groups.values())) + 0.75 * len(groups) + 0.5), layout="constrained")
-    axes: Any = figure.subplots(len(groups), 1, squeeze=False, height_ratios=[len(rungs) for rungs in groups.values()])
-    for axis, (name, rungs) in zip(axes[:, 0], groups.items(), strict=True):
-        first = next(iter(rungs.values()))
-        for row, (rung, speed) in enumerate(rungs.items()):
-            axis.barh(row, speed, color=GREEN if "graph" in rung else BLUE, edgecolor="white")
-            axis.text(speed, row, f" {speed:.3g}" + (f", {speed / first:.2f}×" if row else ""), va="center", fontsize=9)
-        axis.set_yticks(range(len(rungs)), list(rungs))
-        axis.set_ylim(len(rungs) - 0.5, -0.5)
-        axis.set_xlim(0, 1.3 * max(rungs.values()))
-        axis.set_title(name, fontsize=10, loc="left")
-    axes[-1, 0].set_xlabel(unit)
-    if title:
-        figure.suptitle(title, fontsize=10)
     return figure

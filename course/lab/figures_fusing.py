@@ -1,4 +1,4 @@
-"""Pictures of what fusing saves: the trips to memory of a chain of kernels, and the rungs of a ladder beside predictions."""
+"""Pictures of what fusing saves: the trips to memory of a chain of kernels."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -41,25 +41,4 @@ def trips(panels: Mapping[str, Sequence[Kernel]]) -> Figure:
         axis.text((max(ends) - STEP / 2) / 2, 0.09, "memory", ha="center", va="center", fontsize=8, color=GREY)
         axis.set_xlim(-0.1, max(ends))
         axis.set_ylim(-0.05, 1.6)
-    return figure
-
-
-def rungs(measured: Mapping[str, float], unit: str, title: str = "", predicted: Mapping[str, float] | None = None) -> Figure:
-    """A bar for each rung with its number, the first in grey; `predicted` of some of them are diamonds on their lines."""
-    figure = Figure(figsize=(8, 0.42 * len(measured) + 1.5), layout="constrained")
-    axis: Any = figure.subplots()
-    most = max([*measured.values(), *(predicted or {}).values()])
-    for row, (name, value) in enumerate(measured.items()):
-        axis.barh(row, value, height=0.6, color=BLUE if row else GREY)
-        axis.text(value + 0.01 * most, row - 0.16, f"{value:.3g}", va="center", fontsize=9)
-        if predicted and name in predicted:
-            mark, = axis.plot(predicted[name], row, "D", color=ORANGE, markeredgecolor="white", markersize=9)
-            mark.set_label("you said")
-    axis.set_yticks(range(len(measured)), list(measured))
-    axis.set_ylim(len(measured) - 0.5, -0.5)
-    axis.set_xlim(0, 1.12 * most)
-    axis.set_xlabel(unit)
-    axis.set_title(title, fontsize=10)
-    if predicted:
-        figure.legend(handles=[mark], loc="outside lower center", frameon=False, fontsize=9)
     return figure

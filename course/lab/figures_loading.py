@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from course.data import order
-from course.lab.figures import BLUE, GREEN, GREY, MARKS, ORANGE, PURPLE, SKY
+from course.lab.figures import BLUE, GREEN, GREY, MARKS, ORANGE, PURPLE
 
 RANKS = (BLUE, ORANGE, GREEN, PURPLE)
 KINDS = {"copy": ORANGE, "compute": BLUE, "wait": GREY}
@@ -114,24 +114,4 @@ def against(speeds: Mapping[str, Mapping[str, float]], floors: Mapping[str, Mapp
     axis.grid(alpha=0.3)
     axis.set_title(title, fontsize=10)
     figure.legend(loc="outside right upper", fontsize=8)
-    return figure
-
-
-def ladder(bars: Mapping[str, float], marked: Mapping[str, str], unit: str = "samples/s", title: str = "") -> Figure:
-    """A bar for each rung with its number; `marked`: rung -> what it is one of, which gives the colour and the legend."""
-    figure = Figure(figsize=(8, 0.36 * len(bars) + 1.5), layout="constrained")
-    axis: Any = figure.subplots()
-    groups = list(dict.fromkeys(marked.values()))
-    colour = dict(zip(groups, cycle((BLUE, ORANGE, GREEN, PURPLE, SKY))))
-    for row, (name, value) in enumerate(bars.items()):
-        axis.barh(row, value, color=colour.get(marked.get(name, ""), GREY))
-        axis.text(value, row, f" {value:.3g}", va="center", fontsize=9)
-    axis.set_yticks(range(len(bars)), list(bars), fontsize=9)
-    axis.set_ylim(len(bars) - 0.5, -0.5)
-    axis.set_xlim(0, 1.12 * max(bars.values()))
-    axis.set_xlabel(unit)
-    axis.set_title(title, fontsize=10)
-    if groups:
-        figure.legend(handles=[Patch(color=colour[name], label=name) for name in groups], loc="outside lower center",
-                      ncols=len(groups), frameon=False, fontsize=9)
     return figure

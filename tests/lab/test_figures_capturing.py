@@ -1,4 +1,4 @@
-"""Bars of launches end where the arithmetic of the exercises says; ladders name every rung."""
+"""Bars of launches end where the arithmetic of the exercises says."""
 
 from itertools import pairwise
 
@@ -36,11 +36,6 @@ def test_the_timeline_has_two_lanes_for_each_step():
 def test_buffers_name_what_moves():
     axis, = figures_capturing.buffers().axes
     assert {"copy_", "clone", "kernels"} <= {text.get_text() for text in axis.texts}
-
-
-def test_a_ladder_says_how_many_times_the_first():
-    one, two = figures_capturing.ladder({"a": {"eager": 50.0, "in a graph": 250.0}, "b": {"eager": 3.0}}).axes
-    assert [text.get_text().strip() for text in one.texts] == ["50", "250, 5.00×"] and len(two.texts) == 1
 
 
 def test_without_gaps_an_eager_step_is_lesson_02s():

@@ -18,15 +18,6 @@ def test_every_trip_is_an_arrow():
     assert apart.get_xlim() == fused.get_xlim()
 
 
-def test_rungs_are_bars_with_numbers_and_predictions_are_marks():
-    figure = figures_fusing.rungs({"eager": 105.2, "compiled": 88.0}, "ms", predicted={"compiled": 150.0})
-    axis, = figure.axes
-    assert [bar.get_width() for bar in axis.patches] == [105.2, 88.0]
-    assert [text.get_text() for text in axis.texts] == ["105", "88"]
-    assert axis.lines[0].get_xdata()[0] == 150.0 and axis.get_xlim()[1] > 150
-    assert len(figure.legends) == 1 and not figures_fusing.rungs({"eager": 1.0}, "ms").legends
-
-
 def test_operators_are_those_that_compute():
     x = torch.randn(4, 6, requires_grad=True)
     assert launches.operators(lambda: F.gelu(x.t().reshape(4, 6)[None]) + 1) == ["clone", "gelu", "add"]

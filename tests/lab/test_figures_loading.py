@@ -55,7 +55,4 @@ def test_pictures_are_drawn():
     native = {"native": {"0": 5.0, "1": 6.0, "8": 9.0}}
     drawn = pictures.against(native, {"floor": {"1": 10.0, "8": 60.0}}, {"model": 20.0}).axes[0]
     assert len(drawn.lines) == 3 and drawn.get_xscale() == drawn.get_yscale() == "log"
-    bars = pictures.ladder({"a": 1.0, "b": 2.0, "c": 3.0}, {"a": "read", "b": "read", "c": "not"}).axes[0]
-    assert [bar.get_width() for bar in bars.patches] == [1, 2, 3]
-    assert bars.patches[0].get_facecolor() == bars.patches[1].get_facecolor() != bars.patches[2].get_facecolor()
     assert pictures.streams(pictures.overlapped(1, 2, 2, True)).axes[0].get_xlim()[1] == 5
