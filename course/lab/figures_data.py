@@ -6,10 +6,12 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
 
 from course.lab.figures import BLUE, GREEN, GREY, MARKS, ORANGE, SKY
 
 Span = tuple[float, float]                           # begin and end
+SEVEN = [*MARKS, ("x", "black")]                     # as many lines as the reference runs have learning rates
 
 
 def ring_counts(n: int, step: int) -> np.ndarray:
@@ -79,17 +81,31 @@ def timeline(rows: Mapping[str, Sequence[Span]], end_of_backward: float, title: 
 
 
 def logarithmic(lines: Mapping[str, tuple[Sequence[float], Sequence[float]]], x: str, y: str, title: str = "",
-                dashed: Mapping[str, tuple[Sequence[float], Sequence[float]]] | None = None, log_y: bool = True) -> Figure:
-    """Marked lines over a logarithmic x, with dashed ones to compare with; x ticks are the values of the first line."""
+                dashed: Mapping[str, tuple[Sequence[float], Sequence[float]]] | None = None, log_y: bool = True,
+                bars: Mapping[str, Sequence[Span]] | None = None) -> Figure:
+    """Marked lines over a logarithmic x, with dashed ones to compare with; x ticks are the values of the first line if few.
+
+    `bars`: name of a line -> (lowest, highest) at each of its points.
+    """
     figure = Figure(figsize=(6.5, 4), layout="constrained")
     axis: Any = figure.subplots()
-    for (name, (xs, ys)), (mark, colour) in zip(lines.items(), cycle(MARKS)):
-        axis.plot(xs, ys, color=colour, marker=mark, label=name)
+    for (name, (xs, ys)), (mark, colour) in zip(lines.items(), cycle(SEVEN)):
+        few = len(xs) < 15
+        axis.plot(xs, ys, color=colour, marker=mark, markersize=6 if few else 3.5, linewidth=1.5 if few else 1, label=name)
+        for x_of, (low, high) in zip(xs, (bars or {}).get(name, ()), strict=False):
+            axis.plot([x_of, x_of], [low, high], color=colour, linewidth=6, alpha=0.3)
     for (name, (xs, ys)), colour in zip((dashed or {}).items(), cycle((GREY, GREEN))):
         axis.plot(xs, ys, color=colour, linestyle="--", label=name)
     axis.set_xscale("log")
     if log_y:
         axis.set_yscale("log")
+        readable(axis.yaxis, *axis.get_ylim())
+    xs = next(iter(lines.values()))[0]
+    if len(xs) <= 8:
+        axis.set_xticks(list(xs), [f"{tick:g}" for tick in xs])
+        axis.set_xticks([], minor=True)
+    else:
+        readable(axis.xaxis, *axis.get_xlim())
     axis.set_xlabel(x)
     axis.set_ylabel(y)
     axis.grid(alpha=0.3, which="both")
@@ -97,3 +113,9 @@ def logarithmic(lines: Mapping[str, tuple[Sequence[float], Sequence[float]]], x:
     axis.set_title(title)
     return figure
 
+
+def readable(axis: Any, low: float, high: float) -> None:
+    """Ticks of a logarithmic axis at 1, 2, 5, 10, ..., or at every digit where it spans less than a factor of five."""
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high > 5 * low else range(10, 100, 2 if high > 1.5 * low else 1)))
+    axis.set_major_formatter(lambda tick, _: f"{tick:,.10g}")
+    axis.set_minor_locator(NullLocator())

@@ -40,6 +40,22 @@ def test_pictures_are_drawn():
     assert len(bars.patches) == 3 and max(bar.get_x() + bar.get_width() for bar in bars.patches) == 2500
     drawn = figures_data.logarithmic({"a": ([1, 2, 4], [1.0, 2.0, 4.0])}, "x", "y", dashed={"b": ([1, 4], [1, 1])}).axes[0]
     assert len(drawn.lines) == 2 and drawn.get_xscale() == "log"
+    assert [label.get_text() for label in drawn.get_xticklabels()] == ["1", "2", "4"]          # few points: each has its tick
+
+
+def test_seven_curves_are_told_apart_and_bars_stand_at_their_points():
+    lines = {str(n): (range(1, 21), [n + 1.0] * 20) for n in range(7)}
+    drawn = figures_data.logarithmic(lines, "x", "y").axes[0]
+    assert len({(line.get_color(), line.get_marker()) for line in drawn.lines}) == 7
+    drawn = figures_data.logarithmic({"a": ([1, 2], [2.0, 3.0])}, "x", "y", bars={"a": [(1, 4), (2, 5)]}).axes[0]
+    assert [(list(line.get_xdata()), list(line.get_ydata())) for line in drawn.lines[1:]] == [([1, 1], [1, 4]), ([2, 2], [2, 5])]
+
+
+def test_ticks_of_a_narrow_logarithmic_axis_are_plain_numbers():
+    figure = figures_data.logarithmic({"loss": (range(1, 21), [0.12 + 0.004 * n for n in range(20)])}, "x", "y")
+    figure.canvas.draw()
+    labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert {"0.12", "0.14", "0.18"} <= set(labels) and not any("e" in label or "$" in label for label in labels)
 
 
 def send_and_reduce():

@@ -3,11 +3,12 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from course import step
-from course.config import Optim, Train
+from course.config import Config, Optim, Train
 from course.lab import returned, tiny
 from course.lab.exercise import Exercise, Tensors
 
@@ -57,6 +58,13 @@ def estimate(inputs: Tensors) -> Tensors:
     return {"scale": torch.tensor(found, dtype=torch.float64)}
 
 
+def calls(inputs: Tensors) -> list[str]:
+    """Each case as a call, with numbers to try by hand."""
+    signal, noise, b, B = (inputs[name] for name in ("signal", "noise", "b", "B"))
+    return [f"noise_scale({small:.6g}, {large:.6g}, {one}, {many})" for small, large, one, many in
+            zip((signal + noise / b).tolist(), (signal + noise / B).tolist(), b.tolist(), B.tolist(), strict=True)]
+
+
 def draw_rates(seed: int, hidden: bool) -> Tensors:
     """Learning rates and pairs of batches, larger and smaller."""
     generator = torch.Generator().manual_seed(seed)
@@ -83,49 +91,68 @@ def draw_schedules(seed: int, hidden: bool) -> Tensors:
             "steps": torch.randint(20, 60, (many,), generator=generator)}
 
 
+def rate_at(at: torch.Tensor, c: Config) -> torch.Tensor:
+    """The learning rate at a step, a tensor of the type that the optimizers want."""
+    found = step.learning_rate(at, c)
+    if isinstance(found, torch.Tensor) and found.dtype != torch.float32:
+        raise returned.Returned(f"`learning_rate` returned a tensor of type {found.dtype}; torch.float32 is wanted",
+                                "name the type where you make a tensor: dtype=torch.float32, or .float()")
+    return returned.tensor(found, "learning_rate", (), torch.float32)
+
+
 def schedules(inputs: Tensors) -> Tensors:
-    """The learning rate at every step, and beyond the last, of several settings."""
+    """The learning rate at every step, and beyond the last, of several settings; all steps at once, so that none is looked at."""
     def rates(**more: object) -> torch.Tensor:
         found = []
         for lr, warmup, steps in zip(*(inputs[name].tolist() for name in ("lr", "warmup", "steps")), strict=True):
             c = replace(tiny.settings(), train=Train(steps=steps))
             c = replace(c, optim=replace(Optim(lr=lr, warmup=warmup), **more))      # type: ignore[arg-type]
-            found += [returned.tensor(step.learning_rate(torch.tensor(at), c), "learning_rate", (), torch.float32)
-                      for at in range(steps + 3)]
-        return torch.stack(found)
+            try:
+                found.append(torch.vmap(partial(rate_at, c=c))(torch.arange(steps + 3)))
+            except RuntimeError as error:
+                if "vmap" not in str(error):
+                    raise
+                raise returned.Returned("`learning_rate` looks at the value of `step` (an `if`, a float() or .item()): the host "
+                                        "would have to wait for the GPU in every step",
+                                        "compute both rates and choose with torch.minimum or torch.where") from error
+        return torch.cat(found)
     return {"cosine": rates(), "floor": rates(min_lr=5e-4), "constant": rates(schedule="constant"), "cold": rates(warmup=0)}
 
 
 def draw_curves(seed: int, hidden: bool) -> Tensors:
-    """Validation losses that fall, and rise a little now and then, and targets; the last curve never gets there."""
+    """Validation losses that fall, and rise a little now and then, and targets.
+
+    The first curve is below its target from the start, the second just at it in its lowest point, the last never gets there.
+    """
     generator = torch.Generator().manual_seed(seed)
-    many, points = (6, 20) if hidden else (4, 12)
+    many, points = (8, 20) if hidden else (6, 12)
     falling = 0.4 * torch.rand(many, points, generator=generator, dtype=torch.float64).cumsum(1) / points
     rough = 0.02 * torch.rand(many, points, generator=generator, dtype=torch.float64)
     losses = 0.5 - falling + rough
-    target = 0.3 * losses[:, 0] + 0.7 * losses.min(1).values
-    target[0], target[-1] = losses[0, 0] + 0.1, losses[-1].min() - 0.1          # reached at the first validation; and never
+    lowest = losses.min(1).values
+    target = 0.3 * losses[:, 0] + 0.7 * lowest
+    target[0], target[1], target[-1] = losses[0, 0] + 0.1, lowest[1], lowest[-1] - 0.1
     return {"losses": losses, "target": target, "every": torch.randint(3, 30, (many,), generator=generator),
-            "batch": torch.randint(1, 200, (many,), generator=generator)}
+            "batch": torch.randint(2, 200, (many,), generator=generator)}
 
 
 def reach(inputs: Tensors) -> Tensors:
-    """Samples to the target on each curve; where it is infinite, -1, and a note that it is."""
+    """Samples to the target on each curve; of the last, 1 if they are infinite."""
     found = []
     for losses, target, every, batch in zip(*(inputs[name].tolist() for name in ("losses", "target", "every", "batch")),
                                             strict=True):
         steps = [every * (number + 1) for number in range(len(losses))]
         found.append(returned.number(samples_to(target, steps, losses, batch), "samples_to"))
     reached = torch.tensor(found, dtype=torch.float64)
-    return {"samples": reached.where(reached.isfinite(), -1), "never": reached.isinf()}
+    return {"first": reached[0], "exact": reached[1], "samples": reached[2:-1], "never": (reached[-1] == math.inf).double()}
 
 
 EXERCISES = [
     Exercise("noise-scale", "08", (f"{__name__}.noise_scale",), draw_noise, estimate, {
-        "scale": "it finds the noise scale from the squared norms at two batch sizes"}),
+        "scale": "it finds the noise scale from the squared norms at two batch sizes"}, cases=calls),
     Exercise("scaled-rate", "08", (f"{__name__}.scaled_rate",), draw_rates, scale, {
         "linear": "the linear rule, for larger and smaller batches",
-        "sqrt": "the square-root rule"}),
+        "sqrt": "the square-root rule"}, tolerance=1e-6, why_tolerance="a tensor of float32 will do"),
     Exercise("learning-rate", "08", ("course.step.learning_rate",), draw_schedules, schedules, {
         "cosine": "warm-up, then half a cosine, which ends at the last step and stays there",
         "floor": "the cosine ends at min_lr",
@@ -134,5 +161,8 @@ EXERCISES = [
         tolerance=1e-5, why_tolerance="rates are float32", points=2),
     Exercise("samples-to-target", "08", (f"{__name__}.samples_to",), draw_curves, reach, {
         "samples": "it finds the samples to the target, between two validations",
-        "never": "and says so where a run never gets there"}, points=2),
+        "first": "where already the first validation is below the target, its own samples count",
+        "exact": "a loss that is just the target has reached it",
+        "never": "where a run never gets there they are infinite"}, flags={
+            "never": "something else than math.inf came back"}, points=2),
 ]
