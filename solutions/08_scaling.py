@@ -89,7 +89,8 @@ def loss_of(model: torch.nn.Module, pairs: data.Pairs, ids: list[int]) -> float:
 valid = data.open_pairs(config.load("vit-demo"), "valid")
 some = list(range(0, len(valid), 6))
 small = training_run(4, 0.002)
-losses = {"4": loss_of(after(160, small), valid, some), "16": loss_of(after(40, training_run(16, 0.002)), valid, some)}
+small_model = after(160, small)
+losses = {"4": loss_of(small_model, valid, some), "16": loss_of(after(40, training_run(16, 0.002)), valid, some)}
 print({f"batch {batch}": round(loss, 4) for batch, loss in losses.items()})
 lab.beside("the larger batch's loss is higher by", my_percent, max(0.01, 100 * (losses["16"] / losses["4"] - 1)), "%")
 
@@ -163,7 +164,7 @@ def measure_noise(model: torch.nn.Module) -> float:
     return noise_scale(one, mean, 1, 64)
 
 
-early_noise = measure_noise(after(1, small))
+early_noise = measure_noise(small_model)
 lab.beside("noise scale after 640 samples", my_noise_scale, early_noise, "samples")
 
 # %% [markdown]
@@ -178,7 +179,7 @@ lab.beside("noise scale after 640 samples", my_noise_scale, early_noise, "sample
 my_later_noise = 5               # your prediction, in samples
 
 # %%
-late_noise = measure_noise(after(479, small))
+late_noise = measure_noise(after(480, small))
 lab.beside("noise scale after 2,560 samples", my_later_noise, late_noise, "samples")
 
 # %% [markdown]
@@ -245,8 +246,8 @@ print(f"the best at 16: {best}; you said {my_best_rule}")
 # **What you should see:** it hardly matters. Rates of 0.002 and of four times that end within a percent of one another, and
 # far behind the batch of 4. Neither rule makes up for 120 steps less. The noise scale foretold it: a batch of 4 is above it
 # already, so there is little noise left to average away, and a better direction is not what was missing. The rules speak of
-# batches *below* the noise scale, which is where training is later on. To see that, one has to train for longer, and to try many
-# rates with every batch: that is what the reference runs did.
+# batches *below* the noise scale, and that is where these batches may be later on. To see it, one has to train for longer, and
+# to try many rates with every batch: that is what the reference runs did.
 #
 # ## Warm-up and schedule
 #
@@ -447,9 +448,9 @@ lab.picture(figures_data.logarithmic({"good rates and their middle": (batches, l
 # %% [markdown]
 # **How to read it:** neither rule. The middle grows with about a quarter power here, and the ends of the bars say why. The
 # *upper* end is the same for all batches: 0.016 is too much at every one of them. If noise set that limit, it would be further
-# out at 128; so it must be how curved the loss is. The *lower* end rises by a factor of four to eight while the batch grows
-# by 32. A small batch forgives: its noise slows the long steps down about as much as their length speeds them up. A large
-# batch has only its long steps to live on. So the range closes from below.
+# out at 128; so it is rather how curved the loss is. The *lower* end rises by a factor of four to eight while the batch grows
+# by 32. A small batch forgives: it seems that its noise slows long steps down about as much as their length speeds them up.
+# A large batch has only its long steps to live on. So the range closes from below.
 #
 # The textbook's powers are about batches well below the noise scale and rates well below the cliff. Here both limits are near,
 # and both rules would have sent batch 128 to the cliff or beyond it. What matters in practice: a rule says where you *begin* to
@@ -498,7 +499,8 @@ lab.beside("critical batch", my_critical, critical, "samples")
 # %% [markdown]
 # **How to read it:** both regimes are there. From 4 to 8 the samples stay and the steps halve: free. From 64 to 128 the samples
 # almost double, and the steps are almost as many as before: paid for nothing. The law is rough: batches in the middle do better
-# than it says, those at both ends worse.
+# than it says, those at both ends worse. (Batch 128 also sees each of the 5,744 samples ten times on its way, batch 4 twice. That
+# may cost it some of what it lacks.)
 #
 # So how sure is the number? Leave out one batch at a time and fit again; and choose other targets.
 #
@@ -559,10 +561,11 @@ print(f"\n'noise scale' from batches of 4 and 128 at the rate 0.004: {between_ru
 #
 # <details><summary>Answer</summary>
 # That both batches are drawn at the <i>same weights</i>. These are different runs, and runs at the same loss can be at very
-# different places: along the row of batch 4 the squared norm falls by a factor of 60 from the rate 0.00025 to 0.004. A long
-# step, or a noisy one, cannot stay in a narrow valley: it jumps from wall to wall and out of it. So high rates and small
-# batches end up in wide valleys, where gradients are short. That difference is far larger than the noise of a gradient. With
-# data parallelism there is no such trouble: the gradient of one rank and the mean over all are taken at the same weights.
+# different places: along the row of batch 4 the squared norm falls by a factor of 60 from the rate 0.00025 to 0.004. A likely
+# reason: a long step, or a noisy one, cannot stay in a narrow valley, it jumps from wall to wall and out of it. So high rates
+# and small batches end up in wide valleys, where gradients are short. That difference is far larger than the noise of a
+# gradient. With data parallelism there is no such trouble: the gradient of one rank and the mean over all are taken at the same
+# weights.
 # </details>
 #
 # ## Who should take which batch?
@@ -597,8 +600,8 @@ lab.beside("\nfastest batch", my_fastest, min(seconds, key=lambda batch: seconds
 
 # %% [markdown]
 # **How to read it:** a step takes 6 or 7 ms, whether it has 4 samples or 128. The GPU waits for launches, so a larger batch
-# costs no time, and time to the target is simply the number of steps. Batch 128 is the first by the few percent that separate its
-# steps from those of 64, for twice the samples, which is twice the energy for nothing. And 32 is not far behind.
+# costs no time, and time to the target is simply the number of steps. Batch 128 is the first by the few percent that separate
+# its steps from those of 64, for twice the samples. And 32 is not far behind.
 #
 # > **Question.** Batch 4 takes six times as long as 64 here. Is that the fault of the small batch?
 #
@@ -691,7 +694,7 @@ print(f"\nthe cosine's best is lower by {gain[16]:.1f}% at batch 16 (you said {m
 # better. (Differences of one percent in single runs are no proof of either.)
 #
 # These runs end while the loss is still falling fast. A run that goes on for many times as long comes to the floor that noise and
-# rate decide, and there the end of a schedule is worth much more. Its price is that one has to know the end in advance: half
+# rate decide, and there the end of a schedule has more to gain. Its price is that one has to know the end in advance: half
 # of a cosine run is not a cosine run.
 #
 # ## Make these runs yourself
