@@ -145,8 +145,27 @@ def steps(folder: Path) -> list[Path]:
     return sorted(folder.glob("step_*"), key=lambda path: int(path.name[5:]) if path.name[5:].isdigit() else -1)
 
 
-def read_index(checkpoint: Path) -> dict[str, Any]:
-    """The index of a checkpoint whose files are whole; raises `Damaged` with the reason otherwise."""
+def read_index(checkpoint: Path, everyone: Axis | None = None) -> dict[str, Any]:
+    """The index of a checkpoint whose files are whole; raises `Damaged` with the reason otherwise.
+
+    everyone: ranks that read it together. Each adds up the bytes of its share of the files, and all hear what any has found.
+    """
+    rank, size = (everyone.rank, everyone.size) if everyone else (0, 1)
+    index: dict[str, Any] = {}
+    reasons: list[str | None] = [None] * size
+    try:
+        index = check_files(checkpoint, rank, size)
+    except Damaged as damage:
+        reasons[rank] = str(damage)
+    if everyone and size > 1:
+        dist.all_gather_object(reasons, reasons[rank], group=everyone.group)
+    if reason := next(filter(None, reasons), None):
+        raise Damaged(reason)
+    return index
+
+
+def check_files(checkpoint: Path, rank: int, size: int) -> dict[str, Any]:
+    """The index, and of every `size`-th of its files, from the `rank`-th on, whether it is what was written."""
     try:
         index = json.loads((checkpoint / "index.json").read_text())
         files, written = index["files"], index["format"]
@@ -155,7 +174,7 @@ def read_index(checkpoint: Path) -> dict[str, Any]:
         raise Damaged(f"{checkpoint}/index.json is missing or damaged: remove {checkpoint}") from error
     if written != FORMAT:
         raise Damaged(f"{checkpoint} is of format {written}, this version reads {FORMAT}: read it with the version that wrote it")
-    for name, found in files.items():
+    for name, found in list(files.items())[rank::size]:
         file = checkpoint / name
         if Path(name).name != name or not file.is_file():
             raise Damaged(f"{checkpoint} lacks {name}: restore it, or remove {checkpoint}")
@@ -164,15 +183,15 @@ def read_index(checkpoint: Path) -> dict[str, Any]:
     return index
 
 
-def newest(folder: Path, say: Callable[[str], None]) -> tuple[Path, dict[str, Any]] | None:
-    """The newest undamaged checkpoint and its index, None if there is none; says which it passes over.
+def newest(folder: Path, say: Callable[[str], None], everyone: Axis | None = None) -> tuple[Path, dict[str, Any]] | None:
+    """The newest undamaged checkpoint and its index, None if there is none; says which it passes over. All of `everyone` call it.
 
     Raises `CourseError` if there are checkpoints but all are damaged: starting afresh would overwrite the run.
     """
     found = steps(folder)
     for checkpoint in reversed(found):
         try:
-            return checkpoint, read_index(checkpoint)
+            return checkpoint, read_index(checkpoint, everyone)
         except Damaged as damage:
             say(f"passing over a checkpoint: {damage}")
     if found:

@@ -75,6 +75,20 @@ def evaluate(run: Annotated[Path, typer.Argument(help="the folder of a run, such
 
 
 @app.command()
+def reshard(run: Annotated[Path, typer.Argument(help="the folder of a run, such as runs/vit-demo/default")],
+            settings: Annotated[list[str] | None, typer.Argument(metavar=KEYS, help="the layout: keys of parallel, such as "
+                                                                 "parallel.tp=4 parallel.dp=2 parallel.zero=true")] = None,
+            name: Annotated[str, typer.Option(help="of the new run, beside the old one")] = "resharded") -> None:
+    """Write a run's newest checkpoint again, cut up for another layout: each rank will find its part in one file.
+
+    Any layout goes on from any checkpoint without this. In one process, on any machine, one tensor in memory at a time.
+    """
+    from course import reshard as resharding
+
+    resharding.main(run, settings or [], name)
+
+
+@app.command()
 def presets() -> None:
     """The presets that `course train` knows."""
     from course import config

@@ -7,6 +7,7 @@ import torch
 from course import checkpoint, random
 from course.checkpoint import Damaged
 from course.errors import CourseError
+from course.launch import ranks
 from course.models import ViTConfig, build_model
 from course.parallel import Axis, place_serial
 
@@ -159,3 +160,27 @@ def test_nothing_is_pickled(tmp_path, monkeypatch):
         monkeypatch.setattr(name, refuse)
     checkpoint.load(path, checkpoint.read_index(path), model, optimizer)
     assert all(np.frombuffer(file.read_bytes()[:2], "uint8").tolist() != [0x80, 4] for file in path.iterdir())
+
+
+def damage_seen(path):
+    """What each rank says of a checkpoint that all read together."""
+    import torch.distributed as dist
+
+    axis = Axis("all", dist.get_world_size(), dist.get_rank(), tuple(range(dist.get_world_size())), dist.group.WORLD)
+    try:
+        return sorted(checkpoint.read_index(path, axis)["files"])
+    except Damaged as damage:
+        return str(damage)
+
+
+def test_ranks_that_share_the_checksums_all_hear_of_a_damaged_file(tmp_path):
+    """Rank 1 adds up the second file, which is damaged; rank 0 the first, which is not."""
+    path, *_ = save(tmp_path)
+    index = json.loads((path / "index.json").read_text())
+    (path / "rank00001.safetensors").write_bytes((path / "rank00000.safetensors").read_bytes())
+    index["files"]["rank00001.safetensors"] = index["files"]["rank00000.safetensors"]
+    (path / "index.json").write_text(json.dumps(index))
+    assert ranks(2)(damage_seen, path) == [["rank00000.safetensors", "rank00001.safetensors"]] * 2
+    (path / "rank00001.safetensors").write_bytes(b"no")
+    told = ranks(2)(damage_seen, path)
+    assert told[0] == told[1] and "rank00001.safetensors is damaged" in told[0]

@@ -1,0 +1,188 @@
+"""`course reshard RUN parallel.tp=4 parallel.pp=2`: a run's newest checkpoint, as ranks of another layout would have written it.
+
+Nobody has to: a checkpoint says nothing of the layout that wrote it, and any layout reads any checkpoint box by box. But if a
+thousand ranks each need a corner of every file, it is better cut up once: afterwards a rank of the new layout finds all that
+it holds in one file.
+
+This runs in one process, on any machine, for any number of ranks: PyTorch's fake process group lets it build, rank by rank and
+without memory, the model that this rank will have, and the placements say which boxes, and under ZeRO-1 which flat ranges of
+them, are its own. They are read, and written one tensor after another; never is more than one of them in memory.
+"""
+
+import json
+import shutil
+import struct
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from course import checkpoint, config
+from course.config import Config
+from course.errors import CourseError
+from course.evaluate import read_config
+from course.files import atomic, sha256
+from course.models import build_model
+from course.parallel import Placement, World, build_mesh, data_parallel, parallelize, placement
+from course.parallel.placement import box_shape
+from course.precision import working_dtype
+from course.train import run_folder
+
+Index = dict[str, Any]
+# how safetensors calls the formats that a run has
+CODES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+         torch.int32: "I32"}
+
+
+class Piece(NamedTuple):
+    """A tensor that a rank will write."""
+
+    name: str                                        # as in the index
+    where: Placement                                 # which part of it
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def main(run: Path, settings: Iterable[str], name: str, say: Callable[[str], None] = print) -> Path:
+    """Write a run of another name in the layout of `settings`, with the newest checkpoint of `run` and its metrics.
+
+    Raises `CourseError` if a setting is not one of parallel, if the run has no checkpoint, or if the new one is there already.
+    """
+    old = read_config(run)
+    new = resettled(run, old, settings, name)
+    found = checkpoint.newest(run / "checkpoints", say)
+    if found is None:
+        raise CourseError(f"{run} has no checkpoint yet: let it train to its first one")
+    source, index = found
+    target = run_folder(new)
+    if target.exists():
+        raise CourseError(f"{target} is there already: choose another --name, or remove the folder")
+    ranks = ranks_of(new)
+    with atomic(target) as temporary:
+        final = reshard(source, index, new, temporary / "checkpoints")
+        config.save(new, temporary / "config.yaml")
+        if (run / "metrics.jsonl").is_file():
+            shutil.copyfile(run / "metrics.jsonl", temporary / "metrics.jsonl")
+    say(f"wrote {target} with {final.name} for {ranks} rank{'s' * (ranks > 1)}: train it with log.name={name} and the same "
+        "settings of parallel")
+    return target
+
+
+def resettled(run: Path, old: Config, settings: Iterable[str], name: str) -> Config:
+    """The run's configuration with another layout and another name."""
+    given = config.parse(settings)
+    if others := sorted(given.keys() - {"parallel"}):
+        raise CourseError(f"course reshard changes the layout alone, not {', '.join(others)}: give keys such as parallel.tp=2, "
+                          "and change the rest when you train")
+    values = config.merge(config.as_plain(old), given)
+    values["log"] |= {"name": name, "dir": str(run.parent.parent)}
+    return replace(config.check(config.build(Config, values, f"the configuration of {run}")), preset=run.parent.name)
+
+
+def ranks_of(settings: Config) -> int:
+    """How many ranks a layout has; dp=0, what the others leave, is 1 here, where nobody says how many there are."""
+    p = settings.parallel
+    return p.pp * p.cp * p.tp * max(p.dp, 1)
+
+
+def reshard(source: Path, index: Index, settings: Config, folder: Path) -> Path:
+    """Write the checkpoint again under `folder`, a file a rank of the layout that `settings` describe."""
+    final = folder / source.name
+    size = ranks_of(settings)
+    entries = [write_rank(source, index, list(pieces_of(index, settings, rank, size)), checkpoint.temporary(final), rank)
+               for rank in range(size)]
+    checkpoint.publish(final, entries, index["state"], config.as_plain(settings))
+    return final
+
+
+def pieces_of(index: Index, settings: Config, rank: int, size: int) -> Iterator[Piece]:
+    """What a rank of the layout owns: its parameters, what belongs to them, and on rank 0 what belongs to none."""
+    tensors: dict[str, Any] = index["tensors"]
+    names = {name for name, _ in build_model(settings.model).named_parameters()}
+    leaves: dict[str, list[str]] = {}
+    for name in tensors:
+        stem = name.rpartition(".")[0]
+        leaves.setdefault(stem if stem in names else "", []).append(name)
+    if rank == 0:
+        yield from (whole(tensors, name) for name in leaves.get("", []) if name not in names)
+    for where in owned(settings, rank, size):
+        for name in [where.name, *leaves.get(where.name, [])]:
+            if not tensors[name]["shape"] and where.global_shape:       # a step counter: every owner of a part has it
+                yield whole(tensors, name)
+                continue
+            shape = (where.flat[1] - where.flat[0],) if where.flat else box_shape(where.box)
+            yield Piece(name, where, shape, getattr(torch, tensors[name]["dtype"]))
+
+
+def whole(tensors: dict[str, Any], name: str) -> Piece:
+    """All of a tensor."""
+    shape = tuple(tensors[name]["shape"])
+    return Piece(name, Placement(name, shape, tuple((0, n) for n in shape)), shape, getattr(torch, tensors[name]["dtype"]))
+
+
+def owned(settings: Config, rank: int, size: int) -> list[Placement]:
+    """The places of the parameters that this rank of the layout will own; nothing is computed and nothing sent."""
+    with pretended(rank, size):
+        mesh = build_mesh(replace(settings.parallel, dp=max(settings.parallel.dp, 1)), World(rank, size, torch.device("cpu")))
+        model = parallelize(build_model(settings.model), mesh, settings.parallel)
+        gradients = data_parallel(model, mesh, settings.parallel, working_dtype(settings.precision))
+        return [placement(p) for p in gradients.parameters if placement(p).owner]
+
+
+@contextmanager
+def pretended(rank: int, size: int) -> Iterator[None]:
+    """As if this process were a rank among others: groups can be made, and collectives do nothing."""
+    if size == 1:
+        yield
+        return
+    if dist.is_initialized():
+        raise CourseError("course reshard runs in one process: start it without torchrun or srun")
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend "fake"
+
+    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def write_rank(source: Path, index: Index, pieces: list[Piece], folder: Path, rank: int) -> dict[str, Any]:
+    """Write a rank's file, tensor after tensor; return its part of the index."""
+    if not pieces:
+        return {"tensors": {}, "files": {}}
+    name = f"rank{rank:05d}.safetensors"
+    with atomic(folder / name) as temporary:
+        stream(temporary, [(p.name, p.dtype, p.shape) for p in pieces], (read(source, index, p) for p in pieces))
+    tensors = {p.name: {"shape": list(p.where.global_shape), "dtype": str(p.dtype).removeprefix("torch."),
+                        "pieces": [{"file": name, "key": p.name, "box": [list(side) for side in p.where.box],
+                                    "flat": list(p.where.flat) if p.where.flat else None}]} for p in pieces}
+    return {"tensors": tensors, "files": {name: {"bytes": (folder / name).stat().st_size, "sha256": sha256(folder / name)}}}
+
+
+def read(source: Path, index: Index, piece: Piece) -> Tensor:
+    """A piece from the old checkpoint."""
+    box = checkpoint.read_box(source, index, piece.name, piece.where.box)
+    return (box if piece.where.flat is None else box.flatten()[slice(*piece.where.flat)]).reshape(piece.shape)
+
+
+def stream(file: Path, heads: list[tuple[str, torch.dtype, tuple[int, ...]]], tensors: Iterable[Tensor]) -> None:
+    """Write a safetensors file from one tensor after another; its own writer wants all at once.
+
+    Eight bytes with the length of a JSON header, the header (name -> format, shape, first byte and one past the last), the bytes.
+    """
+    header, end = {}, 0
+    for name, dtype, shape in heads:
+        begin, end = end, end + dtype.itemsize * torch.Size(shape).numel()
+        header[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)                  # so that the numbers begin where their format wants them
+    with open(file, "wb") as out:
+        out.write(struct.pack("<Q", len(text)))
+        out.write(text)
+        for tensor in tensors:
+            out.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)

@@ -1,0 +1,157 @@
+"""A checkpoint written again for another layout: the same bits, cut as that layout's own ranks would cut them."""
+
+import json
+
+import pytest
+import torch
+
+from course import checkpoint, config, reshard
+from course.errors import CourseError
+from course.launch import ranks
+
+SMALL = ["train.device=cpu", "train.threads=1", "train.global_batch=8", "log.tensorboard=false", "log.every=1", "model.depth=5",
+         "model.context=14", "model.vocab=64", "model.dim=32", "precision=fp8", "fp8.history=3", "parallel.bucket_mb=0.02"]
+ZERO, INTERLEAVED = "zero=true", "schedule=interleaved chunks=2 micro=2"
+LAYOUTS = ["dp=1", f"dp=2 {ZERO}", "tp=2", "tp=2 sp=true overlap=none", "cp=2", "pp=2 micro=2", f"pp=2 {INTERLEAVED}",
+           f"dp=2 tp=2 {ZERO}", f"cp=2 tp=2 {ZERO}", "pp=2 tp=2 micro=2", f"dp=3 pp=2 {ZERO} {INTERLEAVED}",
+           f"dp=2 cp=2 tp=2 pp=2 {ZERO} {INTERLEAVED} order=tp-cp-dp-pp"]
+
+
+def keys(spec):
+    """The settings of "tp=2 micro=2"."""
+    parts = (part.split("=") for part in spec.split())
+    return [f"train.micro_batch={value}" if key == "micro" else f"parallel.{key}={value}" for key, value in parts]
+
+
+def layout(spec):
+    """The same without what is not of the layout alone."""
+    return [key for key in keys(spec) if key.startswith("parallel.")]
+
+
+def train(folder, steps, *settings):
+    """Train gpt-demo on these ranks, up to so many steps, or go on; the losses as they were logged."""
+    from course.parallel import build_mesh, join
+    from course.train import assemble, fit
+
+    c = config.load("gpt-demo", [*SMALL, f"log.dir={folder}", f"train.steps={steps}", "optim.schedule=constant", *settings])
+    run = fit(assemble(c, build_mesh(c.parallel, join("cpu"))))
+    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def serial(tmp_path_factory):
+    """A run of two steps in one process: its folder, its checkpoint and the index of that."""
+    folder = tmp_path_factory.mktemp("runs")
+    ranks(1)(train, str(folder), 2)
+    run = folder / "gpt-demo" / "default"
+    source = run / "checkpoints" / "step_000002"
+    return run, source, checkpoint.read_index(source)
+
+
+def everything(folder, index):
+    """Every tensor of a checkpoint, whole; each element must be in a piece."""
+    return {name: checkpoint.read_box(folder, index, name, tuple((0, n) for n in found["shape"]))
+            for name, found in index["tensors"].items()}
+
+
+def again(source, index, spec, folder):
+    """The checkpoint in another layout, and its index."""
+    settings = config.load("gpt-demo", [*SMALL, *keys(spec)])
+    final = reshard.reshard(source, index, settings, folder)
+    return final, checkpoint.read_index(final)
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) and a[name].dtype == b[name].dtype for name in a)
+
+
+def test_there_are_states_of_all_kinds(serial):
+    *_, index = serial
+    leaves = {name.rpartition(".")[2] for name in index["tensors"]}
+    assert {"weight", "bias", "exp_avg", "exp_avg_sq", "step", "amax_history"} <= leaves
+
+
+def test_from_layout_to_layout_every_bit_stays(serial, tmp_path):
+    """A round through four of them and back."""
+    _, source, index = serial
+    expected = everything(source, index)
+    for number, spec in enumerate([LAYOUTS[1], LAYOUTS[6], LAYOUTS[11], "dp=1"]):
+        source, index = again(source, index, spec, tmp_path / str(number))
+        assert same(everything(source, index), expected), spec
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", LAYOUTS)
+def test_every_pair_of_twelve_layouts_round_trips_bit_for_bit(serial, tmp_path, first):
+    _, source, index = serial
+    expected = everything(source, index)
+    here, found = again(source, index, first, tmp_path / "first")
+    assert same(everything(here, found), expected)
+    for number, second in enumerate(LAYOUTS):
+        there, other = again(here, found, second, tmp_path / str(number))
+        assert same(everything(there, other), expected), second
+        back, last = again(there, other, first, tmp_path / f"{number} back")
+        assert last["tensors"] == found["tensors"] and same(everything(back, last), expected), second
+
+
+def pieces(index):
+    """What each rank's file has: name -> box and flat range."""
+    return {(piece["file"], name, str(piece["box"]), str(piece["flat"]))
+            for name, found in index["tensors"].items() for piece in found["pieces"]}
+
+
+@pytest.mark.parametrize("spec", [f"dp=2 {ZERO}", "tp=2 sp=true overlap=none", f"pp=2 {INTERLEAVED}",
+                                  *(pytest.param(spec, marks=pytest.mark.slow) for spec in LAYOUTS[7:11])])
+def test_the_pieces_are_those_that_the_layouts_own_ranks_write(serial, tmp_path, spec):
+    _, source, index = serial
+    size = reshard.ranks_of(config.load("gpt-demo", [*SMALL, *keys(spec)]))
+    ranks(size)(train, str(tmp_path), 1, "train.global_batch=12", *keys(spec))
+    theirs = checkpoint.read_index(tmp_path / "gpt-demo" / "default" / "checkpoints" / "step_000001")
+    _, ours = again(source, index, spec, tmp_path / "again")
+    assert pieces(ours) == pieces(theirs)
+
+
+@pytest.mark.parametrize("spec", [f"dp=2 {ZERO}", *(pytest.param(spec, marks=pytest.mark.slow) for spec in
+                                                    ("tp=2 sp=true", f"pp=2 {INTERLEAVED}", f"cp=2 tp=2 {ZERO}"))])
+def test_training_goes_on_in_the_new_layout_as_it_would_have(serial, tmp_path, spec):
+    exact = ["precision=fp64", "log.name=exact"]
+    size = reshard.ranks_of(config.load("gpt-demo", [*SMALL, "precision=fp64", *keys(spec)]))
+    undisturbed, = ranks(1)(train, str(tmp_path / "one"), 4, *exact)
+    ranks(1)(train, str(tmp_path / "two"), 2, *exact)
+    reshard.main(tmp_path / "two" / "gpt-demo" / "exact", layout(spec), "new", lambda text: None)
+    for losses in ranks(size)(train, str(tmp_path / "two"), 4, "precision=fp64", "log.name=new", *keys(spec)):
+        assert losses == pytest.approx(undisturbed, rel=1e-12) and len(losses) == 4
+
+
+def test_never_is_more_than_the_largest_tensor_in_memory(serial, tmp_path, monkeypatch):
+    """Of what is read, as long as somebody holds it."""
+    import weakref
+
+    _, source, index = serial
+    real, alive, most = checkpoint.read_box, {}, [0]
+
+    def counted(*given):
+        tensor = real(*given)
+        storage = tensor.untyped_storage()
+        alive[id(storage)] = storage.nbytes()
+        weakref.finalize(tensor, alive.pop, id(storage))
+        most.append(sum(alive.values()))
+        return tensor
+
+    monkeypatch.setattr(checkpoint, "read_box", counted)
+    again(source, index, f"dp=2 {ZERO}", tmp_path)
+    largest = max(4 * torch.Size(found["shape"]).numel() for found in index["tensors"].values())
+    assert len(most) > 100 and max(most) <= 2 * largest                 # one is read while the one before is let go of
+
+
+def test_mistakes_are_sentences(serial, tmp_path):
+    run, *_ = serial
+    for settings, name, words in ((["train.steps=9"], "a", "changes the layout alone, not train"),
+                                  (["parallel.tp=3"], "b", "parallel.tp=3 does not divide"),
+                                  (["parallel.tp=2"], "default", "is there already"),
+                                  (["parallel.pp=9"], "c", "use a smaller parallel.pp")):
+        with pytest.raises(CourseError, match=words):
+            reshard.main(run, settings, name, lambda text: None)
+    with pytest.raises(CourseError, match=r"no config\.yaml"):
+        reshard.main(tmp_path, [], "d", lambda text: None)
+    assert not [path.name for path in run.parent.iterdir() if path.name != "default"]    # nothing half-made is left
