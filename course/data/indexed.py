@@ -45,7 +45,7 @@ def read_index(path: Path) -> Index:
     """The parts of a .idx file, memory-mapped. Raises `CourseError` for a file that is not one, or not all of one."""
     check_header(path)
     raw = np.memmap(path, np.uint8, "r")
-    _, _, code, S, D = HEADER.unpack(raw[:HEADER.size])
+    _, _, code, S, D = HEADER.unpack_from(raw.data)
     lengths = np.frombuffer(raw, "<i4", S, HEADER.size)
     pointers = np.frombuffer(raw, "<i8", S, HEADER.size + lengths.nbytes)
     documents = np.frombuffer(raw, "<i8", D, HEADER.size + lengths.nbytes + pointers.nbytes)

@@ -43,7 +43,8 @@ def test_what_is_written_is_read(tmp_path, vocab, dtype):
 def test_it_is_mapped_and_travels_as_a_name(tmp_path):
     data = Documents(write(tmp_path / "a"))
     assert isinstance(data.tokens, np.memmap) and not data.tokens.flags.writeable
-    assert len(pickled := pickle.dumps(data)) < 300
+    pickled = pickle.dumps(data)
+    assert len(pickled) < 300
     assert pickle.loads(pickled)[3].tolist() == list(range(100))
 
 
