@@ -154,14 +154,14 @@ def document(where: str, raw: bytes, key: str | None) -> Text:
     return Text(where, text, data, "" if text else "empty")
 
 
-def unpacked(file: IO[bytes]) -> io.BufferedReader:
-    """A stream of what is in the file: itself, or what it packs."""
+def unpacked(file: IO[bytes]) -> Any:
+    """A stream of what is in the file: itself, or what it packs. It can `peek`, and holds little back of a damaged one."""
     stream = file if isinstance(file, io.BufferedReader) else io.BufferedReader(cast(Any, file), BLOCK)
     start = stream.peek(6)
     if start.startswith(b"\x1f\x8b"):
-        return io.BufferedReader(cast(Any, gzip.GzipFile(fileobj=stream)), BLOCK)
+        return gzip.GzipFile(fileobj=stream)
     if start.startswith(b"\xfd7zXZ\0"):
-        return io.BufferedReader(cast(Any, lzma.LZMAFile(stream)), BLOCK)
+        return lzma.LZMAFile(stream)
     if start.startswith(b"\x28\xb5\x2f\xfd"):
         return io.BufferedReader(Zstandard(stream), BLOCK)
     return stream
