@@ -339,19 +339,21 @@ def test_a_process_that_dies_is_a_sentence(config, tmp_path, monkeypatch):
 
 
 MEMORY = """
-import resource, sys
+import re, sys
+from pathlib import Path
 from course.data import jsonl
 if __name__ == "__main__":
     for name in ("small", "large"):
+        Path("/proc/self/clear_refs").write_text("5")                           # forget the peak
         jsonl.make(jsonl.Jsonl((name + ".jsonl.gz",), name, tokenizer="tokenizer.json", jobs=int(sys.argv[1])), lambda line: None)
-        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+        print(re.search(r"VmHWM:\\s*(\\d+) kB", Path("/proc/self/status").read_text())[1])
 """
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_memory_does_not_grow_with_the_input(tmp_path, jobs):
-    """28 MB of text in one file take less than 8 MB beyond what 4 MB take."""
+    """28 MB of text in one file take less than 10 MB beyond what 4 MB take: what waits is bounded."""
     line = json.dumps({"text": "abc def\n" * 500}).encode() + b"\n"
     for name, size in (("small", 4), ("large", 28)):
         (tmp_path / f"{name}.jsonl.gz").write_bytes(gzip.compress(line * (size * 1_000_000 // len(line)), 1))
@@ -360,5 +362,4 @@ def test_memory_does_not_grow_with_the_input(tmp_path, jobs):
     done = subprocess.run([sys.executable, "child.py", str(jobs)], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     small, large = map(int, done.stdout.split())     # KiB
-    print(small, large)
-    assert large - small < 8_000 and (tmp_path / "large" / "train.bin").stat().st_size > 10_000_000
+    assert large - small < 10_000 and (tmp_path / "large" / "train.bin").stat().st_size > 10_000_000
