@@ -14,9 +14,15 @@ OF_WEATHER = ("path=FOLDER, grid=[LATITUDES,LONGITUDES], train=, valid= and test
               "six hours apart, seed=, truncation=WAVES (0: what the grid can show), device=cpu or cuda")
 OF_ERA5 = ("path=FOLDER, grid=[LATITUDES,LONGITUDES], train=, valid= and test=YEARS such as 1979-2015, "
            "chunk=TIMES in memory at once")
+OF_TOKENS = "path=FOLDER, vocab=TOKENS, valid= and test=PART of the files, such as 0.05"
+OF_JSONL = ("files, and then: path=FOLDER, text=KEY of a line that holds the document, tokenizer=TOKENIZER.JSON or "
+            "vocabulary=VOCAB.JSON merges=MERGES.TXT (GPT-2's), else vocab=TOKENS learned from sample=MEGABYTES of the input, "
+            "end=TOKEN that closes a document, valid= and test=PART of the documents, jobs=PROCESSES")
 Overrides = Annotated[list[str] | None, typer.Argument(metavar=KEYS, help=OF_A_RUN)]
 OverridesOfWeather = Annotated[list[str] | None, typer.Argument(metavar=KEYS, help=OF_WEATHER)]
 OverridesOfEra5 = Annotated[list[str] | None, typer.Argument(metavar=KEYS, help=OF_ERA5)]
+OverridesOfTokens = Annotated[list[str] | None, typer.Argument(metavar=KEYS, help=OF_TOKENS)]
+FilesAndOverrides = Annotated[list[str], typer.Argument(metavar=f"FILE... {KEYS}", help=OF_JSONL)]
 Out = Annotated[Path | None, typer.Option(help="also write the numbers to this JSON file")]
 
 app = typer.Typer(help="Deep Learning at Scale: from one GPU to model parallelism.", no_args_is_help=True,
@@ -123,6 +129,29 @@ def era5(source: Annotated[str, typer.Argument(help="a .nc file, a glob or folde
 
     values = {**config.parse(settings or []), "source": source}
     converter.convert(config.build(converter.Era5, values, "course data era5"))
+
+
+@data.command()
+def tokens(settings: OverridesOfTokens = None) -> None:
+    """Make token files of the source text of Python's standard library, in seconds."""
+    from course import config
+    from course.data import corpus as maker
+
+    maker.make(config.build(maker.Python, config.parse(settings or []), "course data tokens"))
+
+
+@data.command()
+def jsonl(arguments: FilesAndOverrides) -> None:
+    """Make token files of text such as OpenWebText: JSON lines or archives of texts, plain, .gz, .xz or .zst.
+
+    On all cores; run again after an interruption, it goes on where it stopped. Bad lines are counted, and left out.
+    """
+    from course import config
+    from course.data import jsonl as maker
+
+    files = [word for word in arguments if "=" not in word or Path(word).exists()]
+    values = {**config.parse(word for word in arguments if word not in files), "files": files}
+    maker.make(config.build(maker.Jsonl, values, "course data jsonl"))
 
 
 @data.command()

@@ -1,15 +1,15 @@
-"""The native loader: PyTorch's DataLoader over HDF5 files. Simple and honest, the baseline of the others."""
+"""The native loader: PyTorch's DataLoader over HDF5 or token files. Simple and honest, the baseline of the others."""
 
 import signal
 from collections.abc import Generator, Iterable
 from typing import Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
-from course.data.pairs import Batch, Pairs
+from course.data.pairs import Batch
 
 
-def loader(pairs: Pairs, batches: Iterable[list[int]], workers: int, pin: bool) -> Generator[Batch, None, None]:
+def loader(pairs: Dataset[Batch], batches: Iterable[list[int]], workers: int, pin: bool) -> Generator[Batch, None, None]:
     """The batches of the given sample ids, read ahead by worker processes."""
     iterator = iter(DataLoader(pairs, batch_sampler=batches, num_workers=workers, pin_memory=pin, collate_fn=_as_it_is,
                                worker_init_fn=_leave_signals_to_the_trainer))

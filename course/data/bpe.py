@@ -1,0 +1,74 @@
+"""Text to tokens and back: byte-pair encoding of bytes, as in GPT-2.
+
+Radford et al. 2019, section 2.2; Sennrich et al. 2016, arXiv:1508.07909. Any text can be written in 256 bytes; the pair of
+neighbours that is most frequent in a sample becomes one token more, and so on until the vocabulary has its size. The
+`tokenizers` package does the work.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from course.errors import CourseError
+
+END = "<|endoftext|>"                                # closes each document
+
+
+def train(texts: Iterator[str], vocab: int) -> Tokenizer:
+    """A tokenizer of at most `vocab` tokens, learned from the texts; `END` is token 0."""
+    if vocab < 257:
+        raise CourseError(f"vocab={vocab} is too small: 256 bytes and {END} are 257 tokens")
+    tokenizer = byte_level(models.BPE())
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=vocab, special_tokens=[END], initial_alphabet=alphabet,
+                                                             show_progress=False))
+    return tokenizer
+
+
+def gpt2(vocab: Path, merges: Path) -> Tokenizer:
+    """GPT-2's tokenizer from its two files, vocab.json and merges.txt."""
+    try:
+        tokenizer = byte_level(models.BPE.from_file(str(vocab), str(merges)))
+    except Exception as error:                       # the package raises the plainest kind
+        raise CourseError(f"{vocab} and {merges} cannot be read as GPT-2's vocabulary and merges ({error}): "
+                          "give vocab.json and merges.txt of one model") from error
+    if tokenizer.token_to_id(END) is not None:
+        tokenizer.add_special_tokens([END])          # one that is there gets no new number
+    return tokenizer
+
+
+def byte_level(model: models.BPE) -> Tokenizer:
+    """A tokenizer of bytes, which cuts text into words as GPT-2 does."""
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def load(path: Path) -> Tokenizer:
+    """The tokenizer of a tokenizer.json."""
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:                       # the package raises the plainest kind
+        raise CourseError(f"{path} cannot be read as a tokenizer ({error}): give a tokenizer.json of the tokenizers package, "
+                          "such as Hugging Face models have") from error
+
+
+def end_token(tokenizer: Tokenizer, end: str = END) -> int:
+    """The number of the token that closes a document."""
+    if (number := tokenizer.token_to_id(end)) is None:
+        raise CourseError(f"the tokenizer has no token {end}, which closes each document: set end=TOKEN to one that it has")
+    return int(number)
+
+
+def size(tokenizer: Tokenizer) -> int:
+    """How many numbers a model has to know: the largest of a token, and one."""
+    return 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
+
+
+def encode(tokenizer: Tokenizer, texts: Sequence[str], end: int) -> list[np.ndarray]:
+    """The tokens of each text and `end` after them, (length,) int64; what looks like a special token is text as well."""
+    tokenizer.encode_special_tokens = True
+    return [np.array([*found.ids, end]) for found in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]

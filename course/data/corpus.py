@@ -1,0 +1,126 @@
+"""`course data tokens`: a corpus that every machine has, the source text of Python's standard library.
+
+Here is also what all makers of token files share: who gets a document, and what is noted down about them.
+"""
+
+import hashlib
+import json
+import platform
+import sysconfig
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from course.data import bpe, indexed
+from course.data.layout import SPLITS
+from course.errors import CourseError
+from course.files import atomic
+
+# tests repeat themselves, idlelib and turtledemo are programs; the tables of encodings and the pages of pydoc are no code
+LEFT_OUT = {"test", "tests", "idle_test", "idlelib", "turtledemo", "encodings", "pydoc_data", "site-packages", "dist-packages",
+            "__pycache__"}
+AT_ONCE = 1 << 20                                    # characters that are encoded together: the cores share them
+
+
+@dataclass(frozen=True)
+class Python:
+    """What `course data tokens` makes."""
+
+    path: str = "data/python"            # folder to fill
+    vocab: int = 4096                    # tokens: what a small GPT on a laptop can learn
+    valid: float = 0.05                  # part of the files to watch while training ...
+    test: float = 0.05                   # ... and kept for the end
+
+
+def make(config: Python, say: Callable[[str], None] = print) -> None:
+    """Train a tokenizer on the library's training files and write the tokens of all. The same bytes from the same Python."""
+    check_parts(config.valid, config.test)
+    path, version = Path(config.path), platform.python_version()
+    request = {"made by": "course data tokens", "python": version, **without_path(asdict(config))}
+    if is_made(path, request):
+        say(f"{path} is there already")
+        return
+    texts = dict(library(Path(sysconfig.get_path("stdlib"))))
+    splits: dict[str, list[str]] = {split: [] for split in SPLITS}
+    for name, text in texts.items():
+        splits[choose_split(name.encode(), config.valid, config.test)].append(text)
+    say(f"{len(texts)} files of Python {version}'s library, {sum(map(len, texts.values())) / 1e6:.1f} million characters")
+    tokenizer = bpe.train(iter(splits["train"]), config.vocab)
+    end, vocab = bpe.end_token(tokenizer), bpe.size(tokenizer)
+    counts = {}
+    for split, found in splits.items():
+        with indexed.writing(path / split, vocab) as writer:
+            for some in together(found):
+                for tokens in bpe.encode(tokenizer, some, end):
+                    writer.add(tokens)
+        counts[split] = {"documents": len(found), "tokens": sum(writer.lengths), "bytes": sum(len(t.encode()) for t in found)}
+    finish(path, tokenizer.to_str(), {"vocab": vocab, "end": end, "splits": counts, "request": request})
+    say(summary(path, counts))
+
+
+def library(folder: Path) -> Iterator[tuple[str, str]]:
+    """Name and text of each file of a Python library, sorted by name; what is not UTF-8 is left out, and tables of a machine."""
+    for file in sorted(folder.rglob("*.py"), key=lambda file: file.relative_to(folder).as_posix()):
+        name = file.relative_to(folder)
+        if LEFT_OUT.isdisjoint(name.parts) and not name.name.startswith("_sysconfigdata"):
+            try:
+                text = file.read_bytes().decode()
+            except UnicodeDecodeError:
+                continue
+            if text:
+                yield name.as_posix(), text
+
+
+def together(texts: list[str]) -> Iterator[list[str]]:
+    """The texts, some at a time."""
+    some: list[str] = []
+    for text in texts:
+        some.append(text)
+        if sum(map(len, some)) >= AT_ONCE:
+            yield some
+            some = []
+    yield some
+
+
+def check_parts(valid: float, test: float) -> None:
+    """Raise `CourseError` unless both are parts of a whole that leave something for training."""
+    if valid < 0 or test < 0 or valid + test >= 1:
+        raise CourseError(f"valid={valid:g} and test={test:g} are parts of the documents: they are at least 0, and below 1 "
+                          "together")
+
+
+def choose_split(what: bytes, valid: float, test: float) -> str:
+    """The split of a document, from a hash: the same in every order and company; twins never part."""
+    place = int.from_bytes(hashlib.blake2b(what, digest_size=8).digest()) / 2**64        # evenly in [0, 1)
+    return "valid" if place < valid else "test" if place < valid + test else "train"
+
+
+def without_path(settings: dict[str, Any]) -> dict[str, Any]:
+    """What decides the bytes, not where they lie."""
+    return {key: value for key, value in settings.items() if key != "path"}
+
+
+def is_made(path: Path, request: dict[str, Any]) -> bool:
+    """Whether the data set of this request is there, whole. Raises `CourseError` if it is that of another."""
+    if not (meta := path / "meta.json").is_file():
+        return False
+    found = json.loads(meta.read_text()).get("request", {})
+    differ = [str(key) for key in {**found, **request} if found.get(key) != request.get(key)]
+    if differ:
+        raise CourseError(f"{path} holds a data set made with other settings ({', '.join(differ)}): give another path, "
+                          "or remove that folder")
+    return True
+
+
+def finish(path: Path, tokenizer: str, meta: dict[str, Any]) -> None:
+    """Write tokenizer.json and then meta.json, which says that all is there."""
+    for name, text in (("tokenizer.json", tokenizer), ("meta.json", json.dumps(meta, indent=1) + "\n")):
+        with atomic(path / name) as temporary:
+            temporary.write_text(text)
+
+
+def summary(path: Path, counts: dict[str, dict[str, int]]) -> str:
+    """One sentence about the splits."""
+    parts = [f"{split} {count['tokens']:,} tokens of {count['documents']:,} documents" for split, count in counts.items()]
+    return f"wrote {path}: {', '.join(parts)}"

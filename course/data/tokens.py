@@ -1,0 +1,62 @@
+"""The samples of a language model: pieces of a long text in tokens.
+
+A data set is a folder, as `course data tokens` and `course data jsonl` make it:
+
+    PATH/train.bin, train.idx           the documents of the split (`course.data.indexed`); valid and test likewise
+    PATH/tokenizer.json                 what turns text into these tokens and back
+    PATH/meta.json                      the size of the vocabulary, and what was counted
+
+Of files that Megatron's tools made rename NAME_text_document.bin and .idx; the two .json may be missing.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from course.data.indexed import Documents
+from course.data.pairs import Batch
+from course.errors import CourseError
+
+
+class Sequences(Dataset[Batch]):
+    """All documents of a split, laid end to end and cut into samples of `context` tokens and the one that follows them.
+
+    The last token of a sample is the first of the next: each but the very first is predicted once an epoch. A batch is
+    `tokens` (B, context + 1) int64 and `sample` (B,) int64, the number of the sample (-1 for padding, which is zeros).
+    """
+
+    def __init__(self, path: str, split: str, context: int, vocab: int, limit: int = 0):
+        self.context, self.vocab = context, vocab
+        self._check_vocabulary(Path(path))
+        self.documents = Documents(Path(path) / split)
+        tokens = len(self.documents.tokens)
+        samples = max(0, tokens - 1) // context
+        if not samples:
+            raise CourseError(f"{self.documents.bin} has {tokens} tokens, and a sample takes {context + 1}: "
+                              "use a smaller model.context or more text")
+        self.size = min(limit or samples, samples)
+
+    def _check_vocabulary(self, path: Path) -> None:
+        if not path.is_dir():
+            raise CourseError(f"{path} does not exist: make it with `course data tokens path={path}` or `course data jsonl`, "
+                              "or set data.path to a folder that they made")
+        if (meta := path / "meta.json").is_file() and (size := json.loads(meta.read_text())["vocab"]) > self.vocab:
+            raise CourseError(f"{path} has a vocabulary of {size} tokens but model.vocab={self.vocab}: "
+                              f"set model.vocab={size} or use other data")
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitems__(self, samples: list[int]) -> Batch:
+        """One whole batch: the loader's workers call this once, not once a sample."""
+        tokens = np.zeros((len(samples), self.context + 1), np.int64)
+        for i, sample in enumerate(samples):
+            if sample >= 0:
+                tokens[i] = self.documents.tokens[sample * self.context:][:self.context + 1]
+        if tokens.max(initial=0) >= self.vocab or tokens.min(initial=0) < 0:       # no meta.json said so, or it is wrong
+            raise CourseError(f"{self.documents.bin} has tokens from {tokens.min()} to {tokens.max()} but model.vocab="
+                              f"{self.vocab}: set model.vocab={tokens.max() + 1} or more, or use other data")
+        return {"tokens": torch.from_numpy(tokens), "sample": torch.tensor(samples, dtype=torch.int64)}

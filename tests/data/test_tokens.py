@@ -1,0 +1,94 @@
+import json
+import pickle
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from course.data import indexed, native, order
+from course.data.tokens import Sequences
+from course.errors import CourseError
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Tokens 0 to 99 in train, in documents of 30, 0, 69 and 1; 5 in valid."""
+    for split, documents in {"train": [range(30), [], range(30, 99), [99]], "valid": [range(5)]}.items():
+        with indexed.writing(tmp_path / split, 100) as writer:
+            for document in documents:
+                writer.add(np.array(document, np.int64))
+    (tmp_path / "meta.json").write_text(json.dumps({"vocab": 100}))
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize(("context", "samples"), [(9, 11), (10, 9), (33, 3), (99, 1), (1, 99)])
+def test_samples_follow_each_other_and_share_a_token(folder, context, samples):
+    data = Sequences(folder, "train", context, 100)
+    batch = data.__getitems__(list(range(samples)))
+    assert len(data) == samples and batch["tokens"].dtype == batch["sample"].dtype == torch.int64
+    assert batch["tokens"].tolist() == [list(range(i * context, (i + 1) * context + 1)) for i in range(samples)]
+    assert batch["sample"].tolist() == list(range(samples))
+
+
+def test_padding_is_zeros_and_a_limit_cuts(folder):
+    batch = Sequences(folder, "train", 4, 100).__getitems__([3, -1, 0])
+    assert batch["tokens"].tolist() == [[12, 13, 14, 15, 16], [0] * 5, [0, 1, 2, 3, 4]]
+    assert batch["sample"].tolist() == [3, -1, 0]
+    assert len(Sequences(folder, "train", 4, 100, limit=7)) == 7 and len(Sequences(folder, "train", 4, 100, limit=999)) == 24
+
+
+def test_it_travels_without_its_tokens(folder):
+    data = Sequences(folder, "train", 4, 100, 20)
+    pickled = pickle.dumps(data)
+    found = pickle.loads(pickled)
+    assert len(pickled) < 1000 and len(found) == 20
+    assert torch.equal(found.__getitems__([2, 5])["tokens"], data.__getitems__([2, 5])["tokens"])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_native_loader_serves_it_the_same_in_every_layout(folder, workers):
+    """Two ranks read what one reads, whatever the workers; an epoch has each sample once."""
+    data = Sequences(folder, "train", 9, 100)
+
+    def read(ranks, rank, batches=11, workers=workers):
+        ids = partial(order.train_batches, 5, len(data), 4, ranks, rank, 0)
+        loader = native.loader(data, ids(), workers, pin=False)
+        found = [next(loader) for _ in range(batches)]
+        loader.close()
+        return {name: torch.stack([batch[name] for batch in found]) for name in found[0]}
+
+    whole, halves = read(1, 0, workers=0), [read(2, 0), read(2, 1)]
+    for name in ("tokens", "sample"):
+        assert torch.equal(torch.cat([half[name] for half in halves], 1), whole[name])
+    epochs = whole["sample"].flatten().reshape(4, 11)
+    assert epochs.sort(1).values.tolist() == 4 * [list(range(11))] and epochs[0].tolist() != epochs[1].tolist()
+    assert torch.equal(whole["tokens"][..., 0], whole["sample"] * 9)
+
+
+@pytest.mark.parametrize(("split", "context", "vocab", "sentence"), [
+    ("train", 4, 99, "has a vocabulary of 100 tokens but model.vocab=99: set model.vocab=100"),
+    ("train", 100, 100, "train.bin has 100 tokens, and a sample takes 101"),
+    ("valid", 5, 100, "valid.bin has 5 tokens, and a sample takes 6: use a smaller model.context"),
+    ("test", 4, 100, "test.idx cannot be read"),
+])
+def test_bad_requests_are_sentences(folder, split, context, vocab, sentence):
+    with pytest.raises(CourseError, match=sentence):
+        Sequences(folder, split, context, vocab)
+    with pytest.raises(CourseError, match="nowhere does not exist: make it with `course data tokens path="):
+        Sequences(f"{folder}/nowhere", split, context, vocab)
+
+
+def test_a_token_that_the_model_does_not_know(folder, tmp_path):
+    (tmp_path / "meta.json").unlink()                # as in files of Megatron's own
+    data = Sequences(folder, "train", 9, 95)
+    assert data.__getitems__([0])["tokens"].max() == 9
+    with pytest.raises(CourseError, match=r"train.bin has tokens from 0 to 99 but model.vocab=95: set model.vocab=100"):
+        list(native.loader(data, [[0, 10]], 0, pin=False))
+
+
+def test_no_tokens_at_all(folder, tmp_path):
+    with indexed.writing(tmp_path / "test", 100):
+        pass
+    with pytest.raises(CourseError, match=r"test\.bin has 0 tokens"):
+        Sequences(folder, "test", 4, 100)
