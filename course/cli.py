@@ -64,14 +64,15 @@ def profile(preset: Annotated[str, typer.Argument(help="a preset, the path of a 
 def evaluate(run: Annotated[Path, typer.Argument(help="the folder of a run, such as runs/vit-demo/default")],
              split: Annotated[str, typer.Option(help="train, valid or test years")] = "test",
              samples: Annotated[int, typer.Option(min=1, help="how many forecasts to average over")] = 64,
-             animate: Annotated[bool, typer.Option(help="also draw forecast.gif, truth beside forecast")] = False) -> None:
+             animate: Annotated[bool, typer.Option(help="also draw forecast.gif, truth beside forecast")] = False,
+             ema: Annotated[bool, typer.Option(help="of the weights' moving average (optim.ema)")] = False) -> None:
     """Forecast errors for five days against persistence and climatology, with pictures."""
     from course import evaluate as evaluation
     from course.data.layout import SPLITS
 
     if split not in SPLITS:
         raise CourseError(f"--split {split}: it is one of {', '.join(SPLITS)}")
-    evaluation.main(run, split, samples, animate)
+    evaluation.main(run, split, samples, animate, ema)
 
 
 @app.command()
