@@ -19,6 +19,7 @@
     validate, evaluate  how good the model is, while training and after; baselines and metrics to compare with
     sampling            from a trained DiT's predictions to samples; draw, `course generate`
     checkpoint          what is written says nothing of the layout that wrote it
+    convert             checkpoints of other libraries
     report, pictures    what a run tells; profile, a look into its steps
     stop                signals
     perf                FLOPs and peaks; bench, loaders, fp8 and parallel (with harness, rivals, efficiency), measurements;
