@@ -45,6 +45,8 @@ def main(run: Path, split: str = "test", samples: int = 64, animate: bool = Fals
     average: of the weights' moving average.
     """
     settings = read_config(run)
+    if settings.model.kind == "dit":
+        raise CourseError(f"{run} is of a DiT, which forecasts nothing: draw its samples with `course generate {run}`")
     if settings.data.source == "mock":
         raise CourseError(f"{run} was trained on mock data, which has no weather to forecast: train with data.source=files")
     device = torch.device("cuda" if torch.cuda.is_available() and settings.train.device != "cpu" else "cpu")
