@@ -13,12 +13,14 @@
                         schedule and pipeline (pp), trace (which collective each rank is in)
     precision           number formats and the loss scale; fp8, FP8 by hand (its kernel in fp8_kernel), and te,
                         Transformer Engine behind the same seam; attention, its implementations
-    step                one optimizer step, for every layout; recompute, activations that are not kept; compilation,
-                        torch.compile; graphs, the whole step as one CUDA graph
+    step                one optimizer step, for every layout; average, of its weights; recompute, activations that are not kept;
+                        compilation, torch.compile; graphs, the whole step as one CUDA graph
     train               a run: build, resume, fit, log, save
     verify              is this layout's training that of one process?
     validate, evaluate  how good the model is, while training and after; baselines and metrics to compare with
+    sampling            from a trained DiT's predictions to samples; draw, `course generate`
     checkpoint          what is written says nothing of the layout that wrote it
+    convert             checkpoints of other libraries
     report, pictures    what a run tells; profile, a look into its steps
     stop                signals
     perf                FLOPs and peaks; bench, loaders, fp8 and parallel (with harness, rivals, efficiency), measurements;

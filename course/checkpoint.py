@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from course.average import average_of
 from course.errors import CourseError
 from course.files import atomic, flush, remove, sha256
 from course.parallel.mesh import Axis
@@ -80,13 +81,19 @@ def updated(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+def states(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Any]:
+    """What belongs to a parameter besides its value: the optimizer's states and the moving average."""
+    average = average_of(optimizer)
+    return dict(optimizer.state.get(parameter, {})) | ({"ema": average[parameter]} if average else {})
+
+
 def owned(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor, Placement]]:
     """(name, tensor here, place of the parameter) of every parameter and optimizer state that this rank owns."""
     for parameter in updated(optimizer):
         where = placement(parameter)
         if where.owner:
             yield where.name, parameter.data, where
-            for key, value in optimizer.state.get(parameter, {}).items():
+            for key, value in states(optimizer, parameter).items():
                 if torch.is_tensor(value):
                     yield f"{where.name}.{key}", value, where if value.ndim else Placement(where.name, (), ())
 
@@ -199,20 +206,30 @@ def newest(folder: Path, say: Callable[[str], None], everyone: Axis | None = Non
     return None
 
 
-def load(checkpoint: Path, index: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+def load(checkpoint: Path, index: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer | None = None,
+         average: bool = False) -> None:
     """Fill the model's parameters, and the optimizer's states, each rank reading only its boxes.
 
-    Raises `CourseError` if the checkpoint is of another model, before anything is changed.
+    average: give the model the moving average of the weights instead of the last ones. An optimizer's average of which the
+    checkpoint has none starts at the weights.
+
+    Raises `CourseError` if the checkpoint is of another model, or has no average, before anything is changed.
     """
     updates = updated(optimizer) if optimizer is not None else []
-    parameters = list(model.parameters())
+    parameters, kind = list(model.parameters()), ".ema" if average else ""
     fits(checkpoint, index, parameters)
+    if average and any(placement(p).name + kind not in index["tensors"] for p in parameters):
+        raise CourseError(f"{checkpoint} has no moving average of the weights: train with optim.ema=0.9999, say, or use the last "
+                          "weights")
     for parameter in [*parameters, *updates]:
-        parameter.data.copy_(read_part(checkpoint, index, placement(parameter).name, parameter))
+        parameter.data.copy_(read_part(checkpoint, index, placement(parameter).name + kind, parameter))
+    for parameter, value in average_of(optimizer).items():
+        name = placement(parameter).name
+        value.copy_(read_part(checkpoint, index, f"{name}.ema" if f"{name}.ema" in index["tensors"] else name, parameter))
     for parameter in updates:
         for key, found in index["tensors"].items():
             stem, _, leaf = key.rpartition(".")
-            if stem == placement(parameter).name and optimizer is not None:
+            if stem == placement(parameter).name and leaf != "ema" and optimizer is not None:
                 value = read_part(checkpoint, index, key, parameter) if found["shape"] else read_box(checkpoint, index, key, ())
                 optimizer.state[parameter][leaf] = value.to(parameter.device)
 

@@ -70,14 +70,38 @@ def profile(preset: Annotated[str, typer.Argument(help="a preset, the path of a 
 def evaluate(run: Annotated[Path, typer.Argument(help="the folder of a run, such as runs/vit-demo/default")],
              split: Annotated[str, typer.Option(help="train, valid or test years")] = "test",
              samples: Annotated[int, typer.Option(min=1, help="how many forecasts to average over")] = 64,
-             animate: Annotated[bool, typer.Option(help="also draw forecast.gif, truth beside forecast")] = False) -> None:
+             animate: Annotated[bool, typer.Option(help="also draw forecast.gif, truth beside forecast")] = False,
+             ema: Annotated[bool, typer.Option(help="of the weights' moving average (optim.ema)")] = False) -> None:
     """Forecast errors for five days against persistence and climatology, with pictures."""
     from course import evaluate as evaluation
     from course.data.layout import SPLITS
 
     if split not in SPLITS:
         raise CourseError(f"--split {split}: it is one of {', '.join(SPLITS)}")
-    evaluation.main(run, split, samples, animate)
+    evaluation.main(run, split, samples, animate, ema)
+
+
+@app.command()
+def generate(run: Annotated[Path, typer.Argument(help="the folder of a DiT's run, such as runs/dit-digits/default")],
+             labels: Annotated[str, typer.Option(help="such as 0,1,2; else the first ten")] = "",
+             each: Annotated[int, typer.Option(min=1, help="samples of each label")] = 8,
+             guidance: Annotated[float, typer.Option(help="classifier-free guidance; 1: none")] = 4.0,
+             channels: Annotated[int, typer.Option(help="guide the first so many channels alone; 0: all")] = 0,
+             steps: Annotated[int, typer.Option(help="of the sampler")] = 50,
+             sampler: Annotated[str, typer.Option(help="ddim or euler; auto: what fits the model's objective")] = "auto",
+             eta: Annotated[float, typer.Option(min=0, max=1, help="fresh noise of ddim; 1: as much as DDPM")] = 0.0,
+             seed: Annotated[int, typer.Option(help="other seeds, other samples")] = 0,
+             batch: Annotated[int, typer.Option(min=1, help="samples at a time")] = 64,
+             ema: Annotated[bool | None, typer.Option(help="with the weights' moving average; else if there is one")] = None,
+             vae: Annotated[str, typer.Option(help="name or folder of the VAE that decodes latents (diffusers)")] = "") -> None:
+    """Draw samples of a trained DiT: a labelled picture, and the latents as .npy, in RUN/samples."""
+    from course import config, draw
+    from course.sampling import Sampling
+
+    values = {"sampler": sampler, "steps": steps, "guidance": guidance, "channels": channels, "eta": eta, "seed": seed,
+              "batch": batch}
+    wanted = numbers(labels, "--labels", least=0) if labels else []
+    draw.main(run, wanted, each, config.build(Sampling, values, "course generate"), ema, vae)
 
 
 @app.command()
@@ -171,6 +195,29 @@ def numpy_files(path: Annotated[Path, typer.Argument(help="a folder laid out as 
     converter.convert(path)
 
 
+@data.command()
+def latents(folder: Annotated[Path, typer.Argument(help="of class folders: 0000, 0001 ... or any names, numbered in order")],
+            out: Annotated[Path, typer.Option(help="the data folder to make, or to go on with")],
+            scale: Annotated[float, typer.Option(help="what latents are multiplied with; 1 if they are already scaled; "
+                                                      "else the VAE's 0.18215")] = 0.0,
+            valid: Annotated[int, typer.Option(min=0, help="each so manieth is for validation; 0: none")] = 50,
+            samples: Annotated[int, typer.Option(min=1, help="in a shard")] = 4096,
+            vae: Annotated[str, typer.Option(help="FOLDER holds pictures: name or folder of their VAE (diffusers)")] = "",
+            pixels: Annotated[int, typer.Option(min=8, help="side of the pictures that the VAE gets")] = 256) -> None:
+    """Pack latents (.npy, .pt), or pictures through a VAE, for a DiT. The same command goes on where it was interrupted."""
+    from course.data import latents as maker
+
+    maker.pack(folder, out, scale, valid, samples, vae, pixels)
+
+
+@data.command()
+def digits(out: Annotated[Path, typer.Option(help="the data folder to make")] = Path("data/digits")) -> None:
+    """Make a DiT's data set of scikit-learn's 1797 handwritten digits, which a laptop learns in minutes."""
+    from course.data import latents as maker
+
+    maker.make_digits(out)
+
+
 @bench.command()
 def ceilings(device: Annotated[str, typer.Option(help="cpu or cuda")] = "",
              out: Out = None) -> None:
@@ -199,11 +246,11 @@ def bench_loaders(settings: Overrides = None,
     record(measure.main(settings or [], small, loader or [], counts, seconds, measured_device(device)), out)
 
 
-def numbers(text: str, option: str) -> list[int]:
-    """`1,2,4` as numbers of at least 1."""
-    found = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
-    if min(found) < 1:
-        raise CourseError(f"{option} {text}: it takes whole numbers from 1, such as 1,4,8")
+def numbers(text: str, option: str, least: int = 1) -> list[int]:
+    """`1,2,4` as numbers of at least `least`."""
+    found = [int(part) if part.strip().isdecimal() else -1 for part in text.split(",")]
+    if min(found) < least:
+        raise CourseError(f"{option} {text}: it takes whole numbers from {least}, such as 1,4,8")
     return found
 
 

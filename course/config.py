@@ -59,6 +59,7 @@ class Optim:
     warmup: int = 0                                 # steps of linear rise before the schedule
     min_lr: float = 0.0                             # where the cosine ends
     clip: float = 0.0                               # largest global gradient norm; 0: no clipping
+    ema: float = 0.0                                # decay of the weights' moving average, such as 0.9999; 0: none
 
 
 @dataclass(frozen=True)
@@ -281,9 +282,13 @@ def check(config: Config) -> Config:
         if getattr(getattr(config, section), name) < 1:
             raise CourseError(f"{key} must be at least 1, not {getattr(getattr(config, section), name)}")
     check_model(config.model)
-    if config.model.kind != "vit" and config.data.source == "files":
+    if config.model.kind == "gpt" and config.data.source == "files":
         raise CourseError(f"data.source=files: there are no data files yet for model.kind={config.model.kind}; "
                           "set data.source=mock")
+    if config.model.kind == "dit" and config.data.source == "files" and config.data.loader != "native":
+        raise CourseError(f"data.loader={config.data.loader} reads weather: for latents set data.loader=native")
+    if not 0 <= config.optim.ema < 1:
+        raise CourseError(f"optim.ema={config.optim.ema} must be at least 0 and less than 1: use 0.9999, or 0 for no average")
     if config.data.workers < 0:
         raise CourseError(f"data.workers={config.data.workers} is negative: use 0 or more")
     if sorted(config.parallel.order.split("-")) != ["cp", "dp", "pp", "tp"]:

@@ -39,13 +39,18 @@ class Scores:
     forecast: np.ndarray
 
 
-def main(run: Path, split: str = "test", samples: int = 64, animate: bool = False) -> dict[str, Any]:
-    """Score the newest checkpoint of a run; write scores.json and pictures to `run/evaluation`, print the table."""
+def main(run: Path, split: str = "test", samples: int = 64, animate: bool = False, average: bool = False) -> dict[str, Any]:
+    """Score the newest checkpoint of a run; write scores.json and pictures to `run/evaluation`, print the table.
+
+    average: of the weights' moving average.
+    """
     settings = read_config(run)
+    if settings.model.kind == "dit":
+        raise CourseError(f"{run} is of a DiT, which forecasts nothing: draw its samples with `course generate {run}`")
     if settings.data.source == "mock":
         raise CourseError(f"{run} was trained on mock data, which has no weather to forecast: train with data.source=files")
     device = torch.device("cuda" if torch.cuda.is_available() and settings.train.device != "cpu" else "cpu")
-    model, step = load_model(run, settings, device)
+    model, step = load_model(run, settings, device, average)
     pairs, training = open_pairs(settings, split), open_pairs(settings, "train")
     channels = layout.channel_names(pairs.years[0])
     pictured = channels.index(headline(channels))
@@ -63,15 +68,15 @@ def read_config(run: Path) -> Config:
     return config.load(str(run / "config.yaml"))
 
 
-def load_model(run: Path, settings: Config, device: torch.device) -> tuple[nn.Module, int]:
-    """The model of the newest good checkpoint, and the step it was written at."""
+def load_model(run: Path, settings: Config, device: torch.device, average: bool = False) -> tuple[nn.Module, int]:
+    """The model of the newest good checkpoint, and the step it was written at; average: the moving average of the weights."""
     found = checkpoint.newest(run / "checkpoints", print)
     if found is None:
         raise CourseError(f"{run} has no checkpoint yet: let it train to its first one, or lower checkpoint.every")
     set_matmul(settings.precision)
     model = place_serial(build_model(settings.model, settings.train.seed))
     random.initialize(model, settings.train.seed, device, parameter_dtype(settings.precision))
-    checkpoint.load(*found, model)
+    checkpoint.load(*found, model, average=average)
     return model, int(found[1]["state"]["step"])
 
 

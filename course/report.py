@@ -84,8 +84,8 @@ def line(record: dict[str, Any], steps: int) -> str:
     if record["skipped_steps"]:
         text += f"  skipped {record['skipped_steps']}"
     if "valid_loss" in record:
-        first = next(iter(record["valid_rmse"].items()))
-        text += f"  | validation: loss {record['valid_loss']:.4f}, {first[0]} RMSE {first[1]:.4f}"
+        text += f"  | validation: loss {record['valid_loss']:.4f}"
+        text += "".join(f", {name} RMSE {value:.4f}" for name, value in list(record.get("valid_rmse", {}).items())[:1])
     return text
 
 

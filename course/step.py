@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from course.average import Average
 from course.config import Config
 from course.data import Batch
 from course.fp8 import Scaling
@@ -207,8 +208,14 @@ def learning_rate(step: Tensor, config: Config) -> Tensor:
 
 
 def build_optimizer(parameters: Sequence[nn.Parameter], progress: Progress, config: Config) -> torch.optim.Optimizer:
-    """PyTorch's fused optimizer with the learning rate as a tensor, which the step sets."""
+    """PyTorch's fused optimizer with the learning rate as a tensor, which the step sets, and what averages its weights."""
     o = config.optim
+    optimizer: Any
     if o.name == "sgd":
-        return torch.optim.SGD(parameters, progress.lr, o.momentum, weight_decay=o.weight_decay, fused=True)
-    return torch.optim.Adam(parameters, progress.lr, o.betas, o.eps, o.weight_decay, fused=True, capturable=config.graphs)
+        optimizer = torch.optim.SGD(parameters, progress.lr, o.momentum, weight_decay=o.weight_decay, fused=True)
+    else:
+        optimizer = torch.optim.Adam(parameters, progress.lr, o.betas, o.eps, o.weight_decay, fused=True,
+                                     capturable=config.graphs)
+    if o.ema:
+        optimizer.average = Average(optimizer, o.ema)
+    return optimizer

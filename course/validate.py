@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from course.data import Batch, Pairs, eval_loader, layout, open_pairs
+from course.data import Batch, Latents, Pairs, eval_loader, layout, open_data
 from course.metrics import latitude_weights, squared_error
 from course.parallel.mesh import Mesh
 from course.precision import autocast
@@ -57,12 +57,12 @@ def forward_only(model: nn.Module, precision: str) -> Callable[[Batch], tuple[Te
 
 @dataclass(frozen=True)
 class Validation:
-    """One pass over the validation years: loss and RMSE per channel, in units of each channel's standard deviation."""
+    """One pass over the validation samples: the loss, and of weather the RMSE per channel, in units of its standard deviation."""
 
     config: "Config"
     mesh: Mesh
-    pairs: Pairs
-    channels: list[str]
+    pairs: Pairs | Latents
+    channels: list[str]                              # of weather; of other data none
     weights: Tensor                                  # of the latitudes, (H,)
 
     @classmethod
@@ -70,31 +70,37 @@ class Validation:
         """The validation that a run needs; None with mock data, where there is nothing to forecast."""
         if config.data.source == "mock":
             return None
-        pairs = open_pairs(config, "valid")
+        pairs = open_data(config, "valid")
+        if not isinstance(pairs, Pairs):
+            return cls(config, mesh, pairs, [], torch.empty(0))
         return cls(config, mesh, pairs, layout.channel_names(pairs.years[0]), row_weights(pairs, mesh.world.device))
 
     def run(self, model: nn.Module, report: Report, step: int) -> dict[str, Any]:
-        """`valid_loss` and `valid_rmse` over all samples and ranks; a picture of the first forecast goes to the report."""
+        """`valid_loss` over all samples and ranks; of weather `valid_rmse`, and a picture of the first forecast to the report."""
         device, mesh = self.mesh.world.device, self.mesh
         one_of_many = mesh.cp.rank == mesh.tp.rank == 0                                    # the ranks that have the same samples
         forward = forward_only(model, self.config.precision)
         sums = torch.zeros(2 + len(self.channels), dtype=torch.float64, device=device)     # loss, weight, squared errors
         for number, batch in enumerate(eval_loader(self.config, mesh.dp, device, self.pairs)):
             output, ready = forward(batch)
-            if number == 0:
+            if number == 0 and self.channels:
                 self._picture(model, batch, output, report, step)
             if output is None:
                 continue
             loss, weight = model.loss(output, ready)                                       # type: ignore[operator]
-            output = model.fields(model.tokens.whole(output))                              # type: ignore[union-attr, operator]
-            real = (batch["sample"] >= 0)[:, None]                                         # (B, 1)
-            errors = squared_error(output, batch["target"], self.weights).where(real, 0)   # (B, C)
-            sums += torch.cat([loss[None], weight[None], errors.sum(0)]) * one_of_many
+            sums[:2] += torch.stack([loss, weight]) * one_of_many
+            if self.channels:
+                output = model.fields(model.tokens.whole(output))                          # type: ignore[union-attr, operator]
+                real = (batch["sample"] >= 0)[:, None]                                     # (B, 1)
+                errors = squared_error(output, batch["target"], self.weights).where(real, 0)    # (B, C)
+                sums[2:] += errors.sum(0) * one_of_many
         if mesh.all.size > 1:
             dist.all_reduce(sums, group=mesh.all.group)
-        rmse = (sums[2:] / sums[1]).sqrt().tolist()
-        ordered = dict(zip(self.channels, rmse, strict=True))
-        return {"valid_loss": (sums[0] / sums[1]).item(), "valid_rmse": {self._name: ordered[self._name]} | ordered}
+        found: dict[str, Any] = {"valid_loss": (sums[0] / sums[1]).item()}
+        if self.channels:
+            ordered = dict(zip(self.channels, (sums[2:] / sums[1]).sqrt().tolist(), strict=True))
+            found["valid_rmse"] = {self._name: ordered[self._name]} | ordered
+        return found
 
     @property
     def _name(self) -> str:

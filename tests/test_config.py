@@ -92,7 +92,8 @@ def test_save_and_load_give_the_same(tmp_path, preset):
     ("dit-demo", "model.patch=3", ["latent 8x8", "not divisible by model.patch=3"]),
     ("dit-demo", "model.dim=66", ["model.dim=66", "divisible by"]),
     ("gpt-demo", "data.source=files", ["no data files yet for model.kind=gpt", "data.source=mock"]),
-    ("dit-demo", "data.source=files", ["no data files yet for model.kind=dit", "data.source=mock"]),
+    ("dit-digits", "data.loader=threads", ["data.loader=threads reads weather", "data.loader=native"]),
+    ("dit-demo", "optim.ema=1", ["optim.ema=1", "less than 1"]),
 ])
 def test_bad_settings_are_explained(preset, override, words):
     with pytest.raises(CourseError) as caught:

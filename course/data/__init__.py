@@ -4,11 +4,12 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from functools import partial
 from itertools import repeat
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from course.data import native, order, threads
+from course.data.latents import Latents
 from course.data.pairs import Batch, Pairs
 from course.precision import parameter_dtype
 
@@ -16,8 +17,16 @@ if TYPE_CHECKING:
     from course.config import Config
     from course.parallel import Axis
 
-__all__ = ["Batch", "Pairs", "eval_loader", "open_pairs", "to_device", "train_loader"]
+__all__ = ["Batch", "Latents", "Pairs", "eval_loader", "open_data", "open_pairs", "to_device", "train_loader"]
 Ids = Callable[[], Iterator[list[int]]]              # begins the sample ids of one batch after another; can be pickled
+
+
+def open_data(config: "Config", split: str) -> Any:
+    """The checked data set of one split, `Pairs` or, for a DiT, `Latents`: `__len__`, and `__getitems__(sample ids)`, a batch."""
+    if config.model.kind == "dit":
+        limit = {"train": config.data.train_samples, "valid": config.data.valid_samples}[split]
+        return Latents(config.data.path, split, config.model.latent, config.model.classes, limit)
+    return open_pairs(config, split)
 
 
 def open_pairs(config: "Config", split: str) -> Pairs:
@@ -35,12 +44,12 @@ def train_loader(config: "Config", dp: "Axis", device: torch.device, consumed: i
         mine = order.my_slice(t.global_batch, dp.size, dp.rank)
         made = example(mine.stop - mine.start, device, mine.start)
         return to_device((made for _ in repeat(0)), device, config)
-    pairs = open_pairs(config, "train")
+    pairs = open_data(config, "train")
     ids = partial(order.train_batches, t.seed, len(pairs), t.global_batch, dp.size, dp.rank, consumed)
     return to_device(load(config, pairs, ids, config.data.workers, device), device, config)
 
 
-def eval_loader(config: "Config", dp: "Axis", device: torch.device, pairs: Pairs) -> Generator[Batch, None, None]:
+def eval_loader(config: "Config", dp: "Axis", device: torch.device, pairs: Any) -> Generator[Batch, None, None]:
     """This rank's part of one pass over `pairs` in order; padding has sample id -1."""
     ids = partial(order.eval_batches, len(pairs), config.train.global_batch, dp.size, dp.rank)
     processes = config.data.loader in ("native", "dali")         # started anew for each pass: two are enough
@@ -48,7 +57,7 @@ def eval_loader(config: "Config", dp: "Axis", device: torch.device, pairs: Pairs
     return to_device(load(config, pairs, ids, workers, device), device, config)
 
 
-def load(config: "Config", pairs: Pairs, ids: Ids, workers: int, device: torch.device) -> Generator[Batch, None, None]:
+def load(config: "Config", pairs: Any, ids: Ids, workers: int, device: torch.device) -> Generator[Batch, None, None]:
     """The batches of `ids` from the loader that the configuration names: the same bits from each."""
     kind, ahead = config.data.loader, config.data.ahead
     if kind == "native":

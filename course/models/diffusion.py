@@ -1,6 +1,7 @@
-"""The noise that a diffusion model learns to remove.
+"""The noise that a model learns to remove, in either of two ways.
 
-Take a clean sample x0 and mix a little Gaussian noise into it, a thousand times over, at time t with the variance beta_t:
+**epsilon**, diffusion. Take a clean sample x0 and mix a little Gaussian noise into it, a thousand times over, at time t with
+the variance beta_t:
 
     x_t = sqrt(1 - beta_t) x_(t-1) + sqrt(beta_t) e_t
 
@@ -15,6 +16,16 @@ take some of it away, and so turn pure noise into a sample, step by step backwar
 
 Ho, Jain and Abbeel 2020, "Denoising diffusion probabilistic models" (arXiv:2006.11239): equation 4, its linear schedule
 of betas (section 4), and the loss L_simple, equation 14. Times here are 0 .. STEPS - 1.
+
+**flow**, rectified flow. Walk in a straight line from the sample, at t = 0, to the noise, at t = 1:
+
+    x_t = (1 - t) x0 + t noise                                          (`line`)
+
+The model sees x_t and t and predicts the line's velocity, noise - x0. Whoever knows the mean velocity at every place can
+walk back from noise to samples. Liu, Gong and Liu 2022 (arXiv:2209.03003), equation 1; t is uniform in (0, 1).
+
+Models of both get times on one scale, 0 up to STEPS: t · STEPS for flow, since the waves that encode a time were made for
+such numbers (so do Esser et al. 2024, arXiv:2403.03206).
 """
 
 import torch
@@ -22,6 +33,18 @@ from torch import Tensor
 
 STEPS = 1000                                        # times; at each a little noise is added
 FIRST_BETA, LAST_BETA = 1e-4, 0.02                  # the variance of that noise rises linearly
+
+
+def times(objective: str, uniform: Tensor) -> Tensor:
+    """The times that numbers from 0 to 1 stand for: whole ones, int64, for epsilon; any in (0, STEPS) for flow."""
+    return uniform * STEPS if objective == "flow" else (uniform * STEPS).long()
+
+
+def example(objective: str, clean: Tensor, noise: Tensor, time: Tensor) -> tuple[Tensor, Tensor]:
+    """(what the model sees, what it is to predict) at each sample's time: (B, ...), (B, ...), (B,) -> 2 x (B, ...)."""
+    if objective == "flow":
+        return line(clean, noise, time), noise - clean
+    return add_noise(clean, noise, time), noise
 
 
 def signal(device: torch.device) -> Tensor:
@@ -34,3 +57,9 @@ def add_noise(clean: Tensor, noise: Tensor, time: Tensor) -> Tensor:
     """Each sample as it is at its time: (B, ...), (B, ...) and (B,) int64 -> (B, ...)."""
     a = signal(time.device)[time].view(-1, *[1] * (clean.dim() - 1))    # (B, 1, ...)
     return a.sqrt().to(clean.dtype) * clean + (1 - a).sqrt().to(clean.dtype) * noise
+
+
+def line(clean: Tensor, noise: Tensor, time: Tensor) -> Tensor:
+    """Each sample on its way to the noise, where it is at time/STEPS: (B, ...), (B, ...) and (B,) -> (B, ...)."""
+    t = (time.to(clean.dtype) / STEPS).view(-1, *[1] * (clean.dim() - 1))               # (B, 1, ...)
+    return (1 - t) * clean + t * noise

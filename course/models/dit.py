@@ -1,9 +1,9 @@
-"""A diffusion transformer: from a noisy latent, its time and its class, the noise in it.
+"""A diffusion transformer: from a noisy latent, its time and its class, the noise in it, or the way from it to the noise.
 
 Peebles and Xie 2023, "Scalable diffusion models with transformers" (arXiv:2212.09748), with adaLN-Zero blocks (section
 3.2): the norms have no weights of their own; shift, scale and the gate of each residual branch are a linear function of
-the condition, time plus class. That function starts at zero, so every block starts as the identity. The noise and its
-schedule are in `diffusion.py`. Of the paper's model this one has no learned variance: it predicts the noise alone.
+the condition, time plus class. That function starts at zero, so every block starts as the identity. The noise, its
+schedule and what is to be predicted are in `diffusion.py`. Of the paper's model this one has no learned variance.
 """
 
 import math
@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from course import random
-from course.models import diffusion
-from course.models.layers import MLP, TENSOR_PLAN, Attention, Batch, Linear, Tokens, Total, to_fields, to_patches
+from course.models import diffusion, layers
+from course.models.layers import TENSOR_PLAN, Attention, Batch, Linear, Tokens, Total, to_fields, to_patches
 
 Pair = tuple[Tensor, Tensor]                        # what goes from block to block: x (B, T, D) and the condition c (B, D)
 
@@ -32,6 +32,7 @@ class DiTConfig:
     mlp_ratio: float = 4.0                          # width of the MLP over dim
     classes: int = 1000
     label_drop: float = 0.1                         # how often the class is hidden, for classifier-free guidance
+    objective: Literal["epsilon", "flow"] = "epsilon"       # predict the noise (the paper), or rectified flow's velocity
 
     @property
     def tokens(self) -> int:
@@ -94,6 +95,13 @@ def plain_norm(dim: int) -> nn.LayerNorm:
     return nn.LayerNorm(dim, eps=1e-6, elementwise_affine=False)
 
 
+class MLP(layers.MLP):
+    """The same with GELU as released DiT checkpoints have it: through tanh (Hendrycks and Gimpel 2016, arXiv:1606.08415)."""
+
+    def forward(self, x: Tensor) -> Tensor:                             # (B, T, D)
+        return self.down(F.gelu(self.up(x), approximate="tanh"))        # (B, T, D)
+
+
 class AdaBlock(nn.Module):
     """A transformer block whose norms and residual branches the condition modulates (adaLN-Zero).
 
@@ -117,7 +125,7 @@ class AdaBlock(nn.Module):
 
 
 class Head(nn.Module):
-    """Map each token, modulated once more, to a patch of noise."""
+    """Map each token, modulated once more, to a patch of the prediction."""
 
     def __init__(self, c: DiTConfig):
         super().__init__()
@@ -160,7 +168,7 @@ TOKEN_PLAN = {"input": "sequence", "target": "sequence", "position": "sequence"}
 
 
 class DiT(nn.Module):
-    """The noise in a latent, patch by patch: (B, T, P) with P = channels · patch². `prepare` makes the noise."""
+    """What the objective asks for, patch by patch: (B, T, P) with P = channels · patch². `prepare` makes the noise."""
 
     tensor_plan = TENSOR_PLAN
     token_plan = TOKEN_PLAN
@@ -185,21 +193,25 @@ class DiT(nn.Module):
     def prepare(self, batch: Batch, step: Tensor) -> Batch:
         """A loader's batch, `latent` (B, C, H, W) and `label` (B,), as the model takes it.
 
-        `input`, the noised latent, and `target`, the noise, in patches (B, T, P); `time`, `label` (B,); `position` (B, T).
+        `input`, the noised latent, and `target`, what to predict, in patches (B, T, P); `time`, `label` (B,); `position` (B, T).
         Noise, time and dropped labels depend on the seed, the step and the sample's id alone. In evaluation the step is
         0 and no label is dropped.
         """
-        sample, clean, T = batch["sample"], batch["latent"], self.c.tokens
+        sample, clean = batch["sample"], batch["latent"]
         keys = random.sample_keys(self.seed, step if self.training else torch.zeros_like(step), sample)         # (B,)
-        time = (random.uniform(TIME, keys) * diffusion.STEPS).long()    # (B,)
+        time = diffusion.times(self.c.objective, random.uniform(TIME, keys))            # (B,)
         value = torch.arange(clean[0].numel(), device=clean.device).view(clean.shape[1:])                       # (C, H, W)
         noise = random.normal(random.fold(NOISE, keys)[:, None, None, None], value, clean.dtype)                # (B, C, H, W)
         label = batch["label"]
         if self.training:
             label = label.where(random.uniform(DROP, keys) >= self.c.label_drop, self.c.classes)
-        noised = diffusion.add_noise(clean, noise, time)                # (B, C, H, W)
-        return {"sample": sample, "input": to_patches(noised, self.c.patch), "target": to_patches(noise, self.c.patch),
-                "time": time, "label": label, "position": torch.arange(T, device=clean.device).expand(len(clean), T)}
+        noised, target = diffusion.example(self.c.objective, clean, noise, time)        # 2 x (B, C, H, W)
+        return {"sample": sample, "target": to_patches(target, self.c.patch), **self.inputs(noised, time, label)}
+
+    def inputs(self, noised: Tensor, time: Tensor, label: Tensor) -> Batch:
+        """What the model reads of latents (B, C, H, W), their times (B,) and labels (B,); `classes` is the unknown one."""
+        position = torch.arange(self.c.tokens, device=noised.device).expand(len(noised), self.c.tokens)         # (B, T)
+        return {"input": to_patches(noised, self.c.patch), "time": time, "label": label, "position": position}
 
     def forward(self, batch: Batch, x: Pair | None = None) -> Tensor | Pair:
         """The output for a prepared batch. Of a pipeline's stage, which lacks some parts, `x` is what the last one put out.

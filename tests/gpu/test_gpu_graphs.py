@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from course import config
+from course.average import average_of
 from course.errors import CourseError
 from course.parallel import build_mesh, join
 from course.train import Training, assemble
@@ -14,7 +15,8 @@ SMALL = ["data.source=mock", "model.grid=[16,32]", "model.depth=3", "model.dim=6
 CASES = {"plain": [], "dropout": ["model.dropout=0.2", "model.drop_path=0.2"], "accumulation": ["train.micro_batch=2"],
          "clipping": ["optim.clip=0.05"], "bf16": ["precision=bf16"], "fp16, with skipped steps": ["precision=fp16"],
          "sgd": ["optim.name=sgd", "optim.momentum=0.9"], "recompute": ["train.recompute=full", "model.dropout=0.2"],
-         "compiled": ["compile=true", "precision=bf16"], "fp8": ["precision=fp8"]}
+         "compiled": ["compile=true", "precision=bf16"], "fp8": ["precision=fp8"],
+         "average": ["optim.ema=0.9"]}
 
 
 def prepare(*settings: str) -> Training:
@@ -23,15 +25,15 @@ def prepare(*settings: str) -> Training:
 
 
 def trained(*settings: str, steps: int = 10, bad: int = 7) -> tuple[list[float], list[torch.Tensor], int]:
-    """Losses and parameters after some steps, of which one has an input that is not finite; and how many were skipped."""
+    """Losses, parameters and averages after some steps, of which one has an input that is not finite; how many were skipped."""
     training, losses = prepare(*settings), []
     for number in range(1, steps + 1):
         batch = training.model.example(4, torch.device("cuda"), 4 * number)
         if number == bad:
             batch["input"][0, 0, 0, 0] = float("inf")
         losses.append(training.step(batch)[0])
-    return [loss.item() for loss in losses], [p.detach().clone() for p in training.model.parameters()], \
-        int(training.progress.skipped_steps.item())
+    kept = [*training.model.parameters(), *average_of(training.optimizer).values()]
+    return [loss.item() for loss in losses], [p.detach().clone() for p in kept], int(training.progress.skipped_steps.item())
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from course import random
+from course import config, random
 from course.models import DiTConfig, build_model, diffusion
 from course.parallel import place_serial
 
@@ -44,6 +44,9 @@ def by_hand(model, x, time, label):
     def wave(t, dim):
         return [f(t / 10000 ** (2 * i / dim)) for f in (math.cos, math.sin) for i in range(dim // 2)]
 
+    def gelu(x):
+        return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
     place = torch.tensor([wave(row, 12) + wave(column, 12) for row in range(4) for column in range(2)], dtype=torch.float64)
     h = linear("embed.proj", F.unfold(x, 2, stride=2).transpose(1, 2)) + place
     times = torch.tensor([wave(t, 256) for t in time.tolist()], dtype=torch.float64)
@@ -56,13 +59,14 @@ def by_hand(model, x, time, label):
         for s in (slice(0, 8), slice(8, 16), slice(16, 24)):
             heads.append(torch.softmax(q[..., s] @ k[..., s].transpose(1, 2) / math.sqrt(8), -1) @ v[..., s])
         h = h + gate1[:, None, :] * linear(f"{b}.attn.out", torch.cat(heads, -1))
-        h = h + gate2[:, None, :] * linear(f"{b}.mlp.down", F.gelu(linear(f"{b}.mlp.up", modulated(h, shift2, scale2))))
+        h = h + gate2[:, None, :] * linear(f"{b}.mlp.down", gelu(linear(f"{b}.mlp.up", modulated(h, shift2, scale2))))
     shift, scale = linear("head.ada", F.silu(c)).split(24, -1)
     return F.fold(linear("head.proj", modulated(h, shift, scale)).transpose(1, 2), (8, 4), 2, stride=2)
 
 
-def test_output_equals_the_formulas_written_again():
-    model, b = shaken(), batch(3)
+@pytest.mark.parametrize("objective", ["epsilon", "flow"])
+def test_output_equals_the_formulas_written_again(objective):
+    model, b = shaken(objective=objective), batch(3)
     ready = model.prepare(b, torch.tensor(4))
     expected = by_hand(model, model.fields(ready["input"]), ready["time"], ready["label"])
     torch.testing.assert_close(model.fields(model(ready)), expected, rtol=1e-10, atol=1e-10)
@@ -104,6 +108,31 @@ def test_input_is_the_latent_noised_with_the_target():
     a = torch.tensor(kept, dtype=torch.float64)[:, None, None, None]
     expected = a.sqrt() * b["latent"] + (1 - a).sqrt() * model.fields(ready["target"])
     torch.testing.assert_close(model.fields(ready["input"]), expected, rtol=1e-10, atol=1e-10)
+
+
+def test_flow_walks_from_the_latent_to_the_noise():
+    """At time 0 the input is the latent, at STEPS the noise, and the target is the difference."""
+    model, b = make(objective="flow"), batch(4)
+    ready = model.prepare(b, torch.tensor(0))
+    t = (ready["time"].double() / 1000)[:, None, None, None]
+    velocity = model.fields(ready["target"])
+    torch.testing.assert_close(model.fields(ready["input"]), b["latent"] + t * velocity, rtol=1e-10, atol=1e-10)
+    noise = model.fields(make().prepare(b, torch.tensor(0))["target"])     # epsilon's target, from the same draw
+    torch.testing.assert_close(velocity, noise - b["latent"], rtol=1e-10, atol=1e-10)
+    ends = torch.tensor([0.0, 1000.0]).repeat(2)
+    noise = torch.ones_like(b["latent"])
+    seen, target = diffusion.example("flow", b["latent"], noise, ends)
+    assert torch.equal(seen[0::2], b["latent"][0::2]) and torch.equal(seen[1::2], noise[1::2])
+    assert torch.equal(target, noise - b["latent"])
+
+
+def test_flow_times_are_uniform():
+    n = 20_000
+    b = {"latent": torch.zeros(n, 1, 4, 4), "label": torch.zeros(n, dtype=torch.int64), "sample": torch.arange(n)}
+    time = make(latent=(1, 4, 4), objective="flow").prepare(b, torch.tensor(7))["time"].double()
+    assert 0 < time.min() < 1 and 999 < time.max() < 1000
+    assert time.mean().item() == pytest.approx(500, abs=4 * 1000 / (12 * n) ** 0.5)
+    assert (time / 1000).var().item() == pytest.approx(1 / 12, rel=0.02)
 
 
 def test_the_schedule_goes_from_almost_all_signal_to_almost_none():
@@ -154,6 +183,23 @@ def test_xl_has_the_size_of_the_papers():
     model = build_model(DiTConfig())
     count = sum(p.numel() for p in model.parameters()) + 16 * (1152 + 1)
     assert count == pytest.approx(675e6, rel=1e-3)
+
+
+@pytest.mark.parametrize(("size", "millions"), [("s", 33), ("b", 130), ("l", 458), ("xl", 675)])
+def test_presets_have_the_sizes_of_the_papers_table(size, millions):
+    """Table 4, without the learned variance's outputs; patch 4 and 8 differ in the first and last layer alone."""
+    for patch in (2, 4, 8):
+        c = config.load(f"dit-{size}{patch}" if (size, patch) != ("xl", 2) else "dit-xl").model
+        count = sum(p.numel() for p in build_model(c).parameters())
+        assert c.patch == patch and c.tokens == (32 // patch) ** 2
+        assert count - 2 * 4 * (patch**2 - 4) * c.dim == pytest.approx(millions * 1e6, rel=0.01)
+
+
+@pytest.mark.parametrize(("name", "billions"), [("dit-3b", 3.04), ("dit-7b", 6.83)])
+def test_wide_presets_have_their_sizes_and_divide_over_eight_ranks(name, billions):
+    c = config.load(name).model
+    assert sum(p.numel() for p in build_model(c).parameters()) / 1e9 == pytest.approx(billions, abs=0.005)
+    assert c.heads % 8 == c.depth % 8 == 0 and c.dim == 128 * c.heads and c.tokens == 1024
 
 
 def test_example_has_the_shapes_of_a_batch():

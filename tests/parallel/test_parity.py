@@ -141,11 +141,12 @@ def test_parity_with(spec, extra):
 
 
 @pytest.mark.parametrize(("kind", "spec", "extra"), [
-    pytest.param(kind, spec, extra, marks=[] if spec == "tp=2 sp=true" and not extra else pytest.mark.slow)
+    *(pytest.param("dit", spec, ("model.objective=flow",), marks=pytest.mark.slow) for spec in ("cp=2 tp=2 sp=true", EIGHT[1])),
+    *(pytest.param(kind, spec, extra, marks=[] if spec == "tp=2 sp=true" and not extra else pytest.mark.slow)
     for kind, extras in (("gpt", [(), ("model.tied=false", "model.dropout=0.2", "train.recompute=full")]), ("dit", [()]))
     for spec in (f"dp=2 {ZEROS}", "tp=2", "tp=2 sp=true", "cp=2 context=gather", "cp=2 context=ring", "cp=2 context=all_to_all",
                  "cp=2 tp=2 sp=true", "pp=2 micro=2", f"pp=2 {INTERLEAVED}", "pp=2 tp=2 micro=2", "cp=4 context=ring",
-                 "pp=4 micro=1", EIGHT[1], EIGHT[3], ALL) for extra in extras])
+                 "pp=4 micro=1", EIGHT[1], EIGHT[3], ALL) for extra in extras)])
 def test_parity_of_other_models(kind, spec, extra):
     assert_equal_to_serial(*layout(spec), extra, kind)
 

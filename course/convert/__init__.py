@@ -1,0 +1,1 @@
+"""Checkpoints of other libraries: their names and layouts into ours, and back."""

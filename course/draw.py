@@ -1,0 +1,88 @@
+"""`course generate RUN`: draw samples of a trained DiT, a row of the picture for each label."""
+
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+
+from course import pictures
+from course.errors import CourseError
+from course.evaluate import load_model, read_config
+from course.files import atomic
+from course.models import DiTConfig
+from course.sampling import Sampling, draw
+
+
+def main(run: Path, labels: list[int], each: int, settings: Sampling, average: bool | None = None, vae: str = "") -> Path:
+    """Draw `each` samples of each label with a run's newest checkpoint; write them to `run/samples`, return the picture's path.
+
+    labels: none means the first ten. average: with the moving average of the weights; None: if the run has one. vae: decodes
+    latents to pictures (diffusers).
+    `samples.npy` (N, C, H, W) float32 has the latents and `labels.npy` (N,) their labels, label by label.
+    """
+    config = read_config(run)
+    c = config.model
+    if not isinstance(c, DiTConfig):
+        raise CourseError(f"{run} is of a model of kind {c.kind}: only a DiT draws samples of labels")
+    labels = labels or list(range(min(10, c.classes)))
+    if not 0 <= min(labels) <= max(labels) < c.classes:
+        raise CourseError(f"--labels {','.join(map(str, labels))}: this model has the labels 0 to {c.classes - 1}")
+    decode = Decoder(vae) if vae else None          # what is missing should be said before drawing
+    device = torch.device("cuda" if torch.cuda.is_available() and config.train.device != "cpu" else "cpu")
+    model, step = load_model(run, config, device, bool(config.optim.ema) if average is None else average)
+    start = time.perf_counter()
+    each_label = torch.tensor(labels).repeat_interleave(each)
+    samples = draw(model, each_label, settings, config.precision).float()
+    images = (decode(samples) if decode else to_images(samples)).cpu().numpy()
+    seconds = time.perf_counter() - start
+    save(run / "samples" / "samples.npy", samples.cpu().numpy())
+    save(run / "samples" / "labels.npy", each_label.numpy())
+    picture = pictures.save(grid(images, labels, each), run / "samples" / "samples.png")
+    print(f"{len(samples)} samples of the model of step {step} in {seconds:.1f} s; latents: {run / 'samples' / 'samples.npy'}")
+    print(f"picture: {picture}", flush=True)
+    return picture
+
+
+def to_images(samples: torch.Tensor) -> torch.Tensor:
+    """Latents as pictures with values from 0 to 1, one, or three, channels first: (N, C, H, W) -> (N, 1 or 3, H, W).
+
+    One channel, such as the digits', is grey; of more the first three are shown as colours, which gives an idea of a picture.
+    """
+    return ((samples[:, :3 if samples.shape[1] >= 3 else 1] + 1) / 2).clamp(0, 1)
+
+
+def grid(images: np.ndarray, labels: list[int], each: int) -> Figure:
+    """A picture with a row of `each` images for each label: (N, 1 or 3, H, W) from 0 to 1, label by label."""
+    figure = Figure(figsize=(0.5 + each, len(labels)), layout="constrained")
+    axes = figure.subplots(len(labels), each, squeeze=False)
+    for axis, image in zip(axes.flat, images, strict=True):
+        axis.imshow(image.transpose(1, 2, 0), cmap="gray", vmin=0, vmax=1, interpolation="nearest")
+        axis.set_xticks([])
+        axis.set_yticks([])
+    for axis, label in zip(axes[:, 0], labels, strict=True):
+        axis.set_ylabel(str(label), rotation=0, ha="right", va="center")
+    return figure
+
+
+def save(path: Path, array: np.ndarray) -> None:
+    """Write an array as .npy."""
+    with atomic(path) as temporary, open(temporary, "wb") as file:
+        np.save(file, array)
+
+
+class Decoder:
+    """Latents to pictures, through the VAE that made them (`diffusers`)."""
+
+    def __init__(self, vae: str):
+        from course.data.latents import load_vae
+
+        self.model = load_vae(vae)
+
+    @torch.no_grad()
+    def __call__(self, samples: torch.Tensor) -> torch.Tensor:
+        """(N, C, H, W) standardised -> (N, 3, 8·H, 8·W) from 0 to 1."""
+        self.model.to(samples.device)
+        parts = [self.model.decode(part / self.model.config.scaling_factor).sample for part in samples.split(16)]
+        return to_images(torch.cat(parts).float())

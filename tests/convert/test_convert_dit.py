@@ -1,0 +1,168 @@
+"""Converted checkpoints against an independent small implementation of that repository's formulas, over its names."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from course import config, random
+from course.convert import dit
+from course.errors import CourseError
+from course.evaluate import load_model
+from course.models import DiTConfig, build_model
+from course.parallel import place_serial
+
+CONFIG = DiTConfig(latent=(3, 8, 8), patch=2, dim=24, depth=2, heads=3, mlp_ratio=2.0, classes=5)
+
+
+def shapes(c: DiTConfig, outputs: int) -> dict[str, tuple[int, ...]]:
+    """Every parameter of a DiT of theirs, without the positions; outputs: channels of the output."""
+    D, p, M = c.dim, c.patch, int(c.dim * c.mlp_ratio)
+    found = {"x_embedder.proj": (D, c.latent[0], p, p), "t_embedder.mlp.0": (D, 256), "t_embedder.mlp.2": (D, D),
+             "final_layer.linear": (p * p * outputs, D), "final_layer.adaLN_modulation.1": (2 * D, D)}
+    for i in range(c.depth):
+        found |= {f"blocks.{i}.{name}": shape for name, shape in {
+            "attn.qkv": (3 * D, D), "attn.proj": (D, D), "mlp.fc1": (M, D), "mlp.fc2": (D, M),
+            "adaLN_modulation.1": (6 * D, D)}.items()}
+    weights = {f"{name}.weight": shape for name, shape in found.items()}
+    biases = {f"{name}.bias": shape[:1] for name, shape in found.items()}
+    return weights | biases | {"y_embedder.embedding_table.weight": (c.classes + 1, D)}
+
+
+def positions_there(c: DiTConfig) -> torch.Tensor:
+    """(1, T, D): for each patch sine, then cosine of its column, then of its row, at D/4 frequencies."""
+    q, side = c.dim // 4, c.latent[1] // c.patch
+    rows = [[f(at / 10000 ** (k / q)) for at in (column, row) for f in (math.sin, math.cos) for k in range(q)]
+            for row in range(side) for column in range(side)]
+    return torch.tensor(rows, dtype=torch.float64)[None]
+
+
+def state_of(c: DiTConfig = CONFIG, outputs: int = 6, seed: int = 0) -> dict[str, torch.Tensor]:
+    rng = np.random.default_rng(seed)
+    return {name: torch.from_numpy(0.3 * rng.standard_normal(shape)) for name, shape in shapes(c, outputs).items()} | {
+        "pos_embed": positions_there(c)}
+
+
+def theirs(w: dict[str, torch.Tensor], x: torch.Tensor, time: torch.Tensor, label: torch.Tensor, c: DiTConfig = CONFIG):
+    """The model as the paper describes it, with the names of that repository: (B, C, H, W) -> (B, outputs, H, W)."""
+    def linear(name, x):
+        return torch.einsum("...k,nk->...n", x, w[f"{name}.weight"]) + w[f"{name}.bias"]
+
+    def norm(x):
+        return (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True, unbiased=False) + 1e-6).sqrt()
+
+    def gelu(x):
+        return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+    h = F.conv2d(x, w["x_embedder.proj.weight"], w["x_embedder.proj.bias"], stride=c.patch).flatten(2).transpose(1, 2)
+    h = h + w["pos_embed"]
+    angles = time.double()[:, None] * torch.tensor([10000 ** (-k / 128) for k in range(128)], dtype=torch.float64)
+    waves = torch.cat([torch.cos(angles), torch.sin(angles)], 1)
+    time = linear("t_embedder.mlp.2", F.silu(linear("t_embedder.mlp.0", waves)))
+    s = F.silu(time + w["y_embedder.embedding_table.weight"][label])
+    for i in range(c.depth):
+        b = f"blocks.{i}"
+        m = linear(f"{b}.adaLN_modulation.1", s)[:, None].split(c.dim, -1)              # shift, scale, gate; shift, scale, gate
+        q, k, v = linear(f"{b}.attn.qkv", norm(h) * (1 + m[1]) + m[0]).unflatten(-1, (3, c.heads, -1)).permute(2, 0, 3, 1, 4)
+        mixed = torch.softmax(q @ k.transpose(-1, -2) / math.sqrt(c.dim // c.heads), -1) @ v
+        h = h + m[2] * linear(f"{b}.attn.proj", mixed.transpose(1, 2).flatten(2))
+        h = h + m[5] * linear(f"{b}.mlp.fc2", gelu(linear(f"{b}.mlp.fc1", norm(h) * (1 + m[4]) + m[3])))
+    shift, scale = linear("final_layer.adaLN_modulation.1", s)[:, None].split(c.dim, -1)
+    out = linear("final_layer.linear", norm(h) * (1 + scale) + shift)                   # (B, T, p·p·outputs)
+    side = c.latent[1] // c.patch
+    out = out.view(len(x), side, side, c.patch, c.patch, -1)                            # row, column, row in it, column in it
+    return out.permute(0, 5, 1, 3, 2, 4).reshape(len(x), -1, *c.latent[1:])
+
+
+def ours(parameters: dict[str, torch.Tensor], x, time, label, c: DiTConfig = CONFIG):
+    model = random.initialize(place_serial(build_model(c)), 0, torch.device("cpu"), torch.float64)
+    model.load_state_dict(parameters)
+    return model.fields(model(model.inputs(x, time, label))).detach()
+
+
+def inputs():
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(4, 3, 8, 8, dtype=torch.float64, generator=generator)
+    return x, torch.tensor([0, 17, 500, 999]), torch.tensor([0, 4, 5, 2])
+
+
+@pytest.mark.parametrize("outputs", [3, 6])
+def test_a_converted_checkpoint_gives_the_same_noise(outputs):
+    state = state_of(outputs=outputs)
+    expected = theirs(state, *inputs())[:, :3]
+    assert expected.std() > 0.1
+    torch.testing.assert_close(ours(dit.from_theirs(state, CONFIG), *inputs()), expected, rtol=1e-10, atol=1e-10)
+
+
+def test_the_settings_are_those_of_the_shapes():
+    assert dit.settings(state_of(), heads=3) == CONFIG
+    xl = DiTConfig()
+    state = {name: torch.empty(shape, device="meta") for name, shape in shapes(xl, 8).items()}
+    assert dit.settings(state | {"pos_embed": torch.empty(1, 256, 1152, device="meta")}) == xl
+    with pytest.raises(CourseError, match="width 24 is none of the published ones"):
+        dit.settings(state_of())
+
+
+def test_there_and_back_is_nothing_and_the_variance_is_zero():
+    mine = dit.from_theirs(state_of(), CONFIG)
+    written = dit.to_theirs(mine, CONFIG)
+    assert {name: tuple(value.shape) for name, value in written.items() if name != "pos_embed"} == shapes(CONFIG, 6)
+    again = dit.from_theirs(written, CONFIG)
+    assert again.keys() == mine.keys() == {name for name, _ in build_model(CONFIG).named_parameters()}
+    assert all(torch.equal(again[name], value) for name, value in mine.items())
+    out = theirs(written, *inputs())
+    torch.testing.assert_close(out[:, :3], ours(mine, *inputs()), rtol=1e-10, atol=1e-10)
+    assert (out[:, 3:] == 0).all()
+    plain, state = dit.to_theirs(mine, CONFIG, variance=False), state_of(outputs=3)
+    assert plain.keys() == state.keys() and plain["final_layer.linear.weight"].shape == state["final_layer.linear.weight"].shape
+
+
+def test_positions_that_are_not_those_of_the_paper_are_refused():
+    state = state_of()
+    state["pos_embed"] = state["pos_embed"].flip(-1)
+    with pytest.raises(CourseError, match="are not the fixed waves of DiT"):
+        dit.from_theirs(state, CONFIG)
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    (lambda s: s.pop("blocks.1.attn.proj.bias"), "blocks.1.attn.proj.bias is missing"),
+    (lambda s: s.update(extra=torch.zeros(1)), "extra is not a part of one")])
+def test_other_models_are_refused(change, words):
+    state = state_of()
+    change(state)
+    with pytest.raises(CourseError, match=words):
+        dit.from_theirs(state, CONFIG)
+
+
+def test_a_file_becomes_a_run_and_a_run_a_file(tmp_path):
+    state = {name: value.float() for name, value in state_of().items()}
+    torch.save({"model": state_of(seed=1), "ema": state}, tmp_path / "theirs.pt")
+    dit.to_run(tmp_path / "theirs.pt", tmp_path / "runs" / "dit" / "converted", heads=3)
+    run = tmp_path / "runs" / "dit" / "converted"
+    model, step = load_model(run, config.load(str(run / "config.yaml")), torch.device("cpu"))
+    weights = model.state_dict()
+    assert step == 0 and all(torch.equal(weights[name], value) for name, value in dit.from_theirs(state, CONFIG).items())
+    dit.from_run(run, tmp_path / "back.safetensors")
+    back = dit.read(tmp_path / "back.safetensors")
+    assert all(torch.equal(back[name], state[name]) for name in state if "final_layer.linear" not in name and name != "pos_embed")
+    with pytest.raises(CourseError, match="exists already"):
+        dit.to_run(tmp_path / "theirs.pt", run, heads=3)
+
+
+class Bomb:
+    def __reduce__(self):
+        return print, ("executed",)
+
+
+@pytest.mark.parametrize("damage", ["code", "half", "missing", "list"])
+def test_files_that_are_not_weights_are_a_sentence(damage, tmp_path, capsys):
+    file = tmp_path / "theirs.pt"
+    if damage != "missing":
+        torch.save({"code": {"a": Bomb()}, "half": state_of(), "list": [1]}[damage], file)
+    if damage == "half":
+        file.write_bytes(file.read_bytes()[:3000])
+    with pytest.raises(CourseError, match=r"there is no file|is damaged, or holds more than tensors|holds no weights by name"):
+        dit.read(file)
+    assert "executed" not in capsys.readouterr().out

@@ -1,0 +1,241 @@
+"""Packing latents into shards, and reading them."""
+
+import json
+import pickle
+import sys
+from types import ModuleType, SimpleNamespace
+
+import h5py
+import numpy as np
+import pytest
+import torch
+
+from course.config import check, load
+from course.data import Latents, eval_loader, latents, native, open_data, train_loader
+from course.errors import CourseError
+from course.parallel import Axis
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Three classes of latents (2, 4, 4), 7 each; the number i of class k is full of 100·k + i."""
+    for k in range(3):
+        (tmp_path / "raw" / f"{k:04d}").mkdir(parents=True)
+        for i in range(7):
+            value = np.full((2, 4, 4), 100 * k + i, np.float32)
+            file = tmp_path / "raw" / f"{k:04d}" / f"{i}.x"
+            if i % 2:
+                torch.save(torch.from_numpy(value).half(), file.with_suffix(".pt"))
+            else:
+                np.save(file.with_suffix(".npy"), value[None])           # with a batch of one, as encoders leave it
+    return tmp_path / "raw"
+
+
+def pack(folder, **settings):
+    return latents.pack(folder, folder.parent / "out", **{"scale": 0.5, "valid": 5, "samples": 6, **settings})
+
+
+def values(data):
+    batch = data.__getitems__(list(range(len(data))))
+    return [(label, x.unique().tolist()) for label, x in zip(batch["label"].tolist(), batch["latent"], strict=True)]
+
+
+def test_every_latent_is_once_in_a_split_scaled_with_its_label(folder):
+    made = pack(folder)
+    assert made["shards"] == {"train/00000.h5": 6, "train/00001.h5": 6, "train/00002.h5": 5, "valid/00000.h5": 4}
+    assert (made["latent"], made["classes"], made["scale"], made["damaged"]) == ([2, 4, 4], 3, 0.5, 0)
+    train, valid = (Latents(str(folder.parent / "out"), split, (2, 4, 4), 3) for split in ("train", "valid"))
+    assert values(valid) == [(0, [2.0]), (1, [51.0]), (2, [100.0]), (2, [102.5])]       # number 4, 9, 14 and 19, times 0.5
+    expected = sorted((k, [0.5 * (100 * k + i)]) for k in range(3) for i in range(7))
+    assert sorted(values(train) + values(valid)) == expected
+    assert json.loads((folder.parent / "out" / "latents.json").read_text()) == made
+
+
+def test_a_batch_has_padding_and_the_protocol_of_loaders(folder):
+    pack(folder)
+    data = Latents(str(folder.parent / "out"), "train", (2, 4, 4), 5, limit=8)
+    assert len(data) == 8
+    batch = data.__getitems__([7, -1, 0])
+    assert {name: (tuple(x.shape), x.dtype) for name, x in batch.items()} == {
+        "latent": ((3, 2, 4, 4), torch.float32), "label": ((3,), torch.int64), "sample": ((3,), torch.int64)}
+    assert batch["sample"].tolist() == [7, -1, 0] and (batch["latent"][1] == 0).all() and batch["label"].tolist() == [1, 0, 0]
+    copy = pickle.loads(pickle.dumps(data))
+    assert copy._open == {} and torch.equal(copy.__getitems__([7])["latent"][0], batch["latent"][0])
+    for workers in (0, 2):
+        got = list(native.loader(data, iter([[7, -1], [0, 3]]), workers, pin=False))
+        assert [b["sample"].tolist() for b in got] == [[7, -1], [0, 3]] and torch.equal(got[0]["latent"][0], batch["latent"][0])
+
+
+def test_the_loaders_of_a_run_read_it(folder):
+    pack(folder)
+    config = load("dit-demo", ["model.latent=[2,4,4]", "model.classes=3", "data.source=files", f"data.path={folder.parent}/out",
+                               "data.workers=0", "train.global_batch=4"])
+    batches = train_loader(config, Axis("dp", 2, 1, (0, 1)), CPU, 0, None)
+    batch = next(batches)
+    batches.close()
+    assert batch["latent"].shape == (2, 2, 4, 4)
+    seen = [s for b in eval_loader(config, Axis("dp"), CPU, open_data(config, "valid")) for s in b["sample"].tolist()]
+    assert seen == [0, 1, 2, 3]
+
+
+def test_damaged_files_are_left_out_counted_and_named(folder, capsys):
+    class Bomb:
+        def __reduce__(self):
+            return print, ("executed",)
+
+    (folder / "0000" / "0.npy").write_bytes(b"not an array")
+    torch.save(Bomb(), folder / "0001" / "1.pt")
+    np.save(folder / "0001" / "2.npy", np.full((2, 4, 4), np.nan, np.float32))
+    np.save(folder / "0002" / "4.npy", np.zeros((2, 4, 5), np.float32))
+    np.save(folder / "0002" / "6.npy", np.array([None]), allow_pickle=True)
+    made = pack(folder)
+    said = capsys.readouterr().out
+    assert made["damaged"] == 5 and sum(made["shards"].values()) == 16
+    assert "5 files are damaged and left out" in said and "executed" not in said
+    text = (folder.parent / "out" / "damaged.txt").read_text()
+    for words in ("0000/0.npy: cannot be read", "0001/1.pt: cannot be read", "0001/2.npy: holds numbers that are not finite",
+                  "0002/4.npy: its shape is [2, 4, 5], not [2, 4, 4]", "0002/6.npy: cannot be read"):
+        assert words in text
+    assert len(text.splitlines()) == 5
+
+
+def test_an_interrupted_packing_goes_on_and_is_no_data_set_until_then(folder, monkeypatch):
+    whole = pack(folder)
+    contents = {file: file.read_bytes() for file in (folder.parent / "out").rglob("*.h5")}
+    (folder.parent / "out").rename(folder.parent / "whole")
+    written, real = [], latents.write_shard
+
+    def fail_at_the_second(path, *rest):
+        written.append(path.name)
+        if len(written) == 2:
+            raise KeyboardInterrupt
+        real(path, *rest)
+
+    monkeypatch.setattr(latents, "write_shard", fail_at_the_second)
+    with pytest.raises(KeyboardInterrupt):
+        pack(folder)
+    with pytest.raises(CourseError, match="is not packed to its end"):
+        Latents(str(folder.parent / "out"), "train", (2, 4, 4), 3)
+    assert pack(folder) == whole
+    assert written == ["00000.h5", "00001.h5", "00001.h5", "00002.h5", "00000.h5"]      # the first is kept
+    a, b = (Latents(str(folder.parent / name), "train", (2, 4, 4), 3) for name in ("whole", "out"))
+    assert values(a) == values(b) and len(contents) == 4
+    with pytest.raises(CourseError, match="is of other files or settings"):
+        pack(folder, scale=1.0)
+
+
+@pytest.mark.parametrize(("settings", "words"), [
+    ({"latent": (4, 4, 4)}, r"latents of \[2, 4, 4\] but model.latent=\[4, 4, 4\]: set model.latent=\[2,4,4\]"),
+    ({"classes": 2}, "has 3 classes but model.classes=2"), ({"split": "test"}, "has no split test"),
+    ({"path": "nowhere"}, "nowhere does not exist .* make it with `course data latents` or `course data digits`")])
+def test_data_that_does_not_fit_is_a_sentence(folder, settings, words):
+    pack(folder)
+    with pytest.raises(CourseError, match=words):
+        Latents(**{"path": str(folder.parent / "out"), "split": "train", "latent": (2, 4, 4), "classes": 3, **settings})
+
+
+@pytest.mark.parametrize("damage", ["truncated", "missing", "others"])
+def test_a_damaged_shard_is_named(folder, damage):
+    pack(folder)
+    file = folder.parent / "out" / "train" / "00001.h5"
+    if damage == "truncated":
+        file.write_bytes(file.read_bytes()[:-1000])
+    elif damage == "missing":
+        file.unlink()
+    else:
+        with h5py.File(file, "w") as made:
+            made["latents"], made["labels"] = np.zeros((5, 2, 4, 4)), np.zeros(5)
+    with pytest.raises(CourseError, match=r"00001.h5 (cannot be read|holds latents)"):
+        Latents(str(folder.parent / "out"), "train", (2, 4, 4), 3)
+
+
+def test_folders_without_latents_are_a_sentence(tmp_path):
+    with pytest.raises(CourseError, match=r"does not exist.* \.npy or \.pt"):
+        latents.pack(tmp_path / "none", tmp_path / "out")
+    (tmp_path / "a").mkdir()
+    np.save(tmp_path / "a" / "x.npy", np.zeros(3))
+    with pytest.raises(CourseError, match=r"none of the first 1 files can be used, the first because: .*its shape is \[3\]"):
+        latents.pack(tmp_path, tmp_path / "out")
+
+
+def test_a_scale_that_is_off_is_told(folder, capsys):
+    """The standard deviation of numbers 0 to 6, 100 to 106 and 200 to 206."""
+    std = np.std([100 * k + i for k in range(3) for i in range(7)])
+    assert pack(folder, scale=1.0)["std"] == pytest.approx(std, rel=1e-6)
+    assert f"pack again into another folder with --scale {1 / std:.3g}" in capsys.readouterr().out
+    latents.pack(folder, folder.parent / "other", 1 / std)
+    assert "pack again" not in capsys.readouterr().out
+
+
+class Vae:
+    """What is asked of diffusers' AutoencoderKL: eight times smaller, the mean of each square in each of four channels."""
+
+    config = SimpleNamespace(scaling_factor=0.25)
+
+    @classmethod
+    def from_pretrained(cls, name):
+        if name != "some-vae":
+            raise OSError(f"no such thing as {name}")
+        return cls()
+
+    def eval(self):
+        return self
+
+    def to(self, device):
+        return self
+
+    def encode(self, x):
+        mean = torch.nn.functional.avg_pool2d(x, 8).mean(1, keepdim=True).repeat(1, 4, 1, 1)
+        return SimpleNamespace(latent_dist=SimpleNamespace(mean=mean, std=torch.full_like(mean, 1e-3)))
+
+
+@pytest.fixture
+def pictures(tmp_path, monkeypatch):
+    from PIL import Image
+
+    diffusers = ModuleType("diffusers")
+    diffusers.AutoencoderKL = Vae
+    monkeypatch.setitem(sys.modules, "diffusers", diffusers)
+    for name, grey in (("cat", 0), ("dog", 255)):
+        (tmp_path / "raw" / name).mkdir(parents=True)
+        for i in range(3):
+            Image.new("L", (40 + 8 * i, 32), grey).save(tmp_path / "raw" / name / f"{i}.png")
+    (tmp_path / "raw" / "dog" / "3.jpg").write_bytes(b"no picture")
+    return tmp_path / "raw"
+
+
+def test_pictures_go_through_the_vae(pictures):
+    made = pack(pictures, scale=0.0, valid=0, vae="some-vae", pixels=16)
+    assert (made["latent"], made["scale"], made["names"], made["damaged"]) == ([4, 2, 2], 0.25, ["cat", "dog"], 1)
+    data = Latents(str(pictures.parent / "out"), "train", (4, 2, 2), 2)
+    batch = data.__getitems__(list(range(6)))
+    assert batch["label"].tolist() == [0, 0, 0, 1, 1, 1]
+    torch.testing.assert_close(batch["latent"].mean((1, 2, 3)), torch.tensor([-0.25] * 3 + [0.25] * 3), rtol=0, atol=1e-3)
+    assert batch["latent"][0].std() > 0             # a draw, not the mean
+    (pictures.parent / "out").rename(pictures.parent / "first")
+    pack(pictures, scale=0.0, valid=0, vae="some-vae", pixels=16)
+    again = Latents(str(pictures.parent / "out"), "train", (4, 2, 2), 2)
+    assert torch.equal(again.__getitems__([0, 4])["latent"], batch["latent"][[0, 4]])
+
+
+def test_without_diffusers_or_the_vae_it_is_a_sentence(pictures, monkeypatch):
+    with pytest.raises(CourseError, match="the VAE other cannot be loaded"):
+        pack(pictures, vae="other")
+    monkeypatch.setitem(sys.modules, "diffusers", None)
+    with pytest.raises(CourseError, match="needs the package diffusers: pip install diffusers"):
+        pack(pictures, vae="some-vae")
+
+
+def test_digits_are_those_of_scikit_learn(tmp_path):
+    from sklearn.datasets import load_digits
+
+    made = latents.make_digits(tmp_path)
+    assert made["shards"] == {"train/00000.h5": 1498, "valid/00000.h5": 299} and made["latent"] == [1, 8, 8]
+    config = check(load("dit-digits", [f"data.path={tmp_path}"]))
+    train, valid = (open_data(config, split).__getitems__([0, 1, 5]) for split in ("train", "valid"))
+    images, labels = load_digits(return_X_y=True)
+    expected = torch.from_numpy(images.reshape(-1, 1, 8, 8) / 8 - 1).float()
+    assert torch.equal(train["latent"], expected[[0, 1, 6]]) and torch.equal(valid["latent"], expected[[5, 11, 35]])
+    assert train["label"].tolist() == labels[[0, 1, 6]].tolist() and valid["label"].tolist() == labels[[5, 11, 35]].tolist()
