@@ -105,6 +105,20 @@ def generate(run: Annotated[Path, typer.Argument(help="the folder of a DiT's run
 
 
 @app.command()
+def sample(run: Annotated[Path, typer.Argument(help="the folder of a GPT's run, such as runs/gpt-python/default")],
+           prompt: Annotated[str, typer.Option(help="the text to go on from")] = "def ",
+           count: Annotated[int, typer.Option(min=1, help="tokens to write")] = 100,
+           temperature: Annotated[float, typer.Option(min=0, help="below 1 prefers probable tokens; 0 takes the first")] = 0.8,
+           top_k: Annotated[int, typer.Option(min=0, help="draw from the so many most probable; 0: from all")] = 50,
+           seed: Annotated[int, typer.Option(help="other seeds, other texts")] = 0,
+           samples: Annotated[int, typer.Option(min=1, help="how many texts")] = 1) -> None:
+    """Let a trained GPT write."""
+    from course import sample as sampling
+
+    sampling.main(run, prompt, count, temperature, top_k, seed, samples)
+
+
+@app.command()
 def reshard(run: Annotated[Path, typer.Argument(help="the folder of a run, such as runs/vit-demo/default")],
             settings: Annotated[list[str] | None, typer.Argument(metavar=KEYS, help="the layout: keys of parallel, such as "
                                                                  "parallel.tp=4 parallel.dp=2 parallel.zero=true")] = None,

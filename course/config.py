@@ -282,11 +282,9 @@ def check(config: Config) -> Config:
         if getattr(getattr(config, section), name) < 1:
             raise CourseError(f"{key} must be at least 1, not {getattr(getattr(config, section), name)}")
     check_model(config.model)
-    if config.model.kind == "gpt" and config.data.source == "files":
-        raise CourseError(f"data.source=files: there are no data files yet for model.kind={config.model.kind}; "
-                          "set data.source=mock")
-    if config.model.kind == "dit" and config.data.source == "files" and config.data.loader != "native":
-        raise CourseError(f"data.loader={config.data.loader} reads weather: for latents set data.loader=native")
+    if config.model.kind != "vit" and config.data.source == "files" and config.data.loader != "native":
+        what = {"gpt": "tokens", "dit": "latents"}[config.model.kind]
+        raise CourseError(f"data.loader={config.data.loader} reads weather: for {what} set data.loader=native")
     if not 0 <= config.optim.ema < 1:
         raise CourseError(f"optim.ema={config.optim.ema} must be at least 0 and less than 1: use 0.9999, or 0 for no average")
     if config.data.workers < 0:

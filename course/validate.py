@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from course.data import Batch, Latents, Pairs, eval_loader, layout, open_data
+from course.data import Batch, Pairs, eval_loader, layout, open_data
 from course.metrics import latitude_weights, squared_error
 from course.parallel.mesh import Mesh
 from course.precision import autocast
@@ -61,7 +61,7 @@ class Validation:
 
     config: "Config"
     mesh: Mesh
-    pairs: Pairs | Latents
+    pairs: Any                                       # a data set of `open_data`
     channels: list[str]                              # of weather; of other data none
     weights: Tensor                                  # of the latitudes, (H,)
 

@@ -91,7 +91,7 @@ def test_save_and_load_give_the_same(tmp_path, preset):
     ("gpt-demo", "model.heads=5", ["model.dim=64 is not divisible by model.heads=5"]),
     ("dit-demo", "model.patch=3", ["latent 8x8", "not divisible by model.patch=3"]),
     ("dit-demo", "model.dim=66", ["model.dim=66", "divisible by"]),
-    ("gpt-demo", "data.source=files", ["no data files yet for model.kind=gpt", "data.source=mock"]),
+    ("gpt-python", "data.loader=threads", ["reads weather", "for tokens set data.loader=native"]),
     ("dit-digits", "data.loader=threads", ["data.loader=threads reads weather", "data.loader=native"]),
     ("dit-demo", "optim.ema=1", ["optim.ema=1", "less than 1"]),
 ])

@@ -11,21 +11,24 @@ import torch
 from course.data import native, order, threads
 from course.data.latents import Latents
 from course.data.pairs import Batch, Pairs
+from course.data.tokens import Sequences
 from course.precision import parameter_dtype
 
 if TYPE_CHECKING:
     from course.config import Config
     from course.parallel import Axis
 
-__all__ = ["Batch", "Latents", "Pairs", "eval_loader", "open_data", "open_pairs", "to_device", "train_loader"]
+__all__ = ["Batch", "Latents", "Pairs", "Sequences", "eval_loader", "open_data", "open_pairs", "to_device", "train_loader"]
 Ids = Callable[[], Iterator[list[int]]]              # begins the sample ids of one batch after another; can be pickled
 
 
 def open_data(config: "Config", split: str) -> Any:
-    """The checked data set of one split, `Pairs` or, for a DiT, `Latents`: `__len__`, and `__getitems__(sample ids)`, a batch."""
+    """The checked data set of one split, of a model's kind: `__len__`, and `__getitems__(sample ids)`, a batch."""
+    path, limit = config.data.path, {"train": config.data.train_samples, "valid": config.data.valid_samples}.get(split, 0)
     if config.model.kind == "dit":
-        limit = {"train": config.data.train_samples, "valid": config.data.valid_samples}[split]
-        return Latents(config.data.path, split, config.model.latent, config.model.classes, limit)
+        return Latents(path, split, config.model.latent, config.model.classes, limit)
+    if config.model.kind == "gpt":
+        return Sequences(path, split, config.model.context, config.model.vocab, limit)
     return open_pairs(config, split)
 
 
