@@ -5,8 +5,8 @@
     random              randomness as a pure function
     models              layers (the shared block), vit, gpt, and dit with its diffusion, serial and unaware of parallelism
     data                layout (files on disk), weather (with atmosphere, stepping, sphere) and era5, their makers,
-                        pairs (the samples), order (who sees what when), and loaders that give the same bits: native, threads
-                        (by extents, where a state's bytes lie) and dali (also from numpy_files)
+                        pairs (the samples), latents (DiT's), order (who sees what when), and loaders that give the
+                        same bits: native, threads (by extents, where a state's bytes lie) and dali (also from numpy_files)
     parallel            mesh (who talks to whom), placement (what a rank holds), mappings (collectives with gradients),
                         data and zero (dp), tensor, sequence, overlap and vocabulary (tp), context and blocks (cp),
                         schedule and pipeline (pp), trace (which collective each rank is in)
