@@ -5,9 +5,9 @@
     random              randomness as a pure function
     models              layers (the shared block), vit, gpt, and dit with its diffusion, serial and unaware of parallelism
     data                layout (files on disk), weather (with atmosphere, stepping, sphere) and era5, their makers,
-                        pairs (the samples), order (who sees what when), and loaders that give the same bits: native, threads
-                        (by extents, where a state's bytes lie) and dali (also from numpy_files); tokens, the samples of a
-                        language model, in Megatron's files (indexed), made by corpus and jsonl (of texts, with bpe)
+                        pairs (the samples of weather), latents (DiT's) and tokens (GPT's, in Megatron's files: indexed, made by
+                        corpus and jsonl of texts with bpe), order (who sees what when), and loaders that give the same bits:
+                        native, threads (by extents, where a state's bytes lie) and dali (also from numpy_files)
     parallel            mesh (who talks to whom), placement (what a rank holds), mappings (collectives with gradients),
                         data and zero (dp), tensor, sequence, overlap and vocabulary (tp), context and blocks (cp),
                         schedule and pipeline (pp), trace (which collective each rank is in)
@@ -18,8 +18,8 @@
     train               a run: build, resume, fit, log, save
     verify              is this layout's training that of one process?
     validate, evaluate  how good the model is, while training and after; baselines and metrics to compare with
-    sampling            from a trained DiT's predictions to samples; draw, `course generate`
-    checkpoint          what is written says nothing of the layout that wrote it
+    sampling            from a trained DiT's predictions to samples; draw, `course generate`; sample, `course sample`: what a GPT writes
+    checkpoint          what is written says nothing of the layout that wrote it; reshard, cut up for another layout
     convert             checkpoints of other libraries
     report, pictures    what a run tells; profile, a look into its steps
     stop                signals

@@ -15,8 +15,9 @@ from course.errors import CourseError
 from course.report import read_metrics
 from course.sampling import Sampling
 
-TINY = ["model.dim=16", "model.depth=1", "model.heads=2", "train.steps=3", "train.global_batch=8", "train.eval_every=2",
-        "train.device=cpu", "log.tensorboard=false", "log.every=1", "optim.ema=0.5", "optim.warmup=0", "optim.lr=0.05"]
+TINY = ["model.objective=epsilon", "model.dim=16", "model.depth=1", "model.heads=2", "train.steps=3", "train.global_batch=8",
+        "train.eval_every=2", "train.device=cpu", "log.tensorboard=false", "log.every=1", "optim.ema=0.5", "optim.warmup=0",
+        "optim.lr=0.05"]
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +118,7 @@ def test_a_laptop_learns_digits_that_a_classifier_recognises(tmp_path):
     latents.make_digits(tmp_path / "data")
     run = train.main(config.load("dit-digits", [f"data.path={tmp_path}/data", f"log.dir={tmp_path}/runs", "train.device=cpu",
                                                 "log.tensorboard=false"]))
-    draw.main(run, list(range(10)), 40, Sampling())
+    draw.main(run, list(range(10)), 40, Sampling(guidance=2.0))
     samples, labels = (np.load(run / "samples" / f"{name}.npy") for name in ("samples", "labels"))
     real = {split: latents.Latents(str(tmp_path / "data"), split, (1, 8, 8), 10) for split in ("train", "valid")}
     batches = {split: data.__getitems__(list(range(len(data)))) for split, data in real.items()}
