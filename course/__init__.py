@@ -18,7 +18,7 @@
     train               a run: build, resume, fit, log, save
     verify              is this layout's training that of one process?
     validate, evaluate  how good the model is, while training and after; baselines and metrics to compare with
-    sampling            from a trained DiT's predictions to samples; draw, `course generate`; sample, `course sample`: what a GPT writes
+    sampling            from a trained DiT's predictions to samples; draw, `course generate`; generate and sample: what a GPT writes
     checkpoint          what is written says nothing of the layout that wrote it; reshard, cut up for another layout
     convert             checkpoints of other libraries
     report, pictures    what a run tells; profile, a look into its steps
