@@ -1,8 +1,9 @@
-"""A language model that predicts the next token: GPT-2.
+"""A language model that predicts the next token: GPT-2 and, by configuration alone, Llama and what lies between them.
 
 Radford et al. 2019, "Language models are unsupervised multitask learners", section 2.3: the decoder of Vaswani et al.
 2017 with the norms before attention and MLP, and one more after the last block. Learned positions; the output projection
-is the token embedding again (Press and Wolf 2016, arXiv:1608.05859).
+is the token embedding again (Press and Wolf 2016, arXiv:1608.05859). Llama (Touvron et al. 2023, arXiv:2302.13971, section
+2.2) is norm=rms mlp=swiglu position=rotary bias=false tied=false, and fewer heads of keys and values, kv_heads.
 """
 
 import math
@@ -15,7 +16,19 @@ from torch import Tensor, nn
 
 from course import random
 from course.errors import CourseError
-from course.models.layers import TENSOR_PLAN, Batch, Block, Dropout, Linear, Tokens, Total
+from course.models.layers import (
+    TENSOR_PLAN,
+    Batch,
+    Dropout,
+    GeluMLP,
+    GroupedAttention,
+    Linear,
+    RMSNorm,
+    SwiGLU,
+    Tokens,
+    Total,
+    turns,
+)
 
 
 @dataclass(frozen=True)
@@ -26,23 +39,66 @@ class GPTConfig:
     dim: int = 768
     depth: int = 12
     heads: int = 12
+    kv_heads: int = 0                               # of keys and values, each for heads / kv_heads queries; 0: heads
     mlp_ratio: float = 4.0                          # width of the MLP over dim
+    mlp_width: int = 0                              # width of the MLP; 0: what mlp_ratio says
+    mlp: Literal["gelu", "gelu_tanh", "swiglu"] = "gelu"    # gelu_tanh: the approximation that GPT-2 was trained with
+    norm: Literal["layer", "rms"] = "layer"
+    norm_eps: float = 1e-5
+    position: Literal["learned", "rotary"] = "learned"
+    rope_theta: float = 10_000.0                    # rotary's slowest pair of numbers turns once in about 2π·theta tokens
+    bias: bool = True                               # of the linears; the head has none
     dropout: float = 0.0                            # after the embedding, attention and MLP
     tied: bool = True                               # the output projection is the token embedding, one weight
 
+    @property
+    def hidden(self) -> int:
+        """The MLP's width."""
+        return self.mlp_width or int(self.dim * self.mlp_ratio)
+
+    @property
+    def groups(self) -> int:
+        """How many heads of keys and values there are."""
+        return self.kv_heads or self.heads
+
 
 class Embed(nn.Module):
-    """Look up the vector of each token and add that of its position."""
+    """Look up the vector of each token and, with learned positions, add that of its position."""
 
     def __init__(self, c: GPTConfig):
         super().__init__()
         self.token = nn.Embedding(c.vocab, c.dim)
-        self.pos = nn.Parameter(torch.empty(1, c.context, c.dim))
+        self.pos = nn.Parameter(torch.empty(1, c.context, c.dim)) if c.position == "learned" else None
         self.drop = Dropout(c.dropout, "embed.drop")
 
     def forward(self, batch: Batch) -> Tensor:
-        pos = self.pos.index_select(1, batch["position"][0])            # (1, T, D)
-        return self.drop(self.token(batch["tokens"]) + pos, batch)      # (B, T, D)
+        x = self.token(batch["tokens"])                                 # (B, T, D)
+        if self.pos is not None:
+            x = x + self.pos.index_select(1, batch["position"][0])      # (B, T, D)
+        return self.drop(x, batch)
+
+
+def norm(c: GPTConfig) -> nn.Module:
+    """The norm before attention, MLP and head."""
+    return RMSNorm(c.dim, c.norm_eps) if c.norm == "rms" else nn.LayerNorm(c.dim, c.norm_eps)
+
+
+class Block(nn.Module):
+    """The block of `layers`, in all its kinds: pre-norm attention, then MLP, each added to its input."""
+
+    def __init__(self, c: GPTConfig, name: str):
+        super().__init__()
+        self.norm1 = norm(c)
+        self.attn = GroupedAttention(c.dim, c.heads, c.groups, c.bias)
+        self.drop1 = Dropout(c.dropout, f"{name}.drop1")
+        self.norm2 = norm(c)
+        self.mlp = (SwiGLU(c.dim, c.hidden, c.bias) if c.mlp == "swiglu" else
+                    GeluMLP(c.dim, c.hidden, c.bias, "tanh" if c.mlp == "gelu_tanh" else "none"))
+        self.drop2 = Dropout(c.dropout, f"{name}.drop2")
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:               # (B, T, D)
+        x = x + self.drop1(self.attn(self.norm1(x), batch), batch)      # (B, T, D)
+        return x + self.drop2(self.mlp(self.norm2(x)), batch)           # (B, T, D)
 
 
 class Head(nn.Module):
@@ -50,7 +106,7 @@ class Head(nn.Module):
 
     def __init__(self, c: GPTConfig):
         super().__init__()
-        self.norm = nn.LayerNorm(c.dim)
+        self.norm = norm(c)
         self.proj = Linear(c.dim, c.vocab, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:                             # (B, T, D)
@@ -92,7 +148,7 @@ class NextToken(nn.Module):
 
 VOCABULARY_PLAN = {**TENSOR_PLAN, "embed.token": "vocabulary", "head.proj": "vocabulary_head"}
 # what has a token as dim 1: every tensor-parallel rank looks up and predicts all of them, in its part of the vocabulary
-TOKEN_PLAN = {"tokens": "context", "target": "context", "position": "sequence"}
+TOKEN_PLAN = {"tokens": "context", "target": "context", "position": "sequence", "seen": "context"}
 
 
 class GPT(nn.Module):
@@ -105,9 +161,7 @@ class GPT(nn.Module):
         super().__init__()
         self.c, self.seed = c, seed
         self.embed = Embed(c)
-        self.blocks = nn.ModuleDict({
-            str(i): Block(c.dim, c.heads, int(c.dim * c.mlp_ratio), f"blocks.{i}", c.dropout, causal=True)
-            for i in range(c.depth)})
+        self.blocks = nn.ModuleDict({str(i): Block(c, f"blocks.{i}") for i in range(c.depth)})
         self.head = Head(c)
         if c.tied:
             self.head.proj.weight = self.embed.token.weight
@@ -127,7 +181,8 @@ class GPT(nn.Module):
     def prepare(self, batch: Batch, step: Tensor) -> Batch:
         """A loader's batch, `tokens` (B, T + 1), as the model takes it: `tokens`, `target` and `position`, (B, T) each.
 
-        In training with dropout also `keys`, one random key for each sample, (B,). Raises `CourseError` if T is more
+        With rotary positions also `seen`, `position` again, of the tokens that attention sees: sequence parallelism does not
+        cut these. In training with dropout also `keys`, one random key for each sample, (B,). Raises `CourseError` if T is more
         than the context.
         """
         sample, tokens, target = batch["sample"], batch["tokens"][:, :-1], batch["tokens"][:, 1:]
@@ -137,6 +192,8 @@ class GPT(nn.Module):
                               "make the samples shorter or model.context larger")
         position = torch.arange(T, device=sample.device).expand(len(sample), T)
         ready = {"sample": sample, "tokens": tokens, "target": target, "position": position}
+        if self.c.position == "rotary":
+            ready["seen"] = position
         if self.training and self.c.dropout:
             ready["keys"] = random.sample_keys(self.seed, step, sample)
         return ready
@@ -145,6 +202,10 @@ class GPT(nn.Module):
         """The output for a prepared batch. Of a pipeline's stage, which lacks some parts, `x` is what the last one put out."""
         if self.embed is not None:
             x = self.embed(batch)                                       # (B, T, D)
+        if "seen" in batch:                                             # the same angles for all blocks: computed once
+            dtype = torch.promote_types(x.dtype, torch.float32)
+            turn = turns(batch["seen"][0], self.c.dim // self.c.heads, self.c.rope_theta, dtype)
+            batch = {**batch, "turn": turn}                             # (2, T, d / 2)
         for block in self.blocks.values():
             x = block(x, batch)                                         # (B, T, D)
         return x if self.head is None else self.head(x)                 # (B, T, V)

@@ -23,8 +23,9 @@ class ColumnLinear(nn.Module):
     def __init__(self, linear: nn.Linear, axis: Axis, tokens: SplitTokens | None = None):
         super().__init__()
         self.axis, self.tokens, self.matmul = axis, tokens, matmul_of(linear, axis)
-        heads = max(0, len(placement(linear.bias).global_shape) - 2)    # of (3, heads, head_dim), or the features of (F,)
-        self.weight, self.bias = cut(linear.weight, heads, axis), cut(linear.bias, heads, axis)
+        heads = min(1, len(placement(linear.weight).global_shape) - 2)  # of (3, heads, head_dim, D), or the features of (F, D)
+        self.weight = cut(linear.weight, heads, axis)
+        self.bias = None if linear.bias is None else cut(linear.bias, heads, axis)
 
     def forward(self, x: Tensor) -> Tensor:                             # (B, T, D), sequence parallel (B, T / tp, D)
         x = enter(x, self.axis, self.tokens)                            # (B, T, D)
@@ -42,7 +43,8 @@ class RowLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:                             # (B, T, F / tp)
         part = self.matmul(x, self.weight)                              # (B, T, D)
-        return leave(part, self.axis, self.tokens) + self.bias          # (B, T, D), sequence parallel (B, T / tp, D)
+        y = leave(part, self.axis, self.tokens)                         # (B, T, D), sequence parallel (B, T / tp, D)
+        return y if self.bias is None else y + self.bias
 
 
 class OverlappedColumnLinear(ColumnLinear):
@@ -58,7 +60,8 @@ class OverlappedRowLinear(RowLinear):
 
     def forward(self, x: Tensor) -> Tensor:                             # (B, T, F / tp) -> (B, T / tp, D)
         assert self.tokens is not None
-        return overlap.linear_scatter(x, self.weight, self.axis, self.tokens.overlap) + self.bias
+        y = overlap.linear_scatter(x, self.weight, self.axis, self.tokens.overlap)
+        return y if self.bias is None else y + self.bias
 
 
 def style_of(name: str, tokens: SplitTokens | None) -> Any:

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from course import random
 from course.errors import CourseError
 from course.models import GPTConfig, build_model
+from course.models.layers import rotate, turns
 from course.parallel import place_serial
 
 CONFIG = GPTConfig(vocab=37, context=11, dim=24, depth=2, heads=3, mlp_ratio=2.0)
@@ -61,6 +62,42 @@ def shaken(**changes):
 def test_logits_equal_the_formulas_written_again(tied, length):
     model, b = shaken(tied=tied), batch(length=length)
     torch.testing.assert_close(model(prepared(model, b)), by_hand(model, b["tokens"][:, :-1]), rtol=1e-10, atol=1e-10)
+
+
+def test_grouped_heads_share_keys_and_values():
+    """Four query heads on two heads of keys and values are those of four in which heads 0 and 1, and 2 and 3, are the same."""
+    few, many = shaken(heads=4, kv_heads=2, position="rotary"), shaken(heads=4, position="rotary")
+    w, full = dict(few.named_parameters()), dict(many.named_parameters())
+    with torch.no_grad():
+        for name, p in full.items():
+            if "attn.qkv" in name:                  # rows (queries of a group + 2, kv_heads, head_dim) -> (3, heads, head_dim)
+                q, kv = w[name].unflatten(0, (4, 2, 6)).split(2)
+                p.copy_(torch.stack([q.transpose(0, 1).flatten(0, 1), *(x.repeat_interleave(2, 0) for x in kv)]).flatten(0, 2))
+            else:
+                p.copy_(w[name])
+    ready = prepared(few, batch())
+    torch.testing.assert_close(few.eval()(ready), many.eval()(ready), rtol=1e-12, atol=1e-12)
+
+
+def test_rotary_positions_matter_by_their_distance_alone():
+    """By hand for heads of two numbers: turned by 3 and by 5, a query and a key meet as if turned by 0 and by 2."""
+    q, k = torch.randn(2, 1, 1, 1, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    angle = turns(torch.tensor([0, 2, 3, 5]), 2, 10_000.0, torch.float64)           # (2, 4, 1)
+    at = [angle[:, i:i + 1] for i in range(4)]
+    assert (rotate(q, at[2]) * rotate(k, at[3])).sum().item() == pytest.approx((rotate(q, at[0]) * rotate(k, at[1])).sum().item())
+    c, s, (a, b) = math.cos(2), math.sin(2), k.flatten().tolist()
+    assert rotate(k, at[1]).flatten().tolist() == pytest.approx([a * c - b * s, b * c + a * s])
+    assert turns(torch.tensor([7]), 4, 100.0, torch.float32)[1, 0, 1].item() == pytest.approx(math.sin(0.7))
+
+
+@pytest.mark.parametrize(("changes", "formula"), [
+    ({"mlp": "gelu_tanh"}, lambda u: u * 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (u + 0.044715 * u**3)))),
+    ({"mlp": "swiglu", "mlp_width": 20}, lambda u: u[..., :20] * u[..., :20].sigmoid() * u[..., 20:])])
+def test_kinds_of_mlps(changes, formula):
+    mlp = shaken(**changes).blocks["0"].mlp
+    x = torch.randn(3, 24, dtype=torch.float64)
+    expected = formula(x @ mlp.up.weight.T + mlp.up.bias) @ mlp.down.weight.T + mlp.down.bias
+    torch.testing.assert_close(mlp(x), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_later_tokens_change_nothing_before_them():
