@@ -342,9 +342,9 @@ def check_fp8(config: Config) -> None:
 
 def check_gpt(c: GPTConfig) -> None:
     """Refuse heads and widths that do not fit each other."""
-    for key in ("kv_heads", "mlp_width"):
+    for key in ("kv_heads", "mlp_width", "loss_chunk"):
         if getattr(c, key) < 0:
-            raise CourseError(f"model.{key}={getattr(c, key)} is negative: use 0 for the model's own rule, or at least 1")
+            raise CourseError(f"model.{key}={getattr(c, key)} is negative: use 0 for the default, or at least 1")
     if c.heads % c.groups:
         raise CourseError(f"model.heads={c.heads} is not divisible by model.kv_heads={c.kv_heads}, each of which serves as many "
                           "queries: change one of them")

@@ -14,7 +14,7 @@ from course.parallel import overlap
 from course.parallel.mesh import Axis
 from course.parallel.placement import cut, place, placement
 from course.parallel.sequence import SplitTokens, enter, fill, leave, matmul_of
-from course.parallel.vocabulary import VocabularyCrossEntropy, VocabularyEmbedding, VocabularyHead
+from course.parallel.vocabulary import VocabularyCrossEntropy, VocabularyEmbedding, VocabularyEnter, VocabularyHead
 
 
 class ColumnLinear(nn.Module):
@@ -87,6 +87,7 @@ def tensor_parallel(model: nn.Module, axis: Axis, tokens: SplitTokens | None = N
             owner, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(owner), leaf, style_of(style, tokens)(module, axis, tokens))
     fill(model, "cross_entropy", lambda old: VocabularyCrossEntropy(axis))
+    fill(model, "enter", lambda old: VocabularyEnter(axis, tokens))
     tie(model)
     for parameter in model.parameters():
         where = placement(parameter)

@@ -1,9 +1,12 @@
 import dataclasses
 import math
+import weakref
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from course import random
 from course.errors import CourseError
@@ -12,6 +15,29 @@ from course.models.layers import rotate, turns
 from course.parallel import place_serial
 
 CONFIG = GPTConfig(vocab=37, context=11, dim=24, depth=2, heads=3, mlp_ratio=2.0)
+
+
+class Alive(TorchDispatchMode):
+    """The most bytes, of tensors made inside the block, that are in memory at a time."""
+
+    def __enter__(self):
+        self.now = self.peak = 0
+        self.seen = weakref.WeakSet()
+        return super().__enter__()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            memory = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
+            if memory is not None and memory not in self.seen:
+                self.seen.add(memory)
+                self.count(memory.nbytes())
+                weakref.finalize(memory, self.count, -memory.nbytes())
+        return out
+
+    def count(self, size):
+        self.now += size
+        self.peak = max(self.peak, self.now)
 
 
 def make(**changes):
@@ -61,7 +87,7 @@ def shaken(**changes):
 @pytest.mark.parametrize("length", [12, 8])
 def test_logits_equal_the_formulas_written_again(tied, length):
     model, b = shaken(tied=tied), batch(length=length)
-    torch.testing.assert_close(model(prepared(model, b)), by_hand(model, b["tokens"][:, :-1]), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(model.eval()(prepared(model, b)), by_hand(model, b["tokens"][:, :-1]), rtol=1e-10, atol=1e-10)
 
 
 def test_grouped_heads_share_keys_and_values():
@@ -101,7 +127,7 @@ def test_kinds_of_mlps(changes, formula):
 
 
 def test_later_tokens_change_nothing_before_them():
-    model, b = shaken(), batch()
+    model, b = shaken().eval(), batch()
     other = {**b, "tokens": b["tokens"].clone()}
     other["tokens"][:, 6] = (b["tokens"][:, 6] + 1) % 37
     gap = (model(prepared(model, b)) - model(prepared(model, other))).abs().amax((0, 2))
@@ -115,7 +141,7 @@ def test_loss_is_the_sum_over_tokens_and_padding_weighs_nothing():
     ready["target"] = ready["target"].clone()
     ready["target"][0, -2:] = -1
     total, weight = model.loss(model(ready), ready)
-    logp = model(ready).log_softmax(-1)
+    logp = model.eval()(ready).log_softmax(-1)
     expected = -sum(logp[i, t, b["tokens"][i, t + 1]] for i, T in ((0, 9), (1, 11)) for t in range(T))
     assert total.item() == pytest.approx(expected.item(), rel=1e-12) and weight.item() == 20
     assert model.loss.weight(ready).tolist() == [9, 11, 0]
@@ -124,7 +150,52 @@ def test_loss_is_the_sum_over_tokens_and_padding_weighs_nothing():
 def test_the_loss_of_bf16_logits_is_taken_in_float32():
     model, b = make(), batch()
     ready = prepared(model, b)
-    assert model.loss.cross_entropy(model(ready).bfloat16(), ready["target"]).dtype == torch.float32
+    assert model.loss.cross_entropy(model.eval()(ready).bfloat16(), ready["target"]).dtype == torch.float32
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("chunk", [1, 7, 22, 100])
+def test_the_loss_in_chunks_is_the_loss(chunk, tied):
+    """Its value and every gradient, with padding, chunks that do not divide the tokens, and one that is larger than all."""
+    found = []
+    for size in (0, chunk):
+        model, b = shaken(loss_chunk=size, tied=tied), batch(3)
+        b["sample"][2] = -1
+        ready = prepared(model, b)
+        output = model(ready)
+        assert output.shape == (() if size else (3, 11, 37))
+        total, weight = model.loss(output, ready)
+        (total / weight).backward()
+        found.append((total, weight, *(p.grad for p in model.parameters())))
+    for plain, chunked in zip(*found, strict=True):
+        torch.testing.assert_close(chunked, plain, rtol=1e-12, atol=1e-14)
+
+
+def test_the_loss_in_chunks_rounds_as_the_loss_does_in_bf16():
+    """Gradients are those of bf16 logits, up to the format's rounding of each; the weight's are added up in float32."""
+    found = []
+    for size in (0, 8):
+        model, b = shaken(loss_chunk=size).float(), batch(3)
+        ready = prepared(model, b)
+        with torch.autocast("cpu", torch.bfloat16):
+            output = model(ready)
+        model.loss(output, ready)[0].backward()
+        found.append([p.grad for p in model.parameters()])
+        assert all(grad.dtype == torch.float32 for grad in found[-1])
+    for plain, chunked in zip(*found, strict=True):
+        assert (chunked - plain).norm() < 2**-7 * plain.norm()
+
+
+@pytest.mark.parametrize("chunk", [0, 64])
+def test_no_more_than_a_chunks_logits_are_in_memory(chunk):
+    """512 tokens of 2000 logits, which are 4 MB in float32 and half a MB a chunk: twice that, the logits and their gradient."""
+    model = make(vocab=2000, context=128, loss_chunk=chunk, depth=1).float()
+    ready = prepared(model, model.example(4, torch.device("cpu")))
+    rest = 1.2 * 2**20                              # activations of a small block, the head's weight and its gradient
+    with Alive() as alive:
+        model.loss(model(ready), ready)[0].backward()
+    logits = 4 * 2000 * (chunk or 512)
+    assert 2 * logits <= alive.peak <= 2 * logits + rest if chunk else alive.peak >= 3 * logits
 
 
 def test_a_tied_weight_is_one_parameter_with_both_gradients():

@@ -16,7 +16,7 @@ SMALL = ["model.grid=[8,16]", "model.channels=3", "model.patch=4", "model.dim=16
          "precision=fp64", "train.device=cpu", "train.global_batch=8", "train.steps=4"]
 # grouped heads: two of keys and values, for two queries each; and an MLP whose width is no multiple of the model's
 LLAMA = ["model.kv_heads=2", "model.norm=rms", "model.mlp=swiglu", "model.mlp_width=24", "model.position=rotary",
-         "model.bias=false", "model.tied=false"]
+         "model.bias=false", "model.tied=false", "model.loss_chunk=20"]
 # each model's preset, and what makes it small: 11 tokens and 9 patches divide by nothing
 MODELS = {"vit": ("vit-demo", SMALL),
           "gpt": ("gpt-demo", ["model.vocab=24", "model.context=11", *SMALL[3:6], *SMALL[7:]]),
@@ -146,7 +146,8 @@ def test_parity_with(spec, extra):
 
 @pytest.mark.parametrize(("kind", "spec", "extra"), [
     pytest.param(kind, spec, extra, marks=[] if spec == "tp=2 sp=true" and not extra else pytest.mark.slow)
-    for kind, extras in (("gpt", [(), ("model.tied=false", "model.dropout=0.2", "train.recompute=full")]), ("dit", [()]))
+    for kind, extras in (("gpt", [(), ("model.tied=false", "model.dropout=0.2", "train.recompute=full", "model.loss_chunk=0")]),
+                         ("dit", [()]))
     for spec in (f"dp=2 {ZEROS}", "tp=2", "tp=2 sp=true", "cp=2 context=gather", "cp=2 context=ring", "cp=2 context=all_to_all",
                  "cp=2 tp=2 sp=true", "pp=2 micro=2", f"pp=2 {INTERLEAVED}", "pp=2 tp=2 micro=2", "cp=4 context=ring",
                  "pp=4 micro=1", EIGHT[1], EIGHT[3], ALL) for extra in extras])
