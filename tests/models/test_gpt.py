@@ -198,6 +198,22 @@ def test_no_more_than_a_chunks_logits_are_in_memory(chunk):
     assert 2 * logits <= alive.peak <= 2 * logits + rest if chunk else alive.peak >= 3 * logits
 
 
+def test_a_compiled_head_saves_no_logits_either():
+    """The partitioner of torch.compile chooses what backward finds, as few bytes as it can; no graph breaks, the same numbers."""
+    found, saved = [], []
+    for compiled in (False, True):
+        model = shaken(loss_chunk=50, vocab=200, context=64)
+        ready = prepared(model, model.example(2, torch.device("cpu")))
+        head = torch.compile(model.head, backend="aot_eager_decomp_partition", fullgraph=True) if compiled else model.head
+        x = torch.randn(2, 64, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t.shape), t)[1], lambda t: t):
+            total = head(x, ready)
+        total.backward()
+        found.append((total, x.grad, model.head.proj.weight.grad))
+    assert saved and all(shape[-1] != 200 for shape in saved)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-14)
+
+
 def test_a_tied_weight_is_one_parameter_with_both_gradients():
     model, b = shaken(), batch()
     weight = model.embed.token.weight
