@@ -17,7 +17,9 @@
     train               a run: build, resume, fit, log, save
     verify              is this layout's training that of one process?
     validate, evaluate  how good the model is, while training and after; baselines and metrics to compare with
+    generate            tokens drawn from a GPT, with a key-value cache
     checkpoint          what is written says nothing of the layout that wrote it
+    convert             other libraries' weights: weights (files of named tensors), huggingface (GPT-2 and Llama)
     report, pictures    what a run tells; profile, a look into its steps
     stop                signals
     perf                FLOPs and peaks; bench, loaders, fp8 and parallel (with harness, rivals, efficiency), measurements;
