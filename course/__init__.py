@@ -24,7 +24,7 @@
     stop                signals
     perf                FLOPs and peaks; bench, loaders, fp8 and parallel (with harness, rivals, efficiency), measurements;
                         profile, account and looks, where a step's time goes; ladder, one GPU's; curves, losses in every format;
-                        convergence, the runs behind lesson 08
+                        convergence, the runs behind lesson 08; grid, the cases of a Megatron-LM reproduction
     launch, worker      a function, even of a notebook's cell, on several ranks of this machine; meet, who waits for whom
     doctor, cli         what this machine has; the `course` command
     lab                 lessons, exercises, checks and grading, on top of all this

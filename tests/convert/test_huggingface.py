@@ -155,7 +155,8 @@ def saved(case, folder):
     ("gpt2", {"n_layer": 3}, "lacks the tensor transformer.h.2.ln_1.weight"),
     ("gpt2", {"n_layer": 1}, "12 tensors that a gpt2 of its config.json has not, such as transformer.h.1"),
     ("gpt2", {"vocab_size": 60}, r"embed.token.weight as \[50, 32\], and its config.json says \[60, 32\]"),
-    ("gpt2", {"n_head": None}, "lacks n_head"), ("gpt2", {"n_head": "four"}, "heads=four"), ("gpt2", {"n_head": 5}, "model.heads=5"),
+    ("gpt2", {"n_head": None}, "lacks n_head"), ("gpt2", {"n_head": "four"}, "heads=four"),
+    ("gpt2", {"n_head": 5}, "model.heads=5"),
     ("llama", {"rope_parameters": {"rope_type": "yarn"}}, "rope_type=yarn"),
     ("llama", {"head_dim": 16}, "head_dim=16"), ("llama", {"mlp_bias": True}, "mlp_bias=True"),
     ("llama", {"hidden_act": "gelu"}, "hidden_act=gelu")])

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from course import random
+from course import config, random
 from course.errors import CourseError
 from course.models import GPTConfig, build_model
 from course.models.layers import rotate, turns
@@ -241,6 +241,14 @@ def test_weights_start_as_gpt2s():
 
 def test_gpt2_has_the_size_of_gpt2():
     assert sum(p.numel() for p in build_model(GPTConfig(vocab=50257)).parameters()) == 124_439_808
+
+
+@pytest.mark.parametrize(("preset", "count"), [
+    ("124m", 124_475_904), ("350m", 354_871_296), ("774m", 774_090_240), ("1.3b", 1_315_819_520), ("2.7b", 2_651_673_600),
+    ("7b", 6_658_596_864)])
+def test_presets_have_the_sizes_that_they_are_called_by(preset, count):
+    c = config.load(f"gpt-{preset}").model
+    assert sum(p.numel() for p in build_model(c).parameters()) == count
 
 
 def test_dropout_is_off_in_evaluation():
