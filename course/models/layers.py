@@ -190,12 +190,12 @@ class GeluMLP(nn.Module):
 class SwiGLU(nn.Module):
     """Each hidden unit is a value times its gate, SiLU of another (Shazeer 2020, arXiv:2002.05202).
 
-    The rows of `up.weight` are (2, hidden): gates, values.
+    The rows of `up.weight` are (2, hidden, 1), gates and values: a unit is cut as a head of one number would be.
     """
 
     def __init__(self, dim: int, hidden: int, bias: bool):
         super().__init__()
-        self.up = Linear(dim, 2, hidden, bias=bias)
+        self.up = Linear(dim, 2, hidden, 1, bias=bias)
         self.down = Linear(hidden, dim, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:                             # (B, T, D)

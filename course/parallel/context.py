@@ -64,18 +64,30 @@ def look_back(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class AllToAllAttend(nn.Module):
-    """Exchange tokens for heads, attend, and exchange them back. A head of keys and values goes with the queries it serves."""
+    """Exchange tokens for heads, attend, and exchange them back."""
 
     def __init__(self, causal: bool, tokens: SplitTokens):
         super().__init__()
         self.causal, self.tokens = causal, tokens
 
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:       # 3 x (B, h, T / cp, d)
+        cp, total = self.tokens.cp, self.tokens.total
+        q, k, v = mappings.all_to_all(torch.stack([q, k, v]), 2, 3, cp, total)          # 3 x (B, h / cp, T, d)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        return mappings.all_to_all(y, 2, 1, cp, q.shape[1] * cp.size)   # (B, h, T / cp, d)
+
+
+class GroupedAllToAllAttend(AllToAllAttend):
+    """The same where a head of keys and values serves a group of queries' heads: it goes with these, in one exchange."""
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:       # (B, h, T / cp, d), 2 x (B, g, T / cp, d)
+        if q.shape[1] == k.shape[1]:
+            return super().forward(q, k, v)
         cp, total = self.tokens.cp, self.tokens.total
         groups = torch.cat([q.unflatten(1, (k.shape[1], -1)), k[:, :, None], v[:, :, None]], 2)     # (B, g, h / g + 2, T / cp, d)
         groups = mappings.all_to_all(groups, 1, 3, cp, total)           # (B, g / cp, h / g + 2, T, d)
         q, k, v = groups[:, :, :-2].flatten(1, 2), groups[:, :, -2], groups[:, :, -1]   # (B, h / cp, T, d), 2 x (B, g / cp, T, d)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=q.shape[1] != k.shape[1])
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=True)
         return mappings.all_to_all(y, 2, 1, cp, q.shape[1] * cp.size)   # (B, h, T / cp, d)
 
 
@@ -198,7 +210,7 @@ def pass_on(out: Tensor, into: Tensor, axis: Axis) -> list[Any]:
                                    dist.P2POp(dist.irecv, into, before, axis.group)])
 
 
-METHODS = {"gather": GatherAttend, "ring": RingAttend, "all_to_all": AllToAllAttend}
+METHODS = {"gather": GatherAttend, "ring": RingAttend, "all_to_all": GroupedAllToAllAttend}
 
 
 def context_parallel(model: nn.Module, tokens: SplitTokens, method: str) -> nn.Module:

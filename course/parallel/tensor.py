@@ -6,7 +6,7 @@ Which linear is which is data on the model's class, `tensor_plan`; a vocabulary 
 """
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import Tensor, nn
 
@@ -23,9 +23,8 @@ class ColumnLinear(nn.Module):
     def __init__(self, linear: nn.Linear, axis: Axis, tokens: SplitTokens | None = None):
         super().__init__()
         self.axis, self.tokens, self.matmul = axis, tokens, matmul_of(linear, axis)
-        heads = min(1, len(placement(linear.weight).global_shape) - 2)  # of (3, heads, head_dim, D), or the features of (F, D)
-        self.weight = cut(linear.weight, heads, axis)
-        self.bias = None if linear.bias is None else cut(linear.bias, heads, axis)
+        heads = max(0, len(placement(linear.bias).global_shape) - 2)    # of (3, heads, head_dim), or the features of (F,)
+        self.weight, self.bias = cut(linear.weight, heads, axis), cut(linear.bias, heads, axis)
 
     def forward(self, x: Tensor) -> Tensor:                             # (B, T, D), sequence parallel (B, T / tp, D)
         x = enter(x, self.axis, self.tokens)                            # (B, T, D)
@@ -43,8 +42,7 @@ class RowLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:                             # (B, T, F / tp)
         part = self.matmul(x, self.weight)                              # (B, T, D)
-        y = leave(part, self.axis, self.tokens)                         # (B, T, D), sequence parallel (B, T / tp, D)
-        return y if self.bias is None else y + self.bias
+        return leave(part, self.axis, self.tokens) + self.bias          # (B, T, D), sequence parallel (B, T / tp, D)
 
 
 class OverlappedColumnLinear(ColumnLinear):
@@ -60,13 +58,44 @@ class OverlappedRowLinear(RowLinear):
 
     def forward(self, x: Tensor) -> Tensor:                             # (B, T, F / tp) -> (B, T / tp, D)
         assert self.tokens is not None
-        y = overlap.linear_scatter(x, self.weight, self.axis, self.tokens.overlap)
-        return y if self.bias is None else y + self.bias
+        return overlap.linear_scatter(x, self.weight, self.axis, self.tokens.overlap) + self.bias
 
 
-def style_of(name: str, tokens: SplitTokens | None) -> Any:
+class BareColumnLinear(ColumnLinear):
+    """y = x W', a column linear that has no bias, in both ways of communicating."""
+
+    def __init__(self, linear: nn.Linear, axis: Axis, tokens: SplitTokens | None = None):
+        nn.Module.__init__(self)
+        self.axis, self.tokens, self.matmul = axis, tokens, matmul_of(linear, axis)
+        heads = max(0, len(placement(linear.weight).global_shape) - 3)  # of (3, heads, head_dim, D), or the features of (F, D)
+        self.weight = cut(linear.weight, heads, axis)
+        self.register_parameter("bias", None)
+
+    def forward(self, x: Tensor) -> Tensor:                             # (B, T, D), sequence parallel (B, T / tp, D)
+        if overlapped(self.tokens):
+            return overlap.gather_linear(x, self.weight, None, self.axis, self.tokens.here, self.tokens.overlap)
+        return self.matmul(enter(x, self.axis, self.tokens), self.weight)               # (B, T, F / tp)
+
+
+class BareRowLinear(RowLinear):
+    """y = x W', a row linear that has no bias, in both ways of communicating."""
+
+    def forward(self, x: Tensor) -> Tensor:                             # (B, T, F / tp)
+        if overlapped(self.tokens):
+            return overlap.linear_scatter(x, self.weight, self.axis, self.tokens.overlap)
+        return leave(self.matmul(x, self.weight), self.axis, self.tokens)               # (B, T, D) or (B, T / tp, D)
+
+
+def overlapped(tokens: SplitTokens | None) -> TypeGuard[SplitTokens]:
+    """Whether linears communicate beside their matmuls."""
+    return tokens is not None and tokens.overlap != "none"
+
+
+def style_of(name: str, tokens: SplitTokens | None, bias: bool = True) -> Any:
     """The module of a style that a model's `tensor_plan` names."""
-    if tokens is not None and tokens.overlap != "none" and name in ("column", "row"):
+    if not bias and name in ("column", "row"):
+        return BareColumnLinear if name == "column" else BareRowLinear
+    if overlapped(tokens) and name in ("column", "row"):
         return OverlappedColumnLinear if name == "column" else OverlappedRowLinear
     return {"column": ColumnLinear, "row": RowLinear, "vocabulary": VocabularyEmbedding, "vocabulary_head": VocabularyHead}[name]
 
@@ -85,7 +114,8 @@ def tensor_parallel(model: nn.Module, axis: Axis, tokens: SplitTokens | None = N
         style = next((style for end, style in model.tensor_plan.items() if name.endswith(end)), None)    # type: ignore[union-attr, operator]
         if style is not None and isinstance(module, (nn.Linear, nn.Embedding)):
             owner, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(owner), leaf, style_of(style, tokens)(module, axis, tokens))
+            bias = getattr(module, "bias", None) is not None
+            setattr(model.get_submodule(owner), leaf, style_of(style, tokens, bias)(module, axis, tokens))
     fill(model, "cross_entropy", lambda old: VocabularyCrossEntropy(axis))
     fill(model, "enter", lambda old: VocabularyEnter(axis, tokens))
     tie(model)
