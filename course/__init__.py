@@ -18,14 +18,15 @@
     train               a run: build, resume, fit, log, save
     verify              is this layout's training that of one process?
     validate, evaluate  how good the model is, while training and after; baselines and metrics to compare with
-    sampling            from a trained DiT's predictions to samples; draw, `course generate`; generate and sample: what a GPT writes
+    sampling            from a trained DiT's predictions to samples; draw, `course generate`
+    generate            tokens drawn from a GPT, with a key-value cache; sample, `course sample`
     checkpoint          what is written says nothing of the layout that wrote it; reshard, cut up for another layout
-    convert             checkpoints of other libraries
+    convert             other libraries' weights: weights (files of named tensors), huggingface (GPT-2 and Llama), dit
     report, pictures    what a run tells; profile, a look into its steps
     stop                signals
     perf                FLOPs and peaks; bench, loaders, fp8 and parallel (with harness, rivals, efficiency), measurements;
                         profile, account and looks, where a step's time goes; ladder, one GPU's; curves, losses in every format;
-                        convergence, the runs behind lesson 08
+                        convergence, the runs behind lesson 08; grid, the cases of a Megatron-LM reproduction
     launch, worker      a function, even of a notebook's cell, on several ranks of this machine; meet, who waits for whom
     doctor, cli         what this machine has; the `course` command
     lab                 lessons, exercises, checks and grading, on top of all this

@@ -300,6 +300,8 @@ def check(config: Config) -> Config:
                           "parallel.zero=true use parallel.data=bucketed")
     if p.data != "bucketed" and p.zero:
         raise CourseError(f"parallel.zero=true has buckets of its own: use parallel.data=bucketed, not {p.data}")
+    if config.model.kind == "gpt":
+        check_groups(config.model, p)
     if config.precision == "fp8":
         check_fp8(config)
     if config.stream == "narrow" and config.precision not in LOW:
@@ -332,9 +334,35 @@ def check_fp8(config: Config) -> None:
     if f.by == "te" and config.train.recompute != "none":
         raise CourseError(f"fp8.by=te would record its scales twice with train.recompute={config.train.recompute}: "
                           "use fp8.by=hand, or train.recompute=none")
+    m = config.model
+    if f.by == "te" and isinstance(m, GPTConfig) and (m.norm == "rms" or m.mlp == "swiglu" or m.groups != m.heads or not m.bias):
+        raise CourseError("fp8.by=te knows GPT-2's kind of block here: with model.norm=rms, mlp=swiglu, kv_heads or bias=false "
+                          "use fp8.by=hand")
     if f.by == "te" and f.recipe == "delayed" and config.compile:
         raise CourseError("Transformer Engine's delayed recipe does not work inside torch.compile: set compile=false, "
                           "fp8.recipe=current or fp8.by=hand")
+
+
+def check_gpt(c: GPTConfig) -> None:
+    """Refuse heads and widths that do not fit each other."""
+    for key in ("kv_heads", "mlp_width", "loss_chunk"):
+        if getattr(c, key) < 0:
+            raise CourseError(f"model.{key}={getattr(c, key)} is negative: use 0 for the default, or at least 1")
+    if c.heads % c.groups:
+        raise CourseError(f"model.heads={c.heads} is not divisible by model.kv_heads={c.kv_heads}, each of which serves as many "
+                          "queries: change one of them")
+    if c.position == "rotary" and c.dim // c.heads % 2:
+        raise CourseError(f"model.position=rotary turns pairs of numbers, and heads of {c.dim // c.heads} have an odd one: "
+                          "change model.dim or model.heads")
+
+
+def check_groups(c: GPTConfig, p: Parallel) -> None:
+    """Refuse layouts that share out key-value heads which do not divide."""
+    ulysses = p.cp if p.context == "all_to_all" else 1
+    if c.kv_heads and c.kv_heads % (p.tp * ulysses):
+        who = f"parallel.tp={p.tp}" + (f" times parallel.cp={p.cp} of context=all_to_all" if ulysses > 1 else "")
+        raise CourseError(f"{who} does not divide model.kv_heads={c.kv_heads} (of model.heads={c.heads}), and each rank needs "
+                          f"whole ones: choose divisors of {c.kv_heads}" + (", or parallel.context=ring" if ulysses > 1 else ""))
 
 
 def check_model(c: ViTConfig | GPTConfig | DiTConfig) -> None:
@@ -344,6 +372,7 @@ def check_model(c: ViTConfig | GPTConfig | DiTConfig) -> None:
     if c.kind == "dit" and c.dim % 4:
         raise CourseError(f"model.dim={c.dim} is not divisible by 4, for cosine and sine of row and column: choose one that is")
     if c.kind == "gpt":
+        check_gpt(c)
         return
     what, (height, width) = ("grid", c.grid) if c.kind == "vit" else ("latent", c.latent[1:])
     if height % c.patch or width % c.patch:

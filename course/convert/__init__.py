@@ -1,1 +1,1 @@
-"""Checkpoints of other libraries: their names and layouts into ours, and back."""
+"""Weights of other libraries, read and written: `weights`, files of named tensors; `huggingface`, GPT-2 and Llama; `dit`."""

@@ -1,21 +1,35 @@
-"""A language model that predicts the next token: GPT-2.
+"""A language model that predicts the next token: GPT-2 and, by configuration alone, Llama and what lies between them.
 
 Radford et al. 2019, "Language models are unsupervised multitask learners", section 2.3: the decoder of Vaswani et al.
 2017 with the norms before attention and MLP, and one more after the last block. Learned positions; the output projection
-is the token embedding again (Press and Wolf 2016, arXiv:1608.05859).
+is the token embedding again (Press and Wolf 2016, arXiv:1608.05859). Llama (Touvron et al. 2023, arXiv:2302.13971, section
+2.2) is norm=rms mlp=swiglu position=rotary bias=false tied=false, and fewer heads of keys and values, kv_heads.
 """
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import Function
 
 from course import random
 from course.errors import CourseError
-from course.models.layers import TENSOR_PLAN, Batch, Block, Dropout, Linear, Tokens, Total
+from course.models.layers import (
+    TENSOR_PLAN,
+    Batch,
+    Dropout,
+    GeluMLP,
+    GroupedAttention,
+    Linear,
+    RMSNorm,
+    SwiGLU,
+    Tokens,
+    Total,
+    turns,
+)
 
 
 @dataclass(frozen=True)
@@ -26,35 +40,69 @@ class GPTConfig:
     dim: int = 768
     depth: int = 12
     heads: int = 12
+    kv_heads: int = 0                               # of keys and values, each for heads / kv_heads queries; 0: heads
     mlp_ratio: float = 4.0                          # width of the MLP over dim
+    mlp_width: int = 0                              # width of the MLP; 0: what mlp_ratio says
+    mlp: Literal["gelu", "gelu_tanh", "swiglu"] = "gelu"    # gelu_tanh: the approximation that GPT-2 was trained with
+    norm: Literal["layer", "rms"] = "layer"
+    norm_eps: float = 1e-5
+    position: Literal["learned", "rotary"] = "learned"
+    rope_theta: float = 10_000.0                    # rotary's slowest pair of numbers turns once in about 2π·theta tokens
+    bias: bool = True                               # of the linears; the head has none
     dropout: float = 0.0                            # after the embedding, attention and MLP
     tied: bool = True                               # the output projection is the token embedding, one weight
+    # tokens whose logits are in memory at a time while training; 0: of all. At GPT-2's vocabulary 4096 are 0.8 GB in float32,
+    # and as rows of a matmul enough for tensor cores
+    loss_chunk: int = 4096
+
+    @property
+    def hidden(self) -> int:
+        """The MLP's width."""
+        return self.mlp_width or int(self.dim * self.mlp_ratio)
+
+    @property
+    def groups(self) -> int:
+        """How many heads of keys and values there are."""
+        return self.kv_heads or self.heads
 
 
 class Embed(nn.Module):
-    """Look up the vector of each token and add that of its position."""
+    """Look up the vector of each token and, with learned positions, add that of its position."""
 
     def __init__(self, c: GPTConfig):
         super().__init__()
         self.token = nn.Embedding(c.vocab, c.dim)
-        self.pos = nn.Parameter(torch.empty(1, c.context, c.dim))
+        self.pos = nn.Parameter(torch.empty(1, c.context, c.dim)) if c.position == "learned" else None
         self.drop = Dropout(c.dropout, "embed.drop")
 
     def forward(self, batch: Batch) -> Tensor:
-        pos = self.pos.index_select(1, batch["position"][0])            # (1, T, D)
-        return self.drop(self.token(batch["tokens"]) + pos, batch)      # (B, T, D)
+        x = self.token(batch["tokens"])                                 # (B, T, D)
+        if self.pos is not None:
+            x = x + self.pos.index_select(1, batch["position"][0])      # (B, T, D)
+        return self.drop(x, batch)
 
 
-class Head(nn.Module):
-    """Map each token to the logits of the next."""
+def norm(c: GPTConfig) -> nn.Module:
+    """The norm before attention, MLP and head."""
+    return RMSNorm(c.dim, c.norm_eps) if c.norm == "rms" else nn.LayerNorm(c.dim, c.norm_eps)
 
-    def __init__(self, c: GPTConfig):
+
+class Block(nn.Module):
+    """The block of `layers`, in all its kinds: pre-norm attention, then MLP, each added to its input."""
+
+    def __init__(self, c: GPTConfig, name: str):
         super().__init__()
-        self.norm = nn.LayerNorm(c.dim)
-        self.proj = Linear(c.dim, c.vocab, bias=False)
+        self.norm1 = norm(c)
+        self.attn = GroupedAttention(c.dim, c.heads, c.groups, c.bias)
+        self.drop1 = Dropout(c.dropout, f"{name}.drop1")
+        self.norm2 = norm(c)
+        self.mlp = (SwiGLU(c.dim, c.hidden, c.bias) if c.mlp == "swiglu" else
+                    GeluMLP(c.dim, c.hidden, c.bias, "tanh" if c.mlp == "gelu_tanh" else "none"))
+        self.drop2 = Dropout(c.dropout, f"{name}.drop2")
 
-    def forward(self, x: Tensor) -> Tensor:                             # (B, T, D)
-        return self.proj(self.norm(x))                                  # (B, T, V)
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:               # (B, T, D)
+        x = x + self.drop1(self.attn(self.norm1(x), batch), batch)      # (B, T, D)
+        return x + self.drop2(self.mlp(self.norm2(x)), batch)           # (B, T, D)
 
 
 class CrossEntropy(nn.Module):
@@ -66,37 +114,122 @@ class CrossEntropy(nn.Module):
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))            # (B, T, V)
         return F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none").view_as(target)
 
+    def with_gradient(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:   # (N, V), (N,)
+        """(the same, (N,); its gradient at once, softmax(logits) minus 1 at the target, (N, V), in new memory)."""
+        column = target[:, None]                                        # (N, 1)
+        log = logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))            # (N, V)
+        losses = -log.gather(-1, column).squeeze(-1)                    # (N,)
+        return losses, log.exp_().scatter_add_(-1, column, torch.full_like(column, -1, dtype=log.dtype))
+
+
+class ChunkedLoss(Function):
+    """The sum of weight · cross-entropy over the tokens, from what goes into the map to logits, a chunk of tokens at a time.
+
+    Logits are the largest tensors of training: 50,304 numbers a token, which a block has 768 of. Here those of one chunk alone
+    are ever in memory. As soon as they are there forward computes their gradient too, and from it those of x and weight,
+    which is what is kept; backward multiplies them with one number. So nothing is computed twice.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, target: Tensor, weights: Tensor, cross_entropy: CrossEntropy,
+                size: int) -> Tensor:                                   # (N, D), (V, D), (N,), (N,)
+        kind = x.device.type
+        low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype            # of the matmuls
+        matrix, sums = weight.to(low), torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
+        total, parts = torch.zeros_like(weights[0]), []
+        for rows, aims, factors in zip(x.to(low).split(size), target.split(size), weights.split(size), strict=True):
+            loss, grad = chunk_of_loss(rows, matrix, aims, factors, cross_entropy)      # (), (n, V)
+            total = total + loss
+            parts.append(grad @ matrix)                                 # (n, D)
+            sums += grad.T @ rows                                       # (V, D) added up over the chunks in float32 or float64
+            del grad                                                    # before the next chunk's logits
+        ctx.save_for_backward(torch.cat(parts), sums)
+        ctx.dtypes = x.dtype, weight.dtype
+        return total                                                    # ()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        dx, dw = ctx.saved_tensors
+        to_x, to_weight = ctx.dtypes
+        # dw in its own memory, which nobody else has; a second backward is an error of autograd's, not a wrong number
+        return dx.to(to_x) * grad, dw.mul_(grad).to(to_weight), None, None, None, None
+
+
+def chunk_of_loss(x: Tensor, weight: Tensor, target: Tensor, weights: Tensor,
+                  cross_entropy: CrossEntropy) -> tuple[Tensor, Tensor]:
+    """(sum of weight · cross-entropy; its gradient with respect to the logits, in their format): (n, D), (V, D) -> (), (n, V)."""
+    logits = F.linear(x, weight)                                        # (n, V)
+    losses, grad = cross_entropy.with_gradient(logits, target)          # (n,), (n, V)
+    return (losses * weights).sum(), grad.mul_(weights[:, None].to(grad.dtype)).to(logits.dtype)
+
+
+class Enter(nn.Module):
+    """What goes into the map to logits passes through here. With a vocabulary in pieces, ranks begin here to compute parts."""
+
+    seam = "enter"
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Head(nn.Module):
+    """Map each token to the logits of the next, (B, T, V).
+
+    In training with `loss_chunk` it puts out the sum of the loss instead, a scalar, and no one ever has all logits. FP8's
+    matmul, which notes what it meets, is not taken apart: with it there are logits in training too.
+    """
+
+    def __init__(self, c: GPTConfig):
+        super().__init__()
+        self.norm = norm(c)
+        self.enter = Enter()
+        self.proj = Linear(c.dim, c.vocab, bias=False)
+        self.cross_entropy, self.chunk = CrossEntropy(), c.loss_chunk
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:               # (B, T, D)
+        x = self.enter(self.norm(x))                                    # (B, T, D)
+        if not (self.training and self.chunk and self.proj.matmul is F.linear):
+            return self.proj(x)                                         # (B, T, V)
+        target, weights = batch["target"].clamp(min=0), token_weights(batch)            # 2 x (B, T)
+        return ChunkedLoss.apply(x.flatten(0, 1), self.proj.weight, target.flatten(), weights.flatten(), self.cross_entropy,
+                                 self.chunk)                            # ()
+
+
+def token_weights(batch: Batch) -> Tensor:
+    """1 for each token that weighs, else 0, (B, T). In float64, which counts exactly beyond float32's 2^24."""
+    return ((batch["target"] >= 0) & (batch["sample"] >= 0)[:, None]).double()
+
 
 class NextToken(nn.Module):
-    """(sum of the tokens' cross-entropies, number of tokens). A target of -1 weighs nothing, nor does a sample -1, padding."""
+    """(sum of the tokens' cross-entropies, number of tokens). A target of -1 weighs nothing, nor does a sample -1, padding.
+
+    Takes logits, or the sum that the head has from them.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.cross_entropy = CrossEntropy()
         self.total = Total()
 
-    def forward(self, output: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:           # (B, T, V)
-        weights = self.weights(batch)                                                   # (B, T)
-        losses = self.cross_entropy(output, batch["target"].clamp(min=0))               # (B, T)
-        total, weight = self.total(torch.stack([(losses * weights).sum(), weights.sum()]))
+    def forward(self, output: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:           # (B, T, V) or ()
+        weights = token_weights(batch)                                                  # (B, T)
+        if output.dim():
+            output = (self.cross_entropy(output, batch["target"].clamp(min=0)) * weights).sum()         # ()
+        total, weight = self.total(torch.stack([output, weights.sum()]))
         return total, weight
 
     def weight(self, batch: Batch) -> Tensor:
         """How many tokens of each sample weigh, (B,)."""
-        return self.weights(batch).sum(1)
-
-    def weights(self, batch: Batch) -> Tensor:
-        """1 for each token that weighs, else 0, (B, T). In float64, which counts exactly beyond float32's 2^24."""
-        return ((batch["target"] >= 0) & (batch["sample"] >= 0)[:, None]).double()
+        return token_weights(batch).sum(1)
 
 
 VOCABULARY_PLAN = {**TENSOR_PLAN, "embed.token": "vocabulary", "head.proj": "vocabulary_head"}
 # what has a token as dim 1: every tensor-parallel rank looks up and predicts all of them, in its part of the vocabulary
-TOKEN_PLAN = {"tokens": "context", "target": "context", "position": "sequence"}
+TOKEN_PLAN = {"tokens": "context", "target": "context", "position": "sequence", "seen": "context"}
 
 
 class GPT(nn.Module):
-    """Logits of the next token, (B, T, V), from the tokens up to each position."""
+    """Logits of the next token, (B, T, V), from the tokens up to each position; in training see `Head`."""
 
     tensor_plan = VOCABULARY_PLAN
     token_plan = TOKEN_PLAN
@@ -105,9 +238,7 @@ class GPT(nn.Module):
         super().__init__()
         self.c, self.seed = c, seed
         self.embed = Embed(c)
-        self.blocks = nn.ModuleDict({
-            str(i): Block(c.dim, c.heads, int(c.dim * c.mlp_ratio), f"blocks.{i}", c.dropout, causal=True)
-            for i in range(c.depth)})
+        self.blocks = nn.ModuleDict({str(i): Block(c, f"blocks.{i}") for i in range(c.depth)})
         self.head = Head(c)
         if c.tied:
             self.head.proj.weight = self.embed.token.weight
@@ -127,7 +258,8 @@ class GPT(nn.Module):
     def prepare(self, batch: Batch, step: Tensor) -> Batch:
         """A loader's batch, `tokens` (B, T + 1), as the model takes it: `tokens`, `target` and `position`, (B, T) each.
 
-        In training with dropout also `keys`, one random key for each sample, (B,). Raises `CourseError` if T is more
+        With rotary positions also `seen`, `position` again, of the tokens that attention sees: sequence parallelism does not
+        cut these. In training with dropout also `keys`, one random key for each sample, (B,). Raises `CourseError` if T is more
         than the context.
         """
         sample, tokens, target = batch["sample"], batch["tokens"][:, :-1], batch["tokens"][:, 1:]
@@ -137,6 +269,8 @@ class GPT(nn.Module):
                               "make the samples shorter or model.context larger")
         position = torch.arange(T, device=sample.device).expand(len(sample), T)
         ready = {"sample": sample, "tokens": tokens, "target": target, "position": position}
+        if self.c.position == "rotary":
+            ready["seen"] = position
         if self.training and self.c.dropout:
             ready["keys"] = random.sample_keys(self.seed, step, sample)
         return ready
@@ -145,9 +279,13 @@ class GPT(nn.Module):
         """The output for a prepared batch. Of a pipeline's stage, which lacks some parts, `x` is what the last one put out."""
         if self.embed is not None:
             x = self.embed(batch)                                       # (B, T, D)
+        if "seen" in batch:                                             # the same angles for all blocks: computed once
+            dtype = torch.promote_types(x.dtype, torch.float32)
+            turn = turns(batch["seen"][0], self.c.dim // self.c.heads, self.c.rope_theta, dtype)
+            batch = {**batch, "turn": turn}                             # (2, T, d / 2)
         for block in self.blocks.values():
             x = block(x, batch)                                         # (B, T, D)
-        return x if self.head is None else self.head(x)                 # (B, T, V)
+        return x if self.head is None else self.head(x, batch)          # (B, T, V)
 
     def example(self, samples: int, device: torch.device, first: int = 0) -> Batch:
         """A loader's batch of random tokens in the right shapes: samples `first` and on, the same in every run."""

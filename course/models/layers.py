@@ -58,7 +58,10 @@ class DropPath(Dropout):
 
 
 class Attend(nn.Module):
-    """Scaled dot-product attention, head by head: of each query with all keys, or, causal, with those up to its own."""
+    """Scaled dot-product attention, head by head: of each query with all keys, or, causal, with those up to its own.
+
+    Keys and values may have fewer heads: then head i of the queries sees their head i // (h / g).
+    """
 
     seam = "attend"                                 # where context parallelism puts its own
 
@@ -66,8 +69,9 @@ class Attend(nn.Module):
         super().__init__()
         self.causal = causal
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:       # 3 x (B, h, T, d)
-        return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)           # (B, h, T, d)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:       # (B, h, T, d), 2 x (B, g, T, d)
+        grouped = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=grouped)       # (B, h, T, d)
 
 
 class Linear(nn.Linear):
@@ -112,6 +116,91 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:                             # (B, T, D)
         return self.down(F.gelu(self.up(x)))                            # (B, T, D)
+
+
+class RMSNorm(nn.RMSNorm):
+    """Divide by the root of the mean square; unlike LayerNorm nothing is subtracted or added (Zhang and Sennrich 2019,
+    arXiv:1910.07467).
+
+    In the wider format of input and weight: autocast, which sees to that for LayerNorm, does not know this one, and of two
+    formats PyTorch has no fused kernel.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:                             # (..., D)
+        kind = torch.promote_types(x.dtype, self.weight.dtype)
+        return F.rms_norm(x.to(kind), self.normalized_shape, self.weight.to(kind), self.eps)
+
+
+class GroupedAttention(nn.Module):
+    """Causal self-attention in which each head of keys and values serves a group of query heads (Ainslie et al. 2023,
+    arXiv:2305.13245); with a group of one, `Attention`.
+
+    The rows of `qkv.weight` are (G + 2, kv_heads, head_dim): the first query of every group, the second and so on, then all
+    keys and all values. So a part of the groups is a box. What `out` takes has the heads of a group side by side.
+    """
+
+    def __init__(self, dim: int, heads: int, kv_heads: int, bias: bool = True):
+        super().__init__()
+        self.head_dim, self.group = dim // heads, heads // kv_heads
+        self.qkv = Linear(dim, self.group + 2, kv_heads, dim // heads, bias=bias)
+        self.core = Attend(causal=True)
+        self.out = Linear(dim, dim, bias=bias)
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:               # (B, T, D)
+        qkv = self.qkv(x).unflatten(-1, (self.group + 2, -1, self.head_dim))            # (B, T, G + 2, g, d)
+        q, k, v = qkv.permute(0, 3, 2, 1, 4).split([self.group, 1, 1], 2)               # (B, g, G, T, d), 2 x (B, g, 1, T, d)
+        q, k, v = q.flatten(1, 2), k.squeeze(2), v.squeeze(2)           # (B, h, T, d), 2 x (B, g, T, d)
+        if "turn" in batch:
+            q, k = rotate(q, batch["turn"]), rotate(k, batch["turn"])
+        y = self.core(q, k, v)                                          # (B, h, T, d)
+        return self.out(y.transpose(1, 2).flatten(2))                   # (B, T, D)
+
+
+def turns(position: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Tensor:
+    """Cosine and sine of the angles by which rotary positions turn each pair of numbers: (T,) -> (2, T, head_dim / 2).
+
+    Pair i turns by position · theta^(-2i / head_dim) (Su et al. 2021, arXiv:2104.09864, section 3.4.2). Angles are computed in
+    float64, so that far positions are as exact as near ones.
+    """
+    pair = torch.arange(0, head_dim, 2, device=position.device, dtype=torch.float64)
+    angle = position[:, None] * theta ** (-pair / head_dim)             # (T, d / 2)
+    return torch.stack([angle.cos(), angle.sin()]).to(dtype)
+
+
+def rotate(x: Tensor, turn: Tensor) -> Tensor:                          # (B, h, T, d), (2, T, d / 2)
+    """Turn each pair of numbers, one from the first half of a head and one from the second."""
+    a, b = x.chunk(2, -1)                                               # 2 x (B, h, T, d / 2)
+    cos, sin = turn
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
+
+
+class GeluMLP(nn.Module):
+    """`MLP` with a choice: exact GELU or its tanh approximation (GPT-2's), with biases or without."""
+
+    def __init__(self, dim: int, hidden: int, bias: bool, approximate: str):
+        super().__init__()
+        self.up = Linear(dim, hidden, bias=bias)
+        self.down = Linear(hidden, dim, bias=bias)
+        self.approximate = approximate
+
+    def forward(self, x: Tensor) -> Tensor:                             # (B, T, D)
+        return self.down(F.gelu(self.up(x), approximate=self.approximate))              # (B, T, D)
+
+
+class SwiGLU(nn.Module):
+    """Each hidden unit is a value times its gate, SiLU of another (Shazeer 2020, arXiv:2002.05202).
+
+    The rows of `up.weight` are (2, hidden, 1), gates and values: a unit is cut as a head of one number would be.
+    """
+
+    def __init__(self, dim: int, hidden: int, bias: bool):
+        super().__init__()
+        self.up = Linear(dim, 2, hidden, 1, bias=bias)
+        self.down = Linear(hidden, dim, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:                             # (B, T, D)
+        gate, value = self.up(x).chunk(2, -1)                           # 2 x (B, T, M)
+        return self.down(F.silu(gate) * value)                          # (B, T, D)
 
 
 # how tensor parallelism cuts a block's linears: by output features (heads, hidden units) or by input features

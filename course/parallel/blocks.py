@@ -7,7 +7,8 @@ Backward needs of the other blocks only their part in `out` and `lse` (Dao 2023,
     p = exp(s - lse),  dv = p' g,  ds = p * (g v' - rowsum(g * out)),  dq = ds k / sqrt(d),  dk = ds' q / sqrt(d)
 
 `plain` is these formulas, for any device and format; `cudnn` and `flash` are PyTorch's fused kernels of the same on GPUs.
-All tensors are (B, h, T, d), lse (B, h, T). causal: query i sees keys up to i; both have the same length then.
+All tensors are (B, h, T, d), lse (B, h, T); keys and values may have fewer heads, each for a group of queries' heads. causal:
+query i sees keys up to i; both have the same length then.
 """
 
 import math
@@ -23,6 +24,7 @@ Grads = tuple[Tensor, Tensor, Tensor]
 def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     """(out, lse) of the queries for these keys; lse in float32 or float64."""
     kind = kernel(q)
+    k, v = spread(k, q.shape[1]), spread(v, q.shape[1])                 # (B, h, S, d)
     if kind == "cudnn":
         out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal)
         return out, lse.view(out.shape[:3])
@@ -36,7 +38,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tens
 
 def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool) -> Grads:
     """(dq, dk, dv) by way of these keys, given the answer and log-sum-exp for all keys."""
-    kind = kernel(q)
+    kind, groups = kernel(q), k.shape[1]
+    if groups != q.shape[1]:                                            # each head's own, added up over the queries it serves
+        dq, dk, dv = backward(grad, q, spread(k, q.shape[1]), spread(v, q.shape[1]), out, lse, causal)
+        return dq, dk.unflatten(1, (groups, -1)).sum(2), dv.unflatten(1, (groups, -1)).sum(2)
     if kind != "plain":
         none = torch.empty(0, dtype=torch.uint64 if kind == "flash" else torch.int64, device=q.device)    # no dropout: no seed
         q, k, v, out, grad, lse = (x.contiguous() for x in (q, k, v, out, grad, lse))
@@ -50,6 +55,11 @@ def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Te
     g, k, v, q = (x.to(p.dtype) for x in (grad, k, v, q))
     ds = p * (g @ v.mT - (g * out).sum(-1, keepdim=True)) / math.sqrt(q.shape[-1])
     return ds @ k, ds.mT @ q, p.mT @ g
+
+
+def spread(x: Tensor, heads: int) -> Tensor:
+    """Each head repeated for the queries it serves: (B, g, S, d) -> (B, h, S, d)."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
 def scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:

@@ -33,10 +33,10 @@ class GatherAttend(nn.Module):
         super().__init__()
         self.causal, self.tokens = causal, tokens
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:       # 3 x (B, h, T / cp, d)
-        k, v = gather_in_order(torch.stack([k, v]), self.tokens)        # 2 x (B, h, T, d)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:       # (B, h, T / cp, d), 2 x (B, g, T / cp, d)
+        k, v = gather_in_order(torch.stack([k, v]), self.tokens)        # 2 x (B, g, T, d)
         if not self.causal:
-            return F.scaled_dot_product_attention(q, k, v)
+            return F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
         return torch.cat([look_back(piece, k[:, :, :end], v[:, :, :end])                # front and back, a zigzag
                           for piece, end in zip(q.chunk(2, 2), self.ends(), strict=True)], 2)       # (B, h, T / cp, d)
 
@@ -60,7 +60,7 @@ def look_back(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
     with _disable_current_modes():                  # PyTorch fails to make it within a mode such as FlopCounterMode or Trace
         mask = causal_lower_right(q.shape[2], k.shape[2])
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
 
 
 class AllToAllAttend(nn.Module):
@@ -77,6 +77,20 @@ class AllToAllAttend(nn.Module):
         return mappings.all_to_all(y, 2, 1, cp, q.shape[1] * cp.size)   # (B, h, T / cp, d)
 
 
+class GroupedAllToAllAttend(AllToAllAttend):
+    """The same where a head of keys and values serves a group of queries' heads: it goes with these, in one exchange."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:       # (B, h, T / cp, d), 2 x (B, g, T / cp, d)
+        if q.shape[1] == k.shape[1]:
+            return super().forward(q, k, v)
+        cp, total = self.tokens.cp, self.tokens.total
+        groups = torch.cat([q.unflatten(1, (k.shape[1], -1)), k[:, :, None], v[:, :, None]], 2)     # (B, g, h / g + 2, T / cp, d)
+        groups = mappings.all_to_all(groups, 1, 3, cp, total)           # (B, g / cp, h / g + 2, T, d)
+        q, k, v = groups[:, :, :-2].flatten(1, 2), groups[:, :, -2], groups[:, :, -1]   # (B, h / cp, T, d), 2 x (B, g / cp, T, d)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=True)
+        return mappings.all_to_all(y, 2, 1, cp, q.shape[1] * cp.size)   # (B, h, T / cp, d)
+
+
 class RingAttend(nn.Module):
     """Keys and values go round the ranks; each answers its queries for the block that is there, and merges the answers."""
 
@@ -85,7 +99,7 @@ class RingAttend(nn.Module):
         self.causal, self.tokens = causal, tokens
 
     @mappings.uncompiled                             # its sends and receives run beside the computation
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:       # 3 x (B, h, T / cp, d)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:       # (B, h, T / cp, d), 2 x (B, g, T / cp, d)
         lengths = [len(piece) for piece in self.tokens.order(torch.device("cpu"))]
         return Ring.apply(q, k, v, self.causal, self.tokens.cp, lengths)
 
@@ -196,7 +210,7 @@ def pass_on(out: Tensor, into: Tensor, axis: Axis) -> list[Any]:
                                    dist.P2POp(dist.irecv, into, before, axis.group)])
 
 
-METHODS = {"gather": GatherAttend, "ring": RingAttend, "all_to_all": AllToAllAttend}
+METHODS = {"gather": GatherAttend, "ring": RingAttend, "all_to_all": GroupedAllToAllAttend}
 
 
 def context_parallel(model: nn.Module, tokens: SplitTokens, method: str) -> nn.Module:

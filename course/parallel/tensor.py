@@ -6,7 +6,7 @@ Which linear is which is data on the model's class, `tensor_plan`; a vocabulary 
 """
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import Tensor, nn
 
@@ -14,7 +14,7 @@ from course.parallel import overlap
 from course.parallel.mesh import Axis
 from course.parallel.placement import cut, place, placement
 from course.parallel.sequence import SplitTokens, enter, fill, leave, matmul_of
-from course.parallel.vocabulary import VocabularyCrossEntropy, VocabularyEmbedding, VocabularyHead
+from course.parallel.vocabulary import VocabularyCrossEntropy, VocabularyEmbedding, VocabularyEnter, VocabularyHead
 
 
 class ColumnLinear(nn.Module):
@@ -61,9 +61,41 @@ class OverlappedRowLinear(RowLinear):
         return overlap.linear_scatter(x, self.weight, self.axis, self.tokens.overlap) + self.bias
 
 
-def style_of(name: str, tokens: SplitTokens | None) -> Any:
+class BareColumnLinear(ColumnLinear):
+    """y = x W', a column linear that has no bias, in both ways of communicating."""
+
+    def __init__(self, linear: nn.Linear, axis: Axis, tokens: SplitTokens | None = None):
+        nn.Module.__init__(self)
+        self.axis, self.tokens, self.matmul = axis, tokens, matmul_of(linear, axis)
+        heads = max(0, len(placement(linear.weight).global_shape) - 3)  # of (3, heads, head_dim, D), or the features of (F, D)
+        self.weight = cut(linear.weight, heads, axis)
+        self.register_parameter("bias", None)
+
+    def forward(self, x: Tensor) -> Tensor:                             # (B, T, D), sequence parallel (B, T / tp, D)
+        if overlapped(self.tokens):
+            return overlap.gather_linear(x, self.weight, None, self.axis, self.tokens.here, self.tokens.overlap)
+        return self.matmul(enter(x, self.axis, self.tokens), self.weight)               # (B, T, F / tp)
+
+
+class BareRowLinear(RowLinear):
+    """y = x W', a row linear that has no bias, in both ways of communicating."""
+
+    def forward(self, x: Tensor) -> Tensor:                             # (B, T, F / tp)
+        if overlapped(self.tokens):
+            return overlap.linear_scatter(x, self.weight, self.axis, self.tokens.overlap)
+        return leave(self.matmul(x, self.weight), self.axis, self.tokens)               # (B, T, D) or (B, T / tp, D)
+
+
+def overlapped(tokens: SplitTokens | None) -> TypeGuard[SplitTokens]:
+    """Whether linears communicate beside their matmuls."""
+    return tokens is not None and tokens.overlap != "none"
+
+
+def style_of(name: str, tokens: SplitTokens | None, bias: bool = True) -> Any:
     """The module of a style that a model's `tensor_plan` names."""
-    if tokens is not None and tokens.overlap != "none" and name in ("column", "row"):
+    if not bias and name in ("column", "row"):
+        return BareColumnLinear if name == "column" else BareRowLinear
+    if overlapped(tokens) and name in ("column", "row"):
         return OverlappedColumnLinear if name == "column" else OverlappedRowLinear
     return {"column": ColumnLinear, "row": RowLinear, "vocabulary": VocabularyEmbedding, "vocabulary_head": VocabularyHead}[name]
 
@@ -82,8 +114,10 @@ def tensor_parallel(model: nn.Module, axis: Axis, tokens: SplitTokens | None = N
         style = next((style for end, style in model.tensor_plan.items() if name.endswith(end)), None)    # type: ignore[union-attr, operator]
         if style is not None and isinstance(module, (nn.Linear, nn.Embedding)):
             owner, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(owner), leaf, style_of(style, tokens)(module, axis, tokens))
+            bias = getattr(module, "bias", None) is not None
+            setattr(model.get_submodule(owner), leaf, style_of(style, tokens, bias)(module, axis, tokens))
     fill(model, "cross_entropy", lambda old: VocabularyCrossEntropy(axis))
+    fill(model, "enter", lambda old: VocabularyEnter(axis, tokens))
     tie(model)
     for parameter in model.parameters():
         where = placement(parameter)

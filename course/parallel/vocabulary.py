@@ -34,16 +34,26 @@ class VocabularyEmbedding(nn.Module):
         return leave(part, self.axis, self.tokens)                      # (B, T, D), sequence parallel (B, T / tp, D)
 
 
+class VocabularyEnter(nn.Module):
+    """Where each rank begins to compute its part of the logits: the loss wants all tokens, of which it takes some at a time."""
+
+    def __init__(self, axis: Axis, tokens: SplitTokens | None = None):
+        super().__init__()
+        self.axis, self.tokens = axis, tokens
+
+    def forward(self, x: Tensor) -> Tensor:                             # (B, T, D), sequence parallel (B, T / tp, D)
+        return enter(x, self.axis, self.tokens)                         # (B, T, D)
+
+
 class VocabularyHead(nn.Module):
-    """The logits of the tokens whose rows are here, y = x W'."""
+    """The logits of the tokens whose rows are here, y = x W', of what `VocabularyEnter` gives."""
 
     def __init__(self, linear: nn.Linear, axis: Axis, tokens: SplitTokens | None = None):
         super().__init__()
-        self.axis, self.tokens, self.matmul = axis, tokens, matmul_of(linear, axis)
+        self.matmul = matmul_of(linear, axis)
         self.weight = cut_vocabulary(linear.weight, axis)
 
-    def forward(self, x: Tensor) -> Tensor:                             # (B, T, D), sequence parallel (B, T / tp, D)
-        x = enter(x, self.axis, self.tokens)                            # (B, T, D)
+    def forward(self, x: Tensor) -> Tensor:                             # (B, T, D)
         return self.matmul(x, self.weight)                              # (B, T, V / tp)
 
 
@@ -57,31 +67,46 @@ class VocabularyCrossEntropy(nn.Module):
     def forward(self, logits: Tensor, target: Tensor) -> Tensor:        # (B, T, V / tp), (B, T)
         return CrossEntropy.apply(logits, target, self.axis)            # (B, T)
 
+    def with_gradient(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:   # (N, V / tp), (N,)
+        """(the same, (N,); its gradient at once, (N, V / tp), in new memory)."""
+        losses, softmax, column, here = losses_and_softmax(logits, target, self.axis)
+        return losses, minus_target(softmax, column, here)
+
 
 class CrossEntropy(Function):
     """log(sum exp s) - s[target], the same on every rank | softmax(s) minus 1 at the target, each rank's own columns."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, axis: Axis) -> Tensor:
-        column, here = own(target, logits.shape[-1], axis)              # 2 x (B, T)
-        s = logits.to(torch.promote_types(logits.dtype, torch.float32))                 # (B, T, V / tp)
-        largest = s.amax(-1)                                            # (B, T)
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=axis.group)
-        s = s - largest[..., None]                                      # new memory: from here on in place
-        wanted = s.gather(-1, column[..., None]).squeeze(-1) * here     # (B, T)
-        sums = torch.stack([wanted, s.exp_().sum(-1)])                  # (2, B, T)
-        dist.all_reduce(sums, group=axis.group)
-        wanted, total = sums
-        ctx.save_for_backward(s.div_(total[..., None]), column, here)   # the softmax
+        losses, softmax, column, here = losses_and_softmax(logits, target, axis)
+        ctx.save_for_backward(softmax, column, here)
         ctx.dtype = logits.dtype
-        return total.log() - wanted
+        return losses
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         softmax, column, here = ctx.saved_tensors
         # in the softmax's own memory, which nobody else has; a second backward is an error of autograd's, not a wrong number
-        softmax.scatter_add_(-1, column[..., None], -here[..., None].to(softmax.dtype))
-        return softmax.mul_(grad[..., None]).to(ctx.dtype), None, None
+        return minus_target(softmax, column, here).mul_(grad[..., None]).to(ctx.dtype), None, None
+
+
+def losses_and_softmax(logits: Tensor, target: Tensor, axis: Axis) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(losses, softmax of this rank's columns in new memory, which of these the target is, whether it is here)."""
+    column, here = own(target, logits.shape[-1], axis)                  # 2 x (B, T)
+    s = logits.to(torch.promote_types(logits.dtype, torch.float32))     # (B, T, V / tp)
+    largest = s.amax(-1)                                                # (B, T)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=axis.group)
+    s = s - largest[..., None]                                          # new memory: from here on in place
+    wanted = s.gather(-1, column[..., None]).squeeze(-1) * here         # (B, T)
+    sums = torch.stack([wanted, s.exp_().sum(-1)])                      # (2, B, T)
+    dist.all_reduce(sums, group=axis.group)
+    wanted, total = sums
+    return total.log() - wanted, s.div_(total[..., None]), column, here
+
+
+def minus_target(softmax: Tensor, column: Tensor, here: Tensor) -> Tensor:
+    """The softmax, in place, minus 1 at the target: the gradient of the losses with respect to the logits."""
+    return softmax.scatter_add_(-1, column[..., None], -here[..., None].to(softmax.dtype))
 
 
 def own(tokens: Tensor, rows: int, axis: Axis) -> tuple[Tensor, Tensor]:

@@ -41,9 +41,14 @@ def vit_step(c: ViTConfig, samples: int) -> int:
 
 
 def gpt_step(c: GPTConfig, samples: int) -> int:
-    """The same of GPT, samples of a whole context: the blocks and 2·T·D·V for the logits. Looking tokens up is no matmul."""
+    """The same of GPT, samples of a whole context: the blocks and 2·T·D·V for the logits. Looking tokens up is no matmul.
+
+    A gated MLP has three maps of D·M, not two; keys and values have D·D·kv_heads / heads each.
+    """
     head = 2 * c.context * c.dim * c.vocab
-    return samples * 3 * (blocks(c.context, c.dim, int(c.dim * c.mlp_ratio), c.depth) + head)
+    gates = 2 * c.context * c.dim * c.hidden * (c.mlp == "swiglu")
+    shared = 2 * c.context * 2 * c.dim * (c.dim - c.groups * (c.dim // c.heads))        # heads that keys and values do not have
+    return samples * 3 * (blocks(c.context, c.dim, c.hidden, c.depth) + c.depth * (gates - shared) + head)
 
 
 def dit_step(c: DiTConfig, samples: int) -> int:

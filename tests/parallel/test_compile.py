@@ -15,6 +15,7 @@ LAYOUTS = [("vit", spec) for spec in (
     "dp=2", f"dp=2 {ZEROS}", "tp=2", "tp=2 sp=true overlap=none", "tp=2 sp=true", "cp=2 context=gather",
     "cp=2 context=all_to_all", "cp=2 context=ring", f"pp=2 {INTERLEAVED}")]
 OTHERS = [(kind, spec) for kind in ("gpt", "dit") for spec in ("tp=2 sp=true overlap=none", "cp=2 context=gather")]
+OTHERS += [("llama", spec) for spec in ("dp=2", "tp=2 sp=true overlap=none", "cp=2 context=all_to_all")]
 
 
 def train(overrides: list[str], kind: str) -> tuple[list[list[float]], list[str]]:

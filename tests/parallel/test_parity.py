@@ -14,9 +14,13 @@ from course.parallel.placement import Box
 SMALL = ["model.grid=[8,16]", "model.channels=3", "model.patch=4", "model.dim=16", "model.depth=5", "model.heads=4",
          "model.residual=false", "data.source=mock", "optim.name=sgd", "optim.lr=0.1", "optim.warmup=2", "optim.clip=0",
          "precision=fp64", "train.device=cpu", "train.global_batch=8", "train.steps=4"]
+# grouped heads: two of keys and values, for two queries each; and an MLP whose width is no multiple of the model's
+LLAMA = ["model.kv_heads=2", "model.norm=rms", "model.mlp=swiglu", "model.mlp_width=24", "model.position=rotary",
+         "model.bias=false", "model.tied=false", "model.loss_chunk=20"]
 # each model's preset, and what makes it small: 11 tokens and 9 patches divide by nothing
 MODELS = {"vit": ("vit-demo", SMALL),
           "gpt": ("gpt-demo", ["model.vocab=24", "model.context=11", *SMALL[3:6], *SMALL[7:]]),
+          "llama": ("gpt-demo", ["model.vocab=24", "model.context=11", *SMALL[3:6], *SMALL[7:], *LLAMA]),
           "dit": ("dit-demo", ["model.latent=[3,6,6]", "model.classes=4", *SMALL[3:6], *SMALL[7:]])}
 Pieces = dict[str, list[tuple[Box, torch.Tensor]]]
 
@@ -26,7 +30,7 @@ def draw(kind: str, generator: torch.Generator) -> dict[str, torch.Tensor]:
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
-    if kind == "gpt":
+    if kind in ("gpt", "llama"):
         return {"tokens": torch.randint(24, (8, 12), generator=generator)}
     if kind == "dit":
         return {"latent": normal(8, 3, 6, 6), "label": torch.randint(4, (8,), generator=generator)}
@@ -143,12 +147,23 @@ def test_parity_with(spec, extra):
 @pytest.mark.parametrize(("kind", "spec", "extra"), [
     *(pytest.param("dit", spec, ("model.objective=flow",), marks=pytest.mark.slow) for spec in ("cp=2 tp=2 sp=true", EIGHT[1])),
     *(pytest.param(kind, spec, extra, marks=[] if spec == "tp=2 sp=true" and not extra else pytest.mark.slow)
-    for kind, extras in (("gpt", [(), ("model.tied=false", "model.dropout=0.2", "train.recompute=full")]), ("dit", [()]))
+    for kind, extras in (("gpt", [(), ("model.tied=false", "model.dropout=0.2", "train.recompute=full", "model.loss_chunk=0")]),
+                         ("dit", [()]))
     for spec in (f"dp=2 {ZEROS}", "tp=2", "tp=2 sp=true", "cp=2 context=gather", "cp=2 context=ring", "cp=2 context=all_to_all",
                  "cp=2 tp=2 sp=true", "pp=2 micro=2", f"pp=2 {INTERLEAVED}", "pp=2 tp=2 micro=2", "cp=4 context=ring",
                  "pp=4 micro=1", EIGHT[1], EIGHT[3], ALL) for extra in extras)])
 def test_parity_of_other_models(kind, spec, extra):
     assert_equal_to_serial(*layout(spec), extra, kind)
+
+
+@pytest.mark.parametrize(("spec", "extra"), [
+    pytest.param(spec, extra, marks=[] if spec == "tp=2 sp=true" and not extra else pytest.mark.slow)
+    for spec in (f"dp=2 {ZEROS}", "tp=2", "tp=2 sp=true", "tp=2 sp=true overlap=none", "cp=2 context=gather", "cp=2 context=ring",
+                 "cp=2 context=all_to_all", "cp=2 tp=2 sp=true", "cp=2 tp=2 sp=true context=gather", "pp=2 micro=2",
+                 "pp=2 tp=2 micro=2", "cp=4 context=ring", EIGHT[1], EIGHT[3], ALL)
+    for extra in ((), ("model.dropout=0.2", "train.recompute=full", "model.bias=true"))])
+def test_parity_of_llama(spec, extra):
+    assert_equal_to_serial(*layout(spec), extra, "llama")
 
 
 def swapped(tokens: Any, device: torch.device) -> tuple[torch.Tensor, ...]:

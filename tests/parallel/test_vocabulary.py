@@ -66,6 +66,45 @@ def test_loss_and_gradient_equal_those_of_the_whole_vocabulary(size, dtype, scal
     torch.testing.assert_close(parts, grad, rtol=rounding, atol=tolerance)
 
 
+def split_in_chunks(size):
+    """The loss of tokens in chunks, its gradients, and the most logits that this rank had at a time."""
+    from unittest import mock
+
+    from course.models import gpt
+    from course.parallel import mappings
+    from course.parallel.vocabulary import VocabularyCrossEntropy
+
+    axis = my_axis()
+    x, weight, target = drawn_features()
+    x, mine = x.requires_grad_(), mappings.shard(weight, 0, axis).detach().requires_grad_()
+    seen, linear = [], gpt.F.linear
+    with mock.patch.object(gpt.F, "linear", lambda *given: (seen.append(linear(*given)), seen[-1])[1]):
+        loss = gpt.ChunkedLoss.apply(mappings.copy(x, axis), mine, target, torch.full((10,), 0.5, dtype=torch.float64),
+                                     VocabularyCrossEntropy(axis), size)
+    loss.backward()
+    return loss.detach(), x.grad, mine.grad, max(logits.numel() for logits in seen)
+
+
+def drawn_features():
+    generator = torch.Generator().manual_seed(4)
+    x, weight = (torch.randn(n, 6, generator=generator, dtype=torch.float64) for n in (10, VOCAB))
+    return x, weight, torch.randint(VOCAB, (10,), generator=generator)
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_chunks_of_a_vocabulary_in_pieces(size):
+    x, weight, target = drawn_features()
+    x.requires_grad_(), weight.requires_grad_()
+    loss = 0.5 * F.cross_entropy(x @ weight.T, target, reduction="sum")
+    loss.backward()
+    found = ranks(size)(split_in_chunks, 4)
+    for own, dx, _, most in found:
+        torch.testing.assert_close(own, loss.detach(), rtol=1e-13, atol=1e-13)
+        torch.testing.assert_close(dx, x.grad, rtol=1e-13, atol=1e-13)
+        assert most == 4 * VOCAB // size
+    torch.testing.assert_close(torch.cat([dw for _, _, dw, _ in found]), weight.grad, rtol=1e-13, atol=1e-13)
+
+
 def twice():
     from course.parallel.vocabulary import VocabularyCrossEntropy
 

@@ -14,6 +14,8 @@ from course.perf import flops
     ViTConfig(grid=(16, 16), channels=5, patch=4, dim=32, depth=3, heads=4, residual=True),
     GPTConfig(vocab=37, context=11, dim=24, depth=2, heads=3, mlp_ratio=2.0),
     GPTConfig(vocab=40, context=8, dim=32, depth=3, heads=4, tied=False),
+    GPTConfig(vocab=40, context=8, dim=32, depth=2, heads=4, kv_heads=2, mlp="swiglu", mlp_width=24, norm="rms", bias=False,
+              position="rotary"),
     DiTConfig(latent=(3, 8, 4), patch=2, dim=24, depth=2, heads=3, mlp_ratio=2.0, classes=5),
     DiTConfig(latent=(4, 8, 8), patch=4, dim=32, depth=3, heads=4),
 ])

@@ -1,0 +1,191 @@
+"""GPT-2 and Llama of `transformers`, randomly initialised: the same logits here, and back there."""
+
+import json
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from course.convert import huggingface, weights
+from course.errors import CourseError
+from course.launch import ranks
+from course.models import GPTConfig
+
+transformers = pytest.importorskip("transformers")
+SIZES = {"vocab_size": 50, "bos_token_id": None, "eos_token_id": None}
+GPT2 = {**SIZES, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 24}
+LLAMA = {**SIZES, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "max_position_embeddings": 24}
+# name of the case: what a configuration has besides
+CASES = {"gpt2": {}, "gpt2 gelu untied": {"activation_function": "gelu", "tie_word_embeddings": False, "n_inner": 48},
+         "llama": {"num_key_value_heads": 2}, "llama plain": {"tie_word_embeddings": True, "rms_norm_eps": 1e-5},
+         "llama biased": {"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True,
+                          "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}}
+
+
+def theirs(case):
+    """A model of theirs in which no bias or gain is trivial."""
+    torch.manual_seed(0)
+    if case.startswith("gpt2"):
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2, **CASES[case]))
+    else:
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA, **CASES[case]))
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 0.3 * torch.randn_like(p)
+    return model.eval()
+
+
+def exact_norm(module, x):
+    """Llama's norm, which `transformers` computes in float32 whatever the model, in float64."""
+    return module.weight * x / (x.square().mean(-1, keepdim=True) + module.variance_epsilon).sqrt()
+
+
+def exact_angles(module, x, position_ids):
+    """The same of its cosines and sines."""
+    d, theta = module.config.head_dim, module.config.rope_parameters["rope_theta"]
+    angle = position_ids[0].double()[:, None] / theta ** (torch.arange(0, d, 2).double() / d)
+    angle = torch.cat([angle, angle], -1)[None]
+    return angle.cos(), angle.sin()
+
+
+def logits(ours, tokens):
+    position = torch.arange(tokens.shape[1]).expand_as(tokens)
+    with torch.no_grad():
+        return ours({"tokens": tokens, "sample": torch.arange(len(tokens)), "position": position}
+                    | ({"seen": position} if ours.c.position == "rotary" else {}))
+
+
+def of_theirs(model, tokens):
+    with torch.no_grad():
+        return model(tokens).logits
+
+
+TOKENS = torch.randint(50, (2, 20), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_equal(case, tmp_path):
+    model = theirs(case)
+    model.save_pretrained(tmp_path)
+    torch.testing.assert_close(logits(huggingface.read(tmp_path), TOKENS), of_theirs(model, TOKENS), rtol=1e-5, atol=1e-5)
+    llama = "transformers.models.llama.modeling_llama.Llama"
+    with mock.patch(f"{llama}RotaryEmbedding.forward", exact_angles), mock.patch(f"{llama}RMSNorm.forward", exact_norm):
+        expected = of_theirs(model.double(), TOKENS)
+    torch.testing.assert_close(logits(huggingface.read(tmp_path, torch.float64), TOKENS), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("shard", [weights.SHARD, 10_000])
+def test_they_load_what_we_write(case, shard, tmp_path):
+    model = theirs(case)
+    model.save_pretrained(tmp_path / "theirs")
+    ours = huggingface.read(tmp_path / "theirs")
+    huggingface.write(tmp_path / "back", ours.c, huggingface.serial(ours), shard)
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    assert type(back) is type(model) and (tmp_path / "back" / "model.safetensors").exists() == (shard == weights.SHARD)
+    assert torch.equal(of_theirs(back.eval(), TOKENS), of_theirs(model, TOKENS))
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(back.state_dict()[name], tensor), name
+    again = huggingface.read(tmp_path / "back")
+    assert again.c == ours.c and torch.equal(logits(again, TOKENS), logits(ours, TOKENS))
+
+
+def test_a_bin_file_and_bare_names_are_read_and_nothing_in_it_runs(tmp_path):
+    """As OpenAI's GPT-2 lies on the hub: names without a prefix, masks among them."""
+    model = theirs("gpt2")
+    (tmp_path / "config.json").write_text(model.config.to_json_string())
+    state = {name.removeprefix("transformer."): x for name, x in model.state_dict().items()}
+    state["h.0.attn.bias"] = torch.ones(1, 1, 24, 24)
+    torch.save(state, tmp_path / "pytorch_model.bin")
+    torch.testing.assert_close(logits(huggingface.read(tmp_path), TOKENS), of_theirs(model, TOKENS), rtol=1e-5, atol=1e-5)
+    torch.save({**state, "wte.weight": NoTensor}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(CourseError, match=r"pytorch_model.bin cannot be read"):
+        huggingface.read(tmp_path)
+
+
+class NoTensor:
+    """Something that is no tensor."""
+
+
+def in_layout(folder, overrides):
+    """A rank's pieces of a folder's weights."""
+    from course import config, random
+    from course.models import build_model
+    from course.parallel import build_mesh, join, parallelize, placement
+
+    source = huggingface.Source(folder)
+    c = config.load("gpt-demo", overrides)
+    model = parallelize(build_model(source.c), build_mesh(c.parallel, join("cpu")), c.parallel)
+    random.initialize(model, 0, torch.device("cpu"))
+    huggingface.fill(model, source)
+    return [(placement(p).name, placement(p).box, p.detach()) for p in model.parameters()]
+
+
+@pytest.mark.parametrize("layout", ["parallel.tp=2", "parallel.pp=2"])
+def test_each_rank_takes_its_boxes(layout, tmp_path):
+    theirs("llama").save_pretrained(tmp_path)
+    whole = {huggingface.placement(p).name: p for p in huggingface.read(tmp_path).parameters()}
+    seen = set()
+    for pieces in ranks(2)(in_layout, tmp_path, [layout]):
+        for name, box, piece in pieces:
+            part = whole[name].detach().view(huggingface.placement(whole[name]).global_shape)[tuple(slice(*side) for side in box)]
+            assert torch.equal(piece, part.reshape(piece.shape))
+            seen.add(name)
+    assert seen == set(whole)
+
+
+def test_dtypes_and_padding_of_our_own_model_go_with_it(tmp_path):
+    ours = huggingface.read(saved("llama", tmp_path / "a"), torch.bfloat16)
+    huggingface.write(tmp_path / "b", ours.c, huggingface.serial(ours))
+    assert json.loads((tmp_path / "b" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert load_file(tmp_path / "b" / "model.safetensors")["lm_head.weight"].dtype == torch.bfloat16
+
+
+def saved(case, folder):
+    theirs(case).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(("case", "change", "words"), [
+    ("gpt2", {"model_type": "bert"}, "model_type=bert"),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
+    ("gpt2", {"activation_function": "relu"}, "activation_function=relu"),
+    ("gpt2", {"n_layer": 3}, "lacks the tensor transformer.h.2.ln_1.weight"),
+    ("gpt2", {"n_layer": 1}, "12 tensors that a gpt2 of its config.json has not, such as transformer.h.1"),
+    ("gpt2", {"vocab_size": 60}, r"embed.token.weight as \[50, 32\], and its config.json says \[60, 32\]"),
+    ("gpt2", {"n_head": None}, "lacks n_head"), ("gpt2", {"n_head": "four"}, "heads=four"),
+    ("gpt2", {"n_head": 5}, "model.heads=5"),
+    ("llama", {"rope_parameters": {"rope_type": "yarn"}}, "rope_type=yarn"),
+    ("llama", {"head_dim": 16}, "head_dim=16"), ("llama", {"mlp_bias": True}, "mlp_bias=True"),
+    ("llama", {"hidden_act": "gelu"}, "hidden_act=gelu")])
+def test_what_does_not_fit_is_a_sentence(case, change, words, tmp_path):
+    file = saved(case, tmp_path) / "config.json"
+    values = json.loads(file.read_text()) | change
+    file.write_text(json.dumps({key: value for key, value in values.items() if value is not None or key not in change}))
+    with pytest.raises(CourseError, match=words):
+        huggingface.read(tmp_path)
+
+
+def test_files_that_are_not_whole_are_a_sentence(tmp_path):
+    with pytest.raises(CourseError, match=r"config.json is missing"):
+        huggingface.read(tmp_path)
+    file = saved("gpt2", tmp_path) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(CourseError, match=r"model.safetensors cannot be read"):
+        huggingface.read(tmp_path)
+    file.unlink()
+    with pytest.raises(CourseError, match=r"neither model.safetensors nor pytorch_model.bin"):
+        huggingface.read(tmp_path)
+    for wrong in ("../model.safetensors", "absent.safetensors"):
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"wte.weight": wrong}}))
+        with pytest.raises(CourseError, match=f"lacks {wrong}"):
+            huggingface.read(tmp_path)
+
+
+def test_a_model_of_neither_kind_is_a_sentence(tmp_path):
+    with pytest.raises(CourseError, match=r"neither a GPT-2 .* nor a Llama"):
+        huggingface.write(tmp_path / "new", GPTConfig(norm="rms"), [])
+    with pytest.raises(CourseError, match="exists: name a folder"):
+        huggingface.write(tmp_path, GPTConfig(), [])

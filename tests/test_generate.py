@@ -1,0 +1,73 @@
+"""Sampling: with the cache the same tokens as without it, and drawn with the model's probabilities."""
+
+import pytest
+import torch
+
+from course import generate, random
+from course.errors import CourseError
+from course.models import GPTConfig, build_model
+from course.parallel import place_serial
+
+KINDS = {"gpt2": {}, "llama": {"kv_heads": 2, "norm": "rms", "mlp": "swiglu", "position": "rotary", "bias": False, "tied": False}}
+
+
+def make(kind="gpt2"):
+    c = GPTConfig(vocab=50, context=24, dim=32, depth=2, heads=4, dropout=0.1, **KINDS[kind])
+    model = random.initialize(place_serial(build_model(c)), 0, torch.device("cpu"), torch.float64)
+    with torch.no_grad():
+        for p in model.parameters():
+            p *= 8 if p.dim() > 1 else 1            # far from uniform, so that every position and key matters
+    return model
+
+
+def prompts(rows=3, length=5):
+    return torch.randint(50, (rows, length), generator=torch.Generator().manual_seed(2))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("how", [{"temperature": 0.0}, {}, {"temperature": 0.7, "top_k": 5, "seed": 3}])
+def test_the_cache_changes_no_token(kind, how):
+    model = make(kind)
+    cores = [block.attn.core for block in model.blocks.values()]
+    kept = generate.generate(model, prompts(), 19, **how)
+    again = generate.generate(model, prompts(), 19, cache=False, **how)
+    assert torch.equal(kept, again) and kept.shape == (3, 24) and torch.equal(kept[:, :5], prompts())
+    assert kept[:, 5:].unique().numel() > 3         # it does not repeat one token
+    assert model.training and [block.attn.core for block in model.blocks.values()] == cores
+
+
+def test_with_the_cache_each_token_is_computed_once(monkeypatch):
+    model, seen = make(), []
+    forward = type(model.embed).forward
+    monkeypatch.setattr(type(model.embed), "forward", lambda self, batch: (seen.append(batch["tokens"].shape[1]),
+                                                                           forward(self, batch))[1])
+    generate.generate(model, prompts(), 4)
+    assert seen == [5, 1, 1, 1]
+
+
+def test_rows_are_drawn_apart_and_the_seed_decides():
+    model, same = make(), prompts(1).expand(3, -1)
+    first, other = generate.generate(model, same, 10, seed=1), generate.generate(model, same, 10, seed=2)
+    assert torch.equal(first, generate.generate(model, same, 10, seed=1)) and not torch.equal(first, other)
+    assert not torch.equal(first[0], first[1])
+
+
+def test_tokens_come_with_their_probabilities():
+    """Of 20,000 rows: a standard deviation of a frequency is at most 0.0036; four of them."""
+    logits = torch.tensor([2.0, 1.0, 0.0, -1.0, 3.0]).expand(20_000, -1)
+    for temperature, top_k in ((1.0, 0), (0.5, 0), (2.0, 3)):
+        expected = logits[0] / temperature
+        if top_k:
+            expected = expected.where(torch.tensor([True, True, False, False, True]), -torch.inf)
+        drawn = generate.draw(logits, temperature, top_k, 0, 7)
+        frequency = drawn.bincount(minlength=5) / len(drawn)
+        assert (frequency - expected.softmax(0)).abs().max() < 4 * 0.0036
+    assert (generate.draw(logits, 0.0, 0, 0, 7) == 4).all() and (generate.draw(logits, 1.0, 1, 0, 7) == 4).all()
+
+
+@pytest.mark.parametrize(("length", "count", "how", "words"), [
+    (5, 20, {}, "5 tokens and 20 new ones are more than model.context=24"), (0, 3, {}, "at least one token"),
+    (5, 3, {"temperature": -1.0}, "temperature=-1.0")])
+def test_what_cannot_be_sampled_is_a_sentence(length, count, how, words):
+    with pytest.raises(CourseError, match=words):
+        generate.generate(make(), prompts(2, length), count, **how)
