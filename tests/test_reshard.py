@@ -10,7 +10,8 @@ from course.errors import CourseError
 from course.launch import ranks
 
 SMALL = ["train.device=cpu", "train.threads=1", "train.global_batch=8", "log.tensorboard=false", "log.every=1", "model.depth=5",
-         "model.context=14", "model.vocab=64", "model.dim=32", "precision=fp8", "fp8.history=3", "parallel.bucket_mb=0.02"]
+         "model.context=14", "model.vocab=64", "model.dim=32", "precision=fp8", "fp8.history=3", "parallel.bucket_mb=0.02",
+         "optim.ema=0.9"]
 ZERO, INTERLEAVED = "zero=true", "schedule=interleaved chunks=2 micro=2"
 LAYOUTS = ["dp=1", f"dp=2 {ZERO}", "tp=2", "tp=2 sp=true overlap=none", "cp=2", "pp=2 micro=2", f"pp=2 {INTERLEAVED}",
            f"dp=2 tp=2 {ZERO}", f"cp=2 tp=2 {ZERO}", "pp=2 tp=2 micro=2", f"dp=3 pp=2 {ZERO} {INTERLEAVED}",
@@ -68,7 +69,7 @@ def same(a, b):
 def test_there_are_states_of_all_kinds(serial):
     *_, index = serial
     leaves = {name.rpartition(".")[2] for name in index["tensors"]}
-    assert {"weight", "bias", "exp_avg", "exp_avg_sq", "step", "amax_history"} <= leaves
+    assert {"weight", "bias", "exp_avg", "exp_avg_sq", "step", "ema", "amax_history"} <= leaves
 
 
 def test_from_layout_to_layout_every_bit_stays(serial, tmp_path):
