@@ -111,17 +111,32 @@ def write_pieces(folder: Path, optimizer: torch.optim.Optimizer, rank: int, more
     for key, tensor, where in chain(owned(optimizer), whole(more)):
         shape = tensor.shape if where.flat else box_shape(where.box)
         tensors[key] = tensor.detach().reshape(shape).cpu().contiguous()
-        pieces[key] = {"shape": list(where.global_shape), "dtype": str(tensor.dtype).removeprefix("torch."),
-                       "pieces": [{"file": name, "key": key, "box": [list(side) for side in where.box],
-                                   "flat": list(where.flat) if where.flat else None}]}
+        pieces[key] = entry(name, key, where, tensor.dtype)
     if not tensors:
         return {"tensors": {}, "files": {}}
     with atomic(folder / name) as file:
-        try:
-            save_file(tensors, file)
-        except SafetensorError as error:             # how safetensors reports what the system refused
-            raise OSError(str(error)) from error
-    return {"tensors": pieces, "files": {name: {"bytes": (folder / name).stat().st_size, "sha256": sha256(folder / name)}}}
+        save_tensors(tensors, file)
+    return part_of_index(folder, name, pieces)
+
+
+def save_tensors(tensors: dict[str, Tensor], file: Path, about: dict[str, str] | None = None) -> None:
+    """Write a safetensors file; what the system refuses is an `OSError`, as `atomic` expects."""
+    try:
+        save_file(tensors, file, about)
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
+
+
+def entry(file: str, name: str, where: Placement, dtype: torch.dtype) -> dict[str, Any]:
+    """What the index says of a tensor of which one rank's file has a piece."""
+    return {"shape": list(where.global_shape), "dtype": str(dtype).removeprefix("torch."),
+            "pieces": [{"file": file, "key": name, "box": [list(side) for side in where.box],
+                        "flat": list(where.flat) if where.flat else None}]}
+
+
+def part_of_index(folder: Path, name: str, tensors: dict[str, Any]) -> dict[str, Any]:
+    """A rank's part of the index, with the checksum of its file."""
+    return {"tensors": tensors, "files": {name: {"bytes": (folder / name).stat().st_size, "sha256": sha256(folder / name)}}}
 
 
 def publish(final: Path, entries: list[dict[str, Any]], state: dict[str, Any], config: dict[str, Any]) -> None:
@@ -242,9 +257,13 @@ def read_more(checkpoint: Path, index: dict[str, Any], names: Iterable[str]) -> 
 
 def read_part(checkpoint: Path, index: dict[str, Any], name: str, parameter: Tensor) -> Tensor:
     """The part of a global tensor that belongs to what is here of a parameter, in its shape."""
-    where = placement(parameter)
+    return read_placed(checkpoint, index, name, placement(parameter)).view(parameter.shape)
+
+
+def read_placed(checkpoint: Path, index: dict[str, Any], name: str, where: Placement) -> Tensor:
+    """The box of a global tensor, or the flat range of it."""
     part = read_box(checkpoint, index, name, where.box)
-    return (part if where.flat is None else part.flatten()[slice(*where.flat)]).view(parameter.shape)
+    return part if where.flat is None else part.flatten()[slice(*where.flat)]
 
 
 def fits(checkpoint: Path, index: dict[str, Any], parameters: list[nn.Parameter]) -> None:

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from course import pictures
 from course.errors import CourseError
-from course.evaluate import load_model, read_config
+from course.evaluate import device_of, load_model, read_config
 from course.files import atomic
 from course.models import DiTConfig
 from course.sampling import Sampling, draw
@@ -30,8 +30,7 @@ def main(run: Path, labels: list[int], each: int, settings: Sampling, average: b
     if not 0 <= min(labels) <= max(labels) < c.classes:
         raise CourseError(f"--labels {','.join(map(str, labels))}: this model has the labels 0 to {c.classes - 1}")
     decode = Decoder(vae) if vae else None          # what is missing should be said before drawing
-    device = torch.device("cuda" if torch.cuda.is_available() and config.train.device != "cpu" else "cpu")
-    model, step = load_model(run, config, device, bool(config.optim.ema) if average is None else average)
+    model, step = load_model(run, config, device_of(config), bool(config.optim.ema) if average is None else average)
     start = time.perf_counter()
     each_label = torch.tensor(labels).repeat_interleave(each)
     samples = draw(model, each_label, settings, config.precision).float()

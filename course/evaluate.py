@@ -45,11 +45,13 @@ def main(run: Path, split: str = "test", samples: int = 64, animate: bool = Fals
     average: of the weights' moving average.
     """
     settings = read_config(run)
-    if settings.model.kind == "dit":
-        raise CourseError(f"{run} is of a DiT, which forecasts nothing: draw its samples with `course generate {run}`")
+    if settings.model.kind != "vit":
+        what = {"dit": "DiT, which forecasts nothing: draw its samples with `course generate",
+                "gpt": "GPT, which forecasts no weather: let it write with `course sample"}[settings.model.kind]
+        raise CourseError(f"{run} is of a {what} {run}`")
     if settings.data.source == "mock":
         raise CourseError(f"{run} was trained on mock data, which has no weather to forecast: train with data.source=files")
-    device = torch.device("cuda" if torch.cuda.is_available() and settings.train.device != "cpu" else "cpu")
+    device = device_of(settings)
     model, step = load_model(run, settings, device, average)
     pairs, training = open_pairs(settings, split), open_pairs(settings, "train")
     channels = layout.channel_names(pairs.years[0])
@@ -66,6 +68,11 @@ def read_config(run: Path) -> Config:
     if not (run / "config.yaml").is_file():
         raise CourseError(f"{run} is not the folder of a run (it has no config.yaml): give one such as runs/vit-demo/default")
     return config.load(str(run / "config.yaml"))
+
+
+def device_of(settings: Config) -> torch.device:
+    """What a run's model is looked at on: a GPU if there is one and the run did not refuse it."""
+    return torch.device("cuda" if torch.cuda.is_available() and settings.train.device != "cpu" else "cpu")
 
 
 def load_model(run: Path, settings: Config, device: torch.device, average: bool = False) -> tuple[nn.Module, int]:

@@ -26,7 +26,7 @@ from course import checkpoint, config
 from course.config import Config
 from course.errors import CourseError
 from course.evaluate import read_config
-from course.files import atomic, sha256
+from course.files import atomic
 from course.models import build_model
 from course.parallel import Placement, World, build_mesh, data_parallel, parallelize, placement
 from course.parallel.placement import box_shape
@@ -157,17 +157,9 @@ def write_rank(source: Path, index: Index, pieces: list[Piece], folder: Path, ra
         return {"tensors": {}, "files": {}}
     name = f"rank{rank:05d}.safetensors"
     with atomic(folder / name) as temporary:
-        stream(temporary, [(p.name, p.dtype, p.shape) for p in pieces], (read(source, index, p) for p in pieces))
-    tensors = {p.name: {"shape": list(p.where.global_shape), "dtype": str(p.dtype).removeprefix("torch."),
-                        "pieces": [{"file": name, "key": p.name, "box": [list(side) for side in p.where.box],
-                                    "flat": list(p.where.flat) if p.where.flat else None}]} for p in pieces}
-    return {"tensors": tensors, "files": {name: {"bytes": (folder / name).stat().st_size, "sha256": sha256(folder / name)}}}
-
-
-def read(source: Path, index: Index, piece: Piece) -> Tensor:
-    """A piece from the old checkpoint."""
-    box = checkpoint.read_box(source, index, piece.name, piece.where.box)
-    return (box if piece.where.flat is None else box.flatten()[slice(*piece.where.flat)]).reshape(piece.shape)
+        stream(temporary, [(p.name, p.dtype, p.shape) for p in pieces],
+               (checkpoint.read_placed(source, index, p.name, p.where) for p in pieces))
+    return checkpoint.part_of_index(folder, name, {p.name: checkpoint.entry(name, p.name, p.where, p.dtype) for p in pieces})
 
 
 def stream(file: Path, heads: list[tuple[str, torch.dtype, tuple[int, ...]]], tensors: Iterable[Tensor]) -> None:

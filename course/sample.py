@@ -7,7 +7,7 @@ import torch
 
 from course.data import bpe
 from course.errors import CourseError
-from course.evaluate import load_model, read_config
+from course.evaluate import device_of, load_model, read_config
 from course.generate import generate
 
 
@@ -22,10 +22,9 @@ def main(run: Path, prompt: str, count: int, temperature: float, top_k: int, see
         raise CourseError(f"{run} is a run of a {settings.model.kind}, which writes no text: give one of a GPT, such as "
                           "runs/gpt-python/default")
     tokenizer = bpe.load(Path(settings.data.path) / "tokenizer.json")
-    device = torch.device("cuda" if torch.cuda.is_available() and settings.train.device != "cpu" else "cpu")
-    model, step = load_model(run, settings, device)
+    model, step = load_model(run, settings, device_of(settings))
     known = tokenizer.encode(prompt).ids
-    tokens = torch.tensor([known] * samples, device=device).view(samples, len(known))
+    tokens = torch.tensor([known] * samples, device=next(model.parameters()).device).view(samples, len(known))
     written = generate(model, tokens, count, temperature, top_k, seed)
     texts = [tokenizer.decode(row) for row in written.tolist()]
     for number, text in enumerate(texts, 1):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from course import config, sample, train
+from course import config, evaluate, sample, train
 from course.data import corpus
 from course.errors import CourseError
 from course.report import read_metrics
@@ -59,6 +59,8 @@ def test_what_cannot_write_is_a_sentence(words, tmp_path):
     run = train.main(settings(words, tmp_path, "train.steps=1"))
     with pytest.raises(CourseError, match=r"more than model\.context=32"):
         sample.main(run, "def add", 100, 1, 0, 0, 1)
+    with pytest.raises(CourseError, match="forecasts no weather: let it write with `course sample"):
+        evaluate.main(run)
     plain = json.loads((words / "tokenizer.json").read_text())
     (words / "tokenizer.json").write_text("no")
     with pytest.raises(CourseError, match=r"tokenizer\.json cannot be read"):

@@ -27,8 +27,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from course import checkpoint, config, random
@@ -170,7 +169,4 @@ def from_run(run: Path, path: Path, average: bool = False) -> None:
         raise CourseError(f"{path}: weights are written as .safetensors, never pickled; choose that ending")
     model, _ = load_model(run, made, torch.device("cpu"), average)
     with atomic(path) as temporary:
-        try:
-            save_file(to_theirs({name: p.detach() for name, p in model.named_parameters()}, made.model), temporary)
-        except SafetensorError as error:
-            raise OSError(str(error)) from error
+        checkpoint.save_tensors(to_theirs({name: p.detach() for name, p in model.named_parameters()}, made.model), temporary)

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from course.checkpoint import save_tensors
 from course.errors import CourseError
 
 FILES = ("model.safetensors", "pytorch_model.bin")   # the first that is there counts
@@ -124,8 +124,5 @@ def write(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard: int = SHAR
 
 def _write_part(folder: Path, number: int, tensors: dict[str, Tensor]) -> dict[str, str]:
     name = f"model-{number + 1:05d}.safetensors"
-    try:
-        save_file(tensors, folder / name, {"format": "pt"})
-    except SafetensorError as error:                 # how safetensors reports what the system refused
-        raise OSError(str(error)) from error
+    save_tensors(tensors, folder / name, {"format": "pt"})
     return dict.fromkeys(tensors, name)
