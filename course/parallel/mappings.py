@@ -47,7 +47,9 @@ def all_reduce(x: Tensor, axis: Axis) -> Tensor:
     """The sum over the axis, in new memory."""
     x = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(x, group=axis.group)
-    return x
+    # a view: what a function's forward changes in place and then returns has, compiled by PyTorch 2.11, gradients that are wrong
+    # without a word (pytorch/pytorch issue 180642); those of reduce were zeros
+    return x.view_as(x)
 
 
 def all_gather(x: Tensor, dim: int, axis: Axis, n: int) -> Tensor:

@@ -1,8 +1,9 @@
 """Every layout of N GPUs against one, over NCCL: `torchrun --nproc-per-node N tests/gpu/parity.py [FILE [DEVICE [LAYOUT...]]]`.
 
 In float64 equal up to rounding; in float32 and bf16 within four times the serial run's own rounding error, as `course verify`
-measures it. Layouts "in a graph" are captured after three steps and replayed after, NCCL included (only on GPUs). Exits with 1 if
-a layout differs; FILE gets the numbers.
+measures it. Layouts "in a graph" are captured after three steps and replayed after, NCCL included (only on GPUs); "compiled" ones
+go through torch.compile, whose version counts: PyTorch 2.11's gave wrong gradients where ours did nothing wrong. Exits with 1 if a
+layout differs; FILE gets the numbers.
 """
 
 import json
@@ -38,10 +39,12 @@ def layouts(n: int) -> dict[str, list[str]]:
              for name, settings in {**alone, **products}.items()}
     graphs = {f"{name}, in a graph": [*found[name], "graphs=true"]
               for name in ("dp bucketed", "dp zero", "tp", "sp", "cp gather", "cp ring", *(["cp2 sp2"] if n == 4 else []))}
-    return found | (graphs if torch.cuda.is_available() else {})
+    compiled = {f"{name}, compiled": [*found[name], "compile=true"]
+                for name in ("dp bucketed", "tp", "sp", "sp without overlap", "cp gather", "cp ring", "cp all_to_all", "pp 1f1b")}
+    return found | compiled | (graphs if torch.cuda.is_available() else {})
 
 
-FEW = ("sp", "cp ring", "cp2 sp2", "pp2 sp2", "pp 1f1b", "dp zero")
+FEW = ("sp", "cp ring", "cp2 sp2", "pp2 sp2", "pp 1f1b", "dp zero", "tp, compiled", "cp gather, compiled", "sp, compiled")
 
 
 def main() -> None:
