@@ -141,7 +141,7 @@ class ChunkedLoss(Function):
             loss, grad = (chunk or chunk_of_loss)(rows, matrix, aims, factors, cross_entropy)           # (), (n, V)
             total = total + loss
             parts.append(grad @ matrix)                                 # (n, D)
-            sums += grad.T @ rows                                       # (V, D) added up over the chunks in float32 or float64
+            add_product(sums, grad.T, rows)                             # (V, D)
             del grad                                                    # before the next chunk's logits
         ctx.save_for_backward(torch.cat(parts), sums)
         ctx.dtypes = x.dtype, weight.dtype
@@ -153,6 +153,14 @@ class ChunkedLoss(Function):
         to_x, to_weight = ctx.dtypes
         # dw in its own memory, which nobody else has; a second backward is an error of autograd's, not a wrong number
         return dx.to(to_x) * grad, dw.mul_(grad).to(to_weight), None, None, None, None, None
+
+
+def add_product(sums: Tensor, a: Tensor, b: Tensor) -> None:
+    """sums += a @ b, in the format of the sums, which is wider. On a GPU by the matmul itself, which then rounds nothing."""
+    if sums.is_cuda and sums.dtype != a.dtype:
+        torch.addmm(sums, a, b, out_dtype=sums.dtype, out=sums)
+    else:
+        sums += a @ b
 
 
 def chunk_of_loss(x: Tensor, weight: Tensor, target: Tensor, weights: Tensor,
@@ -170,8 +178,15 @@ class Chunk:
     def __init__(self) -> None:
         self.run: Any = chunk_of_loss
 
-    def __call__(self, *given: Any) -> tuple[Tensor, Tensor]:           # (n, D), (V, D), 2 x (n,), the cross-entropy
-        return self.run(*given)                                         # (), (n, V)
+    def __call__(self, x: Tensor, weight: Tensor, target: Tensor, weights: Tensor,      # (n, D), (V, D), 2 x (n,)
+                 cross_entropy: Any) -> tuple[Tensor, Tensor]:
+        if x.is_cuda and x.dtype != torch.float64 and type(cross_entropy) is CrossEntropy:
+            from course.loss_kernel import cross_entropy_  # Triton comes with PyTorch for GPUs alone
+
+            logits = F.linear(x, weight)                                # (n, V)
+            losses = cross_entropy_(logits, target, weights)            # (n,)
+            return (losses * weights).sum(), logits                     # the gradients are in the logits' place
+        return self.run(x, weight, target, weights, cross_entropy)      # (), (n, V)
 
     def compile(self, **how: Any) -> None:
         """From now on compiled."""

@@ -536,8 +536,9 @@ def head_workspace(rank: Rank) -> float:
     """What the loss computes on the way, in bytes.
 
     Of predictions: eager the square's derivative, three temporaries in float32; compiled the gradient. Of logits: their gradient,
-    eager also that of log-softmax in float32. In chunks of N tokens: logits, log-softmax in float32 and gradient, N·V each; the
-    gradients of x (twice, as they are put together) and weight, and the latter in the matmuls' format, with one chunk's product.
+    eager also that of log-softmax in float32. In chunks of N tokens: logits, log-softmax in float32 and gradient, N·V each, of
+    which a GPU that has the whole vocabulary has but one; the gradients of x (twice, as they are put together) and weight, and
+    the latter in the matmuls' format, on a CPU with one chunk's product.
     """
     c, P = rank.config, patch(rank.config)
     if not isinstance(c.model, GPTConfig):
@@ -545,9 +546,11 @@ def head_workspace(rank: Rank) -> float:
     V, D = c.model.vocab / c.parallel.tp, c.model.dim
     if not chunked(c):
         return rank.n * V * (low(c) if c.compile and c.precision in LOW else 2 * wide(c))
-    rows = min(c.model.loss_chunk, rank.n)
+    rows, gpu = min(c.model.loss_chunk, rank.n), c.train.device != "cpu"
     some = low(c) + wide(c) + (wide(c) if c.parallel.tp > 1 else low(c) if c.precision in LOW else 0)
-    weight = V * D * (wide(c) + (2 * low(c) if c.precision in LOW else low(c)))
+    if gpu and c.parallel.tp == 1 and c.precision != "fp64":            # loss_kernel.py
+        some = low(c)
+    weight = V * D * (wide(c) + (low(c) * (1 if gpu else 2) if c.precision in LOW else low(c)))
     return rows * V * some + weight + rank.n * D * 3 * low(c)
 
 

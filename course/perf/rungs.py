@@ -77,6 +77,8 @@ GPT["124M: bf16, compiled, narrow stream, all logits"] = Rung("gpt-124m", (*NARR
                                                                            "train.micro_batch=0"))
 GPT["124M: bf16, compiled, narrow stream, selective recomputation"] = Rung("gpt-124m", (
     *NARROW, "train.recompute=selective", "train.global_batch=64", "train.micro_batch=0"))
+GPT["124M: bf16, compiled, narrow stream, full recomputation"] = Rung("gpt-124m", (
+    *NARROW, "train.recompute=full", "train.global_batch=64", "train.micro_batch=0"))
 GPT["1.3B: fp8 by Transformer Engine"] = Rung("gpt-1.3b", (*TE, "train.global_batch=8", "train.micro_batch=0"))
 
 DIT: dict[str, Rung] = {}

@@ -496,16 +496,21 @@ def ends_time(local: Local) -> list[dict[str, float]]:
 
 
 def gpt_head(local: Local) -> dict[str, float]:
-    """The last norm, logits and loss. Each logit is read and written several times around the softmax: by PyTorch's own kernels
-    2 bytes read and 4 written, then exponentials, weights and the cast; compiled about once in each direction."""
+    """The last norm, logits and loss. In chunks of the whole vocabulary each logit is read and its gradient written, once. Else
+    it is read and written several times around the softmax: by PyTorch's own kernels 2 bytes read and 4 written, then
+    exponentials, weights and the cast; compiled about once in each direction. Each chunk reads and writes the weight's
+    gradient."""
     m, p, wide = local.m, local.p, local.wide
     assert isinstance(m, GPTConfig)
     group, rest, n = local.groups["tp"], local.rest * m.dim, local.tokens * m.dim
     y, dx, dw, cast = linear_time(local, Linear("head.proj", m.dim, m.vocab, "column"))
     logits = local.tokens * m.vocab / p.tp
-    chunks = math.ceil(local.tokens / m.loss_chunk) if m.loss_chunk and local.config.precision != "fp8" else 1
-    sums = [("elementwise", 10.0 * m.vocab / p.tp * m.dim)] * (chunks if chunks > 1 else 0)     # dW added up, chunk after chunk
+    chunked = m.loss_chunk > 0 and local.config.precision != "fp8"
+    chunks = math.ceil(local.tokens / m.loss_chunk) if chunked else 0
+    sums = [("elementwise", (8.0 if local.low == 2 else 16.0) * m.vocab / p.tp * m.dim)] * chunks
     loss = [("fused", 12 * logits)] if local.config.compile else [("elementwise", (28 if local.low == 2 else 36) * logits)]
+    if chunked and p.tp == 1:                                           # loss_kernel.py
+        loss = [("fused", 2 * local.low * logits)]
     comm = comm_back = 0.0
     if p.tp > 1:
         three = 2 * comms.all_reduce(4 * local.tokens, group)           # the largest, and two sums of each token

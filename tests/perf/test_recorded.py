@@ -31,12 +31,10 @@ def test_what_is_measured_without_an_update_is_predicted_without():
 
 
 def test_memory_of_models_on_one_gpu_is_predicted_too():
-    """GPT 124M compiled had another loss when it was measured, which kept more."""
     off = {step.name: memory.predict(step.config).allocated / 1e9 / step.memory_gb - 1 for step in STEPS
            if step.kind == "step" and step.gpus == 1 and not step.name.startswith(("zero", "tp_vit"))}
     assert len(off) > 30
-    then = {name for name in off if name.startswith("gpt: 124M: bf16, compiled") and "all logits" not in name}
-    assert {name for name, error in off.items() if abs(error) > 0.03} == then
+    assert not {name for name, error in off.items() if abs(error) > 0.03}
 
 
 def test_a_missing_file_gets_a_sentence():

@@ -1,0 +1,59 @@
+"""The loss in chunks on a GPU, where a kernel of ours turns logits into their gradient."""
+
+import pytest
+import torch
+
+from course.compilation import compile_parts
+from course.models import gpt
+from tests.models.test_gpt import batch, prepared, shaken
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.mark.parametrize(("tokens", "vocab"), [(64, 50304), (33, 1000), (7, 8193), (5, 3)])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.float16, 2**-11), (torch.bfloat16, 2**-8)])
+def test_the_kernel_gives_losses_and_gradients_of_float64(tokens, vocab, dtype, bound):
+    """Up to the rounding of each gradient, in float32 to that of the GPU's quick exponentials; large logits, a weight of zero, the
+    first and the last column as targets."""
+    from course.loss_kernel import cross_entropy_
+
+    make = torch.Generator("cuda").manual_seed(0)
+    logits = (torch.randn(tokens, vocab, device="cuda", generator=make) * 20).to(dtype)
+    target = torch.randint(vocab, (tokens,), device="cuda", generator=make)
+    target[0], target[1] = 0, vocab - 1
+    weights = torch.rand(tokens, device="cuda", dtype=torch.float64, generator=make)
+    weights[2] = 0
+    losses, grad = gpt.CrossEntropy().with_gradient(logits.double(), target)
+    found = cross_entropy_(logits, target, weights)
+    torch.testing.assert_close(found.double(), losses, rtol=1e-6, atol=1e-5)
+    wanted = grad * weights[:, None]
+    assert (logits.double() - wanted).norm() <= bound * wanted.norm()
+    assert (logits[2] == 0).all()
+
+
+def test_a_logit_that_is_no_number_makes_the_loss_none():
+    from course.loss_kernel import cross_entropy_
+
+    for bad in (float("nan"), float("inf")):
+        logits = torch.zeros(2, 100, device="cuda")
+        logits[1, 7] = bad
+        losses = cross_entropy_(logits, torch.zeros(2, dtype=torch.long, device="cuda"), torch.ones(2, device="cuda"))
+        assert losses[0].isfinite() and not losses[1].isfinite() and not logits[1].isfinite().all()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+def test_chunks_on_a_gpu_are_the_loss_on_a_cpu_in_float64(tied, compiled):
+    found = []
+    for device in ("cpu", "cuda"):
+        model, b = shaken(loss_chunk=7, tied=tied), batch(3)
+        b["sample"][2] = -1
+        model = model.to(device) if device == "cpu" else model.float().to(device)
+        if compiled and device == "cuda":
+            compile_parts(model)
+        ready = {key: value.to(device) for key, value in prepared(model, b).items()}
+        total, weight = model.loss(model(ready), ready)
+        (total / weight).backward()
+        found.append([total, weight, *(p.grad for p in model.parameters())])
+    for exact, on_gpu in zip(*found, strict=True):
+        assert (on_gpu.cpu().double() - exact).norm() <= 2e-5 * exact.norm() + 1e-9
