@@ -2,8 +2,8 @@
 
 In float64 equal up to rounding; in float32 and bf16 within four times the serial run's own rounding error, as `course verify`
 measures it. Layouts "in a graph" are captured after three steps and replayed after, NCCL included (only on GPUs); "compiled" ones
-go through torch.compile, whose version counts: PyTorch 2.11's gave wrong gradients where ours did nothing wrong. Exits with 1 if a
-layout differs; FILE gets the numbers.
+go through torch.compile, whose version counts: 2.11's gave wrong gradients. Exits with 1 if a layout differs; FILE gets the
+numbers.
 """
 
 import json

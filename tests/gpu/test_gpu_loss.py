@@ -13,8 +13,8 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 @pytest.mark.parametrize(("tokens", "vocab"), [(64, 50304), (33, 1000), (7, 8193), (5, 3)])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.float16, 2**-11), (torch.bfloat16, 2**-8)])
 def test_the_kernel_gives_losses_and_gradients_of_float64(tokens, vocab, dtype, bound):
-    """Up to the rounding of each gradient, in float32 to that of the GPU's quick exponentials; large logits, a weight of zero, the
-    first and the last column as targets."""
+    """Up to the rounding of each gradient, in float32 to that of the GPU's quick exponentials; large logits, a weight of zero,
+    the first and the last column as targets."""
     from course.loss_kernel import cross_entropy_
 
     make = torch.Generator("cuda").manual_seed(0)
