@@ -219,9 +219,15 @@ def rest(asked: Search, config: Config) -> list[Choice]:
         near = ["symmetric"] if together(asked, config) else []
         ways = [{"parallel.sp": sp, "parallel.overlap": overlap} for sp in asked.values("parallel.sp", [True, False])
                 for overlap in (asked.values("parallel.overlap", ["nccl", *near, "none"]) if sp else [p.overlap])]
-    contexts = asked.values("parallel.context", ["all_to_all", "ring", "gather"]) if p.cp > 1 else [p.context]
     zeros = asked.values("parallel.zero", [True, False]) if p.dp * p.cp > 1 else [p.zero]
-    return [{**way, "parallel.context": context, "parallel.zero": zero} for way, context, zero in product(ways, contexts, zeros)]
+    return [{**way, "parallel.context": context, "parallel.zero": zero}
+            for way, context, zero in product(ways, contexts(asked, config), zeros)]
+
+
+def contexts(asked: Search, config: Config) -> list[str]:
+    """Ways to attend over cp ranks."""
+    p = config.parallel
+    return asked.values("parallel.context", ["all_to_all", "ring", "gather"]) if p.cp > 1 else [p.context]
 
 
 def together(asked: Search, config: Config) -> bool:
@@ -268,7 +274,9 @@ def refined(asked: Search, layout: Layout) -> Layout:
     """The same layout, better: one group of keys after the other, until nothing gets faster."""
     steps: list[Callable[[Config], Iterable[Config]]] = [
         lambda config: (changed(config, choice) for choice in rest(asked, config)),
-        lambda config: (changed(config, {"parallel.order": order}) for order in orders(asked, config)),
+        # together: which method is the best depends on whether cp's ranks share a node
+        lambda config: (changed(config, {"parallel.order": order, "parallel.context": context})
+                        for order, context in product(orders(asked, config), contexts(asked, config))),
         lambda config: (changed(config, {**chunks, "train.micro_batch": micro})
                         for chunks in schedules(asked, config) for micro in micros(asked, config))]
     unchanged = 0                                   # steps in a row

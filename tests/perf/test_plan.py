@@ -65,8 +65,7 @@ SMALL = {"gpt-124m": ["model.depth=4", "model.dim=1024", "model.heads=4", "train
 
 @pytest.mark.parametrize("preset", ["gpt-124m", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dit-xl", "vit-mp"))])
 def test_the_greedy_search_finds_what_the_exhaustive_one_finds(preset):
-    """The first choice and, with room, every layout within 1% of the fastest of all variants, on two nodes of 2. With hardly any
-    room a layout's search, one group of keys after the other, may end up to 3% off."""
+    """Layout by layout within 1% of the fastest of all its variants, on two nodes of 2, with room for everything and little."""
     c = load(preset, SMALL[preset])
     nodes = replace(H100, links=(replace(H100.links[0], span=NODE), *H100.links[1:]))
     variants = [(sizes_of(one), steptime.predict(one, nodes, 4).step, memory.predict(one).total) for one in every_variant(c, 4)]
@@ -82,8 +81,7 @@ def test_the_greedy_search_finds_what_the_exhaustive_one_finds(preset):
         worst = max(one.time.step / best[sizes] - 1 for sizes, one in found.items())
         print(f"{preset}, {h.memory / 1e9:.1f} GB: {len(variants)} variants of {len(best)} layouts, at most {worst:+.2%}")
         assert found.keys() == best.keys() and len(best) > (7 if room == 1 else 0)
-        assert 0 <= worst <= (0.01 if room > 0.1 else 0.03) and all(one.memory.total <= h.memory for one in found.values())
-        assert min(one.time.step for one in found.values()) <= 1.01 * min(best.values())
+        assert 0 <= worst <= 0.01 and all(one.memory.total <= h.memory for one in found.values())
         assert next(iter(found.values())).time.step <= 1.005 * min(best.values())
 
 
