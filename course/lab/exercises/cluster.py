@@ -102,7 +102,7 @@ def checkpoint_interval(save: float, restart: float, mtbf: float, nodes: int) ->
 ENDS = ("end 0", "end 137", "warned 75", "warned 0")    # parts that srun plays: what comes of the ranks
 ARGUMENTS = ["gpt-demo", "log.name=a b", "data.path=*"]
 LATE = 40.0                                          # seconds after which a script that has not ended never will
-OVERTIME = 10.0                                      # that it may go on after its ranks have ended
+OVERTIME = 3.0                                       # seconds that it may compute itself after its ranks have ended
 
 
 def draw_jobs(seed: int, hidden: bool) -> Tensors:
@@ -130,7 +130,7 @@ def run_script(inputs: Tensors) -> Tensors:
             jobs += [Job(folder, script, number + i, act) for act in (ENDS if i else ENDS[:1])]
         wait_for(jobs)
     for job in jobs:
-        if not job.over and job.ended:
+        if job.endless:
             raise returned.Returned(f"the script never ends: its ranks have ended with {job.act.split()[1]}, and it has not",
                                     "`wait` gives the status of a process that is gone as often as you ask, and ranks that were "
                                     "killed end above 128, too (137): wait once more after a signal, or until `kill -0` says "
@@ -175,7 +175,7 @@ class Job:
         self.first, self.status, self.over = names[0], -1, False
         self.step: dict[str, Any] = {"ranks": [], "options": {}, "words": [], "environ": {}}
         self.warned, self.requeued = False, list[str]()              # the ranks heard; "JOB ended", what was put back, and when
-        self.ended = 0.0                             # when its ranks have, if they have
+        self.computed, self.endless = -1.0, False    # its own seconds when its ranks ended; whether it goes in circles since
         own = {"PATH": f"{folder / 'bin'}:/usr/bin:/bin", "STANDIN": str(self.folder), "STANDIN_ACT": act,
                "HOME": str(folder), "USER": "learner", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
         with open(self.folder / "log", "wb") as log:
@@ -190,9 +190,11 @@ class Job:
             self.warn = False
             self.process.send_signal(signal.SIGUSR1)
             (self.folder / "given").touch()
-        if not self.ended and (self.folder / "ended").exists():
-            self.ended = time.monotonic()
-        return self.process.poll() is not None or (self.ended > 0 and time.monotonic() > self.ended + OVERTIME)
+        if self.computed >= 0:
+            self.endless = computing(self.process.pid) > self.computed + OVERTIME
+        elif (self.folder / "ended").exists():
+            self.computed = computing(self.process.pid)
+        return self.process.poll() is not None or self.endless
 
     def end(self) -> None:
         """Take away what is left of it, and read what was noted."""
@@ -238,6 +240,16 @@ def waits(pid: int) -> bool:
     with suppress(psutil.Error):
         return psutil.Process(pid).status() == psutil.STATUS_SLEEPING
     return False
+
+
+def computing(pid: int) -> float:
+    """The seconds that a process has computed, without its children; 0 if it is gone."""
+    import psutil
+
+    with suppress(psutil.Error):
+        times = psutil.Process(pid).cpu_times()
+        return float(times.user + times.system)
+    return 0.0
 
 
 def wait_for(jobs: list[Job]) -> None:
