@@ -382,7 +382,7 @@ for sizes_of_4, samples, micros in layouts:
 # 07 and 10.)
 #
 # > **Predict.** Between the best order and the worst, what factor? For scale: the arithmetic of this step, 6 FLOPs for each
-# > parameter and token at 400 TFLOP/s a GPU, takes 0.77 s.
+# > parameter and token at 400 TFLOP/s a GPU, takes 1.5 s.
 
 # %%
 my_factor = 2                    # your prediction: seconds of the worst order over seconds of the best
@@ -408,9 +408,9 @@ lab.picture(figures_mesh.stacked(orders, "seconds of communication in a step", "
 
 # %% [markdown]
 # **What you should see:** three families, and almost a factor of five from best to worst. `tp` on the network alone takes
-# 1.6 s, twice the arithmetic. `tp` comes last; before it, as far as the node reaches, `cp`. What is left crosses the
-# network anyway, and hardly minds: `pp` sends little, and what `dp` sends can hide behind the backward pass (lesson 07).
-# That is the order `pp-dp-cp-tp`, the library's default.
+# 1.6 s, as long as all of the arithmetic. `tp` comes last; before it, as far as the node reaches, `cp`. What is left
+# crosses the network anyway, and hardly minds: `pp` sends little, and what `dp` sends can hide behind the backward pass
+# (lesson 07). That is the order `pp-dp-cp-tp`, the library's default.
 #
 # > **Question.** The bars of `pp-dp-cp-tp` and `dp-pp-cp-tp` are equal. On a real cluster, groups of nodes share a switch,
 # > and between the switches the network is slower. Which of the two would you choose?

@@ -96,7 +96,7 @@ tensor_bytes = 4096 * 4096 * 2                                          # (1, 40
 by_tensor = 16 * 4 * tensor_bytes * 2 * (4 - 1) / 4                     # 16 blocks, 4 all-reduces
 by_pipeline = 2 * tensor_bytes                                          # one activation on, one gradient back
 print(f"tensor parallel {by_tensor / 1e9:.2f} GB, pipeline parallel {by_pipeline / 1e9:.3f} GB")
-lab.beside("sent by one GPU, tensor over pipeline parallel", my_ratio, by_tensor / by_pipeline, "times")
+lab.beside("sent by one GPU, tensor over pipeline parallel", my_ratio, by_tensor / by_pipeline, "times", "computed")
 
 # %% [markdown]
 # Nearly fifty times. This is why pipelines run *between* nodes, where links are slow, and tensor parallelism within one.
@@ -118,7 +118,7 @@ def naive(p: int, rank: int, m: int, v: int = 1) -> list[Pass]:
 
 
 alone = schedule.timeline([naive(4, rank, 1) for rank in range(4)])
-lab.beside("idle", my_idle, schedule.idle(alone, 4))
+lab.beside("idle", my_idle, schedule.idle(alone, 4), how="simulated")
 lab.picture(figures_pipeline.timelines({"one batch": alone}, 4),
             "Four rows, one for each rank. Forward boxes go down from rank 0 to rank 3 like stairs, then backward boxes of twice "
             "the width up again. All else is grey, idle")
@@ -192,7 +192,7 @@ def simulated(make, p: int, m: int, v: int = 1):
 
 
 eight = simulated(gpipe, 4, 8)
-lab.beside("idle, 4 ranks, 8 micro-batches", my_bubble, schedule.idle(eight, 4))
+lab.beside("idle, 4 ranks, 8 micro-batches", my_bubble, schedule.idle(eight, 4), how="simulated")
 lab.picture(figures_pipeline.timelines({"GPipe, 8 micro-batches": eight}, 4),
             "Forward boxes 0 to 7 on each rank, each rank one box later than the one above; then backward boxes, starting on the "
             "last rank. Grey in between and at the corners")
@@ -264,7 +264,7 @@ lab.picture(figures_pipeline.timelines({"GPipe, seen": seen}, 4, "seconds"),
 my_kept = 4                      # your prediction
 
 # %%
-lab.beside("micro-batches kept by rank 0", my_kept, schedule.alive(gpipe(4, 0, 16)))
+lab.beside("micro-batches kept by rank 0", my_kept, schedule.alive(gpipe(4, 0, 16)), how="counted")
 
 # %% [markdown]
 # All of them: no backward pass starts before the last forward pass. So GPipe gains time from more micro-batches, but no
@@ -310,7 +310,7 @@ my_speedup = 1.2                 # your prediction, GPipe's time over that of 1F
 # %%
 both = {"GPipe": simulated(gpipe, 4, 8), "1F1B": simulated(one_forward_one_backward, 4, 8)}
 ends = {name: max(end for _, end in when.values()) for name, when in both.items()}
-lab.beside("GPipe's time over that of 1F1B", my_speedup, ends["GPipe"] / ends["1F1B"], "times")
+lab.beside("GPipe's time over that of 1F1B", my_speedup, ends["GPipe"] / ends["1F1B"], "times", "simulated")
 lab.picture(figures_pipeline.timelines(both, 4),
             "Above GPipe, below 1F1B. Both end at the same time. In 1F1B forward and backward boxes alternate from early on, and "
             "the idle time lies elsewhere")
@@ -481,7 +481,7 @@ print(f"{schedule.crossed(lost)} messages are taken for others; simulated time "
 # %% [markdown]
 # > **Question.** NCCL does the calls of one group strictly one after the other. In 1F1B a rank awaits an activation from one
 # > side, while its own gradient should go the other way. What could go wrong with one group for all ranks of the pipeline?
-# > Look at `make_wires` for the cure.
+# > Look at `make_wires` in `course/parallel/pipeline.py` for the cure.
 #
 # <details><summary>Answer</summary>
 # A send queues behind a receive whose message is not there yet, although it could go at once: the rank that waits for it gets
@@ -533,8 +533,8 @@ single = rows["one GPU", 1]["ms"]
 lost_share = {case: 1 - single / (gpus * row["ms"]) for (case, gpus), row in rows.items() if gpus == 4}
 lab.recorded("pp_h200", {case: {"ms": rows[case, 4]["ms"], "lost, %": 100 * share, "GB, largest rank": rows[case, 4]["memory_gb"]}
                          for case, share in lost_share.items()}, why=f"Four GPUs; one takes {single:.0f} ms")
-lab.beside("\nlost in 1F1B", my_1f1b, lost_share["1f1b"])
-lab.beside("lost in interleaved, two chunks", my_two_chunks, lost_share["interleaved"])
+lab.beside("\nlost in 1F1B", my_1f1b, lost_share["1f1b"], how="recorded")
+lab.beside("lost in interleaved, two chunks", my_two_chunks, lost_share["interleaved"], how="recorded")
 
 # %% [markdown]
 # **What you should see:** GPipe and 1F1B lose what the theory says, within a point, and differ in memory: a third for 1F1B.

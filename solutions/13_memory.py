@@ -128,8 +128,8 @@ print(before)
 #
 # The fourth kind does not belong to parameters: it is what the forward pass keeps for the backward pass. To compute the
 # gradient of a matrix multiplication you need its input, for that of GELU too, and so on. PyTorch lets you watch: whatever
-# autograd wants to keep goes through a hook. Count the bytes, each piece of memory once, and leave out weights and the batch,
-# which are there anyway.
+# autograd wants to keep goes through a hook (`counting.saved` of lesson 10 is one). Count the bytes, each piece of memory
+# once, and leave out weights and the batch, which are there anyway.
 
 # %%
 def kept_bytes(model: nn.Module, batch: dict[str, Tensor]) -> int:
@@ -159,8 +159,8 @@ lab.show("course.models.layers.Block")
 
 # %% [markdown]
 # > **Predict.** One sample has 128 tokens of width 128, so one activation of the shape (1, T, D) has 128 · 128 · 4 = 65,536
-# > bytes. How many of those does **one block** keep? Walk through it: which inputs does each operation need again? The MLP is
-# > four times as wide.
+# > bytes. How many of those does **one block** keep? Lesson 10 told you; now find it yourself. Walk through the block: which
+# > inputs does each operation need again? The MLP is four times as wide.
 
 # %%
 my_activations = 8               # your prediction, in units of (B, T, D)
@@ -381,9 +381,9 @@ assert verify.tell(exact, gaps)
 #
 # ## Exercise: compute it twice
 #
-# Write it as an operation of autograd, a `torch.autograd.Function`. You know such classes from lesson 10: `forward` computes,
-# and leaves in `ctx` what `backward` needs; `backward` gets the gradient of the output and returns one for each argument of
-# `forward`, `None` for the block.
+# Write it as an operation of autograd, a `torch.autograd.Function`. You know such classes from lessons 05 and 10: `forward`
+# computes, and leaves in `ctx` what `backward` needs; `backward` gets the gradient of the output and returns one for each
+# argument of `forward`, `None` for the block.
 #
 # - PyTorch calls `forward` **without** building a graph, so nothing inside the block is kept. Keep `x`, with
 #   `ctx.save_for_backward(x)`, and the block, as an attribute of `ctx`;
@@ -426,7 +426,7 @@ check("recompute")
 # <details><summary>Answer</summary>
 # The second pass draws other random numbers, so the gradient is that of another network. PyTorch's <code>checkpoint</code>
 # saves the generator's state and sets it back. In this library dropout is a function of the sample and the position (lesson
-# 07), so it drops the same, however often one asks.
+# 01), so it drops the same, however often one asks.
 # </details>
 #
 # The library uses PyTorch's `checkpoint`, which does the same as yours with any arguments, and stops recomputing as soon as
@@ -536,8 +536,8 @@ my_relative_time = 1.0           # ZeRO-1's time over that of DDP
 rows = {row["case"]: row for row in lab.results("zero_h200")["rows"] if row["gpus"] == 4 and "ms" in row}
 lab.recorded("zero_h200", {case: {"ms": row["ms"], "GB at the peak": row["memory_gb"], "GB of states": row["optimizer_gb"],
                                   "in theory": row["theory_gb"]} for case, row in rows.items()}, why="Four GPUs")
-lab.beside("\nGB of states on each of 4 ranks", my_states_gb, rows["ZeRO-1"]["optimizer_gb"], "GB")
-lab.beside("ZeRO-1's step over DDP's", my_relative_time, rows["ZeRO-1"]["ms"] / rows["ddp"]["ms"])
+lab.beside("\nGB of states on each of 4 ranks", my_states_gb, rows["ZeRO-1"]["optimizer_gb"], "GB", "recorded")
+lab.beside("ZeRO-1's step over DDP's", my_relative_time, rows["ZeRO-1"]["ms"] / rows["ddp"]["ms"], how="recorded")
 
 # %% [markdown]
 # **What you should see:** a quarter of the states, 8 bytes a parameter over 4 ranks, and a step that takes 4% longer. The same

@@ -49,7 +49,7 @@ if not Path("data/digits/latents.json").is_file():
 #
 # Take a clean sample and mix noise into it: a little, more, until nothing else is left. There are two recipes for it.
 # **Diffusion** mixes such that the variance stays 1, $x_t = \sqrt{a_t}\,x_0 + \sqrt{1 - a_t}\,\varepsilon$; the share $a_t$
-# of the signal falls from 1 to 0 over a thousand times. **Rectified flow** goes in a straight line, $x_t = (1 - t)\,x_0 +
+# of the signal falls from 1 to 0 over a thousand steps of time. **Rectified flow** goes in a straight line, $x_t = (1 - t)\,x_0 +
 # t\, \varepsilon$.
 #
 # > **Predict.** At half of the time, $t = 500$, how large is $\sqrt{a_t}$, what is left of the sample in diffusion? In

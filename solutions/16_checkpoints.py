@@ -368,7 +368,7 @@ old, new = everything(home / "short"), everything(home / "resharded")
 print(f"{len(old)} tensors;", sum(torch.equal(old[name], new[name]) for name in old), "of them equal, bit for bit")
 
 # %% [markdown]
-# > **Predict.** The run has 28 parameters. Why are there more than 28 tensors?
+# > **Question.** The run has 28 parameters. Why are there more than 28 tensors?
 #
 # <details><summary>Answer</summary>
 # Each parameter has Adam's two means, its count of steps, and, with optim.ema, a moving average: five for each.

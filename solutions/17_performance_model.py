@@ -17,7 +17,7 @@
 #
 # | | |
 # |---|---|
-# | you need | a laptop; no GPU. Lessons 07, 10, 12 and 13 |
+# | you need | a laptop; no GPU |
 # | reading and doing | about 100 minutes |
 # | computing | one to two minutes on two cores |
 # | you write | FLOPs of a block (3 lines), bytes of activations (3), seconds of a ring (2) and a pipeline (2), their sum (7) |
@@ -480,8 +480,9 @@ planning.told({name: 1e3 * step_seconds(run, told[name]) for name, run in runs.i
 #
 # <details><summary>Answer</summary>
 # Its ranks rest during the bubble, and its micro-batches come one by one: a cooler chip has a higher clock. 670 TFLOP/s are
-# what a chip sustains that never rests. This is a guess. To know it, one would have to measure the clock (lesson 02 does). A
-# model that is fitted until all errors vanish no longer tells you where to look.
+# what a chip sustains that never rests. This is a guess. To know it, one would have to watch the chip's clock meanwhile
+# (<code>nvidia-smi --query-gpu=clocks.sm --format=csv -l 1</code>). A model that is fitted until all errors vanish no longer
+# tells you where to look.
 # </details>
 #
 # ## The library's model
@@ -750,3 +751,5 @@ slider = widgets.explore(figures_plan.explained, start=figures_plan.START, **fig
 #
 # **Check your work once more, from outside.** Save the notebook; then, in a terminal: `course check
 # notebooks/17_performance_model_mine.ipynb`.
+#
+# Next: [lesson 18](18_cluster.ipynb), the last one, in which all of this runs on a cluster while nobody watches.

@@ -39,6 +39,7 @@ import numpy as np
 
 from course import config
 from course.data.indexed import writing
+from course.errors import CourseError
 from course.lab import evidence, figures_checkpoints, figures_cluster, sbatch
 from course.lab import nodes as places
 from course.lab import notebook as lab
@@ -47,8 +48,8 @@ from course.perf import hardware, plan, proposal
 
 lab.begin("18")
 my_cluster = False               # True: jobs go to the cluster that this machine belongs to, if it has sbatch
-nodes = places.find(my_cluster)
-print(nodes.told)
+cluster = places.find(my_cluster)
+print(cluster.told)
 
 # %% [markdown]
 # That line says what *your* jobs run on in this notebook. If Slurm's programs are installed, it is a real Slurm of two nodes.
@@ -66,7 +67,7 @@ work = Path("runs", "lesson18").resolve()            # where all nodes see it, w
 shutil.rmtree(work, ignore_errors=True)
 work.mkdir(parents=True)
 hello = work / "hello.sh"
-hello.write_text("""#!/usr/bin/env bash
+_ = hello.write_text("""#!/usr/bin/env bash
 #SBATCH --job-name=hello
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=2
@@ -84,7 +85,7 @@ srun --kill-on-bad-exit=1 bash -c 'echo "task $SLURM_PROCID: number $SLURM_LOCAL
 my_lines = 2                     # your prediction
 
 # %%
-job = nodes.wait(nodes.submit(hello, []))
+job = cluster.wait(cluster.submit(hello, []))
 print(job, "\n")
 print(job.log)
 lab.beside("lines", my_lines, len(job.log.splitlines()), how="counted")
@@ -307,13 +308,29 @@ def folder(name: str) -> Path:
 
 def submit(name: str) -> int:
     """Put your script into the queue for the run of this name; the job's number."""
-    return nodes.submit(script, [*TINY, f"log.name=lesson18-{name}"])
+    return cluster.submit(script, [*TINY, f"log.name=lesson18-{name}"])
+
+
+def completed(name: str, number: int) -> places.Job:
+    """The job that trains the run of this name when it is over, if it has done so to the end."""
+    job = cluster.wait(number)
+    if job.state != "COMPLETED":
+        raise CourseError(f"{job}; the end of its log:\n{job.log[-3000:]}")
+    places.keep(folder(name), job)                               # which job wrote it: for your report
+    return job
+
+
+def resumed(job: places.Job) -> int:
+    """The step from which a job went on the last time."""
+    steps = re.findall(r"resuming .* at step (\d+)", job.log)
+    if not steps:
+        raise CourseError(f"{job}, and it went on from no checkpoint; the end of its log:\n{job.log[-3000:]}")
+    return int(steps[-1])
 
 
 for name in ("undisturbed", "preempted", "lost"):
     shutil.rmtree(folder(name), ignore_errors=True)              # of an earlier time: it would go on
-job = nodes.wait(submit("undisturbed"))
-places.keep(folder("undisturbed"), job)                          # which job wrote it: for your report
+job = completed("undisturbed", submit("undisturbed"))
 print(job, "\n")
 print("\n".join([*job.log.splitlines()[:3], "...", *job.log.splitlines()[-3:]]))
 
@@ -334,16 +351,15 @@ my_starts = 2
 
 # %%
 number = submit("preempted")
-places.reached(folder("preempted"), 80, nodes, number)
-nodes.warn(number)
-job = nodes.wait(number)
-places.keep(folder("preempted"), job)
+places.reached(folder("preempted"), 80, cluster, number)
+cluster.warn(number)
+job = completed("preempted", number)
 print(job, "\n")
 print("\n".join(line for line in job.log.splitlines() if not re.match(r"(\d: )?step ", line)))
 
 # %%
 whole, preempted = places.losses(folder("undisturbed")), places.losses(folder("preempted"))
-stopped_at = int(re.findall(r"resuming .* at step (\d+)", job.log)[-1])
+stopped_at = resumed(job)
 lines = {"undisturbed": (list(whole), list(whole.values()))}
 parts = {"before the warning": [s for s in preempted if s <= stopped_at], "requeued": [s for s in preempted if s > stopped_at]}
 dots = {name: (steps[::6], [preempted[s] for s in steps[::6]]) for name, steps in parts.items()}
@@ -436,9 +452,9 @@ my_losses_apart_then = 25
 
 # %%
 number = submit("lost")
-places.reached(folder("lost"), 120, nodes, number)
-nodes.lose(number)
-job = nodes.wait(number)
+places.reached(folder("lost"), 120, cluster, number)
+cluster.lose(number)
+job = cluster.wait(number)
 before = places.losses(folder("lost"))
 print(job, "\n")
 told = [line for line in job.log.splitlines() if not re.match(r"(\d: )?step ", line)]
@@ -451,11 +467,8 @@ print("\n".join(line[:180] for line in told[1:9]))
 # puts it back: that is what `--requeue` allows.) Here, submit it again: the same words.
 
 # %%
-number = submit("lost")
-job = nodes.wait(number)
-places.keep(folder("lost"), job)
-lost = places.losses(folder("lost"))
-resumed_at = int(re.findall(r"resuming .* at step (\d+)", job.log)[0])
+job = completed("lost", submit("lost"))
+lost, resumed_at = places.losses(folder("lost")), resumed(job)
 print(job, "\n")
 print(next(line for line in job.log.splitlines() if "resuming" in line))
 
@@ -554,14 +567,15 @@ lab.picture(figures_cluster.shares({name: tuple(zip(*points, strict=True)) for n
                                    {name: tuple(zip(*points, strict=True)) for name, points in dotted.items()}, least,
                                    "A save stops the training for 30 s, a restart takes 5 minutes"),
             "For 64, 2048 and 16384 GPUs a valley each, with a star at its lowest point: the more GPUs, the further to the left "
-            "and the higher. The marks of the simulation lie on the lines, but for long intervals of 16384 GPUs below them")
+            "and the higher. The marks of the simulation lie on the lines in the valleys, and below them at both ends")
 for name, (interval, share) in least.items():
     print(f"{name:>10}: save every {interval / 60:5.0f} minutes, and lose {share:.1%}")
 
 # %% [markdown]
 # The valleys are wide: half or twice the interval costs little more. So the *order of magnitude* counts, and it depends on the
-# size of the job: what loses nothing on 64 GPUs loses a good part of the time on 16,384. (Where intervals come near M, the
-# simulation lies below the line: a failure then often comes in the first interval, and cannot cost more time than has passed.)
+# size of the job: what loses nothing on 64 GPUs loses a good part of the time on 16,384. (At both ends the simulation lies
+# below the line. Saves cost save / (T + save), which is less than save / T where T is short. And where T comes near M, a
+# failure often comes in the first interval, and cannot cost more time than has passed.)
 #
 # > **Question.** The paper reports more than 90% effective training time. Look at the numbers for 16,384 GPUs: which of the
 # > three, saving, doing again, restarting, would you work on first?
@@ -678,4 +692,4 @@ print(evidence.judge(evidence.gather(report, Path.cwd()), "", lambda number: ({}
 # [submit/FAULTS.md](../submit/FAULTS.md) what else can break, and every file of `course/` was written to be read.
 
 # %%
-nodes.close()
+cluster.close()

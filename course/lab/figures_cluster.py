@@ -32,11 +32,12 @@ def limit() -> Figure:
         axis.text((start + stop) / 2, at[lane], what, ha="center", va="center", fontsize=8)
     axis.plot([0, 12], [at["Slurm"]] * 2, color=GREY, linewidth=1)
     for source, target, when, what in ARROWS:
-        axis.annotate("", (when, at[target] + (0.24 if at[target] < at[source] else -0.24)), (when, at[source]),
+        side = 1 if at[target] < at[source] else -1  # arrows go from edge to edge
+        axis.annotate("", (when, at[target] + 0.24 * side), (when, at[source] - (0.2 * side if source != "Slurm" else 0)),
                       arrowprops={"arrowstyle": "->", "color": "black"})
         axis.text(when + 0.08, (at[source] + at[target]) / 2, what, fontsize=8, va="center")
     axis.axvline(6.95, ymax=0.85, color=ORANGE, linestyle=":")
-    axis.text(7.45, 1, "in the queue", ha="center", fontsize=8)
+    axis.text(7.02, 1, "in the queue", va="center", fontsize=8)
     axis.set_yticks([at[lane] for lane in LANES], LANES)
     axis.set_xticks([])
     axis.set_xlabel("time")

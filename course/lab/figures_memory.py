@@ -40,7 +40,8 @@ def stacked(bars: Mapping[str, Mapping[str, float]], unit: str = "GB", limits: M
                       label=None if kind in named else kind)
             named.add(kind)
             start += value
-        axis.text(start, row, f" {start:.3g} {unit}", va="center", fontsize=9)
+        axis.annotate(f"{start:.3g} {unit}", (start, row), (4, 0), textcoords="offset points", va="center", fontsize=9,
+                      bbox={"facecolor": "white", "edgecolor": "none", "pad": 1}, zorder=3)          # over a limit's line
     for name, limit in (limits or {}).items():
         axis.axvline(limit, color=GREY, linestyle="--")
         axis.text(limit, -0.62, f"{name} ", fontsize=8, ha="right", color=GREY)

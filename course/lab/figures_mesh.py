@@ -61,6 +61,6 @@ def stacked(rows: Mapping[str, Mapping[str, float]], x: str, title: str = "") ->
         left = [a + b for a, b in zip(left, widths, strict=True)]
     axis.invert_yaxis()
     axis.set_xlabel(x)
-    axis.legend(loc="lower right")
+    figure.legend(loc="outside lower center", ncol=len(parts), fontsize=9)
     axis.set_title(title)
     return figure

@@ -68,5 +68,5 @@ def live(runs: Mapping[str, list[list[Pass]]], v: Mapping[str, int] | None = Non
     axis.set_xticks(range(len(made)), [f"rank {rank}" for rank in range(len(made))])
     axis.set_ylabel("micro-batches kept at most")
     axis.grid(alpha=0.3, axis="y")
-    axis.legend()
+    figure.legend(loc="outside lower center", ncol=len(runs), fontsize=9)
     return figure

@@ -125,6 +125,28 @@ def limit(script: Script) -> Iterator[Finding]:
         yield Finding(script.lines["time"], "signal", "at the time limit the job is killed and what it did since its last "
                       "checkpoint lost: have Slurm warn it, #SBATCH --signal=B:USR1@60 with a trap, or --signal=USR1@60 "
                       "straight to the ranks")
+    elif "signal" in script.options and 0 < (most := seconds(script.options["time"])) <= (lead := warned(script)):
+        yield Finding(script.lines["signal"], "signal", f"the warning comes {lead} s before the limit, which is {most} s, so "
+                      "that it comes as soon as the job has begun: ask for more time, or for the warning later")
+
+
+def seconds(time: str) -> int:
+    """The seconds of a time limit as Slurm reads it; 0 if it sets none, or cannot be read."""
+    if not TIME.fullmatch(time) or not time[0].isdigit():
+        return 0
+    days, dash, rest = time.rpartition("-")
+    parts = [int(part or 0) for part in rest.split(":")]
+    if dash or len(parts) == 3:                      # hours first; without days two parts are minutes and seconds, one is minutes
+        hours, minutes, left = [*parts, 0, 0][:3]
+    else:
+        hours, minutes, left = 0, *[*parts, 0][:2]
+    return 86_400 * int(days or 0) + 3600 * hours + 60 * minutes + left
+
+
+def warned(script: Script) -> int:
+    """How many seconds before the limit a signal comes, 60 if it does not say; 0 if there is none."""
+    _, _, lead = script.options.get("signal", "@0").partition("@")
+    return int(lead) if lead.isdecimal() else 60
 
 
 @rule

@@ -26,6 +26,7 @@ def test_every_gpu_has_its_rank_and_its_groups_letter():
 
 
 def test_bars_are_stacked_first_row_on_top():
-    axis = figures_mesh.stacked({"a": {"x": 1.0, "y": 2.0}, "b": {"y": 3.0}}, "seconds").axes[0]
+    figure = figures_mesh.stacked({"a": {"x": 1.0, "y": 2.0}, "b": {"y": 3.0}}, "seconds")
+    axis = figure.axes[0]
     assert [bar.get_x() for bar in axis.patches] == [0, 0, 1.0, 0.0] and axis.yaxis_inverted()
-    assert [text.get_text() for text in axis.get_legend().get_texts()] == ["x", "y"]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["x", "y"]

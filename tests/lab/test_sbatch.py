@@ -49,6 +49,11 @@ WRONG = [
     ("site", "--job-name=mine", "--module=gpu,nccl-plugin"),
     ("time", "#SBATCH -t 01:00:00\n", ""),
     ("signal", "#SBATCH --signal=B:USR1@60\n", ""),
+    ("signal", "-t 01:00:00", "-t 00:01:00"),
+    ("signal", "-t 01:00:00", "-t 1"),
+    ("signal", "-t 01:00:00", "-t 0:59"),
+    ("signal", "B:USR1@60", "B:USR1@3600"),
+    ("signal", "-t 01:00:00\n#SBATCH --signal=B:USR1@60", "-t 0-1\n#SBATCH --signal=B:USR1@7200"),
     ("trap", "trap 'kill", "echo 'kill"),
     ("trap", "B:USR1@60", "B:TERM@60"),
     ("trap", 'wait "$ranks"\n', ""),
@@ -184,6 +189,13 @@ def test_times_are_those_that_sbatch_takes():
     taken = "60 1:00 1:00:00 1-0 1-0:30 1-0:30:10 infinite UNLIMITED -1 0 1-"
     refused = ["2d", "2h", "90m", "1d", "1-1:1:1:1", "1:2:3:4", "02:00:00s", "", " 60", "1.5", "1-a"]
     assert all(sbatch.TIME.fullmatch(word) for word in taken.split()) and not any(map(sbatch.TIME.fullmatch, refused))
+
+
+@pytest.mark.parametrize(("time", "seconds"), [
+    ("60", 3600), ("1:30", 90), ("1:02:03", 3723), ("1-0", 86_400), ("1-2:30", 95_400), ("1-", 86_400), ("0", 0), ("-1", 0),
+    ("UNLIMITED", 0), ("2d", 0)])
+def test_a_time_limit_in_seconds_is_that_of_slurm(time, seconds):
+    assert sbatch.seconds(time) == seconds
 
 
 def test_the_readme_says_how_many_rules_there_are():

@@ -10,6 +10,7 @@ import random
 import re
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -19,6 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+import cloudpickle
 import torch
 
 from course.lab import returned, sbatch, standin
@@ -32,7 +34,7 @@ GO_ON = 75                                           # status of a run that was 
 def batch_script(nodes: int, tasks: int, cpus: int, gpus: int) -> str:
     """A batch script for `nodes` nodes with so many tasks, CPUs of each task, and GPUs (0: none) on each node."""
     options = ["--job-name=mine", f"--nodes={nodes}", f"--ntasks-per-node={tasks}", f"--cpus-per-task={cpus}",
-               *([f"--gpus-per-node={gpus}"] if gpus else []), "--time=00:10:00", "--signal=B:USR1@60", "--requeue",
+               *([f"--gpus-per-node={gpus}"] if gpus else []), "--time=00:20:00", "--signal=B:USR1@60", "--requeue",
                "--output=slurm-%x-%j.log", "--open-mode=append"]
     asked = "\n".join(f"#SBATCH {option}" for option in options)
     return f"""#!/usr/bin/env bash
@@ -100,6 +102,7 @@ def checkpoint_interval(save: float, restart: float, mtbf: float, nodes: int) ->
 ENDS = ("end 0", "end 137", "warned 75", "warned 0")    # parts that srun plays: what comes of the ranks
 ARGUMENTS = ["gpt-demo", "log.name=a b", "data.path=*"]
 LATE = 40.0                                          # seconds after which a script that has not ended never will
+OVERTIME = 3.0                                       # seconds that it may compute itself after its ranks have ended
 
 
 def draw_jobs(seed: int, hidden: bool) -> Tensors:
@@ -122,9 +125,16 @@ def run_script(inputs: Tensors) -> Tensors:
             script = written(folder / f"mine{i}.sh", batch_script(nodes, tasks, cpus, gpus))
             rules = [finding.rule for finding in sbatch.lint(script)]
             lint += [len(rules), sum(sum(map(ord, rule)) for rule in rules)]            # how many, and which
-            asked += [script.nodes, script.tasks or 0, script.number("cpus-per-task") or 0, script.gpus or 0]
+            asked += [script.nodes, script.tasks or 0, script.number("cpus-per-task") or 0, script.gpus or 0,
+                      sbatch.seconds(script.options.get("time", "")), sbatch.warned(script)]
             jobs += [Job(folder, script, number + i, act) for act in (ENDS if i else ENDS[:1])]
         wait_for(jobs)
+    for job in jobs:
+        if job.endless:
+            raise returned.Returned(f"the script never ends: its ranks have ended with {job.act.split()[1]}, and it has not",
+                                    "`wait` gives the status of a process that is gone as often as you ask, and ranks that were "
+                                    "killed end above 128, too (137): wait once more after a signal, or until `kill -0` says "
+                                    "that srun is gone, and not until the status is small")
     first, second = jobs[0], jobs[1]
     ports = [job.told("MASTER_PORT") for job in (first, second)]
     good = [port.isdecimal() and 1024 <= int(port) < 32768 for port in ports]
@@ -165,6 +175,7 @@ class Job:
         self.first, self.status, self.over = names[0], -1, False
         self.step: dict[str, Any] = {"ranks": [], "options": {}, "words": [], "environ": {}}
         self.warned, self.requeued = False, list[str]()              # the ranks heard; "JOB ended", what was put back, and when
+        self.computed, self.endless = -1.0, False    # its own seconds when its ranks ended; whether it goes in circles since
         own = {"PATH": f"{folder / 'bin'}:/usr/bin:/bin", "STANDIN": str(self.folder), "STANDIN_ACT": act,
                "HOME": str(folder), "USER": "learner", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
         with open(self.folder / "log", "wb") as log:
@@ -174,12 +185,16 @@ class Job:
         self.warn = "warned" in act
 
     def look(self) -> bool:
-        """Whether it has ended; if the ranks are up and the script waits for them, the warning is sent."""
+        """Whether it has ended, or never will; if the ranks are up and the script waits for them, the warning is sent."""
         if self.warn and (self.folder / "step.json").exists() and waits(self.process.pid):
             self.warn = False
             self.process.send_signal(signal.SIGUSR1)
             (self.folder / "given").touch()
-        return self.process.poll() is not None
+        if self.computed >= 0:
+            self.endless = computing(self.process.pid) > self.computed + OVERTIME
+        elif (self.folder / "ended").exists():
+            self.computed = computing(self.process.pid)
+        return self.process.poll() is not None or self.endless
 
     def end(self) -> None:
         """Take away what is left of it, and read what was noted."""
@@ -225,6 +240,16 @@ def waits(pid: int) -> bool:
     with suppress(psutil.Error):
         return psutil.Process(pid).status() == psutil.STATUS_SLEEPING
     return False
+
+
+def computing(pid: int) -> float:
+    """The seconds that a process has computed, without its children; 0 if it is gone."""
+    import psutil
+
+    with suppress(psutil.Error):
+        times = psutil.Process(pid).cpu_times()
+        return float(times.user + times.system)
+    return 0.0
 
 
 def wait_for(jobs: list[Job]) -> None:
@@ -274,18 +299,42 @@ def meet(inputs: Tensors) -> Tensors:
     """What ranks of several jobs find out of their variables."""
     dice = random.Random(int(inputs["seed"]))
     found: dict[str, list[float]] = {name: [] for name in ("rank", "size", "local", "address", "port", "own")}
+    last, agreed = list[dict[str, str]](), list[str]()               # of each job the last task, and the port of all others
     for _ in range(int(inputs["count"])):
-        for nodes, first, count in node_lists(dice):
-            job, each = dice.randint(2, 10**8), dice.choice([2, 4])
-            told = [answered(environ) for environ in tasks_of(nodes, first, count, each, dice.random() < 0.5, job)]
+        numbers = [dice.randint(2, 1000), 32_767, *(dice.randint(2, 10**8) for _ in range(6))]
+        for (nodes, first, count), job in zip(node_lists(dice), numbers, strict=True):
+            each = dice.choice([2, 4])
+            tasks = list(tasks_of(nodes, first, count, each, dice.random() < 0.5, job))
+            told = [answered(environ) for environ in tasks]
             other = answered(next(tasks_of(nodes, first, count, each, False, job + 1)))
             for name, key in (("rank", "RANK"), ("size", "WORLD_SIZE"), ("local", "LOCAL_RANK")):
                 found[name] += [number_of(one[key]) for one in told]
             port = told[0]["MASTER_PORT"]
             found["address"].append(float(all(one["MASTER_ADDR"] == first for one in told)))
-            found["port"].append(float(all(one["MASTER_PORT"] == port for one in told) and 1024 <= number_of(port) < 32768))
+            found["port"].append(float(all(one["MASTER_PORT"] == port for one in told)))
             found["own"].append(float(other["MASTER_PORT"] != port))
+            last, agreed = [*last, tasks[-1]], [*agreed, port]
+    same = [here == there for here, there in zip(agreed, ports_elsewhere(last), strict=True)]
+    found["port"] = [float(one and other) for one, other in zip(found["port"], same, strict=True)]
     return {name: torch.tensor(values, dtype=torch.float64) for name, values in found.items()}
+
+
+ELSEWHERE = """
+import json, pickle, sys
+out, sys.stdout = sys.stdout, sys.stderr
+function, tasks = pickle.load(sys.stdin.buffer)
+json.dump([str(function(task)["MASTER_PORT"]) for task in tasks], out)
+"""
+
+
+def ports_elsewhere(tasks: list[dict[str, str]]) -> list[str]:
+    """The ports that another process finds for these tasks: each rank is one, and Python's `hash` of a text differs in each."""
+    if answer := sys.modules.get("answer"):
+        cloudpickle.register_pickle_by_value(answer)                 # which no other process can import
+    seed = "1" if os.environ.get("PYTHONHASHSEED") == "2" else "2"
+    done = subprocess.run([sys.executable, "-c", ELSEWHERE], input=cloudpickle.dumps((rendezvous, tasks)), check=True,
+                          stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=os.environ | {"PYTHONHASHSEED": seed})
+    return list(json.loads(done.stdout))
 
 
 def answered(environ: dict[str, str]) -> dict[str, str]:
@@ -301,6 +350,12 @@ def answered(environ: dict[str, str]) -> dict[str, str]:
                                 f"{environ['SLURM_JOB_NODELIST']}; the name of one node is wanted",
                                 "commas inside brackets part numbers, those outside part names; the first number in the "
                                 "brackets, with its zeros, goes where the brackets are")
+    if not 1024 <= number_of(found["MASTER_PORT"]) < 32_768:
+        raise returned.Returned(f"`rendezvous` returned {found['MASTER_PORT']!r} as MASTER_PORT of job "
+                                f"{environ['SLURM_JOB_ID']}; a number from 1024 to 32767 is wanted",
+                                "numbers of jobs go into the millions: take the number modulo as many ports as you use, and add "
+                                "the first of them, so that the last is below 32,768: from there on the system gives ports to "
+                                "anybody, and those below 1024 are root's")
     return found
 
 
@@ -321,6 +376,7 @@ class World:
         self.disk, self.log = (0, 1), dict[int, int]()               # (step, state) of the checkpoint; step -> loss
         self.counts = dict.fromkeys(("again", "late", "needless", "torn", "status"), 0)
         self.allowed = 0                             # steps that a kill makes anybody do again
+        self.thrown = ""                             # what the handler raised, and in the middle of what
         self.born(0)
 
     def born(self, life: int) -> None:
@@ -339,8 +395,13 @@ class World:
             what = self.befalls.pop((self.life, kind, number), "")   # once: a handler may save, too
             for _ in range(("", "warn", "warn twice", "kill").index(what) % 3):
                 self.asked = True
-                os.kill(os.getpid(), signal.SIGUSR1)
-                time.sleep(0)                        # Python's handler runs at once
+                try:
+                    os.kill(os.getpid(), signal.SIGUSR1)
+                    time.sleep(0)                    # Python's handler runs at once
+                except BaseException as error:
+                    if not isinstance(error, Killed):
+                        self.thrown = self.thrown or f"{type(error).__name__} in the middle of {kind}({number or ''}): {error}"
+                    raise
             if what == "kill":
                 self.allowed += max(self.log, default=0) - max(self.disk[0], (number - 1) // self.every * self.every)
                 self.die()
@@ -396,6 +457,10 @@ def live(world: World) -> None:
             continue
         except SystemExit as error:
             status = error.code
+        except BaseException:
+            if world.thrown:
+                return
+            raise
         finally:
             signal.signal(signal.SIGUSR1, before)
         if world.dead:                               # it has caught what nobody can
@@ -443,6 +508,10 @@ def survive(inputs: Tensors) -> Tensors:
     for befalls in fates(inputs).values():
         world = World(every, last, befalls)
         live(world)
+        if world.thrown:
+            raise returned.Returned(f"what USR1 calls raised {world.thrown}".removesuffix(": "),
+                                    "a handler that raises leaves the loop in the middle of a step, a save or a load, and what "
+                                    "was being done is half done: let it set a flag, and look at the flag between two steps")
         world.counts["again"] = max(0, world.counts["again"] - world.allowed)
         found["losses"].append(sum(world.log.get(number) != alone[number] for number in range(1, last + 1)))
         for name, count in world.counts.items():
@@ -486,13 +555,13 @@ EXERCISES = [
         "size": "all know how many ranks there are",
         "local": "each knows its number on its node, which is its GPU",
         "address": "all meet at the first node of the list, however Slurm writes it",
-        "port": "at one port, between 1024 and 32767",
+        "port": "at one port, between 1024 and 32767, which every rank finds in a process of its own",
         "own": "and the next job at another one"}, flags={
-        "address": "some ranks go to another place", "port": "not all ranks go to the same port, or nobody may listen there",
+        "address": "some ranks go to another place", "port": "not all ranks go to the same port",
         "own": "it has the same port"}, limits=QUICK, points=2),
     Exercise("batch-script", "18", (f"{__name__}.batch_script",), draw_jobs, run_script, {
         "lint": "`course lint-sbatch` finds nothing wrong with it",
-        "asked": "it asks for the nodes, tasks, CPUs and GPUs of two jobs",
+        "asked": "it asks for the nodes, tasks, CPUs and GPUs of two jobs, for twenty minutes, and for a warning a minute before",
         "ranks": "srun starts one rank for each task, with its CPUs and as many threads",
         "command": "each rank is `python -m course.cli train` with the script's arguments, spaces and stars included",
         "meet": "all meet on the first node, at a port of the job's own",

@@ -34,11 +34,11 @@ def training_bytes(parameters: int, ranks: int, stage: int) -> tuple[float, floa
 
 
 def draw_sizes(seed: int, hidden: bool) -> Tensors:
-    """Models, numbers of ranks, and every stage."""
+    """Models so small that a number which was rounded shows, numbers of ranks, and every stage."""
     generator = torch.Generator().manual_seed(seed)
     count = 4 * (6 if hidden else 3)
-    parameters = torch.randint(10**6, 10**9, (count,), generator=generator)
-    ranks = 2 ** torch.randint(1, 7 if hidden else 5, (count,), generator=generator)
+    parameters = torch.randint(10**3, 10**5, (count,), generator=generator)
+    ranks = torch.randint(2, 65 if hidden else 17, (count,), generator=generator)
     return {"sizes": torch.stack([parameters, ranks, torch.arange(count) % 4], 1)}
 
 

@@ -57,6 +57,9 @@ MISTAKES = {
         Mistake("a port beyond all ports", PORT, 'str(20000 + int(environ["SLURM_JOB_ID"]))',
                 "numbers of jobs go into the millions and ports to 65,535, of which the system gives those from 32,768 on to "
                 "others: take the number modulo 12,000 or so"),
+        Mistake("Python's hash of a text", PORT, 'str(20000 + hash(environ["SLURM_JOB_ID"]) % 12000)',
+                "in each process Python's `hash` of a text is another number, so that no rank meets another: take "
+                "int(environ[\"SLURM_JOB_ID\"]) itself"),
     ),
     "batch-script": (
         Mistake("no srun", "srun --kill-on-bad-exit=1 --cpus-per-task=\"$SLURM_CPUS_PER_TASK\" --cpu-bind=cores python", "python",
@@ -77,6 +80,10 @@ MISTAKES = {
                 'without quotes an argument with a space falls apart and a star turns into file names: "$@"'),
         Mistake("one task", "--ntasks-per-node={tasks}", "--ntasks-per-node=1",
                 "one task on a node is one rank: the other GPUs would do nothing, and be charged"),
+        Mistake("hours for minutes", "--time=00:20:00", "--time=20:00:00",
+                "a time in three parts is hours, minutes and seconds: twenty minutes are 00:20:00"),
+        Mistake("a warning at another time", "USR1@60", "USR1@120",
+                "the number after the @ is how many seconds before the limit the warning comes: 60 for a minute"),
         Mistake("GPUs not asked for", '*([f"--gpus-per-node={gpus}"] if gpus else []), ', "",
                 "it asks for no GPUs, and Slurm gives a job only what it asks for: --gpus-per-node, where gpus is not 0"),
         Mistake("GPUs where there are none", '*([f"--gpus-per-node={gpus}"] if gpus else [])', 'f"--gpus-per-node={gpus or 1}"',
@@ -157,5 +164,8 @@ MISTAKES = {
                 "the share counts the failures of one node: of the job there is one every mtbf / nodes seconds"),
         Mistake("hours", "return interval, ", "return interval / 3600, ", "the interval is to be in seconds, as what you are "
                 "given"),
+        Mistake("swapped", "return interval, " + LOST, f"return {LOST}, interval",
+                "the two have changed places: first the seconds, then the share"),
+        Mistake("percent", LOST, f"100 * ({LOST})", "the share is to be between 0 and 1, not in percent"),
     ),
 }

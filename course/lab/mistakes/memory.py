@@ -22,6 +22,7 @@ MISTAKES = {
         Mistake("each stage alone", "if stage >= 1:", "if stage == 1:",
                 "each stage cuts what the one before cut, and one thing more: >=, not =="),
         Mistake("weights never cut", "        weights /= ranks\n", "        pass\n", "stage 3 cuts the weights as well"),
+        Mistake("rounded down", "/= ranks", "//= ranks", "`//` rounds down, and a share may have a fraction: divide with /"),
         Mistake("states in the place of weights", "return weights, gradients, states", "return states, gradients, weights",
                 "the order is weights, gradients, states"),
     ),
