@@ -7,10 +7,12 @@ test of nbgrader. `notebooks/NN_name.ipynb` is for learners, `solutions/NN_name.
 """
 
 import ast
+import filecmp
 import hashlib
 import json
 import os
 import re
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +31,7 @@ LONGEST = 900                                        # seconds that a cell may t
 CHECK = re.compile(r'^check\("([\w-]+)"', re.MULTILINE)
 SHOW = re.compile(r'\bshow\("([\w.]+)"\)')
 WIDGET = "application/vnd.jupyter.widget-view+json"
+GIVEN = {"notebooks": ("[0-9][0-9]_*.ipynb",), "submit": ("*.sh", "*.md", "*.txt", "sites/*.sh")}   # as in pyproject.toml
 SMALLEST_LEAK = 30                                   # characters of an answer's statement that tell something
 
 
@@ -70,6 +73,38 @@ def verify(names: list[str], root: Path = ROOT) -> list[str]:
         if path.is_file():
             found += [f"notebooks/{path.name} {leak}" for leak in leaks(cells.load(path), instructors(master))]
     return found
+
+
+def copy(folder: Path, home: Path | None = None) -> None:
+    """Give a learner the blank notebooks and, since lesson 18 and its links mean them, the scripts for clusters.
+
+    They come from `home`, a clone or the package that a wheel installed, and go to folder/notebooks and folder/submit. What is
+    there already and equal stays. Raises `CourseError`, having written nothing, where something else of such a name is there.
+    """
+    home = home or (blank.PACKAGE if (blank.PACKAGE / "notebooks").is_dir() else ROOT)
+    files = [path.relative_to(home) for path in given(home)]
+    if not files:
+        raise CourseError(f"{home}/notebooks holds no lessons: install the course's wheel again, or run this in a clone")
+    if folder.exists() and not folder.is_dir():
+        raise CourseError(f"{folder} is no folder: name one, or a name that is still free")
+    there = [name for name in files if (folder / name).exists() and not filecmp.cmp(folder / name, home / name, shallow=False)]
+    if there:
+        others = f" and {len(there) - 1} more" if there[1:] else ""
+        raise CourseError(f"{folder} has {there[0]}{others}, which somebody changed or another version wrote: "
+                          "nothing was copied; name another folder, or move what is there")
+    for name in files:
+        if not (folder / name).exists():
+            with atomic(folder / name) as temporary:
+                shutil.copyfile(home / name, temporary)
+    first = next(name for name in files if name.suffix == ".ipynb")
+    print(f"{folder}/notebooks has the lessons, {folder}/submit scripts for clusters; begin with: jupyter lab {folder / first}")
+
+
+def given(home: Path) -> list[Path]:
+    """The files that learners get beside the library, without the copies of notebooks in which they work (00_start_here_mine)."""
+    found = [path for name, patterns in GIVEN.items() for pattern in patterns for path in sorted((home / name).glob(pattern))]
+    lessons = [path for path in found if path.suffix == ".ipynb"]
+    return [path for path in found if not any(path != one and path.stem.startswith(one.stem) for one in lessons)]
 
 
 def instructors(master: Path) -> Any:
