@@ -33,7 +33,7 @@ bench = typer.Typer(help="Measure this machine.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 cluster = typer.Typer(help="A real Slurm of several nodes on this machine alone, to try scripts and jobs.", no_args_is_help=True)
 app.add_typer(cluster, name="cluster")
-lessons = typer.Typer(help="For whoever writes lessons.", no_args_is_help=True)
+lessons = typer.Typer(help="Get the lessons' notebooks, or build them.", no_args_is_help=True)
 app.add_typer(lessons, name="lessons")
 
 
@@ -472,6 +472,17 @@ def lint_sbatch(file: Annotated[Path, typer.Argument(help="a batch script")],
     from course.lab import sbatch
 
     raise typer.Exit(0 if sbatch.main(file, options or []) else 1)
+
+
+@lessons.command("copy")
+def copy_lessons(folder: Annotated[Path, typer.Argument(help="where you want to work, such as my-course")]) -> None:
+    """Put the lessons in FOLDER/notebooks, blank, and scripts for clusters in FOLDER/submit; nothing there is overwritten.
+
+    Data and runs of the lessons will lie in FOLDER, too.
+    """
+    from course.lab import lessons as maker
+
+    maker.copy(folder)
 
 
 @lessons.command()

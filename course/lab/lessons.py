@@ -7,10 +7,13 @@ test of nbgrader. `notebooks/NN_name.ipynb` is for learners, `solutions/NN_name.
 """
 
 import ast
+import filecmp
 import hashlib
 import json
 import os
 import re
+import shlex
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,12 +21,13 @@ from typing import Any
 
 from course.errors import CourseError
 from course.files import atomic
-from course.lab import blank, cells
+from course.lab import blank, cells, given
 from course.lab import exercise as exercises
 from course.lab.exercise import Exercise
 from course.lab.notebook import BUILDING
 
-ROOT = blank.PACKAGE.parent                          # where notebooks/ and solutions/ lie
+ROOT = blank.PACKAGE.parent                          # where notebooks/ and solutions/ lie, in a clone
+BROUGHT = blank.PACKAGE / "given"                    # what a wheel has instead
 EDITION = "1"                                        # of this builder: a new one makes all notebooks stale
 LONGEST = 900                                        # seconds that a cell may take
 CHECK = re.compile(r'^check\("([\w-]+)"', re.MULTILINE)
@@ -36,8 +40,8 @@ def masters(names: list[str], root: Path = ROOT) -> list[Path]:
     """The masters of these names (such as 01 or 01_baseline), or all."""
     found = sorted((root / "solutions").glob("[0-9][0-9]_*.py"))
     if not found:
-        raise CourseError(f"{root}/solutions holds no lessons: run this in a clone of the course's repository, "
-                          "a release for learners has none")
+        raise CourseError(f"{root}/solutions holds no lessons' masters: use the `course` of a clone of the repository; "
+                          "what learners get, a release or a wheel, has none")
     for name in names:
         if not any(path.stem.startswith(name.removesuffix(".py")) for path in found):
             raise CourseError(f"there is no lesson {name}; there are {', '.join(path.stem for path in found)}")
@@ -70,6 +74,33 @@ def verify(names: list[str], root: Path = ROOT) -> list[str]:
         if path.is_file():
             found += [f"notebooks/{path.name} {leak}" for leak in leaks(cells.load(path), instructors(master))]
     return found
+
+
+def copy(folder: Path, home: Path | None = None) -> None:
+    """Put the blank notebooks in folder/notebooks and the scripts for clusters in folder/submit.
+
+    They come from `home`, a clone or what a wheel has brought. What is there already and equal stays. Raises `CourseError`,
+    having written nothing, where another file of such a name is there.
+    """
+    home = home or (BROUGHT if BROUGHT.is_dir() else ROOT)
+    names = given.files(home)
+    first = next((name for name in names if name.suffix == ".ipynb"), None)
+    if first is None:
+        raise CourseError(f"{home}/notebooks holds no lessons: install the course's wheel, or use the `course` of a clone")
+    for part in (folder, folder / "notebooks", folder / "submit"):
+        if part.exists() and not part.is_dir():
+            raise CourseError(f"{part} is a file, and should become a folder: name another one, or move what is there")
+    there = [name for name in names if (folder / name).exists()]
+    changed = [name for name in there if not filecmp.cmp(folder / name, home / name, shallow=False)]
+    if changed:
+        more = f" and {len(changed) - 1} more" if changed[1:] else ""
+        raise CourseError(f"{folder} has {changed[0]}{more}, which somebody changed or another version wrote: "
+                          "nothing was copied; name another folder, or move what is there")
+    for name in sorted({*names} - {*there}):
+        with atomic(folder / name) as temporary:
+            shutil.copy(home / name, temporary)
+    print(f"{folder}/notebooks has the lessons; begin with: jupyter lab {shlex.quote(str(folder / first))}\n"
+          f"{folder}/submit has scripts for clusters; say before sbatch: export COURSE_PYTHON={shlex.quote(sys.executable)}")
 
 
 def instructors(master: Path) -> Any:

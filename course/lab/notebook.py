@@ -34,9 +34,12 @@ class CheckFailed(Exception):
 
 
 def begin(lesson: str) -> None:
-    """Go to the course's folder, where `data` and `runs` are, and say what this lesson runs on."""
+    """Go to the course's folder, where `data` and `runs` are, and say what this lesson runs on.
+
+    That is a clone, a release, or what `course lessons copy` wrote, which has no `course`.
+    """
     home = next((folder for folder in [Path.cwd(), *Path.cwd().parents]
-                 if (folder / "notebooks").is_dir() and (folder / "course").is_dir()), None)
+                 if (folder / "notebooks").is_dir() and ((folder / "course").is_dir() or (folder / "submit").is_dir())), None)
     if home:
         os.chdir(home)
     device = f"{torch.cuda.get_device_name()} GPU" if torch.cuda.is_available() else "no GPU: everything here runs on the CPU"
