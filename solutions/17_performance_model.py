@@ -182,8 +182,9 @@ for kind, part in kernels.MEMORY.items():
 # `fused` are the compiler's kernels, `elementwise` and `norm` PyTorch's own. What they move is a matter of counting; you did it
 # in lesson 05, and the library does it in `steptime.forward_bytes` and `backward_bytes`.
 #
-# `course bench kernels` measures all of this on a GPU of yours, in under five minutes, as a table over sizes. With a table the
-# library takes its numbers, between two points by interpolation; without one, the shares above.
+# `course bench kernels` measures all of this on a GPU of yours, in under five minutes, as a table over sizes. With a table, such
+# as `course/perf/results/kernels_h200.json`, the library takes its numbers, between two points by interpolation; without one, the
+# shares above.
 #
 # ## Bytes: what fits
 #
@@ -247,19 +248,16 @@ for sp in ("false", "true"):
 
 # %%
 single = [step for step in recorded.ladders() if step.config.precision != "fp8"]
-gigabytes = {"ViT": [], "DiT": [], "GPT": [], "GPT 124M, compiled": []}
+gigabytes = {"ViT": [], "DiT": [], "GPT": []}
 for step in single:
-    then = step.name.startswith("gpt: 124M: bf16, compiled") and "all logits" not in step.name
-    group = "GPT 124M, compiled" if then else {"vit": "ViT", "gpt": "GPT", "dit": "DiT"}[step.name[:3]]
+    group = {"vit": "ViT", "gpt": "GPT", "dit": "DiT"}[step.name[:3]]
     gigabytes[group].append((step.memory_gb, memory.predict(step.config).allocated / 1e9))
 lab.picture(figures_plan.scatter(gigabytes, "GB at the peak", "Memory of models on one H200: predicted over measured", 0.1),
-            "Nearly all points lie on the line at 1, from 1.5 to 50 GB; four of GPT 124M lie 13 to 19 percent below")
-print("largest error without GPT 124M compiled:",
-      f"{max(abs(y / x - 1) for name, points in gigabytes.items() if name[-1] != 'd' for x, y in points):.1%}")
+            "All points lie within 2 percent of the line at 1, from 1.5 to 50 GB")
+print(f"largest error: {max(abs(y / x - 1) for points in gigabytes.values() for x, y in points):.1%}")
 
 # %% [markdown]
-# Within 2%, since memory is nothing but counting. The four below were recorded before the library's chunked loss was compiled
-# chunk by chunk, and kept more logits. The model speaks of the code of today.
+# Within 2%, since memory is nothing but counting.
 #
 # ## Messages
 #
@@ -534,12 +532,11 @@ for step in off[:8]:
     print(f"    {step.error:+4.0%}  {step.ms:7.1f} ms  {step.name}")
 
 # %% [markdown]
-# **What you should see:** a median of about 6%, and a tail with reasons. The worst is attention of 16,000 tokens over a ring of
+# **What you should see:** a median of about 4%, and a tail with reasons. The worst is attention of 16,000 tokens over a ring of
 # four: rounds of kernels so short that the GPU waits for the host. "Read by the training process" waits for files, which the
 # model takes as free with no loader at all. Steps of 3 or 4 ms consist of kernels so small that their time is not bytes over
 # bandwidth any more. PyTorch's DDP, compiled, cuts the graph at every bucket, which no term here knows. All four are *overheads*:
-# what a model leaves out makes the prediction too short. What it takes as slower than it is makes it too long: uncompiled steps,
-# 10 to 17%, probably since PyTorch runs some of their kernels better than the shares above say.
+# what a model leaves out makes the prediction too short.
 #
 # ## Beside other people's numbers
 #
@@ -551,8 +548,8 @@ by_group: dict[str, dict[str, float]] = {}
 for case in published.CASES:
     by_group.setdefault(case.group, {})[f"{case.name} ({case.unit})"] = published.error(case)
 lab.picture(figures_plan.errors(by_group, "Published measurements: the library's prediction, in the source's unit"),
-            "33 dots, most within 25 percent of zero. Orange: -32 for tensor parallelism over four nodes, -47 for TF32 on an "
-            "A100, -29 for context parallelism on H20s, +31 and +29 for torchtitan, compiled")
+            "33 dots, most within 25 percent of zero. Orange: -32 for tensor parallelism over four nodes, -47 for TF32 and +34 "
+            "for tp 4 x dp 4 on A100s, -27 for context parallelism on H20s, +27 to +35 for torchtitan")
 errors_of = [abs(published.error(case)) for case in published.CASES]
 print(f"{len(errors_of)} measurements: median error {statistics.median(errors_of):.0%}; over 25%:")
 for case in published.CASES:
@@ -597,31 +594,53 @@ for tp, pp in ((4, 4), (8, 2), (2, 8)):
 #
 # The steps above were looked at by whoever wrote the model. A model is worth what it says of configurations that its authors
 # never looked at. So thirty were drawn by seed, over all axes on 1, 2 and 4 GPUs, and committed to the repository *before* any
-# of them was measured (`course/perf/results/heldout.json`).
+# of them was measured (`course/perf/results/heldout.json`). They are odd ones, as chance draws them: TF32 with tensor
+# parallelism, uncompiled pipelines, recomputation that nobody needs.
+#
+# > **Predict.** The median error of time was 4% above. Of configurations that nobody had seen? And the worst?
+
+# %%
+my_held_median, my_held_worst = 8.0, 30.0            # your predictions, in percent
 
 # %%
 listed = {row["name"]: row for row in lab.results("heldout")["configurations"]}
 rows = lab.results("heldout_h200")["rows"] if (lab.RESULTS / "heldout_h200.json").is_file() else []
 held: dict[str, list[tuple[float, float]]] = {}
+misses: list[tuple[float, str]] = []
 for row in rows:
     if "ms" in row:
         drawn = listed[row["name"]]
         found = steptime.predict(config.load(drawn["preset"], drawn["settings"]), h200, drawn["gpus"])
         held.setdefault(f"{drawn['gpus']} GPUs", []).append((row["ms"], found.step * 1e3))
+        wanted = ("parallel.tp", "parallel.cp", "parallel.pp", "precision", "compile", "train.recompute")
+        words = [word.split(".")[-1] for word in drawn["settings"] if word.startswith(wanted) and not word.endswith("=1")]
+        misses.append((found.step * 1e3 / row["ms"] - 1, f"{drawn['preset']} {' '.join(words)}"))
 if held:
     every = [abs(y / x - 1) for points in held.values() for x, y in points]
     lab.picture(figures_plan.scatter(held, "ms", "Configurations that nobody had seen"),
                 "Predicted over measured of held-out configurations, against milliseconds")
-    print(f"{len(every)} steps: median error {statistics.median(every):.0%}, worst {max(every):.0%}")
+    lab.beside(f"median error of {len(every)} steps", my_held_median, 100 * statistics.median(every), "%")
+    lab.beside("worst error", my_held_worst, 100 * max(every), "%")
     peaks = {row["name"]: row["memory_gb"] for row in rows if "ms" in row}
     asked = {name: config.load(listed[name]["preset"], listed[name]["settings"]) for name in peaks}
     apart = [abs(memory.predict(asked[name]).allocated / 1e9 / peak - 1) for name, peak in peaks.items()]
-    print(f"their memory: median error {statistics.median(apart):.0%}, worst {max(apart):.0%}")
+    print(f"their memory: median error {statistics.median(apart):.0%}, worst {max(apart):.0%}\n\nthe worst times:")
+    for error, words in sorted(misses, key=lambda miss: -abs(miss[0]))[:8]:
+        print(f"    {error:+4.0%}  {words}")
 else:
     print(f"{len(listed)} configurations are drawn, and not measured yet. On a machine with 4 H200s:\n"
           "    python -m course.perf.heldout course/perf/results/heldout_h200.json")
 
 # %% [markdown]
+# **What you should see:** twenty of the thirty, those for one and two GPUs; the others wait for a machine with four. The median
+# is 9%, twice that of what the authors had looked at. That factor is the price of looking, and the reason to hold something out.
+#
+# The worst are off by half, and teach more than the others. Three are *uncompiled with recomputation*: PyTorch's checkpointing
+# calls Python for each tensor that it keeps, the GPU waits for the host, and nobody had measured that a launch there costs twice
+# what it costs elsewhere. TF32 with tensor parallelism is slower by 40%, which nobody can explain yet. And one whose memory was
+# predicted as 13 GB took 66: in float32 PyTorch has no fused attention for grouped heads of keys and values, and keeps every
+# score. No formula would have told; now you know to look.
+#
 # ## Where such models fail
 #
 # - **Overlap.** Two kernels at a time share multiprocessors, memory and power. No formula says how.
@@ -631,7 +650,8 @@ else:
 # - **The slowest of many.** A step of 10,000 GPUs ends with the last of them: one in a thousand that is 10% slow costs
 #   everybody 10%.
 # - **What is not modelled.** The host, the loader, memory that is fragmented, checkpoints being written, restarts.
-# - **New code.** The model speaks of the code that it was written for, as you saw with the logits of GPT 124M.
+# - **New code.** The model speaks of the code that it was written for. When a new kernel for GPT's loss made a step 6% faster,
+#   every prediction of GPT was too slow until the model knew of it.
 #
 # So use it for what it can do. It *ranks* layouts better than it times them, because most errors are common to all of them. It
 # tells what a step should take, so that you notice when it takes 30% longer. And it says which term to look at first.
