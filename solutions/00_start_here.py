@@ -183,7 +183,7 @@ check("matmul-cost")
 #
 # <details><summary>Answer</summary>
 # The product does 2 × 1024³ ≈ 2.1 × 10⁹ FLOPs and moves 12.6 MB: 171 FLOPs a byte, more than the balance of any
-# laptop, so arithmetic bounds it. The sum does 10⁶ FLOPs and moves as many bytes: one FLOP for every 12 bytes. Memory
+# laptop, so arithmetic bounds it. The sum moves the same 12.6 MB for 10⁶ FLOPs: one FLOP for every 12 bytes. Memory
 # bounds it, on every machine there is.
 # </details>
 #
@@ -228,7 +228,7 @@ for name, (m, k, n) in shapes.items():
 
 # %% [markdown]
 # **What you should see:** the large ones, from 128 tokens on, take what you predicted, give or take a fifth. Small ones take
-# up to twice as long. And one of them may even be *faster* than predicted, which a least time should not allow.
+# two or three times as long. And one of them may even be *faster* than predicted, which a least time should not allow.
 #
 # To see why, draw it. Across: **arithmetic intensity**, FLOPs for each byte that must move. Up: FLOP/s. The roof is your
 # prediction: on the left the slope of memory, on the right the flat ceiling of arithmetic, and the dotted line between
@@ -290,6 +290,8 @@ slider = widgets.explore(layer_on_the_roof, tokens=[1, 4, 16, 64, 256, 1024, 409
 #
 # > **Predict.** An NVIDIA H200 has 132 processors, each with units that multiply small matrices in 16-bit formats. How
 # > many times your machine's FLOP/s will it reach in bf16? How many times its bytes a second? And its balance?
+#
+# (A number in **bf16** has 16 bits. In **TF32** these units read 19 of the 32 bits of a float32. Lesson 04 is about both.)
 
 # %%
 my_flops_ratio = 1000            # your prediction: H200's bf16 FLOP/s over this machine's float32 FLOP/s

@@ -135,8 +135,7 @@ lab.show("course.step.train_step")
 #
 # The block may raise an exception. Then its range has to end nevertheless, or all that follows would seem to lie within it.
 # With `@contextmanager` (of `contextlib`) a function becomes something for `with`: what stands before `yield` runs before the
-# block, what stands
-# after it afterwards.
+# block, what stands after it afterwards.
 
 # %% exercise="named-parts"
 from course.profile import part
@@ -156,8 +155,8 @@ with lab.yours(part), Window(Path("runs/lesson-02"), 0, cpu) as window:
         training.step(batch)
 rows = looks.timeline(account.read(window.trace))
 lab.picture(figures_profile.timeline(rows, "one step of vit-demo, 16 samples"),
-            "Two lanes over the time. Above, a short part named data, a long one named compute and a short one named optimizer. "
-            "Below, hundreds of operators, most of the time matrix multiplications")
+            "Two lanes over the time. Above, a part named data, a long one named compute and a short one, the optimizer. Below, "
+            "hundreds of operators, in compute most of the time matrix multiplications")
 
 # %% [markdown]
 # ## Exercise: busy time
@@ -326,9 +325,12 @@ lab.show("course.perf.account.claim")
 found = account.account(account.read(window.trace))
 print(account.text(found))
 lab.picture(account.picture(found, "vit-demo on this machine"),
-            "One bar: a third forward, two thirds backward, the rest is narrow")
+            "One bar: forward and backward nearly half each, the rest is narrow")
 
 # %% [markdown]
+# Forward has a larger share than by the clock at the beginning. Here the processor of the step makes the batch too, and the
+# account, which sees nothing but operators, takes that for forward.
+#
 # > **Predict.** The reference model (width 384, 16 samples) on an H200, in TF32, then in bf16, then compiled: will the step wait
 # > for the host?
 

@@ -123,7 +123,7 @@ print(f"{'weights, and their gradients':32} {next(model.parameters()).dtype}, {n
 # block adds to, the norms, the loss, the weights and their gradients.
 #
 # > **Question.** Weights in float32 are cast in every forward pass. Why not keep them in bf16 and save that, and half of
-# > their memory?
+# > their memory? Say what you think; the next section measures it.
 #
 # ## What vanishes
 #
@@ -197,9 +197,9 @@ lab.picture(figures.curves({"weights kept in bf16": ([f"{rate:g}" for rate in ra
 # however often it comes. When a schedule lets the learning rate fall, training in bf16 weights comes to a halt.
 #
 # So the weights stay in float32, the **master weights**, and the 16-bit copy is made of them when it is needed.
-# (Micikevicius et al. 2018, *Mixed precision training*, arXiv:1710.03740. Rounding up or down at random, in proportion, is
-# another way out: then small updates count on average.) Autocast does just that. Frameworks that keep bf16 weights beside a
-# float32 copy in the optimizer, as Megatron-LM does, do it, too; it is the same 16 bytes a parameter (lesson 13).
+# Autocast does just that (Micikevicius et al. 2018, *Mixed precision training*, arXiv:1710.03740). Frameworks that keep bf16
+# weights beside a float32 copy in the optimizer, as Megatron-LM does, do it, too; it is the same 16 bytes a parameter
+# (lesson 13). (Rounding up or down at random, in proportion, is another way out: then small updates count on average.)
 #
 # Does it matter for the loss? Train a small model twice from the same weights, in bf16 with a small learning rate, and the
 # second time round the weights to bf16 after each step.
@@ -337,8 +337,8 @@ lab.picture(figures.curves({"loss scale": (range(0, 20_000, 20), scales[::20]),
 #
 # Eight bits: 256 patterns, the signs included. The tensor cores of Ada, Hopper and Blackwell multiply them twice as fast as
 # bf16. Look at the ranges once more: E4M3 has 18 powers of two from its smallest number to its largest, E5M2 32. Gradients
-# spread over 25 of them, in places that differ from layer to layer. One loss scale for everything will not do any more. So
-# each *tensor* gets a scale of its own, before it is cast:
+# spread over 20 and more of them, in places that differ from layer to layer. One loss scale for everything will not do any
+# more. So each *tensor* gets a scale of its own, before it is cast:
 #
 # 1. take the tensor's largest magnitude, its **amax**;
 # 2. multiply the tensor by a **scale** that brings amax to the format's largest number;
@@ -592,8 +592,8 @@ lab.picture(figures.curves({name: (range(20, 121, 20), curves.means(run).tolist(
 # step is cut off, more and more of it, always in the same direction.
 # </details>
 #
-# The same over all 300 steps on an H200, where the products really are of eight bits, and beside them Transformer Engine's, from
-# the same weights. fp16 is a few percent off, since its scaler skips the first step:
+# The same over all 300 steps on an H200, where the products really are of eight bits, and beside them Transformer Engine's
+# (TE), from the same weights. fp16 is a few percent off, since its scaler skips the first step:
 
 # %%
 recorded = lab.results("curves_h200")

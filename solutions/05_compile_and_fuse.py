@@ -96,9 +96,9 @@ lab.picture(figures_fusing.trips({"one after another": kernels_apart, "fused": [
             "one arrow from memory and one to it, two trips")
 
 # %% [markdown]
-# A **kernel** is a program that runs on the GPU as a whole: one launch, one pass over the data. Below is the same chain as one
-# kernel. `n` and `m` exist in it, number by number, in registers, and never reach memory. (`shift` and `scale` are read too;
-# they are a thousandth of `x`, so the picture leaves them out.)
+# A **kernel** is a program that runs on the GPU as a whole: one launch, one pass over the data. The lower half of the picture is
+# the same chain as one kernel. `n` and `m` exist in it, number by number, in registers, and never reach memory. (`shift` and
+# `scale` are read too; they are a thousandth of `x`, so the picture leaves them out.)
 #
 # > **Question.** The fused kernel does the same arithmetic. Why is it three times as fast, and not just a little?
 #
@@ -205,7 +205,7 @@ else:
     print("This needs a C++ compiler, and there is none here")
 
 # %% [markdown]
-# **What you should see:** one kernel, whose name lists what it has swallowed, and a speed-up of between two and four. Three is
+# **What you should see:** one kernel, whose name lists what it has swallowed, and a speed-up of between 1.4 and four. Three is
 # what the bytes say; on a CPU the norm's arithmetic takes its part, on a GPU it does not. Values differ in the last digits,
 # since sums are taken in another order. Compiling took seconds where the chain takes a fraction of one; it pays if the chain
 # runs often. (Less than two seconds say that the kernel was still on disk from an earlier run: Inductor has a cache.)
@@ -649,7 +649,7 @@ lab.beside("block by block", my_regional, taken["block by block"], how="counted"
 # kernel. Across the border it is two: one more launch and one more reading of x for each block, against the 11 that you
 # counted. The loss is nothing <i>but</i> a chain: subtract, square, add up, over the whole output, 83 million numbers for 16
 # samples of the reference model. Uncompiled it makes a handful of trips with them. (On an H200 the reference model was not
-# faster compiled as a whole, and its first step came after 29 s instead of 11.)
+# faster compiled as a whole, and its first step came 18 s later.)
 # </details>
 #
 # > **Question.** Stochastic depth drops a branch with a probability that rises from block to block, a Python number in each.
@@ -779,8 +779,8 @@ my_flash_ms = 90.0               # your prediction
 lab.beside("a step, compiled, attention=flash", my_flash_ms, step_ms("bf16, compiled, flash attention"), "ms", "recorded")
 
 # %% [markdown]
-# Two thirds of the step, longer by 308/184: about 40% more, and nobody changed a line of the model. Which attention one gets is
-# worth a look in the profile.
+# Two thirds of the step take 308/184 as long: 45% more by this arithmetic, 38% when it was measured, and nobody changed a line
+# of the model. Which attention one gets is worth a look in the profile.
 #
 # > **Question.** Compiling takes time before the first step. After how many steps has it paid?
 

@@ -608,12 +608,14 @@ def new_pages(step: Callable[[], object], rounds: int = 10) -> float:
     return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / rounds
 
 
+torch.set_num_threads(1)         # as above: each thread asks for memory on its own
 one, other = assembled(), assembled()
 captured, batch = Captured(other.step, cpu), one.model.example(64, cpu)
 for _ in range(4):
     captured(batch)
 print(f"64 samples: {new_pages(lambda: one.step(batch)):,.0f} new pages in an eager step, "
       f"{new_pages(lambda: captured(batch)):,.0f} in a replay; a page has {resource.getpagesize()} bytes")
+torch.set_num_threads(threads)
 
 # %% [markdown]
 # So the fixed addresses of a graph save something by themselves. On a GPU they would save nothing: asking the driver for

@@ -420,8 +420,9 @@ def overlap_at(bucket_mb: float, gigabytes_per_s: float):
     ready, loads = figures_data.fill(gpt(), bucket_mb * 1e6)
     spans = collective_times(ready, [figures_data.all_reduce_seconds(load, 4, gigabytes_per_s * 1e9, 20e-6) for load in loads])
     exposed = 1e3 * (spans[-1][1] - ready[-1])
+    buckets = f"{len(loads)} bucket{'s' * (len(loads) > 1)} of {bucket_mb} MB"
     return figures_data.timeline({"backward": list(pairwise([0.0, *ready])), "network": spans}, ready[-1],
-                                 f"{len(loads)} buckets of {bucket_mb} MB at {gigabytes_per_s} GB/s: {exposed:.2f} ms exposed")
+                                 f"{buckets} at {gigabytes_per_s} GB/s: {exposed:.2f} ms exposed")
 
 
 slider = widgets.explore(overlap_at, bucket_mb=[1300, 400, 100, 25, 5, 1], gigabytes_per_s=[347, 50, 12.5],
@@ -617,8 +618,8 @@ for row in rows:
         table[f"{most} GPUs, {case}{buckets}"] = {"ms": row["ms"], "efficiency, %": 100 * one / row["ms"]}
         measured.setdefault(case, one / row["ms"])
 lab.recorded("dp_h200", table, why="Data parallelism on several GPUs" if lab.gpu() else "This needs several GPUs")
-lab.beside("\nnaive", my_naive, measured["naive"])
-lab.beside("bucketed", my_bucketed, measured["bucketed"])
+lab.beside("\nnaive", my_naive, measured["naive"], how="recorded")
+lab.beside("bucketed", my_bucketed, measured["bucketed"], how="recorded")
 
 # %% [markdown]
 # **How to read it:** `none` is what computing takes when nobody speaks. What `naive` takes beyond it, almost 8 ms, is the

@@ -78,8 +78,16 @@ def draw_batches(seed: int, hidden: bool) -> Tensors:
 
 
 def train(inputs: Tensors) -> Tensors:
-    """The library's training step with the learner's averaging."""
-    return tiny.train(tiny.batches_of(inputs), int(inputs["seed"]))
+    """The library's training step with the learner's averaging; and what it does with a few gradients, one of them missing."""
+    axis = tiny.mesh(tiny.settings()).dp
+    parameters = [nn.Parameter(torch.zeros(shape, dtype=torch.float64)) for shape in ((3,), (2, 2), (4,))]
+    for parameter in parameters[::2]:
+        parameter.grad = torch.full_like(parameter, 1.0 + axis.rank)
+    with Traffic() as traffic:
+        data.average_gradients(parameters, axis)
+    together = [name.startswith("allreduce") for name in traffic.collectives] == [True]
+    return tiny.train(tiny.batches_of(inputs), int(inputs["seed"])) | {
+        "together": torch.tensor(float(together)), "absent": torch.tensor(float(parameters[1].grad is None))}
 
 
 def draw_sizes(seed: int, hidden: bool) -> Tensors:
@@ -199,7 +207,11 @@ EXERCISES = [
         "kept": "it leaves its input as it is"}, sizes=(2, 4), points=3, limits=RANKS),
     Exercise("average-gradients", "07", ("course.parallel.data.average_gradients",), draw_batches, train, {
         "losses": "the loss of each of two steps is that of the serial run",
-        "weights": "after two steps every rank has the weights of the serial run"}, sizes=(2, 4), points=2, limits=RANKS),
+        "weights": "after two steps every rank has the weights of the serial run",
+        "together": "one all-reduce averages all gradients",
+        "absent": "a parameter without a gradient is left out"}, flags={
+            "together": "there are more, or other collectives", "absent": "it has a gradient now"},
+        sizes=(2, 4), points=2, limits=RANKS),
     Exercise("in-buckets", "07", ("course.parallel.data.in_buckets",), draw_sizes, cut, {
         "order": "every parameter is in one bucket, in the order in which they came",
         "lengths": "each bucket is as full as it may be, and no fuller"}),

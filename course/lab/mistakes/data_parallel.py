@@ -38,6 +38,15 @@ MISTAKES = {
                 "the averages are computed, but the parameters keep their own gradients: copy them back into p.grad"),
         Mistake("divided twice", "flat /= axis.size", "flat /= axis.size**2",
                 "the gradients are too small by the number of ranks: divide once"),
+        Mistake("one after another", "flat = _flatten_dense_tensors(gradients)",
+                "for gradient in gradients:\n        dist.all_reduce(gradient, group=axis.group)\n        gradient /= axis.size\n"
+                "    return\n    flat = _flatten_dense_tensors(gradients)",
+                "the means are right, but each gradient travels on its own, and pays the latency anew: lay all gradients end to "
+                "end, and all-reduce them once"),
+        Mistake("zeros for a missing one", "gradients = [p.grad for p in parameters if p.grad is not None]",
+                "parameters = list(parameters)\n    for p in parameters:\n        if p.grad is None:\n"
+                "            p.grad = p.detach() * 0\n    gradients = [p.grad for p in parameters]",
+                "a parameter whose grad is None took no part in this step: leave it out, or the optimizer will move it"),
         Mistake("one rank never arrives", "flat = _flatten",
                 "if axis.rank == axis.size - 1:\n        return\n    flat = _flatten",
                 "every rank of the axis has to call the collective", silent=True),

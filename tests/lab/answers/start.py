@@ -145,23 +145,16 @@ def eager(model, progress, config, mesh):
     return compute
 '''],
     "average-gradients": ['''
-import torch.distributed as dist
-
-def average_gradients(parameters, axis):
-    if axis.size > 1:
-        for p in parameters:
-            if p.grad is not None:
-                p.grad.div_(axis.size)
-                dist.all_reduce(p.grad, group=axis.group)
-''', '''
 import torch
 import torch.distributed as dist
 
 def average_gradients(parameters, axis):
-    for p in parameters:
-        everyone = [torch.empty_like(p.grad) for _ in range(axis.size)]
-        dist.all_gather(everyone, p.grad.contiguous(), group=axis.group)
-        p.grad = sum(everyone) / axis.size
+    with_gradient = [p for p in parameters if p.grad is not None]
+    if axis.size > 1 and with_gradient:
+        together = torch.cat([p.grad.flatten() for p in with_gradient]) / axis.size
+        dist.all_reduce(together, group=axis.group)
+        for p, mean in zip(with_gradient, together.split([p.numel() for p in with_gradient])):
+            p.grad = mean.view_as(p)
 '''],
     "gpipe": ['''
 from course.parallel.schedule import Pass
@@ -257,3 +250,18 @@ class Recompute(torch.autograd.Function):
         return None, first
 '''],
 }
+
+WRONG = [
+    ("average-gradients", '''
+import torch
+import torch.distributed as dist
+
+def average_gradients(parameters, axis):
+    """Right, and as many messages as there are parameters, each n times as large as it need be."""
+    for p in parameters:
+        if p.grad is not None:
+            everyone = [torch.empty_like(p.grad) for _ in range(axis.size)]
+            dist.all_gather(everyone, p.grad.contiguous(), group=axis.group)
+            p.grad = sum(everyone) / axis.size
+''', "end to end"),
+]
