@@ -77,9 +77,8 @@ class Lab:
         """Choose it from the menu, and wait until all cells have run or one has stopped them."""
         self.click(".lm-MenuBar-itemLabel", "Kernel")
         self.click(".lm-Menu-item[data-command='runmenu:restart-and-run-all']:not(.lm-mod-disabled)")
-        before = self.prompts()
         self.browser.execute_script("arguments[0].click()", self.one(".jp-Dialog .jp-mod-accept"))    # it may move
-        self.wait(lambda: self.prompts() != before, "nothing runs")
+        self.wait(lambda: any("*" in prompt for prompt in self.prompts()), "nothing runs")
         self.wait(lambda: not any("*" in prompt for prompt in self.prompts()), "cells still run")
 
     def press(self, cell: Any, *keys: str) -> None:
@@ -124,7 +123,7 @@ class Lab:
 
     def move(self, cell: Any, slider: Any, key: str) -> str:
         """Press a key on the handle of a slider, and wait for another value, and another picture; returns the one before."""
-        value, before = self.value(slider), self.seen(cell)
+        value, before = self.value(slider), self.wait(lambda: self.seen(cell), "no picture")
         self.all(".noUi-handle", slider)[0].send_keys(key)
         self.wait(lambda: self.value(slider) != value, f"the slider at {value} does not move")
         self.wait(lambda: self.seen(cell) not in ("", before), f"nothing changes after {value} in {self.source(cell)}")

@@ -47,7 +47,7 @@ def test_a_learner_does_lesson_00(lab: Lab):
     lab.restart_and_run_all()
     assert lab.prompts()[-1] == "[ ]:"               # it stops at the first exercise
     task, check = lab.cell("def matmul_cost"), lab.cell('check("matmul-cost")')
-    assert "not written yet" in check.text
+    lab.wait(lambda: "not written yet" in lab.shown(check), "the check says nothing")
 
     lab.last_line(task, "return m * k * n, itemsize * (m * k + k * n + m * n)")
     lab.run(task)
@@ -65,7 +65,7 @@ def test_a_learner_does_lesson_00(lab: Lab):
     lab.restart_and_run_all()
     prompts = lab.prompts()
     assert prompts == [f"[{number}]:" for number in range(1, len(prompts) + 1)]
-    assert "rank 3 of 4 has the sum 6" in lab.cell("def add_up").text
+    lab.wait(lambda: "rank 3 of 4 has the sum 6" in lab.shown(lab.cell("def add_up")), "no sum")
     roof = lab.cell("widgets.explore(")
     move_each_slider(lab, roof, "00")
     keep(lab, "slider", lab.all(".jp-OutputArea", roof)[0])
@@ -85,8 +85,7 @@ def test_each_widget_of_the_other_lessons_follows_its_sliders(lab: Lab, home: Pa
 
 def move_each_slider(lab: Lab, cell: Any, lesson: str) -> None:
     """Each slider of a cell's widget changes the picture, or puts a sentence in its place; moved back, it brings it back."""
-    lab.wait(lambda: lab.seen(cell), f"lesson {lesson}: no picture")
-    for name, slider in lab.sliders(cell).items():
+    for name, slider in lab.wait(lambda: lab.seen(cell) and lab.sliders(cell), f"lesson {lesson}: no picture").items():
         last = lab.is_last(slider)
         before = lab.move(cell, slider, LEFT if last else RIGHT)
         lab.move(cell, slider, RIGHT if last else LEFT)
