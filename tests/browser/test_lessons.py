@@ -1,0 +1,145 @@
+"""The lessons as learners meet them: `make lab`, a browser, keys and clicks.
+
+`COURSE_SCREENS=docs/screens python -m pytest tests/browser` takes the screenshots of docs/screens again.
+"""
+
+import ast
+import os
+from pathlib import Path
+from typing import Any
+
+import nbformat
+
+from course.lab import cells
+from course.lab.lessons import ROOT
+from tests.browser.lab import LEFT, RIGHT, Lab
+
+# Values that a slider keeps once it has been moved, by lesson, so that the sliders after it have something to change: only the
+# interleaved schedule has chunks, and one GPU has nothing to cut.
+KEPT = {"12": {"schedule": "interleaved"}, "17": {"batch": "64", "gpus": "8", "tp": "2"}}
+# Stand-ins by lesson: the forecasts of the model that lesson 01 trains are noise here.
+GIVEN = {"01": "import torch\n\nu10 = 0\ntruths, forecasts = (list(states) for states in torch.randn(2, 9, 1, 32, 64))\n"}
+RUNS = """from pathlib import Path
+from course.lab import notebook as lab
+from course.perf import convergence
+lab.begin("08")
+logs = Path("runs/reference")
+convergence.to_tensorboard({"runs": [run for run in lab.results("convergence")["runs"] if run["batch"] == 16]}, logs)
+address = lab.tensorboard(logs)"""
+
+
+def keep(lab: Lab, name: str, top: Any = None) -> None:
+    """A screenshot, if somebody wants them."""
+    if folder := os.environ.get("COURSE_SCREENS"):
+        (ROOT / folder).mkdir(exist_ok=True)
+        lab.picture(ROOT / folder / f"{name}.png", top)
+
+
+def write(path: Path, sources: list[str]) -> None:
+    """A notebook with these code cells."""
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
+    notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    nbformat.write(notebook, path)
+
+
+def test_a_learner_does_lesson_00(lab: Lab):
+    lab.open("notebooks/00_start_here.ipynb")
+    lab.restart_and_run_all()
+    assert lab.prompts()[-1] == "[ ]:"               # it stops at the first exercise
+    task, check = lab.cell("def matmul_cost"), lab.cell('check("matmul-cost")')
+    lab.wait(lambda: "not written yet" in lab.shown(check), "the check says nothing")
+
+    lab.last_line(task, "return m * k * n, itemsize * (m * k + k * n + m * n)")
+    lab.run(task)
+    wrong = lab.run(check, "matmul-cost: not yet")
+    assert "Hint. each of the m x n numbers of the result takes k multiplications and k additions" in wrong
+    keep(lab, "hint", task)
+
+    lab.last_line(task, "return 2 * m * k * n, itemsize * (m * k + k * n + m * n)")
+    lab.run(task)
+    right = lab.run(check, "matmul-cost: passed")
+    assert "Hint." not in right
+    keep(lab, "passed", task)
+
+    lab.last_line(lab.cell("def roofline_seconds"), "return max(flops / peak_flops, moved / peak_bytes)")
+    lab.restart_and_run_all()
+    prompts = lab.prompts()
+    assert prompts == [f"[{number}]:" for number in range(1, len(prompts) + 1)]
+    lab.wait(lambda: "rank 3 of 4 has the sum 6" in lab.shown(lab.cell("def add_up")), "no sum")
+    roof = lab.cell("widgets.explore(")
+    move_each_slider(lab, roof, "00")
+    keep(lab, "slider", lab.all(".jp-OutputArea", roof)[0])
+
+
+def test_each_widget_of_the_other_lessons_follows_its_sliders(lab: Lab, home: Path):
+    found = widgets()
+    masters = [master.read_text() for master in ROOT.glob("solutions/*.py")]
+    assert len(found) + 1 == sum(text.count("widgets.explore(") for text in masters)
+    write(home / "notebooks/widgets.ipynb", [source for _, source in found])
+    lab.open("notebooks/widgets.ipynb")
+    for (lesson, _), cell in zip(found, lab.all(".jp-CodeCell"), strict=True):
+        lab.run(cell)
+        move_each_slider(lab, cell, lesson)
+    keep(lab, "planner", lab.all(".jp-OutputArea", cell)[0])
+
+
+def move_each_slider(lab: Lab, cell: Any, lesson: str) -> None:
+    """Each slider of a cell's widget changes the picture, or puts a sentence in its place; moved back, it brings it back."""
+    for name, slider in lab.wait(lambda: lab.seen(cell) and lab.sliders(cell), f"lesson {lesson}: no picture").items():
+        last = lab.is_last(slider)
+        before = lab.move(cell, slider, LEFT if last else RIGHT)
+        lab.move(cell, slider, RIGHT if last else LEFT)
+        lab.wait(lambda: lab.seen(cell) == before, f"lesson {lesson}: {name}, moved back, shows another picture")   # noqa: B023
+        while (value := KEPT.get(lesson, {}).get(name)) and lab.value(slider) != value:
+            lab.move(cell, slider, RIGHT)
+
+
+def test_tensorboard_opens_in_the_notebook(lab: Lab, home: Path):
+    write(home / "notebooks/runs.ipynb", [RUNS])
+    lab.open("notebooks/runs.ipynb")
+    cell = lab.cell("lab.tensorboard")
+    lab.run(cell, "TensorBoard of runs/reference")
+    lab.browser.switch_to.frame(lab.one(".jp-OutputArea iframe", cell))
+    lab.wait(lambda: {"valid_loss", "b016-lr1.0e-03-warmup20-constant"} <= set(lab.one("body").text.replace("\n", " ").split()),
+             "TensorBoard does not name the curves")
+    lab.one("scalar-card line-chart")
+    lab.browser.switch_to.default_content()
+    keep(lab, "tensorboard", lab.all(".jp-OutputArea", cell)[0])
+
+
+def widgets() -> list[tuple[str, str]]:
+    """(lesson, a cell that runs alone) for each widget of the lessons after 00, all exercises being done."""
+    found = []
+    for master in sorted(ROOT.glob("solutions/[0-9][0-9]_*.py"))[1:]:
+        lesson, earlier = master.stem[:2], []
+        for cell in cells.load(master).cells:
+            for statement in ast.parse(cell.source).body if cell.cell_type == "code" else []:
+                if "widgets.explore(" in ast.unparse(statement):
+                    found.append((lesson, alone(statement, earlier, GIVEN.get(lesson, ""))))
+                earlier.append(statement)
+    return found
+
+
+def alone(last: ast.stmt, earlier: list[ast.stmt], given: str) -> str:
+    """A cell that runs alone: a lesson's statement, and before it those that give values to the names that it uses."""
+    there = {name for statement in ast.parse(given).body for name in bound(statement)}
+    wanted, kept = names(last), []
+    while more := [statement for statement in earlier if statement not in kept and bound(statement) & (wanted - there)]:
+        kept += more
+        wanted |= set().union(*(names(statement) for statement in more))
+    return given + "\n".join(ast.unparse(statement) for statement in [*(one for one in earlier if one in kept), last])
+
+
+def bound(statement: ast.stmt) -> set[str]:
+    """The names to which an import, a definition or an assignment gives a value."""
+    if isinstance(statement, (ast.Import, ast.ImportFrom)):
+        return {(alias.asname or alias.name).split(".")[0] for alias in statement.names}
+    if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
+        return {statement.name}
+    targets = statement.targets if isinstance(statement, ast.Assign) else []
+    return set().union(*(names(target, ast.Store) for target in targets))
+
+
+def names(tree: ast.AST, context: type[ast.expr_context] = ast.Load) -> set[str]:
+    """The names that a piece of code uses, or assigns to."""
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, context)}
