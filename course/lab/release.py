@@ -7,8 +7,8 @@ from course.errors import CourseError
 from course.files import atomic
 from course.lab import lessons
 
-TOP = (".gitignore", "README.md", "LICENSE", "Makefile", "pyproject.toml", "constraints.txt", "environment.yml", "docs", "course",
-       "data/README.md", "submit", "tests")
+TOP = (".gitignore", "README.md", "LICENSE", "Makefile", "pyproject.toml", "setup.py", "MANIFEST.in", "constraints.txt",
+       "environment.yml", "docs", "course", "data/README.md", "submit", "tests")
 NOT = ("__pycache__", ".*", "*.pyc", "*.egg-info")
 ANSWERS = ("lab",)                                               # of tests: what tests the lessons shows answers
 

@@ -47,7 +47,7 @@ def explore(draw: Callable[..., Figure], alt: str, start: Mapping[str, Any] | No
     redraw()
     box = widgets.VBox([*columns(list(handles.values())), sentence, image, widgets.HTML(f"<i>{escape(alt)}</i>")])
     bundle = {**box._repr_mimebundle_(), "image/png": base64.b64encode(image.value).decode(), "text/plain": alt}
-    display(bundle, raw=True)
+    display(bundle, raw=True, metadata={"image/png": {"alt": alt}})
     return box
 
 
