@@ -681,12 +681,12 @@ print(f"the fastest: tp={fastest.config.parallel.tp} pp={fastest.config.parallel
 lab.beside("MFU", my_mfu, 100 * fastest.time.mfu, "%", "the library's")
 
 # %% [markdown]
-# **What you should see:** hardly any tp. Compiled, and with ZeRO-1, a model of 7 billion parameters fits into 80 GB without
-# being cut at all, just so: 3% would stay free. Predictions of memory may err by more, and a run that lacks a gigabyte is not
-# slow, it ends. So the planner keeps 5% free (`--free`), and this layout has to compute something again. What need not be cut
-# should not be: tp's messages are seen, dp's are hidden. But the first lines differ by a few percent, which is less than the
-# model's error. Choose between them by what the model does not know: the one with more memory to spare, or the one that you have
-# run before.
+# **What you should see:** hardly any tp, two ranks or none. Compiled, and with ZeRO-1, a model of 7 billion parameters fits
+# into 80 GB without being cut at all, just so: 3% would stay free. Predictions of memory may err by more, and a run that
+# lacks a gigabyte is not slow, it ends. So the planner keeps 5% free (`--free`), and then this layout has to compute
+# something again, which costs what tp = 2 costs. What need not be cut should not be: tp's messages are seen, dp's are
+# hidden. But the first lines differ by a few percent, which is less than the model's error. Choose between them by what the
+# model does not know: the one with more memory to spare, or the one that you have run before.
 #
 # > **Question.** The same on A100s with 40 GB. What becomes of the list?
 
@@ -751,11 +751,11 @@ slider = widgets.explore(figures_plan.explained, start=figures_plan.START, **fig
 
 # %% [markdown]
 # <details><summary>Answers</summary>
-# (1) dp = 8 with ZeRO-1, 136 samples/s; without it every rank updates all weights, 114; tp = 2 has 88. With one sample on each
-# GPU a step is so short that the host is the limit: the grey piece (lesson 06 has the cure). (2) 8% too long on one GPU, 0 to
-# 12% with tp; "sp, overlapped" on four GPUs is 9% too short, as overlap is wont to be. (3) 8192 tokens, then activations do not
-# fit. With <code>recompute</code> selective 16,384, full 131,072: one sample of that length on one GPU, at a price in time that
-# the lower bar shows.
+# (1) dp = 8 with ZeRO-1, 170 samples/s; without it every rank updates all weights, 120; tp = 2 has 110. With one or two
+# samples on each GPU a step is so short that the host is the limit: the grey piece (lesson 06 has the cure). (2) Within 4%
+# on one GPU and with tp alone; "sp, overlapped" on four GPUs is 12% too short, as overlap is wont to be. (3) 8192 tokens,
+# then activations do not fit. With <code>recompute</code> selective 16,384, full 131,072: one sample of that length on one
+# GPU, at a price in time that the lower bar shows.
 # </details>
 #
 # ## What you know now
