@@ -239,8 +239,8 @@ for rule in ("sqrt", "linear"):
     losses[f"16, {rule}"] = loss_of(after(40, training_run(16, scaled_rate(0.002, 4, 16, rule))), valid, some)
 for name, loss in losses.items():
     print(f"batch {name:12} validation loss {loss:.4f}")
-best = min((name for name in losses if name != "4"), key=lambda name: losses[name])
-print(f"the best at 16: {best}; you said {my_best_rule}")
+ends = {"same": losses["16"], "sqrt": losses["16, sqrt"], "linear": losses["16, linear"]}
+print(f"the best at 16: {min(ends, key=lambda rule: ends[rule])}; you said {my_best_rule}")
 
 # %% [markdown]
 # **What you should see:** it hardly matters. Rates of 0.002 and of four times that end within a percent of one another, and
