@@ -1,0 +1,100 @@
+"""The recorded results as one picture, README's: `python -m course.perf.picture docs/h200.png`.
+
+Three panels: the way of the weather ViT from a plain loop to a fast one; the library beside what a user would take instead, on
+the same kind of GPU; and how efficient four GPUs are, beside PyTorch's own parallelism.
+"""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from course import pictures
+from course.perf.command import command
+
+RESULTS = Path(__file__).parent / "results"
+OURS, THEIRS = "#0072B2", "#D55E00"                  # told apart by the colour-blind
+LADDER = {"TF32, files read in line": "tf32, read by the training process", "TF32": "tf32, on the device",
+          "bf16": "bf16, on the device", "compiled": "bf16, compiled", "narrow stream": "bf16, compiled, narrow stream",
+          "fed by threads": "bf16, compiled, threads", "fed by DALI": "bf16, compiled, DALI"}
+NARROW = "bf16, compiled, narrow stream"
+FP8, ENGINE = "fp8, compiled, narrow stream", "fp8 by Transformer Engine"
+# label -> (file, our row, theirs), by name; what is compared is the time of a step
+RIVALS = {"GPT 124M: Hugging Face's GPT-2, compiled": ("gpt", f"124M: {NARROW}", "124M: Hugging Face's GPT-2, bf16, compiled"),
+          "GPT 1.3B, FP8: Transformer Engine": ("gpt", f"1.3B: {FP8}", f"1.3B: {ENGINE}"),
+          "DiT-XL 256 px, FP8: Transformer Engine": ("dit", f"256 px: {FP8}", f"256 px: {ENGINE}"),
+          "DiT-XL 512 px, FP8: Transformer Engine": ("dit", f"512 px: {FP8}", f"512 px: {ENGINE}"),
+          "ViT-1024, FP8: Transformer Engine": ("vit", "width 1024: fp8, compiled, narrow stream",
+                                                "width 1024: fp8 by Transformer Engine"),
+          "attention, cp=4: context_parallel": ("cp", "64k causal ring", "64k causal PyTorch context_parallel"),
+          "tp=4: DTensor, compiled": ("tp", "symmetric", "DTensor sequence parallel, compiled"),
+          "dp=4: DDP": ("dp", "bucketed", "ddp")}
+# the same of efficiencies on four GPUs
+FOUR = {"tp": ("tp", "symmetric", "DTensor sequence parallel, compiled"), "cp, causal": ("cp", "64k causal all_to_all",
+        "64k causal PyTorch context_parallel"), "cp, full": ("cp", "64k full all_to_all", "64k full PyTorch context_parallel"),
+        "dp": ("dp", "bucketed", "ddp"), "pp, 1F1B": ("pp", "1f1b", "PyTorch 1F1B"),
+        "pp, interleaved": ("pp", "interleaved", "PyTorch Interleaved1F1B")}
+
+
+def row(file: str, name: str) -> dict[str, Any]:
+    """The row of that name, of those on most GPUs the first."""
+    rows = json.loads((RESULTS / f"{file}_h200.json").read_text())["rows"]
+    found = [one for one in rows if name in (one.get("rung"), one.get("case"))]
+    return max(found, key=lambda one: one.get("gpus", 1))
+
+
+def ladder() -> dict[str, float]:
+    """Samples/s of each rung of the ViT."""
+    return {label: row("vit", rung)["samples_per_s"] for label, rung in LADDER.items()}
+
+
+def rivals() -> dict[str, float]:
+    """How many times as fast as the other library."""
+    return {label: row(file, theirs)["ms"] / row(file, ours)["ms"] for label, (file, ours, theirs) in RIVALS.items()}
+
+
+def four() -> dict[str, tuple[float, float]]:
+    """(our efficiency on four GPUs, PyTorch's)."""
+    return {label: (row(file, ours)["efficiency"], row(file, theirs)["efficiency"])
+            for label, (file, ours, theirs) in FOUR.items()}
+
+
+def draw() -> Figure:
+    """All three."""
+    figure = Figure(figsize=(15, 4), layout="constrained")
+    first, second, third = figure.subplots(1, 3)
+    steps = ladder()
+    bars(first, steps, range(len(steps)), OURS, "{:.0f}")
+    first.set_xlabel("samples/s")
+    first.set_title("weather ViT, one H200")
+    times = rivals()
+    bars(second, times, range(len(times)), OURS, "{:.2f} x")
+    second.axvline(1, color=THEIRS, linestyle="--")
+    second.set_xlabel("times as fast as what stands after the colon")
+    second.set_title("beside what one would take instead")
+    shares = four()
+    for which, (shift, colour) in enumerate(((-0.2, OURS), (0.2, THEIRS))):
+        places = [i + shift for i in range(len(shares))]
+        bars(third, {name: both[which] for name, both in shares.items()}, places, colour, "{:.0%}", 0.38)
+    third.set_yticks(range(len(shares)), list(shares))
+    third.set_xlabel("efficiency; orange: PyTorch's own")
+    third.set_title("four H200s")
+    return figure
+
+
+def bars(axis: Any, values: dict[str, float], places: Iterable[float], colour: str, form: str, height: float = 0.7) -> None:
+    """Horizontal bars, the first on top, each with its number."""
+    places = list(places)
+    drawn = axis.barh(places, list(values.values()), height=height, color=colour)
+    axis.bar_label(drawn, [form.format(value) for value in values.values()], padding=3, fontsize=8)
+    axis.set_yticks(places, list(values))
+    axis.set_ylim(max(len(values), 1) - 0.4, -0.6)
+    axis.set_xlim(right=1.15 * max(values.values()))
+    axis.grid(alpha=0.3, axis="x")
+
+
+if __name__ == "__main__":
+    with command("FILE") as words:
+        print(f"wrote {pictures.save(draw(), Path(words[0]))}")
