@@ -16,6 +16,7 @@ from tests.conftest import tiny_settings
 from tests.data import test_loaders
 from tests.data.test_dali import assert_normalised_to_the_bit
 from tests.data.test_loaders import needs_dali
+from tests.faults import finish, start
 from tests.test_train import assert_same_run, final_tensors, job_that_fails, losses
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -170,3 +171,16 @@ def test_two_gpus_train_as_one(small_data, tmp_path):
 def test_a_rank_that_fails_ends_one_that_waits_in_nccl(tmp_path):
     told = job_that_fails(tmp_path, "trains on", "cuda")
     assert told[0].startswith("[rank1]") and "[rank1]: ValueError: this rank has had enough" in told
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize(("fault", "found"), [("loop", "is at step 6, waiting for data since"), ("stop", "does not answer")])
+def test_a_rank_that_stalls_while_another_waits_in_nccl_is_named(small_data, tmp_path, fault, found):
+    """The one that waits sits in a call to CUDA, not to a collective: which one that waits for, NCCL's flight recorder tells."""
+    more = ["train.steps=400", "data.workers=0", "checkpoint.every=3", "log.name=stall", "train.stall_s=2"]
+    processes = start(["tests.faults", fault, "1", "6", *settings(small_data, tmp_path, *more)], 2)
+    told = finish(processes, stopped=1 if fault == "stop" else None)
+    lines = told[0][1][told[0][1].index("course: "):].splitlines()
+    assert lines[0].startswith(f"course: this run has stalled: rank 1 (process {processes[1].pid} of ") and found in lines[0]
+    assert lines[1].startswith("  rank 0 waits at step 6 in all_reduce of () (nccl, number ")
+    assert "goes on from" in lines[2] and "step_000003" in lines[2]
