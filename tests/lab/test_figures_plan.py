@@ -56,7 +56,7 @@ def test_every_part_of_time_and_memory_has_a_colour():
 
 def test_a_recorded_configuration_shows_what_was_measured():
     words = texts(figures_plan.explained(**FIRST))
-    assert "measured 271 ms" in words and "fits" in words and "DOES NOT" not in words
+    assert "measured 264 ms" in words and "fits" in words and "DOES NOT" not in words
     assert "measured" not in texts(figures_plan.explained(**FIRST | {"hardware": "h100-80"})).replace("measured,", "")
     assert "measured" not in texts(figures_plan.explained(**FIRST | {"batch": 16}))
 
@@ -97,7 +97,7 @@ def test_sequences_are_as_long_as_chosen():
 
 @pytest.mark.slow
 def test_sliders_redraw_and_refuse_without_a_browser(monkeypatch):
-    monkeypatch.setattr("IPython.display.display", lambda bundle, raw: None)
+    monkeypatch.setattr("IPython.display.display", lambda bundle, raw, metadata: None)
     box = widgets.explore(figures_plan.explained, alt="bars", start=figures_plan.START, **figures_plan.SLIDERS)
     sliders = {slider.description: slider for column in box.children[0].children for slider in column.children}
     sentence, image = box.children[1:3]

@@ -145,7 +145,7 @@ def test_tensorboard_opens_and_serves(tmp_path, monkeypatch, capsys):
 
 def test_a_slider_redraws(monkeypatch):
     shown, drawn = [], []
-    monkeypatch.setattr("IPython.display.display", lambda bundle, raw: shown.append(bundle))
+    monkeypatch.setattr("IPython.display.display", lambda bundle, raw, metadata: shown.append((bundle, metadata)))
 
     def draw(n: int) -> Figure:
         drawn.append(n)
@@ -156,12 +156,14 @@ def test_a_slider_redraws(monkeypatch):
     before = bytes(image.value)
     slider.value = 3
     assert drawn == [1, 3] and bytes(image.value) != before and image.value[:4] == b"\x89PNG"
-    assert shown[0]["text/plain"] == "a line" and {"image/png", "application/vnd.jupyter.widget-view+json"} <= set(shown[0])
+    bundle, metadata = shown[0]
+    assert bundle["text/plain"] == "a line" and {"image/png", "application/vnd.jupyter.widget-view+json"} <= set(bundle)
+    assert metadata == {"image/png": {"alt": "a line"}}
     assert slider.description == "n" and words.value == "<i>a line</i>" and sentence.value == ""
 
 
 def test_values_that_do_not_go_together_show_a_sentence_in_the_place_of_the_picture(monkeypatch):
-    monkeypatch.setattr("IPython.display.display", lambda bundle, raw: None)
+    monkeypatch.setattr("IPython.display.display", lambda bundle, raw, metadata: None)
 
     def draw(n: int, m: int) -> Figure:
         if n < m:
@@ -178,7 +180,7 @@ def test_values_that_do_not_go_together_show_a_sentence_in_the_place_of_the_pict
 
 
 def test_many_sliders_stand_in_two_columns(monkeypatch):
-    monkeypatch.setattr("IPython.display.display", lambda bundle, raw: None)
+    monkeypatch.setattr("IPython.display.display", lambda bundle, raw, metadata: None)
     names = [f"slider{number}" for number in range(7)]
     box = widgets.explore(lambda **values: figures.curves({"line": ([0, 1], [0, 1])}, "x", "y"), alt="a line",
                           **{name: [1, 2] for name in names})
