@@ -24,11 +24,11 @@ from course.perf.hardware import Hardware, Link
 
 Curve = tuple[tuple[float, float], ...]              # measured: (bytes through a link, bytes/s), increasing
 
-# What large messages reach of a link's data sheet. All-reduce of 512 MB on 4 H200s: 347 of 450 GB/s of NVLink (FACTS.md, section
-# 2). Of a network the same is taken: protocol and the ends of a transfer cost there, too.
+# What large messages reach of a link's data sheet. All-reduce of 512 MB on 4 H200s: 347 of 450 GB/s of NVLink
+# (results/beginning_h200.json). Of a network the same is taken: protocol and the ends of a transfer cost there, too.
 REACHED = 0.78
 # Seconds from the call to the first byte, once for each collective: 1 MB among 2 and 4 H200s takes 28 and 25 us, of which 3 and 4
-# are its bytes and the steps on NVLink 4 and 8 (FACTS.md, section 2). NCCL's tuning model has 14 us (src/graph/tuning.cc, LL128).
+# are its bytes and the steps on NVLink 4 and 8 (the same file). NCCL's tuning model has 14 us (src/graph/tuning.cc, LL128).
 CALL = 15e-6
 
 

@@ -1,7 +1,7 @@
 """The grid of a Megatron-LM reproduction: GPTs in layouts of dp x tp x pp, with what they took there.
 
 The source measured Megatron-LM on V100 GPUs of 16 GB, 8 in a node, nodes joined by 100 Gb/s InfiniBand, with samples of 2048
-tokens; see the table of FACTS.md, section 1. These are its cases as data: what `course bench grid` measures on this machine.
+tokens (OneFlow's reproduction). These are its cases as data: what `course bench grid` measures on this machine.
 Cases for more GPUs than there are are scaled down: the same model, micro-batch and samples for each data-parallel rank.
 """
 

@@ -29,9 +29,10 @@ REFERENCE = ("h200", "kernels_h200.json")            # whose table stands for ha
 # compiled, in a graph"), most of them with next to nothing to do.
 LEAST = 3e-6
 
-# Efficiencies without a table, of an H200. Matmuls: sustained rates of layers of width 4096 in results/fp8_h200.json (bf16 660 to
-# 690 of 989 TFLOP/s, FP8 1240 to 1310 of 1979; in short runs, before the clock falls, FACTS.md has 750 to 800) and squares in
-# results/ceilings_h200.json (TF32 332 of 495, fp32 51 of 67). Operands that nothing reuses are bound by the memory's copy rate.
+# Efficiencies without a table, of an H200. Matmuls: sustained rates of layers of width 4096 in results/fp8_h200.json (bf16 660
+# to 690 of 989 TFLOP/s, FP8 1240 to 1310 of 1979; in short runs, before the clock falls, 750 to 800: beginning_h200.json) and
+# squares in results/ceilings_h200.json (TF32 332 of 495, fp32 51 of 67). Operands that nothing reuses are bound by the memory's
+# copy rate.
 MATMUL = {"bf16": 0.68, "fp16": 0.68, "fp8": 0.64, "tf32": 0.67, "fp32": 0.76}
 # Kernels that are bound by memory, bytes/s over the data sheet's: copies 4.26 of 4.8 TB/s (ceilings_h200.json), the others by
 # kernel in results/profile_h200.json of 64,800 tokens of width 384 (bytes from the shapes):
@@ -44,14 +45,14 @@ MATMUL = {"bf16": 0.68, "fp16": 0.68, "fp8": 0.64, "tf32": 0.67, "fp32": 0.76}
 #   cast         FP8's cast into both memory orders, 3.5 TB/s (fp8_h200.json)
 MEMORY = {"copy": 0.88, "fused": 0.55, "elementwise": 0.50, "norm": 0.31, "norm_back": 0.40, "columns": 0.25, "shuffle": 0.25,
           "adam": 0.62, "cast": 0.75}
-# Attention in 16 bits by cuDNN. A score costs the products of its head's numbers, padded to a multiple of 64, and an exponential,
-# which does not shrink with them. From FACTS.md, section 2: 560 TFLOP/s at head_dim 128 and 16,384 tokens or more, 411 at 64 (308
-# at 48, which is padded to it). Causal attention computes whole blocks on the diagonal: 512 / tokens more time (274, 444 and 549
-# TFLOP/s at 1024, 2048 and 32,768 tokens).
+# Attention in 16 bits by cuDNN. A score costs the products of its head's numbers, padded to a multiple of 64, and an
+# exponential, which does not shrink with them. In results/beginning_h200.json: 560 TFLOP/s at head_dim 128 and 16,384 tokens or
+# more, 411 at 64 (308 at 48, which is padded to it). Causal attention computes whole blocks on the diagonal: 512 / tokens more
+# time (274, 444 and 549 TFLOP/s at 1024, 2048 and 32,768 tokens).
 EXPONENTIAL = 92.0                                   # numbers of a head that one exponential costs as much as
 ATTENTION = 0.97                                     # of the peak, before exponentials
 DIAGONAL = 512
-# Other backends, times cuDNN's speed (FACTS.md, section 2, attention of six shapes: 0.58 to 0.72 and 0.27 to 0.35). PyTorch's
+# Other backends, times cuDNN's speed (beginning_h200.json, attention of six shapes: 0.58 to 0.72 and 0.27 to 0.35). PyTorch's
 # flash attention is made for Ampere: there it counts as cuDNN does on Hopper.
 BACKENDS = {"default": 1.0, "cudnn": 1.0, "flash": 0.61, "efficient": 0.28}
 # Batches of matmuls with a head's width as one side, over the peak: taken to reach half of what large ones do.

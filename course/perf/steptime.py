@@ -34,7 +34,7 @@ BESIDE = 0.25
 # each. A round of a ring adds, forward and backward, messages, attention and sums: about 30.
 LAUNCHES, COMPILED_LAUNCHES, OTHER_LAUNCHES, TENSOR_LAUNCHES, RING_LAUNCHES = 66, 57, 50, 32, 30
 # bytes/s that loaders give on a host of 16 cores, by worker, and at most (results/loaders_h200.json: pairs of 41.5 MB; of native,
-# FACTS.md, section 2: 53 to 64 pairs/s whatever the workers)
+# beginning_h200.json: 53 to 64 pairs/s whatever the workers)
 LOADERS = {"native": (1.27e9, 2.4e9), "threads": (5.7e9, 36e9), "dali": (3.4e9, 11e9), "dali_numpy": (5.9e9, 36e9)}
 
 

@@ -1,7 +1,9 @@
+import json
+
 import pytest
 
 from course.errors import CourseError
-from course.perf import comms, hardware
+from course.perf import comms, hardware, kernels
 from course.perf.hardware import Hardware, Link
 
 NODE = Link("node", 8, 0.0, 100e9)
@@ -74,10 +76,13 @@ def test_measured_curves_stand_in_for_the_formula_on_the_innermost_link():
     assert comms.group_of([(1, 16)], TWO, curves).curve == ()           # over nodes the formula holds
 
 
+BEGINNING = json.loads((kernels.RESULTS / "beginning_h200.json").read_text())
+
+
 @pytest.mark.parametrize(("ranks", "megabytes", "measured"), [
-    (4, 1, 60), (4, 25, 280), (4, 134, 328), (4, 512, 347), (2, 1, 36), (2, 25, 234), (2, 134, 287), (2, 512, 310)])
+    (int(ranks), int(size), bus) for ranks, sizes in BEGINNING["all_reduce"].items() for size, bus in sizes.items()])
 def test_the_ramp_of_nvlink_on_h200s(monkeypatch, ranks, megabytes, measured):
-    """FACTS.md, section 2: bus bandwidth of all-reduce in GB/s. Without a table the formula is within 28%, above 1 MB within 20%:
+    """Bus bandwidth of all-reduce in GB/s. Without a table the formula is within 28%, above 1 MB within 20%:
     it knows no difference between 2 GPUs and 4, and 2 reach less."""
     monkeypatch.undo()
     group = comms.group_of([(1, ranks)], hardware.load("h200"))

@@ -1,5 +1,5 @@
-"""The layouts that notes on training DiT with Megatron-core studied on nodes of 8 H20 (FACTS.md, section 1), predicted without a
-measured table; nothing is fitted. `pytest -s` prints them.
+"""The layouts that notes on training DiT with Megatron-core studied on nodes of 8 H20, predicted without a measured
+table; nothing is fitted. `pytest -s` prints them.
 
 The notes say of the 3B at 64k tokens: tp4pp4 and tp8pp2 differ little, tp2pp8 runs out of memory; of the others no outcome is
 handed down. They do not name the models, nor what else was set: here the presets, with sequence parallelism, on 16 GPUs.
