@@ -17,6 +17,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from course.models.layers import Block
 from course.parallel import join, leave
 from course.perf import bench
 from course.perf.command import command
+from course.recompute import recompute
 
 Run = Callable[[], object]
 LAPS = 3
@@ -223,21 +225,23 @@ def cast(size: float, device: torch.device) -> Run:
 
 
 def host(device: torch.device, small: bool) -> dict[str, float]:
-    """Seconds of the host for each kernel of a training step so small that nothing else counts; compiled and not."""
+    """Seconds of the host for each kernel of a training step so small that nothing else counts; compiled and not, and, not
+    compiled, with recomputation."""
     found: dict[str, float] = {}
     if device.type == "cpu":                         # where no kernels are launched
         return found
-    for name in ("eager", "compiled"):
-        blocks = nn.ModuleList(Block(64, 4, 256, f"blocks.{i}") for i in range(4)).to(device)
+    for name, how in (("eager", "none"), ("compiled", "none"), ("eager, selective", "selective"), ("eager, full", "full")):
+        blocks = nn.ModuleDict({str(i): Block(64, 4, 256, f"blocks.{i}") for i in range(4)}).to(device)
+        recompute(SimpleNamespace(blocks=blocks), how)                  # type: ignore[arg-type]
         x = torch.randn(1, 32, 64, device=device)
         if name == "compiled":
-            for block in blocks:
+            for block in blocks.values():
                 block.compile()
 
         def run(blocks: Any = blocks, x: Tensor = x) -> None:
             with torch.autocast(device.type, half(device)):
                 y = x
-                for block in blocks:
+                for block in blocks.values():
                     y = block(y, {})
             y.float().sum().backward()
             for parameter in blocks.parameters():

@@ -95,7 +95,7 @@ class Kernels:
     hardware: Hardware
     grids: Mapping[str, Grid]
     curves: tuple[tuple[int, Curve], ...] = ()
-    hosts: Mapping[str, float] | None = None        # measured seconds of the host for a kernel, eager and compiled
+    hosts: Mapping[str, float] | None = None        # measured seconds of the host for a kernel, see `host`
 
     def matmul(self, m: float, k: float, n: float, precision: str) -> float:
         """Seconds of (m, k) @ (k, n): 2·m·k·n FLOPs over peak and efficiency, or its bytes over the memory's bandwidth."""
@@ -144,10 +144,12 @@ class Kernels:
             return max(LEAST, size / (grid.at((size,)) * self.hardware.bandwidth))
         return LEAST + size / (MEMORY[kind] * self.hardware.bandwidth)
 
-    def host(self, compiled: bool) -> float:
+    def host(self, compiled: bool, recompute: str = "none") -> float:
         """Seconds of the host for each kernel of a step. torch.compile's guards and its graphs' calls cost more than a kernel's
-        launch: 41 us instead of 23 (results/vit_h200.json, one sample)."""
-        measured = (self.hosts or {}).get("compiled" if compiled else "eager")
+        launch: 41 us instead of 23 (results/vit_h200.json, one sample). So does uncompiled recomputation, which calls Python for
+        each tensor that it keeps or, selective, for each operator: as measured, where the table has it."""
+        name, hosts = "compiled" if compiled else "eager", self.hosts or {}
+        measured = hosts.get(f"{name}, {recompute}") or hosts.get(name)
         return measured or self.hardware.launch * (1.8 if compiled else 1.0)
 
 

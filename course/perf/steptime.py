@@ -645,8 +645,9 @@ def host_time(local: Local, layers: int) -> float:
     compiled = local.config.compile
     each = (COMPILED_LAUNCHES if compiled else LAUNCHES) + TENSOR_LAUNCHES * (local.p.tp > 1)
     each += RING_LAUNCHES * (local.p.cp - 1) * (local.p.context == "ring")
-    again = {"none": 0.0, "selective": 0.3, "full": 0.35}[local.config.train.recompute]
-    return (local.micros * layers * each * (1 + again) + OTHER_LAUNCHES) * local.kernels.host(compiled)
+    how = local.config.train.recompute
+    again = {"none": 0.0, "selective": 0.3, "full": 0.35}[how]
+    return (local.micros * layers * each * (1 + again) + OTHER_LAUNCHES) * local.kernels.host(compiled, how)
 
 
 def loading_time(local: Local) -> float:

@@ -91,6 +91,13 @@ def test_matmuls_without_a_table(shape, precision, ms):
     assert RULES.matmul(*shape, precision) * 1e3 == pytest.approx(ms, rel=0.06)
 
 
+def test_the_host_is_as_slow_as_measured_with_recomputation_too():
+    hosts = {"eager": 2e-5, "compiled": 3e-5, "eager, full": 5e-5}
+    found = Kernels(H200, {}, (), hosts)
+    assert [found.host(False, how) for how in ("none", "selective", "full")] == [2e-5, 2e-5, 5e-5]
+    assert found.host(True, "full") == 3e-5 and Kernels(H200, {}).host(False, "full") == H200.launch
+
+
 def test_small_and_thin_kernels_are_bound_by_launch_and_memory():
     assert RULES.matmul(1, 1, 1, "bf16") == kernels.LEAST
     assert RULES.matmul(8, 65536, 8192, "bf16") == pytest.approx(2 * 65536 * 8192 / (0.88 * 4.8e12), rel=0.01)
