@@ -1,10 +1,12 @@
 """JupyterLab in headless Chromium. Where Chromium or Selenium is missing its tests are skipped, unless COURSE_NEED_BROWSER says
 that they have to run."""
 
+import json
 import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -57,6 +59,12 @@ def server(home: Path) -> Iterator[tuple[str, str]]:
         file = home.parent / f"settings/@jupyterlab/{name}.jupyterlab-settings"
         file.parent.mkdir(parents=True)
         file.write_text(text)
+    with socket.socket() as probe:                   # another JupyterLab may start at the same moment, on the same usual port
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    config = home.parent / "config/jupyter_server_config.json"
+    config.parent.mkdir()
+    config.write_text(json.dumps({"ServerApp": {"port": port}}))
     environment = os.environ | {name: str(home.parent / folder) for name, folder in OWN.items()}
     log = home.parent / "server.log"
     command = ["make", "lab", "--assume-old=.venv/.ready", f"CURDIR={home}"]     # it installs nothing: what is there is tested
@@ -64,12 +72,18 @@ def server(home: Path) -> Iterator[tuple[str, str]]:
                                                     start_new_session=True) as process:
         try:
             end = time.monotonic() + LONGEST
-            while not (found := LINK.search(log.read_text())):
+            while not (found := LINK.search(log.read_text())) or not answers(port):
                 assert process.poll() is None and time.monotonic() < end, f"make lab gives no address: {log.read_text()}"
                 time.sleep(0.2)
             yield found[1], found[2]
         finally:
             stop(process)
+
+
+def answers(port: int) -> bool:
+    """Whether a server is there; JupyterLab prints its address before it is."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def stop(process: subprocess.Popen) -> None:

@@ -15,7 +15,7 @@ from course.lab import cells
 from course.lab.lessons import ROOT
 from tests.browser.lab import LEFT, RIGHT, Lab
 
-pytestmark = pytest.mark.xdist_group("browser")     # one JupyterLab, and one browser at a time, for all
+pytestmark = pytest.mark.xdist_group("browser")     # one JupyterLab for all, where groups are kept together
 
 # Values that a slider keeps once it has been moved, by lesson, so that the sliders after it have something to change: only the
 # interleaved schedule has chunks, and one GPU has nothing to cut.
