@@ -68,7 +68,7 @@ def test_one_that_fails_ends_the_others(tmp_path, script, end, status):
 
 def test_a_warning_reaches_all_ranks_and_their_status_comes_back(tmp_path, script):
     step = srun(tmp_path, script, "--kill-on-bad-exit=1", "bash", "-c",
-                f"trap 'exit 75' USR1; touch {tmp_path}/up$SLURM_PROCID; while :; do sleep 0.05; done")
+                f"trap 'exit 75' USR1 TERM; touch {tmp_path}/up$SLURM_PROCID; while :; do sleep 0.05; done")
     assert until(lambda: len(list(tmp_path.glob("up*"))) == 4, 120)
     step.send_signal(standin.signal.SIGUSR1)
     assert step.wait() == 75
