@@ -11,11 +11,29 @@ from typing import Any
 import torch
 from torch import nn
 
+from course.config import Config
+from course.models import GPTConfig
+
 KINDS = 16                                          # versions of a block for other reasons, such as evaluation
 
 
-def compile_parts(model: Any, attention: str = "default") -> nn.Module:
-    """Compile a model in place, after it is cut. `attention` is the chosen backend."""
+def leaves_within(config: Config) -> bool:
+    """Whether a block leaves the compiler on its way: for a ring of messages, a mask of the compiler's blind spot, matmuls beside
+    their communication. Each such piece is a call that torch.compile's graphs are broken at."""
+    p = config.parallel
+    ring = p.cp > 1 and (p.context == "ring" or (p.context == "gather" and isinstance(config.model, GPTConfig)))
+    return ring or (p.tp > 1 and p.sp and p.overlap != "none")
+
+
+def compile_within(model: Any) -> None:
+    """Compile what blocks compute, before `recompute` is put around it. torch.compile takes a checkpoint as one operator, within
+    which it cannot leave its graph: a block that must would silently run uncompiled, the whole of it."""
+    for block in model.blocks.values():
+        block.forward = torch.compile(block.forward)
+
+
+def compile_parts(model: Any, attention: str = "default", blocks: bool = True) -> nn.Module:
+    """Compile a model in place, after it is cut. `attention` is the chosen backend; blocks: not if they are `compile_within`."""
     chunks = getattr(model, "chunks", [model])      # of a pipeline, stage by stage
     # blocks that differ are versions of one function to the compiler: past its limit it would silently stop compiling
     limit = KINDS + 2 * max(len(chunk.blocks) for chunk in chunks)
@@ -23,7 +41,8 @@ def compile_parts(model: Any, attention: str = "default") -> nn.Module:
     if attention != "default":                      # its cache on disk takes graphs of another backend for the same
         torch._functorch.config.enable_autograd_cache = False
     inner = [getattr(chunk.head, "of_chunk", None) for chunk in chunks]             # the head leaves the compiler between these
-    for part in chain(*((chunk.embed, *chunk.blocks.values(), chunk.head) for chunk in chunks), inner, [model.loss]):
+    outer = chain(*((chunk.embed, chunk.head) for chunk in chunks), inner, [model.loss])
+    for part in chain(*(chunk.blocks.values() for chunk in chunks if blocks), outer):
         if part is not None:
             part.compile()
     return model

@@ -20,6 +20,23 @@ OTHERS += [("llama", spec) for spec in ("dp=2", "tp=2 sp=true overlap=none", "cp
 
 def train(overrides: list[str], kind: str) -> tuple[list[list[float]], list[str]]:
     """Losses of two steps, eager and compiled, and what the compiler says of each break."""
+    from torch._dynamo.utils import counters
+
+    losses = [two_steps(kind, [*overrides, f"compile={compiled}"]) for compiled in (False, True)]
+    assert counters["stats"]["unique_graphs"] > 0
+    return losses, list(counters["graph_break"])
+
+
+def recomputed(overrides: list[str], kind: str) -> list[tuple[list[float], int]]:
+    """Losses of two compiled steps and how many graphs they have, with each kind of recomputation."""
+    from torch._dynamo.utils import counters
+
+    return [(two_steps(kind, [*overrides, "compile=true", f"train.recompute={how}"]), counters["stats"]["unique_graphs"])
+            for how in ("none", "full", "selective")]
+
+
+def two_steps(kind: str, overrides: list[str]) -> list[float]:
+    """Losses of two steps; graphs are recorded and differentiated, but no kernels are written."""
     from unittest import mock
 
     import torch
@@ -30,25 +47,23 @@ def train(overrides: list[str], kind: str) -> tuple[list[list[float]], list[str]
     from course.data import order
     from course.parallel import build_mesh, join
     from course.train import assemble
-    from tests.test_compilation import compile_chunk_quickly, compile_quickly
+    from tests.test_compilation import compile_chunk_quickly, compile_quickly, compile_within_quickly
 
-    losses = []
     with (_disable_current_modes(), mock.patch("torch.nn.Module.compile", compile_quickly),      # no trace of collectives
-          mock.patch("course.models.gpt.Chunk.compile", compile_chunk_quickly)):
-        for compiled in (False, True):
-            preset, small = MODELS[kind]
-            c = config.load(preset, [*small, *overrides, f"compile={compiled}"])
-            mesh = build_mesh(c.parallel, join("cpu"))
-            training = assemble(c, mesh)
-            torch._dynamo.reset()
-            counters.clear()
-            batch = {**draw(kind, torch.Generator().manual_seed(1)), "sample": torch.arange(8)}
-            mine = order.my_slice(8, mesh.dp.size, mesh.dp.rank)
-            part = {name: tensor[mine] for name, tensor in batch.items()}
-            losses.append([training.step(part)[0].item() for _ in range(2)])
-            training.gradients.settle()
-    assert counters["stats"]["unique_graphs"] > 0
-    return losses, list(counters["graph_break"])
+          mock.patch("course.models.gpt.Chunk.compile", compile_chunk_quickly),
+          mock.patch("course.train.compile_within", compile_within_quickly)):
+        preset, small = MODELS[kind]
+        c = config.load(preset, [*small, *overrides])
+        mesh = build_mesh(c.parallel, join("cpu"))
+        training = assemble(c, mesh)
+        torch._dynamo.reset()
+        counters.clear()
+        batch = {**draw(kind, torch.Generator().manual_seed(1)), "sample": torch.arange(8)}
+        mine = order.my_slice(8, mesh.dp.size, mesh.dp.rank)
+        part = {name: tensor[mine] for name, tensor in batch.items()}
+        losses = [training.step(part)[0].item() for _ in range(2)]
+        training.gradients.settle()
+    return losses
 
 
 @pytest.mark.slow
@@ -60,3 +75,14 @@ def test_compiled_is_equal_and_leaves_the_compiler_only_where_declared(kind, spe
         assert compiled == pytest.approx(eager, rel=1e-12)
         assert {name for name in declared if any(f"`{name}`" in text for text in breaks)} == declared
         assert all(any(f"`{name}`" in text for name in declared) for text in breaks), breaks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "spec"), [*BOUNDARIES, ("vit", "tp=2 sp=true overlap=none")])
+def test_recomputation_leaves_no_block_uncompiled(kind, spec):
+    """A block that leaves the compiler within a checkpoint would run uncompiled without a word: then there are fewer graphs."""
+    size, overrides = layout(spec)
+    for (losses, graphs), *others in ranks(size, timeout=300)(recomputed, overrides, kind):
+        for again, found in others:
+            assert again == pytest.approx(losses, rel=1e-12)
+            assert found >= graphs
