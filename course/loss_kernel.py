@@ -1,9 +1,12 @@
-"""The kernel behind `course.models.gpt.ChunkedLoss` on a GPU: cross-entropy and its gradient, which takes the logits' place.
+"""The kernels behind `course.models.gpt.ChunkedLoss` on a GPU: cross-entropy and its gradient, which takes the logits' place.
 
 Logits are read from memory once and their gradient is written once; all between stays on the chip. A program has one token:
 50,304 logits in 16 bits are 100 KB, and what all multiprocessors together work at fits into the cache. So the second reading,
 for the gradient, after the first, for the largest logit and the sum of exponentials, costs next to nothing. torch.compile
 writes the gradient elsewhere, which is a second chunk of logits in memory.
+
+Where each rank has some columns of the logits, the ranks exchange three numbers a token between the two readings: then they
+are two kernels, and logits are read twice.
 
 The sum is taken as the logits come, each new maximum scaling down what there is (Milakov and Gimelshein 2018, arXiv:1805.02867).
 """
@@ -13,16 +16,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 8192                                        # logits of a token at a time
+BLOCK, WARPS = 2048, 4                              # logits of a token at a time, and who works on them
 
 
 @triton.jit
-def kernel(logits, target, weights, losses, columns, block: tl.constexpr):              # type: ignore[no-untyped-def]
-    """logits (tokens, columns), in their place weight · (softmax - 1 at the target); losses (tokens,): log sum exp - logit."""
-    token = tl.program_id(0).to(tl.int64)
-    logits += token * columns
-    aim = tl.load(target + token)
-    wanted = tl.load(logits + aim).to(tl.float32)
+def summary(logits, columns, block: tl.constexpr):                                      # type: ignore[no-untyped-def]
+    """(the largest of a token's logits, the sum of exponentials of all less the largest)."""
     top = tl.full((block,), -3e38, tl.float32)
     total = tl.zeros((block,), tl.float32)
     for start in range(0, columns, block):
@@ -32,10 +31,12 @@ def kernel(logits, target, weights, losses, columns, block: tl.constexpr):      
         total = total * tl.exp(top - new) + tl.exp(value - new)
         top = new
     largest = tl.max(top, 0)
-    log = tl.log(tl.sum(total * tl.exp(top - largest), 0)) + largest
-    tl.store(losses + token, log - wanted)
-    by = tl.load(weights + token)
-    tl.debug_barrier()                              # no thread writes before all have read the target's logit
+    return largest, tl.sum(total * tl.exp(top - largest), 0)
+
+
+@triton.jit
+def differentiate(logits, aim, by, log, columns, block: tl.constexpr):                  # type: ignore[no-untyped-def]
+    """A token's logits become by · (exp(logit - log) - 1 at the target `aim`)."""
     for start in range(0, columns, block):
         at = start + tl.arange(0, block)
         value = tl.load(logits + at, mask=at < columns, other=0.0).to(tl.float32)
@@ -43,9 +44,57 @@ def kernel(logits, target, weights, losses, columns, block: tl.constexpr):      
         tl.store(logits + at, grad.to(logits.dtype.element_ty), mask=at < columns)
 
 
+@triton.jit
+def whole(logits, target, weights, losses, columns, block: tl.constexpr):               # type: ignore[no-untyped-def]
+    """logits (N, columns), in their place weight · (softmax - 1 at the target); losses (N,): log sum exp - logit."""
+    token = tl.program_id(0).to(tl.int64)
+    logits += token * columns
+    aim = tl.load(target + token)
+    wanted = tl.load(logits + aim).to(tl.float32)
+    largest, total = summary(logits, columns, block)
+    log = tl.log(total) + largest
+    tl.store(losses + token, log - wanted)
+    by = tl.load(weights + token)
+    tl.debug_barrier()                              # no thread writes before all have read the target's logit
+    differentiate(logits, aim, by, log, columns, block)
+
+
+@triton.jit
+def first_reading(logits, target, found, tokens, columns, block: tl.constexpr):         # type: ignore[no-untyped-def]
+    """found (3, N): the largest of a token's logits, the sum of exponentials, and the target's logit, 0 if it is not here."""
+    token = tl.program_id(0).to(tl.int64)
+    logits += token * columns
+    aim = tl.load(target + token)
+    largest, total = summary(logits, columns, block)
+    tl.store(found + token, largest)
+    tl.store(found + tokens + token, total)
+    tl.store(found + 2 * tokens + token, tl.load(logits + aim, mask=aim >= 0, other=0.0).to(tl.float32))
+
+
+@triton.jit
+def second_reading(logits, target, weights, logs, columns, block: tl.constexpr):        # type: ignore[no-untyped-def]
+    """logits (N, columns), in their place weight · (exp(logit - log) - 1 at the target)."""
+    token = tl.program_id(0).to(tl.int64)
+    logits += token * columns
+    differentiate(logits, tl.load(target + token), tl.load(weights + token), tl.load(logs + token), columns, block)
+
+
 def cross_entropy_(logits: Tensor, target: Tensor, weights: Tensor) -> Tensor:
     """The tokens' cross-entropies in float32, (N,), of contiguous logits, (N, V), which become their gradients times the weights,
     (N,). target: (N,), from 0 to V - 1."""
     losses = logits.new_empty(len(logits), dtype=torch.float32)
-    kernel[(len(logits),)](logits, target, weights.float(), losses, logits.shape[-1], BLOCK, num_warps=16)
+    whole[(len(logits),)](logits, target, weights.float(), losses, logits.shape[-1], BLOCK, num_warps=WARPS)
     return losses
+
+
+def summarize(logits: Tensor, target: Tensor) -> Tensor:
+    """(3, N) in float32, of contiguous logits, (N, V / tp): the largest, the sum of exponentials of all less the largest, the
+    target's. target: (N,), -1 where it is another rank's."""
+    found = logits.new_empty(3, len(logits), dtype=torch.float32)
+    first_reading[(len(logits),)](logits, target, found, len(logits), logits.shape[-1], BLOCK, num_warps=WARPS)
+    return found
+
+
+def differentiate_(logits: Tensor, target: Tensor, weights: Tensor, logs: Tensor) -> None:
+    """The same logits become their gradients times the weights, (N,). logs: (N,), of all ranks' sum of exponentials, float32."""
+    second_reading[(len(logits),)](logits, target, weights.float(), logs, logits.shape[-1], BLOCK, num_warps=WARPS)

@@ -73,6 +73,21 @@ class VocabularyCrossEntropy(nn.Module):
         losses, softmax = losses_and_softmax(logits, column, here, self.axis)
         return losses, minus_target(softmax, column, here)
 
+    def in_place(self, logits: Tensor, target: Tensor, weights: Tensor) -> Tensor:      # (N, V / tp), 2 x (N,)
+        """The same on a GPU, (N,) in float32, in two kernels: the logits become their gradients times the weights."""
+        from course import loss_kernel  # Triton comes with PyTorch for GPUs alone
+
+        column, here = own(target, logits.shape[-1], self.axis)         # 2 x (N,)
+        column = column.where(here, -1)                                 # (N,)
+        mine, *sums = loss_kernel.summarize(logits, column)             # 3 x (N,)
+        largest = mine.clone()                                          # (N,)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.axis.group)
+        total = torch.stack([sums[0] * (mine - largest).exp(), sums[1]])                # (2, N)
+        dist.all_reduce(total, group=self.axis.group)
+        logs, wanted = total[0].log() + largest, total[1]               # 2 x (N,)
+        loss_kernel.differentiate_(logits, column, weights, logs)
+        return logs - wanted                                            # (N,)
+
 
 class CrossEntropy(Function):
     """log(sum exp s) - s[target], the same on every rank | softmax(s) minus 1 at the target, each rank's own columns."""
