@@ -1,4 +1,4 @@
-"""Which implementation of attention PyTorch uses: its own choice, or a named one.
+"""Attention by PyTorch, and which implementation it uses: its own choice, or a named one.
 
     default     PyTorch's order of preference: on Hopper cuDNN's, else flash
     cudnn       cuDNN's fused attention, 16 bits
@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from course.errors import CourseError
 from course.precision import autocast, parameter_dtype
@@ -18,6 +19,24 @@ from course.precision import autocast, parameter_dtype
 SWITCHES: dict[str, Callable[[bool], None]] = {
     "cudnn": torch.backends.cuda.enable_cudnn_sdp, "flash": torch.backends.cuda.enable_flash_sdp,
     "efficient": torch.backends.cuda.enable_mem_efficient_sdp, "math": torch.backends.cuda.enable_math_sdp}
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, mask: Tensor | None = None) -> Tensor:
+    """Scaled dot-product attention: (B, h, T, d), 2 x (B, g, S, d) -> (B, h, T, d). g divides h: each head of keys and values
+    serves a group of the queries' heads. causal: query i sees keys up to i.
+
+    PyTorch's fused kernels know groups in 16 bits alone. In 32 on a GPU it would take plain matmuls, whose scores are in memory:
+    a GPT of 24 blocks took 66 GB in TF32 (results/heldout_h200.json, "1-04"). So there each query's head gets keys of its own.
+    """
+    grouped = q.shape[1] != k.shape[1]
+    if grouped and q.is_cuda and q.dtype == torch.float32:
+        k, v, grouped = spread(k, q.shape[1]), spread(v, q.shape[1]), False
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
+
+
+def spread(x: Tensor, heads: int) -> Tensor:
+    """Each head repeated for the queries it serves: (B, g, S, d) -> (B, h, S, d)."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
 def choose(backend: str, head_dim: int, precision: str, device: torch.device) -> None:

@@ -10,10 +10,10 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from course import random
+from course.attention import attend
 from course.errors import CourseError
 
 
@@ -32,8 +32,7 @@ class CachedAttend(nn.Module):
         self.keys[:, :, start:end], self.values[:, :, start:end] = k, v
         self.past = end
         # the first call has the whole prompt, a triangle of pairs; each further one a single token, which sees everything
-        return F.scaled_dot_product_attention(q, self.keys[:, :, :end], self.values[:, :, :end], is_causal=start == 0,
-                                              enable_gqa=q.shape[1] != k.shape[1])      # (B, h, T, d)
+        return attend(q, self.keys[:, :, :end], self.values[:, :, :end], start == 0)    # (B, h, T, d)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from course import random
+from course.attention import attend
 
 Batch = dict[str, Tensor]
 
@@ -70,8 +71,7 @@ class Attend(nn.Module):
         self.causal = causal
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:       # (B, h, T, d), 2 x (B, g, T, d)
-        grouped = q.shape[1] != k.shape[1]
-        return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=grouped)       # (B, h, T, d)
+        return attend(q, k, v, self.causal)                             # (B, h, T, d)
 
 
 class Linear(nn.Linear):

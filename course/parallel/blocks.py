@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from course.attention import spread
+
 aten: Any = torch.ops.aten
 Grads = tuple[Tensor, Tensor, Tensor]
 
@@ -55,11 +57,6 @@ def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Te
     g, k, v, q = (x.to(p.dtype) for x in (grad, k, v, q))
     ds = p * (g @ v.mT - (g * out).sum(-1, keepdim=True)) / math.sqrt(q.shape[-1])
     return ds @ k, ds.mT @ q, p.mT @ g
-
-
-def spread(x: Tensor, heads: int) -> Tensor:
-    """Each head repeated for the queries it serves: (B, g, S, d) -> (B, h, S, d)."""
-    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
 def scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.utils._python_dispatch import _disable_current_modes
 
+from course.attention import attend
 from course.errors import CourseError
 from course.parallel import blocks, mappings
 from course.parallel.mesh import Axis
@@ -36,7 +36,7 @@ class GatherAttend(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:       # (B, h, T / cp, d), 2 x (B, g, T / cp, d)
         k, v = gather_in_order(torch.stack([k, v]), self.tokens)        # 2 x (B, g, T, d)
         if not self.causal:
-            return F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
+            return attend(q, k, v)
         return torch.cat([look_back(piece, k[:, :, :end], v[:, :, :end])                # front and back, a zigzag
                           for piece, end in zip(q.chunk(2, 2), self.ends(), strict=True)], 2)       # (B, h, T / cp, d)
 
@@ -60,7 +60,7 @@ def look_back(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
     with _disable_current_modes():                  # PyTorch fails to make it within a mode such as FlopCounterMode or Trace
         mask = causal_lower_right(q.shape[2], k.shape[2])
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+    return attend(q, k, v, mask=mask)
 
 
 class AllToAllAttend(nn.Module):
@@ -73,7 +73,7 @@ class AllToAllAttend(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:       # 3 x (B, h, T / cp, d)
         cp, total = self.tokens.cp, self.tokens.total
         q, k, v = mappings.all_to_all(torch.stack([q, k, v]), 2, 3, cp, total)          # 3 x (B, h / cp, T, d)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        y = attend(q, k, v, self.causal)
         return mappings.all_to_all(y, 2, 1, cp, q.shape[1] * cp.size)   # (B, h, T / cp, d)
 
 
@@ -87,7 +87,7 @@ class GroupedAllToAllAttend(AllToAllAttend):
         groups = torch.cat([q.unflatten(1, (k.shape[1], -1)), k[:, :, None], v[:, :, None]], 2)     # (B, g, h / g + 2, T / cp, d)
         groups = mappings.all_to_all(groups, 1, 3, cp, total)           # (B, g / cp, h / g + 2, T, d)
         q, k, v = groups[:, :, :-2].flatten(1, 2), groups[:, :, -2], groups[:, :, -1]   # (B, h / cp, T, d), 2 x (B, g / cp, T, d)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=True)
+        y = attend(q, k, v, self.causal)
         return mappings.all_to_all(y, 2, 1, cp, q.shape[1] * cp.size)   # (B, h, T / cp, d)
 
 

@@ -57,3 +57,39 @@ def test_chunks_on_a_gpu_are_the_loss_on_a_cpu_in_float64(tied, compiled):
         found.append([total, weight, *(p.grad for p in model.parameters())])
     for exact, on_gpu in zip(*found, strict=True):
         assert (on_gpu.cpu().double() - exact).norm() <= 2e-5 * exact.norm() + 1e-9
+
+
+@pytest.mark.parametrize(("tokens", "vocab"), [(64, 25152), (33, 500), (5, 3)])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.float16, 2**-11), (torch.bfloat16, 2**-8)])
+def test_the_kernels_of_a_vocabulary_in_pieces(tokens, vocab, dtype, bound):
+    """Two ranks' columns, put together here as `VocabularyCrossEntropy.in_place` has its ranks do."""
+    from course import loss_kernel
+
+    make = torch.Generator("cuda").manual_seed(0)
+    whole = (torch.randn(tokens, 2 * vocab, device="cuda", generator=make) * 20).to(dtype)
+    target = torch.randint(2 * vocab, (tokens,), device="cuda", generator=make)
+    target[0], target[1] = vocab - 1, vocab
+    weights = torch.rand(tokens, device="cuda", dtype=torch.float64, generator=make)
+    losses, grad = gpt.CrossEntropy().with_gradient(whole.double(), target)
+    pieces = [piece.contiguous() for piece in whole.chunk(2, 1)]
+    columns = [torch.where(target // vocab == rank, target % vocab, -1) for rank in range(2)]
+    found = torch.stack([loss_kernel.summarize(*given) for given in zip(pieces, columns, strict=True)])     # (2, 3, N)
+    largest = found[:, 0].amax(0)
+    logs = (found[:, 1] * (found[:, 0] - largest).exp()).sum(0).log() + largest
+    torch.testing.assert_close((logs - found[:, 2].sum(0)).double(), losses, rtol=1e-6, atol=1e-5)
+    for piece, column in zip(pieces, columns, strict=True):
+        loss_kernel.differentiate_(piece, column, weights, logs)
+    wanted = grad * weights[:, None]
+    assert (torch.cat(pieces, 1).double() - wanted).norm() <= bound * wanted.norm()
+
+
+def test_grouped_heads_in_32_bits_keep_no_scores():
+    from course.attention import attend
+
+    q, k, v = (torch.randn(1, heads, 4096, 64, device="cuda", requires_grad=True) for heads in (8, 2, 2))
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    attend(q, k, v, True).sum().backward()
+    assert torch.cuda.max_memory_allocated() - before < 4 * 8 * 4096 ** 2       # the scores, in bytes
+    exact = torch.nn.functional.scaled_dot_product_attention(*(x.double() for x in (q, k, v)), is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(attend(q, k, v, True).double(), exact, rtol=1e-3, atol=1e-3)
