@@ -1,15 +1,19 @@
-"""Configurations that nothing was fitted to, drawn by seed, committed, then measured: `python -m course.perf.heldout FILE`.
+"""Configurations that nothing was fitted to, drawn by seed, committed, then measured: `python -m course.perf.heldout LIST FILE`.
 
 A performance model is worth what it says of configurations that its authors never looked at. `draw` takes them from `GRID`,
 every setting by itself, and leaves out what the library refuses, what `rough_bytes` says would not fit and what is too small to
-tell. heldout.json, beside the results, is the list as it was committed before anything in it was measured.
+tell. heldout.json, beside the results, is the list as it was committed before anything in it was measured. What it taught went
+into the model; so there is a second one, heldout_2.json, of another seed, committed after that and before it was measured.
 
 Each is trained on random data, whole steps; the milliseconds are the median of the slowest rank, the memory is the peak of the
-fullest rank after the first step (in the first the compiler tries its kernels).
+fullest rank after the first step (in the first the compiler tries its kernels). The host is measured with them: two machines
+of one make differed by half in what a launch takes, which is no fault of a prediction. `predicted` takes it from the file.
 """
 
 import json
 import random
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,14 +27,15 @@ from course.errors import CourseError
 from course.files import atomic
 from course.models import build_model
 from course.parallel import build_mesh, join, leave
-from course.perf import bench, flops, harness, lanes
+from course.perf import bench, flops, hardware, harness, kernel_table, lanes, steptime
 from course.perf.command import command
 from course.perf.lanes import Row
+from course.perf.steptime import Time
 from course.report import memory_gb
 from course.train import assemble
 
-LIST = Path(__file__).parent / "results" / "heldout.json"
-SEED = 7
+RESULTS = Path(__file__).parent / "results"
+SEEDS = {"heldout": 7, "heldout_2": 8}               # of the lists, by their names
 # what each factor of two of the GPUs goes to; a configuration for each line: so all axes occur, alone and in pairs
 AXES = {1: [""] * 12, 2: ["dp", "tp", "cp", "pp"] * 2,
         4: ["dp dp", "dp tp", "dp cp", "dp pp", "tp tp", "tp cp", "tp pp", "cp cp", "cp pp", "pp pp"]}
@@ -111,9 +116,21 @@ def trial(config: configuration.Config) -> None:
     reshard.owned(config, size - 1, size)
 
 
-def drawn() -> list[Row]:
-    """The list: for each line of `AXES` the first that is possible."""
-    generator = random.Random(SEED)
+def listed(name: str) -> list[Row]:
+    """The configurations of a list, as committed."""
+    return json.loads((RESULTS / f"{name}.json").read_text())["configurations"]
+
+
+def predicted(row: Row, hosts: Mapping[str, float] | None = None) -> Time:
+    """What is predicted of a configuration of a list on H200s. hosts: the host's seconds for a launch, as a file has them."""
+    local = steptime.local_of(configuration.load(row["preset"], row["settings"]), hardware.load("h200"), row["gpus"])
+    kernels = local.kernels if hosts is None else replace(local.kernels, hosts=hosts)
+    return steptime.time_of(replace(local, kernels=kernels))
+
+
+def drawn(seed: int) -> list[Row]:
+    """A list: for each line of `AXES` the first that is possible."""
+    generator = random.Random(seed)
     found: list[Row] = []
     for gpus, lines in AXES.items():
         for number, axes in enumerate(lines):
@@ -124,9 +141,9 @@ def drawn() -> list[Row]:
     return found
 
 
-def measure(name: str) -> Row:
-    """Train a configuration of the list, here and now, on all its ranks: milliseconds, peak memory."""
-    row = next(row for row in json.loads(LIST.read_text())["configurations"] if row["name"] == name)
+def measure(of: str, name: str) -> Row:
+    """Train a configuration of a list, here and now, on all its ranks: milliseconds, peak memory."""
+    row = next(row for row in listed(of) if row["name"] == name)
     config = configuration.load(row["preset"], row["settings"])
     world = join("cuda")
     try:
@@ -147,16 +164,18 @@ def measure(name: str) -> Row:
     return {"ms": ms, "memory_gb": steady, "first_gb": first, "rank": rank}
 
 
-def main(file: Path) -> None:
-    """Measure the whole list, on as many GPUs at a time as each configuration needs, and write the rows."""
+def main(of: str, file: Path) -> None:
+    """Measure a whole list, on as many GPUs at a time as each configuration needs, and write the rows."""
     gpus = lanes.gpus_of("python -m course.perf.heldout", False)
-    listed = json.loads(LIST.read_text())["configurations"]
-    head = {**bench.machine(torch.device("cuda")), "command": "python -m course.perf.heldout FILE",
-            "meaning": "whole training steps of the configurations of heldout.json: milliseconds, peak GB of the fullest rank"}
-    rows = lanes.Rows(file, head, [row["name"] for row in listed], "name")
+    todo = listed(of)
+    head = {**bench.machine(torch.device("cuda")), "command": f"python -m course.perf.heldout {of} FILE",
+            "meaning": f"whole training steps of the configurations of {of}.json: milliseconds, peak GB of the fullest rank; "
+                       "host: seconds for each launch of a kernel",
+            "host": lanes.start(["-m", "course.perf.heldout", "host"], gpus[0])}
+    rows = lanes.Rows(file, head, [row["name"] for row in todo], "name")
 
     def run(name: str, group: str) -> Row:
-        program = ["-m", "course.perf.heldout", "run", name]
+        program = ["-m", "course.perf.heldout", "run", of, name]
         if "," in group:
             program = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={len(group.split(','))}", *program]
         row = {"name": name, **lanes.start(program, group, timeout=240)}
@@ -167,17 +186,20 @@ def main(file: Path) -> None:
     for size in AXES:
         groups = [",".join(gpus[i:i + size]) for i in range(0, len(gpus) - size + 1, size)]
         if groups:
-            lanes.side_by_side([row["name"] for row in listed if row["gpus"] == size], run, groups, rows.add)
+            lanes.side_by_side([row["name"] for row in todo if row["gpus"] == size], run, groups, rows.add)
 
 
 if __name__ == "__main__":
-    with command("FILE, or draw") as words:
+    with command("LIST FILE, or draw LIST") as words:
         if words[0] == "draw":
-            with atomic(LIST) as temporary:
-                temporary.write_text(json.dumps({"seed": SEED, "grid": GRID, "configurations": drawn()}, indent=1) + "\n")
+            seed = SEEDS[words[1]]
+            with atomic(RESULTS / f"{words[1]}.json") as temporary:
+                temporary.write_text(json.dumps({"seed": seed, "grid": GRID, "configurations": drawn(seed)}, indent=1) + "\n")
         elif words[0] == "run":
-            measured = measure(words[1])
+            measured = measure(words[1], words[2])
             if measured.pop("rank") == 0:
                 print(json.dumps(measured))
+        elif words[0] == "host":
+            print(json.dumps(kernel_table.host(torch.device("cuda"), False)))
         else:
-            main(Path(words[0]))
+            main(words[0], Path(words[1]))

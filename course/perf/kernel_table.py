@@ -37,6 +37,7 @@ LONG, MOST = 2e-3, 20                                # seconds of a call beside 
 # Log grids. The sides of matmuls have more points where efficiency changes, below 4096; tokens of a step are the largest.
 SIDES = (64, 256, 1024, 2048, 4096, 16384)
 HEADS, TOKENS, WIDTHS = (16, 256), (256, 1024, 4096, 16384), (48, 64, 72, 96, 128)
+TOKENS32, WIDTHS32 = (1024, 4096), (48, 64, 96, 128)                    # in 32 bits, which few train in
 BYTES = (1e6, 8e6, 64e6, 512e6, 2e9)                 # that a kernel reads and writes together
 MESSAGES = (1e5, 1e6, 8e6, 32e6, 128e6, 512e6)       # bytes of a collective
 SMALL = {"SIDES": (16, 64), "HEADS": (2, 4), "TOKENS": (16, 32), "WIDTHS": (8, 16), "BYTES": (1e4, 1e5), "MESSAGES": (1e3, 1e4)}
@@ -54,7 +55,11 @@ def main(device: torch.device, small: bool) -> dict[str, Any]:
     with side:
         # TF32 is as PyTorch's default once was, of interest beside the others: every second point has to do
         matmuls = {name: matmul_grid(name, sizes["SIDES"][::1 + (name == "tf32")], device, seconds) for name in formats(device)}
-        attention = dict(attention_grids(sizes, device, seconds))
+        dtype = half(device) if device.type == "cuda" else torch.float32
+        attention = dict(attention_grids([sizes["HEADS"], sizes["TOKENS"], sizes["WIDTHS"]], dtype, device, seconds))
+        if device.type == "cuda" and not small:
+            grids = attention_grids([HEADS, TOKENS32, WIDTHS32], torch.float32, device, seconds)
+            attention |= {f"{which} 32": grid for which, grid in grids}
         memory = {kind: {"axes": [list(sizes["BYTES"])], "seconds": [seconds(make(size, device)) for size in sizes["BYTES"]]}
                   for kind, make in kinds(device).items()}
     found = {**bench.machine(device), "command": "course bench kernels --out FILE",
@@ -111,19 +116,18 @@ def matmul(name: str, m: int, k: int, n: int, device: torch.device) -> Run:
     return lambda: torch.mm(a, b.t())
 
 
-def attention_grids(sizes: dict[str, Any], device: torch.device,
+def attention_grids(axes: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device,
                     seconds: Callable[[Run], float]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Seconds of attention by PyTorch's default backend, forward and backward, causal and not."""
-    axes = [sizes["HEADS"], sizes["TOKENS"], sizes["WIDTHS"]]
     for causal in (False, True):
-        pairs = [[seconds(run) for run in attention(h, t, d, causal, device)] for h, t, d in product(*axes)]
+        pairs = [[seconds(run) for run in attention(h, t, d, causal, dtype, device)] for h, t, d in product(*axes)]
         for which, found in zip(("forward", "backward"), zip(*pairs, strict=True), strict=True):
             yield which + " causal" * causal, {"axes": [list(axis) for axis in axes], "seconds": list(found)}
 
 
-def attention(heads: int, tokens: int, width: int, causal: bool, device: torch.device) -> Iterator[Run]:
+def attention(heads: int, tokens: int, width: int, causal: bool, dtype: torch.dtype, device: torch.device) -> Iterator[Run]:
     """Forward, then backward. Queries, keys and values lie in memory as they come out of one linear."""
-    batch, dtype = (8 if heads % 8 == 0 else 1), torch.float32 if device.type == "cpu" else half(device)
+    batch = 8 if heads % 8 == 0 else 1
     q, k, v = (torch.randn(batch, tokens, heads // batch, width, device=device, dtype=dtype).transpose(1, 2).requires_grad_()
                for _ in range(3))                                       # (B, h, T, d)
     yield torch.no_grad()(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal))

@@ -121,10 +121,12 @@ class Kernels:
                 number * BYTES[kind], backward)
         work = (10 if backward else 4) * heads * queries * keys * width * (0.5 if causal else 1.0)
         slower = 1.0 if backend == "flash" and "fp8" not in self.hardware.peaks else BACKENDS[backend]
+        which = f"attention {'backward' if backward else 'forward'}{' causal' * causal}"
         if precision in ("fp32", "tf32"):
-            tensor = self.hardware.peaks.get("tf32", self.hardware.peak(precision))
-            return max(work / (ATTENTION32 * tensor), LEAST)
-        grid = self.grids.get(f"attention {'backward' if backward else 'forward'}{' causal' * causal}")
+            tensor, grid = self.hardware.peaks.get("tf32", self.hardware.peak(precision)), self.grids.get(f"{which} 32")
+            share = grid.at((heads, math.sqrt(queries * keys), width)) if grid else ATTENTION32
+            return max(work / (share * tensor), LEAST)
+        grid = self.grids.get(which)
         share = (grid.at((heads, math.sqrt(queries * keys), width)) if grid else
                  attention_share(math.sqrt(queries * keys), width, causal))
         return max(work / (share * slower * self.hardware.peak(precision)), LEAST)
@@ -210,8 +212,9 @@ def from_table(table: Mapping[str, Any], measured: Hardware, hardware: Hardware)
             grids[f"matmul {precision}"] = efficiencies(grid, matmul_flops, measured.peak(precision))
     for which, grid in table.get("attention", {}).items():
         factor = (10 if "backward" in which else 4) * (0.5 if "causal" in which else 1.0)
-        grids[f"attention {which}"] = efficiencies(grid, lambda h, t, d, f=factor: f * h * t * t * d,
-                                                   measured.peaks.get("bf16", measured.peaks.get("fp16", math.nan)))
+        kinds = ("tf32", "fp32") if which.endswith(" 32") else ("bf16", "fp16")
+        peak = next((measured.peaks[kind] for kind in kinds if kind in measured.peaks), math.nan)
+        grids[f"attention {which}"] = efficiencies(grid, lambda h, t, d, f=factor: f * h * t * t * d, peak)
     for kind, grid in table.get("memory", {}).items():
         grids[kind] = efficiencies(grid, lambda size: size, measured.bandwidth)
     scale = hardware.links[0].bandwidth / measured.links[0].bandwidth

@@ -31,8 +31,16 @@ Moved = list[tuple[str, float]]                     # (kind of kernel, bytes): w
 BESIDE = 0.25
 # Kernels of one block, forward and backward, uncompiled and compiled: 843 and 729 of 12 blocks in results/vit_h200.json, "one
 # sample", of which about 50 are no block's. Tensor parallelism adds those of its collectives and the copies around them: 8, of 4
-# each. A round of a ring adds, forward and backward, messages, attention and sums: about 30.
-LAUNCHES, COMPILED_LAUNCHES, OTHER_LAUNCHES, TENSOR_LAUNCHES, RING_LAUNCHES = 66, 57, 50, 32, 30
+# each; 20 where they overlap with matmuls in two parts. A round of a ring adds, forward and backward, messages, attention and
+# sums: about 30. A micro-batch after the first adds its gradients to what is there, parameter by parameter.
+LAUNCHES, COMPILED_LAUNCHES, OTHER_LAUNCHES, TENSOR_LAUNCHES, OVERLAP_LAUNCHES, RING_LAUNCHES = 66, 57, 50, 32, 80, 30
+PARAMETERS = 12
+# What other blocks launch beyond a ViT's, uncompiled (rotary positions, SwiGLU, RMSNorm, DiT's modulation; counted as operators
+# and in profiles of the first held-out list), and compiled
+ROTARY_LAUNCHES, SWIGLU_LAUNCHES, RMS_LAUNCHES, DIT_LAUNCHES, COMPILED_DIT_LAUNCHES = 43, 4, 30, 45, 30
+# A block that leaves the compiler is compiled in pieces, each entered from Python, in both directions; one costs the host about
+# as much as a dozen launches (held-out 2-05: 8 boundaries in each of 28 blocks)
+PIECE = 12
 # bytes/s that loaders give on a host of 16 cores, by worker, and at most (results/loaders_h200.json: pairs of 41.5 MB; of native,
 # beginning_h200.json: 53 to 64 pairs/s whatever the workers)
 LOADERS = {"native": (1.27e9, 2.4e9), "threads": (5.7e9, 36e9), "dali": (3.4e9, 11e9), "dali_numpy": (5.9e9, 36e9)}
@@ -642,12 +650,26 @@ def host_time(local: Local, layers: int) -> float:
     """Seconds that the host needs to launch a step's kernels, in which the GPU may wait; none if it launches a graph."""
     if local.config.graphs:
         return 0.0
-    compiled = local.config.compile
-    each = (COMPILED_LAUNCHES if compiled else LAUNCHES) + TENSOR_LAUNCHES * (local.p.tp > 1)
-    each += RING_LAUNCHES * (local.p.cp - 1) * (local.p.context == "ring")
-    how = local.config.train.recompute
+    compiled, how = local.config.compile, local.config.train.recompute
     again = {"none": 0.0, "selective": 0.3, "full": 0.35}[how]
-    return (local.micros * layers * each * (1 + again) + OTHER_LAUNCHES) * local.kernels.host(compiled, how)
+    added = (local.micros - 1) * layers * PARAMETERS
+    number = local.micros * layers * launches(local) * (1 + again) + added + OTHER_LAUNCHES
+    return number * local.kernels.host(compiled, how)
+
+
+def launches(local: Local) -> float:
+    """What the host does for a block and a micro-batch, forward and backward, counted in launches of a kernel."""
+    m, p, compiled = local.m, local.p, local.config.compile
+    each = COMPILED_LAUNCHES if compiled else LAUNCHES
+    if isinstance(m, DiTConfig):
+        each += COMPILED_DIT_LAUNCHES if compiled else DIT_LAUNCHES
+    elif isinstance(m, GPTConfig) and not compiled:
+        each += ROTARY_LAUNCHES * (m.position == "rotary")
+        each += SWIGLU_LAUNCHES * (m.mlp == "swiglu") + RMS_LAUNCHES * (m.norm == "rms")
+    ring, gather = p.cp > 1 and p.context == "ring", p.cp > 1 and p.context == "gather" and isinstance(m, GPTConfig)
+    each += (OVERLAP_LAUNCHES if local.overlapped else TENSOR_LAUNCHES) * (p.tp > 1) + RING_LAUNCHES * (p.cp - 1) * ring
+    boundaries = 8 * local.overlapped + 2 * (ring or gather)            # of four linears, or of attention; forward and backward
+    return each + PIECE * boundaries * compiled
 
 
 def loading_time(local: Local) -> float:

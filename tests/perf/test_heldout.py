@@ -2,19 +2,32 @@
 
 import json
 
+import pytest
+
 from course import config
 from course.perf import heldout
+from course.perf.steptime import predict
 
-COMMITTED = json.loads(heldout.LIST.read_text())
-
-
-def test_the_committed_list_is_what_the_seed_draws():
-    assert COMMITTED["configurations"] == heldout.drawn()
-    assert COMMITTED["seed"] == heldout.SEED and COMMITTED["grid"] == json.loads(json.dumps(heldout.GRID))
+LISTS = pytest.mark.parametrize("name", list(heldout.SEEDS))
 
 
-def test_there_are_at_least_two_dozen_over_all_axes_and_models():
-    rows = COMMITTED["configurations"]
+@LISTS
+def test_the_committed_list_is_what_the_seed_draws(name):
+    committed, seed = json.loads((heldout.RESULTS / f"{name}.json").read_text()), heldout.SEEDS[name]
+    assert committed["configurations"] == heldout.drawn(seed)
+    assert committed["seed"] == seed and committed["grid"] == json.loads(json.dumps(heldout.GRID))
+
+
+def test_a_slower_host_makes_what_waits_for_it_longer():
+    row = {"preset": "vit-demo", "settings": ["data.source=mock", "parallel.dp=1"], "gpus": 1}
+    known = heldout.predicted(row, {"eager": 1e-5})
+    assert heldout.predicted(row, {"eager": 2e-5}).step == pytest.approx(2 * known.step)    # too small a model for a GPU
+    assert heldout.predicted(row) == predict(config.load(row["preset"], row["settings"]), heldout.hardware.load("h200"))
+
+
+@LISTS
+def test_there_are_at_least_two_dozen_over_all_axes_and_models(name):
+    rows = heldout.listed(name)
     settings = [config.load(row["preset"], row["settings"]) for row in rows]
     assert len(rows) >= 24 and {row["gpus"] for row in rows} == {1, 2, 4}
     for axis in ("dp", "tp", "cp", "pp"):
