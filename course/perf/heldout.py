@@ -6,8 +6,8 @@ tell. heldout.json, beside the results, is the list as it was committed before a
 into the model; so there is a second one, heldout_2.json, of another seed, committed after that and before it was measured.
 
 Each is trained on random data, whole steps; the milliseconds are the median of the slowest rank, the memory is the peak of the
-fullest rank after the first step (in the first the compiler tries its kernels). The host is measured with them: two machines
-of one make differed by half in what a launch takes, which is no fault of a prediction. `predicted` takes it from the file.
+fullest rank after the first step (in the first the compiler tries its kernels). The host is measured with them: of two
+machines of one make one took 33 us for a launch of compiled code, the other 40. `predicted` takes it from the file.
 """
 
 import json

@@ -34,7 +34,7 @@ def test_memory_of_models_on_one_gpu_is_predicted_too():
     off = {step.name: memory.predict(step.config).allocated / 1e9 / step.memory_gb - 1 for step in STEPS
            if step.kind == "step" and step.gpus == 1 and not step.name.startswith(("zero", "tp_vit"))}
     assert len(off) > 30
-    assert not {name for name, error in off.items() if abs(error) > 0.03}
+    assert not {name for name, error in off.items() if abs(error) > 0.04}
 
 
 def test_a_missing_file_gets_a_sentence():
