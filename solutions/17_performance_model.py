@@ -42,7 +42,7 @@ from course.lab import figures, figures_gpt, figures_plan, planning, widgets
 from course.lab import notebook as lab
 from course.lab.notebook import check
 from course.lab.planning import Rates, Run
-from course.perf import comms, flops, hardware, kernels, memory, plan, proposal, published, recorded, steptime
+from course.perf import comms, flops, hardware, heldout, kernels, memory, plan, proposal, published, recorded, steptime
 
 lab.begin("17")
 h200 = hardware.load("h200")
@@ -595,7 +595,9 @@ for tp, pp in ((4, 4), (8, 2), (2, 8)):
 # The steps above were looked at by whoever wrote the model. A model is worth what it says of configurations that its authors
 # never looked at. So thirty were drawn by seed, over all axes on 1, 2 and 4 GPUs, and committed to the repository *before* any
 # of them was measured (`course/perf/results/heldout.json`). They are odd ones, as chance draws them: TF32 with tensor
-# parallelism, uncompiled pipelines, recomputation that nobody needs.
+# parallelism, uncompiled pipelines, recomputation that nobody needs. What their errors taught went into the model, and with that
+# they were held out no longer: so there is a second list, `heldout_2.json`, by another seed, committed after that and before *it*
+# was measured.
 #
 # > **Predict.** The median error of time was 4% above. Of configurations that nobody had seen? And the worst?
 
@@ -603,43 +605,46 @@ for tp, pp in ((4, 4), (8, 2), (2, 8)):
 my_held_median, my_held_worst = 8.0, 30.0            # your predictions, in percent
 
 # %%
-listed = {row["name"]: row for row in lab.results("heldout")["configurations"]}
-rows = lab.results("heldout_h200")["rows"] if (lab.RESULTS / "heldout_h200.json").is_file() else []
-held: dict[str, list[tuple[float, float]]] = {}
-misses: list[tuple[float, str]] = []
-for row in rows:
+recorded_2 = lab.results("heldout_2_h200")
+drawn = {row["name"]: row for row in heldout.listed("heldout_2")}
+held: dict[str, list[tuple[float, float]]] = {"busy GPU": [], "GPU waits for the host": []}
+misses, apart = [], []
+for row in recorded_2["rows"]:
     if "ms" in row:
-        drawn = listed[row["name"]]
-        found = steptime.predict(config.load(drawn["preset"], drawn["settings"]), h200, drawn["gpus"])
-        held.setdefault(f"{drawn['gpus']} GPUs", []).append((row["ms"], found.step * 1e3))
+        about = drawn[row["name"]]
+        found = heldout.predicted(about, recorded_2["host"])            # with what a launch takes on that machine
+        held["GPU waits for the host" if found.launch else "busy GPU"].append((row["ms"], found.step * 1e3))
         wanted = ("parallel.tp", "parallel.cp", "parallel.pp", "precision", "compile", "train.recompute")
-        words = [word.split(".")[-1] for word in drawn["settings"] if word.startswith(wanted) and not word.endswith("=1")]
-        misses.append((found.step * 1e3 / row["ms"] - 1, f"{drawn['preset']} {' '.join(words)}"))
-if held:
-    every = [abs(y / x - 1) for points in held.values() for x, y in points]
-    lab.picture(figures_plan.scatter(held, "ms", "Configurations that nobody had seen"),
-                "Predicted over measured of held-out configurations, against milliseconds")
-    lab.beside(f"median error of {len(every)} steps", my_held_median, 100 * statistics.median(every), "%")
-    lab.beside("worst error", my_held_worst, 100 * max(every), "%")
-    peaks = {row["name"]: row["memory_gb"] for row in rows if "ms" in row}
-    asked = {name: config.load(listed[name]["preset"], listed[name]["settings"]) for name in peaks}
-    apart = [abs(memory.predict(asked[name]).allocated / 1e9 / peak - 1) for name, peak in peaks.items()]
-    print(f"their memory: median error {statistics.median(apart):.0%}, worst {max(apart):.0%}\n\nthe worst times:")
-    for error, words in sorted(misses, key=lambda miss: -abs(miss[0]))[:8]:
-        print(f"    {error:+4.0%}  {words}")
-else:
-    print(f"{len(listed)} configurations are drawn, and not measured yet. On a machine with 4 H200s:\n"
-          "    python -m course.perf.heldout course/perf/results/heldout_h200.json")
+        words = [word.split(".")[-1] for word in about["settings"] if word.startswith(wanted) and not word.endswith("=1")]
+        misses.append((found.step * 1e3 / row["ms"] - 1, f"{about['preset']} {' '.join(words)}"))
+        asked = config.load(about["preset"], about["settings"])
+        apart.append(abs(memory.predict(asked).allocated / 1e9 / row["memory_gb"] - 1))
+every = [abs(error) for error, _ in misses]
+lab.picture(figures_plan.scatter(held, "ms", "Configurations that nobody had seen"),
+            "Predicted over measured of held-out configurations, against milliseconds: those with a busy GPU near 1, others not")
+lab.beside(f"median error of {len(every)} steps", my_held_median, 100 * statistics.median(every), "%")
+lab.beside("worst error", my_held_worst, 100 * max(every), "%")
+for name, points in held.items():
+    print(f"{name}: {len(points)} steps, median error {statistics.median(abs(y / x - 1) for x, y in points):.0%}")
+print(f"their memory: median error {statistics.median(apart):.1%}, worst {max(apart):.1%}\n\nthe worst times:")
+for error, words in sorted(misses, key=lambda miss: -abs(miss[0]))[:8]:
+    print(f"    {error:+4.0%}  {words}")
 
 # %% [markdown]
-# **What you should see:** twenty of the thirty, those for one and two GPUs; the others wait for a machine with four. The median
-# is 9%, twice that of what the authors had looked at. That factor is the price of looking, and the reason to hold something out.
+# **What you should see:** eighteen of the thirty, on one and two GPUs; the others wait for a machine with four. Memory is right
+# within 5% for all of them. The median error of time is 11%, three times that of what the authors had looked at. That factor is
+# the price of looking, and the reason to hold something out.
 #
-# The worst are off by half, and teach more than the others. Three are *uncompiled with recomputation*: PyTorch's checkpointing
-# calls Python for each tensor that it keeps, the GPU waits for the host, and nobody had measured that a launch there costs twice
-# what it costs elsewhere. TF32 with tensor parallelism is slower by 40%, which nobody can explain yet. And one whose memory was
-# predicted as 13 GB took 66: in float32 PyTorch has no fused attention for grouped heads of keys and values, and keeps every
-# score. No formula would have told; now you know to look.
+# Look at the two kinds apart. Where the GPU is busy, the median is 4%, as before. Where it waits for the host, it is 26%, on both
+# sides of the truth: of two machines of one make one took 33 us for a launch of compiled code (`kernels_h200.json`), the other 40
+# (`heldout_2_h200.json`), and which operators a block has counts as well. A GPU's speed is a number; a host's is a wide
+# distribution. The cure is not a better formula but fewer launches: `graphs=true`, or more work in each.
+#
+# The first list taught more than its median. *Uncompiled recomputation* took twice as long as predicted: PyTorch's checkpointing
+# calls Python for each tensor that it keeps. A GPT in TF32 took 66 GB instead of 13: in float32 PyTorch has no fused attention
+# for grouped heads, and kept every score; now the library repeats the heads there. And sequence parallelism with recomputation
+# took half as long again: whoever looked for the reason saw that `torch.compile` had silently left out every block that leaves
+# the compiler within a checkpoint. Two of these three were no errors of the model. They were bugs of the program that it described.
 #
 # ## Where such models fail
 #
