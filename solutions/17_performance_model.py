@@ -644,7 +644,7 @@ for error, words in sorted(misses, key=lambda miss: -abs(miss[0]))[:8]:
 # calls Python for each tensor that it keeps. A GPT in TF32 took 66 GB instead of 13: in float32 PyTorch has no fused attention
 # for grouped heads, and kept every score; now the library repeats the heads there. And sequence parallelism with recomputation
 # took half as long again: whoever looked for the reason saw that `torch.compile` had silently left out every block that leaves
-# the compiler within a checkpoint. Two of these three were no errors of the model. They were bugs of the program that it described.
+# the compiler within a checkpoint. Two of these three were no errors of the model: they were bugs of the program it describes.
 #
 # ## Where such models fail
 #
