@@ -54,7 +54,7 @@ def layers(world: World, size: tuple[int, int, int], samples: int, tokens: int, 
         spec = gpt_layer_specs.get_gpt_layer_local_spec()
         inner = spec.submodules.self_attention
         inner.submodules = replace(inner.submodules, core_attention=Attention)
-    model: Any = TransformerBlock(settings, spec).to(world.device)
+    model: Any = TransformerBlock(settings, spec).to(world.device, torch.bfloat16)      # PyTorch's norms ignore `params_dtype`
     x = torch.randn(tokens // n if parallel else tokens, samples, width, device=world.device, dtype=torch.bfloat16)
     x.requires_grad_()
     grad = torch.randn_like(x)
