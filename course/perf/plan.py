@@ -37,6 +37,7 @@ from course.perf.steptime import Time
 KEYS = (*(f"parallel.{key}" for key in (*AXES, "order", "sp", "overlap", "context", "schedule", "chunks", "zero")),
         "train.micro_batch", "train.recompute", "precision")
 RECOMPUTE = ("none", "selective", "full")           # from fast to small
+FEW = 8                                             # GPUs of which all that a layout can vary in is tried together
 MARGIN = 0.005                                      # of the time: no prediction is better than that
 # of a GPU's memory: of 80 peaks that were measured 66 are within 5% of what is predicted (README, "Predicted")
 FREE = 0.05
@@ -272,13 +273,17 @@ def fastest(asked: Search, config: Config) -> Layout | None:
 
 def refined(asked: Search, layout: Layout) -> Layout:
     """The same layout, better: one group of keys after the other, until nothing gets faster."""
+    few = asked.gpus <= FEW and not asked.config.graphs
     steps: list[Callable[[Config], Iterable[Config]]] = [
         lambda config: (changed(config, choice) for choice in rest(asked, config)),
         # together: which method is the best depends on whether cp's ranks share a node
         lambda config: (changed(config, {"parallel.order": order, "parallel.context": context})
                         for order, context in product(orders(asked, config), contexts(asked, config))),
-        lambda config: (changed(config, {**chunks, "train.micro_batch": micro})
-                        for chunks in schedules(asked, config) for micro in micros(asked, config))]
+        # of few GPUs all together: where the host is the limit, no single change makes a step faster
+        lambda config: (changed(config, {**chunks, **choice, "train.micro_batch": micro, **order})
+                        for chunks in schedules(asked, config) for micro in micros(asked, config)
+                        for choice in (rest(asked, config) if few else [{}])
+                        for order in ([{"parallel.order": one} for one in orders(asked, config)] if few else [{}]))]
     unchanged = 0                                   # steps in a row
     for step in cycle(steps):
         found = best(asked, step(layout.config), layout)
