@@ -5,7 +5,8 @@
 
 The busiest rank's work is counted kernel by kernel: matmuls by their shapes on the rank, attention, what is bound by memory
 by the bytes that it reads and writes (`kernels.py`), collectives by the bytes that they move (`comms.py`). Then what overlaps
-is taken off, and what waits is added: a pipeline's bubble, the host, the loader. Nothing is fitted to measured steps.
+is taken off, and what waits is added: a pipeline's bubble, the host, the loader. Nothing is fitted to measured steps
+but how many launches a block costs the host (`launches`), counted in some of them.
 """
 
 import math

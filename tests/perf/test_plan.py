@@ -217,7 +217,8 @@ def test_what_would_fit_with_nothing_left_free_says_so():
 
 
 @pytest.mark.parametrize(("preset", "settings", "says"), [
-    ("gpt-124m", ["train.global_batch=2"], r"batch of 2 is a limit: .*%"),
+    ("gpt-124m", ["train.global_batch=2", "graphs=true"],
+     r"batch of 2 is a limit: dp=2 is as large as it lets dp be on 4 GPUs, and .*%"),
     ("gpt-124m", [], ""), ("vit-mp", ["data.source=mock", "compile=true"], ""),
     ("vit-mp", ["data.source=files", "compile=true"], r"Loading is the limit: .*loader=native with data.workers=4 .*\d\d%")])
 def test_what_holds_back_every_layout_is_said(preset, settings, says):

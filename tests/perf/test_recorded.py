@@ -34,7 +34,8 @@ def test_memory_of_models_on_one_gpu_is_predicted_too():
     off = {step.name: memory.predict(step.config).allocated / 1e9 / step.memory_gb - 1 for step in STEPS
            if step.kind == "step" and step.gpus == 1 and not step.name.startswith(("zero", "tp_vit"))}
     assert len(off) > 30
-    assert not {name for name, error in off.items() if abs(error) > 0.04}
+    thin = off.pop("gpt: 124M: bf16, compiled, narrow stream, full recomputation")      # 5 GB, of which little is activations
+    assert not {name for name, error in off.items() if abs(error) > 0.03} and abs(thin) < 0.04
 
 
 def test_a_missing_file_gets_a_sentence():
