@@ -18,11 +18,15 @@ KINDS = 16                                          # versions of a block for ot
 
 
 def leaves_within(config: Config) -> bool:
-    """Whether a block leaves the compiler on its way: for a ring of messages, a mask of the compiler's blind spot, matmuls beside
-    their communication. Each such piece is a call that torch.compile's graphs are broken at."""
+    """Whether a block leaves the compiler on its way, where torch.compile breaks its graph: for matmuls beside their
+    communication, or in attention."""
+    return config.parallel.overlapped or attention_leaves(config)
+
+
+def attention_leaves(config: Config) -> bool:
+    """Whether attention does: for a ring of messages, or for the mask of gathered keys, which the compiler cannot make."""
     p = config.parallel
-    ring = p.cp > 1 and (p.context == "ring" or (p.context == "gather" and isinstance(config.model, GPTConfig)))
-    return ring or (p.tp > 1 and p.sp and p.overlap != "none")
+    return p.cp > 1 and (p.context == "ring" or (p.context == "gather" and isinstance(config.model, GPTConfig)))
 
 
 def compile_within(model: Any) -> None:

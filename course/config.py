@@ -94,6 +94,11 @@ class Parallel:
     zero: bool = False                              # ZeRO-1: optimizer states cut over dp x cp
     chunks: int = 1                                 # of blocks on each pipeline rank; interleaved needs 2 or more
 
+    @property
+    def overlapped(self) -> bool:
+        """Whether linears communicate beside their matmuls."""
+        return self.tp > 1 and self.sp and self.overlap != "none"
+
 
 @dataclass(frozen=True)
 class FP8:
@@ -370,7 +375,7 @@ def check_fp8(config: Config) -> None:
         raise CourseError(f"fp8.history={f.history} must be at least 1, fp8.margin={f.margin} at least 0")
     if f.by == "hand" and f.recipe not in ("delayed", "current"):
         raise CourseError(f"fp8.recipe={f.recipe} is Transformer Engine's: set fp8.by=te, or fp8.recipe=delayed or current")
-    if f.by == "hand" and p.tp > 1 and p.sp and p.overlap != "none":
+    if f.by == "hand" and p.overlapped:
         raise CourseError(f"precision=fp8 multiplies whole tensors, not the pieces of parallel.overlap={p.overlap}: "
                           "set parallel.overlap=none")
     if f.by == "te" and p.tp > 1 and p.sp:

@@ -423,7 +423,7 @@ def normed(rank: Rank) -> float:
     """Bytes of a norm's result as the linear after it keeps it: gathered, unless that gathers it again in backward; of FP8 by
     hand the transpose, 1 byte a number."""
     c = rank.config
-    tokens = rank.s if c.parallel.sp and c.parallel.overlap != "none" else rank.n
+    tokens = rank.s if c.parallel.overlapped else rank.n
     return tokens * c.model.dim * multiplied(c)
 
 
@@ -477,7 +477,7 @@ def selective(rank: Rank) -> Terms:
     c, n, s, D, M = rank.config, rank.n, rank.s, rank.config.model.dim, hidden(rank.config)
     q, kv = widths(c)
     kept: Terms = {"input": s * D * stream(c), "answer": n * q * low(c), "log-sum-exp": n * c.model.heads / c.parallel.tp * 4}
-    if c.parallel.sp and c.parallel.tp > 1 and c.parallel.overlap != "none":
+    if c.parallel.overlapped:
         return kept
     kept |= {"qkv": n * (q + kv) * low(c), "attention's branch": n * D * low(c), "up": gated(c) * n * M * low(c)}
     if isinstance(c.model, DiTConfig) or not c.compile:

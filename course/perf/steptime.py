@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from functools import cache
 
+from course.compilation import attention_leaves
 from course.config import Config, Parallel
 from course.errors import CourseError
 from course.models import DiTConfig, GPTConfig, ViTConfig
@@ -180,10 +181,6 @@ class Local:
     def bias(self) -> bool:
         return self.m.bias if isinstance(self.m, GPTConfig) else True
 
-    @property
-    def overlapped(self) -> bool:
-        return self.p.tp > 1 and self.p.sp and self.p.overlap != "none"
-
     def precision_of(self, name: str) -> str:
         """The format of a linear's matmuls."""
         c = self.config
@@ -315,7 +312,7 @@ def block_time(local: Local) -> dict[str, float]:
         spare = 0.0 if isinstance(local.m, DiTConfig) or local.config.precision == "fp8" else each[3][0]
         again = forward_mm - spare + attend + around + kept + casts / 2 + comm
     elif local.config.train.recompute == "selective":
-        again = kept + (each[0][0] + each[1][0] + each[2][0] + each[3][0] if local.overlapped else 0.0) + comm
+        again = kept + (each[0][0] + each[1][0] + each[2][0] + each[3][0] if local.p.overlapped else 0.0) + comm
     return {"matmul": forward_mm + backward_mm, "attention": attend + attend_back, "memory": kept + gone + casts,
             "recompute": again, "tensor": comm + comm_back, "context": around + around_back, "hidden": beside + hidden,
             "forward": forward_mm + attend + around + kept + casts / 2 + comm,
@@ -338,7 +335,7 @@ def forward_bytes(local: Local) -> Moved:
     if local.config.compile:
         return [("fused", rest * (2 * stream + 2 * low))] * 2 + [("fused", inner * (3 if swiglu else 2) * low),
                                                                  ("fused", turn * 2 * low), ("fused", drop * 2 * stream)]
-    cast = n if not local.overlapped else rest
+    cast = n if not local.p.overlapped else rest
     found: Moved = [("norm", rest * 2 * wide), ("elementwise", rest * (2 * stream + low))] * 2
     found += [("elementwise", cast * (wide + low) * (low < wide)), ("elementwise", rest * (stream + wide) * (stream < wide))] * 2
     found += [("elementwise", inner * (5 if swiglu else 2) * low), ("elementwise", turn * 30), ("elementwise", drop * 60)]
@@ -361,7 +358,7 @@ def backward_bytes(local: Local) -> Moved:
         found: Moved = [("fused", rest * (2 * low + 3 * stream))] * 2 + [("fused", inner * (5 if swiglu else 3) * low),
                                                                          ("fused", 2 * low * qkv), ("fused", turn * 2 * low)]
         return found + sums + [("fused", rest * ((2 * low + stream) if dit else (low + stream)))] * 2
-    cast = n if not local.overlapped else rest
+    cast = n if not local.p.overlapped else rest
     found = [("norm_back", rest * 3 * wide), ("elementwise", rest * 3 * stream), ("elementwise", rest * (stream + low)),
              ("elementwise", cast * (wide + low) * (low < wide)), ("columns", rest * 2 * wide)] * 2
     found += [("elementwise", inner * (8 if swiglu else 3) * low), ("elementwise", turn * 30),
@@ -454,7 +451,7 @@ def tensor_time(local: Local, each: list[tuple[float, float, float, float]]) -> 
     if not p.sp:
         copies = [local.seconds([("copy", 2 * size)]) for size in (low, wide)]
         return 2 * (comms.all_reduce(low, group) + copies[0]), 2 * (comms.all_reduce(wide, group) + copies[1]), 0.0
-    if not local.overlapped:
+    if not local.p.overlapped:
         copied = 2 * wide / p.tp + 2 * low, 2 * wide + 2 * low + 2 * low / p.tp         # pieces of dim 1, put in order
         moves = [local.seconds([("shuffle", size)]) for size in copied]
         return (2 * (comms.all_gather(wide, group) + comms.reduce_scatter(low, group) + moves[0]),
@@ -667,9 +664,9 @@ def launches(local: Local) -> float:
     elif isinstance(m, GPTConfig) and not compiled:
         each += ROTARY_LAUNCHES * (m.position == "rotary")
         each += SWIGLU_LAUNCHES * (m.mlp == "swiglu") + RMS_LAUNCHES * (m.norm == "rms")
-    ring, gather = p.cp > 1 and p.context == "ring", p.cp > 1 and p.context == "gather" and isinstance(m, GPTConfig)
-    each += (OVERLAP_LAUNCHES if local.overlapped else TENSOR_LAUNCHES) * (p.tp > 1) + RING_LAUNCHES * (p.cp - 1) * ring
-    boundaries = 8 * local.overlapped + 2 * (ring or gather)            # of four linears, or of attention; forward and backward
+    each += (OVERLAP_LAUNCHES if p.overlapped else TENSOR_LAUNCHES) * (p.tp > 1)
+    each += RING_LAUNCHES * (p.cp - 1) * (p.context == "ring")
+    boundaries = 8 * p.overlapped + 2 * attention_leaves(local.config)  # of four linears, of attention; forward and backward
     return each + PIECE * boundaries * compiled
 
 
