@@ -18,15 +18,14 @@ KINDS = 16                                          # versions of a block for ot
 
 
 def leaves_within(config: Config) -> bool:
-    """Whether a block leaves the compiler on its way, where torch.compile breaks its graph: for matmuls beside their
-    communication, or in attention."""
-    return config.parallel.overlapped or attention_leaves(config)
+    """Whether a block leaves the compiler on its way, where torch.compile breaks its graph: for linears by symmetric memory,
+    or in attention."""
+    return (config.parallel.overlapped and config.parallel.overlap == "symmetric") or attention_leaves(config)
 
 
 def attention_leaves(config: Config) -> bool:
-    """Whether attention does: for a ring of messages, or for the mask of gathered keys, which the compiler cannot make."""
-    p = config.parallel
-    return p.cp > 1 and (p.context == "ring" or (p.context == "gather" and isinstance(config.model, GPTConfig)))
+    """Whether attention does: for the mask of gathered keys, which the compiler cannot make."""
+    return config.parallel.cp > 1 and config.parallel.context == "gather" and isinstance(config.model, GPTConfig)
 
 
 def compile_within(model: Any) -> None:

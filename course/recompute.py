@@ -2,8 +2,7 @@
 
     full        keep each block's input alone: a third more FLOPs (Chen et al. 2016, arXiv:1604.06174)
     selective   keep what matmuls and attention put out, which is dear to compute; compute norms, GELU, dropout and sums
-                again, which is cheap (in the spirit of Korthikanti et al. 2022, arXiv:2205.05198, section 5);
-                linears that overlap with their communication write into memory of their own and are computed again
+                again, which is cheap (in the spirit of Korthikanti et al. 2022, arXiv:2205.05198, section 5)
 
 Dropout is a function of the sample's key, so the second pass drops the same without any saved generator state.
 """
@@ -15,8 +14,8 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-# by the beginning of the operator's name: matmuls and fused attention
-DEAR = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_mm", "aten::_scaled_dot_product")
+# by the beginning of the operator's name: matmuls, fused attention, and those with communication beside them
+DEAR = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_mm", "aten::_scaled_dot_product", "course::", "symm_mem::fused")
 
 
 def keep_dear(context: Any, operator: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:

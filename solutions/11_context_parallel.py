@@ -36,7 +36,7 @@ from course.lab import counting, figures_context, scaling, widgets
 from course.lab import notebook as lab
 from course.lab.notebook import check
 from course.launch import ranks
-from course.parallel import Axis, blocks, build_mesh, context
+from course.parallel import Axis, blocks, build_mesh, ring
 from course.parallel.sequence import SplitTokens
 
 lab.begin("11")
@@ -179,7 +179,7 @@ print("exp, sum, log:", big.exp().sum().log().item(), "  logsumexp:", big.logsum
 # part of its queries, a view of the whole.
 
 # %% exercise="merge"
-from course.parallel.context import merge
+from course.parallel.ring import merge
 
 # %%
 check("merge")
@@ -193,10 +193,15 @@ print("merged, differs from all six keys by", (out - whole).abs().max().item())
 # With your merge in it, this is all of the ring's forward pass. `rounds` does the sending: it yields the keys and values of
 # one rank after the other, its own first, while the next are under way. `blocks.forward` is attention with one block of
 # keys: on GPUs a fused kernel, which returns the log-sum-exp because its own backward pass needs it.
+#
+# `operator` makes the function one operation to PyTorch, such as a matrix multiplication is: `torch.compile` does not look
+# into it, so what is sent beside what is computed stays so. An operator takes no objects, so the group goes by its name.
 
 # %%
-lab.show("course.parallel.context.Ring")
-lab.show("course.parallel.context.rounds")
+lab.show("course.parallel.ring.ring")
+lab.show("course.parallel.ring.rounds")
+lab.show("course.parallel.ring.Ring")
+lab.show("course.parallel.ring.ring_backward")
 
 # %% [markdown]
 # > **Question.** Look at `save_for_backward`. What does the ring keep, and what does it do again in the backward pass? What
@@ -277,7 +282,7 @@ my_pairs = {"s < r": 4, "s > r": 4}                  # your prediction, of four
 # The rank's own keys are done already, so `source` differs from `rank`.
 
 # %% exercise="visible"
-from course.parallel.context import visible
+from course.parallel.ring import visible
 
 # %%
 check("visible")
@@ -340,7 +345,7 @@ def counted_ring(*mine) -> tuple[list[float], float]:
         order = tokens.order(qkv.device)[tokens.cp.rank]
         blocks.forward = counting_forward
         try:
-            answer = context.RingAttend(True, tokens)(*qkv.index_select(3, order))
+            answer = ring.RingAttend(True, tokens)(*qkv.index_select(3, order))
         finally:
             blocks.forward = original
     return squares, (answer - serial.index_select(2, order)).abs().max().item()

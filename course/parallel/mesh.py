@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,18 @@ class Axis:
     rank: int = 0                                  # my position along the axis
     ranks: tuple[int, ...] = (0,)                  # the global ranks along it, in order
     group: dist.ProcessGroup | None = None
+
+
+def group_of(axis: Axis) -> dist.ProcessGroup:
+    """The group of an axis of more than one rank: its methods take lists of tensors, operators of PyTorch's its name."""
+    assert axis.group is not None
+    return axis.group
+
+
+def axis_of(name: str) -> Axis:
+    """The axis of a group that is known by name."""
+    group: Any = distributed_c10d._resolve_process_group(name)          # type: ignore[arg-type]
+    return Axis(name, group.size(), group.rank(), tuple(dist.get_process_group_ranks(group)), group)
 
 
 @dataclass(frozen=True)

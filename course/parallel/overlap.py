@@ -9,9 +9,12 @@ The same numbers as `mappings.gather` before and `mappings.scatter` after `F.lin
 gathering it twice (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2; Wang et al. 2023, "Overlap communication with
 dependent computation via decomposition", ASPLOS). The collectives run on the stream of their process group; `wait` makes the
 computation wait for them, not the host. Samples are gathered one by one, a part's in one kernel, so that each lies in one piece.
+
+Each is an operator of its own to PyTorch, `torch.ops.course.gather_linear` and so on: torch.compile does not look into it, so
+that its order stays and the block around it is one graph, and `recompute` can keep what it puts out. An operator takes a
+group by name. `symmetric.py` has the same linears by symmetric memory.
 """
 
-import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,69 +25,101 @@ from torch import Tensor
 from torch.autograd import Function
 
 from course.parallel import mappings
-from course.parallel.mesh import Axis
+from course.parallel.mesh import Axis, axis_of, group_of
 
 PARTS = 2                                           # of a batch, one after the other: more cost the host more than they hide
 Pending = Callable[[], Tensor]                      # a result that is under way: call it to have it
+operator: Any = torch.library.custom_op
+
+
+@operator("course::gather_linear", mutates_args=())
+def gather_linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, n: int) -> Tensor:
+    """(B, T/tp, D), (F, D), (F,) -> (B, T, F) with T = n."""
+    y = x.new_empty(len(x), n, len(weight))
+    for rows, whole in gathered(x, axis_of(group), n):
+        multiply(whole, weight.t(), bias, y[rows])
+    return y
+
+
+@operator("course::gather_linear_backward", mutates_args=())
+def gather_linear_backward(grad: Tensor, x: Tensor, weight: Tensor, group: str) -> tuple[Tensor, Tensor]:
+    """(B, T, F), (B, T/tp, D), (F, D) -> the gradients of x and of the weight."""
+    axis, n = axis_of(group), grad.shape[1]
+    whole = x.new_empty(len(x), n, x.shape[2])
+    again = [gather(x[rows], axis, n, whole[rows]) for rows in parts(len(x))]
+    dx, going = scattered(lambda rows: grad[rows] @ weight, grad, x.shape[2], axis)
+    for part in again:
+        part()
+    dw = weight_gradient(grad, whole)
+    for part in going:
+        part()
+    return dx, dw
+
+
+@operator("course::linear_scatter", mutates_args=())
+def linear_scatter_forward(x: Tensor, weight: Tensor, group: str) -> Tensor:
+    """(B, T, F), (D, F) -> (B, T/tp, D)."""
+    y, going = scattered(lambda rows: F.linear(x[rows], weight), x, len(weight), axis_of(group))
+    for part in going:
+        part()
+    return y
+
+
+@operator("course::linear_scatter_backward", mutates_args=())
+def linear_scatter_backward(grad: Tensor, x: Tensor, weight: Tensor, group: str) -> tuple[Tensor, Tensor]:
+    """(B, T/tp, D), (B, T, F), (D, F) -> the gradients of x and of the weight."""
+    whole, dx = grad.new_empty(len(x), x.shape[1], len(weight)), x.new_empty(x.shape)
+    for rows, part in gathered(grad, axis_of(group), x.shape[1], whole):
+        multiply(part, weight, None, dx[rows])
+    return dx, weight_gradient(whole, x)
+
+
+@gather_linear_forward.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, n: int) -> Tensor:
+    return x.new_empty(len(x), n, len(weight))
+
+
+@linear_scatter_forward.register_fake
+def _(x: Tensor, weight: Tensor, group: str) -> Tensor:
+    return new_piece(x, len(weight), axis_of(group))
+
+
+@gather_linear_backward.register_fake
+@linear_scatter_backward.register_fake
+def _(grad: Tensor, x: Tensor, weight: Tensor, group: str) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), weight.new_empty(weight.shape)
 
 
 class GatherLinear(Function):
     """(B, T/tp, D), (F, D), (F,) -> (B, T, F) with T = n."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, n: int, name: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: str, n: int) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.axis, ctx.n, ctx.has_bias, ctx.name = axis, n, bias is not None, name
-        if name:
-            _, (y,) = torch.ops.symm_mem.fused_all_gather_matmul(x, [weight.t()], 1, name, return_A=False)
-            return y if bias is None else y.add_(bias)
-        y = x.new_empty(len(x), n, len(weight))
-        for rows, whole in gathered(x, axis, n):
-            multiply(whole, weight.t(), bias, y[rows])
+        ctx.group, ctx.has_bias = group, bias is not None
+        y: Tensor = gather_linear_forward(x, weight, bias, group, n)
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        whole = x.new_empty(len(x), ctx.n, x.shape[2])
-        again = [gather(x[rows], ctx.axis, ctx.n, whole[rows]) for rows in parts(len(x))]
-        going: list[Pending] = []
-        if ctx.name:
-            dx = torch.ops.symm_mem.fused_matmul_reduce_scatter(grad, weight, "sum", 1, ctx.name)
-        else:
-            dx, going = scattered(lambda rows: grad[rows] @ weight, grad, x.shape[2], ctx.axis)
-        for part in again:
-            part()
-        dw, db = weight_and_bias(grad, whole, ctx.has_bias)
-        for part in going:
-            part()
-        return dx, dw, db, None, None, None
+        dx, dw = gather_linear_backward(grad, *ctx.saved_tensors, ctx.group)
+        return dx, dw, grad.sum((0, 1)) if ctx.has_bias else None, None, None
 
 
 class LinearScatter(Function):
     """(B, T, F), (D, F) -> (B, T/tp, D)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, axis: Axis, name: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, group: str) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.axis, ctx.name = axis, name
-        if name:
-            return torch.ops.symm_mem.fused_matmul_reduce_scatter(x, weight.t(), "sum", 1, name)
-        y, going = scattered(lambda rows: F.linear(x[rows], weight), x, len(weight), axis)
-        for part in going:
-            part()
+        ctx.group = group
+        y: Tensor = linear_scatter_forward(x, weight, group)
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        if ctx.name:
-            whole, (dx,) = torch.ops.symm_mem.fused_all_gather_matmul(grad, [weight], 1, ctx.name)
-        else:
-            whole, dx = grad.new_empty(len(x), x.shape[1], len(weight)), x.new_empty(x.shape)
-            for rows, part in gathered(grad, ctx.axis, x.shape[1], whole):
-                multiply(part, weight, None, dx[rows])
-        return dx, weight_and_bias(whole, x, False)[0], None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        dx, dw = linear_scatter_backward(grad, *ctx.saved_tensors, ctx.group)
+        return dx, dw, None
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
@@ -96,19 +131,9 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Non
         torch.addmm(bias, rows, weight, out=into)
 
 
-def symmetric(group: dist.ProcessGroup | None, how: str, n: int, size: int) -> str:
-    """The group's name, where the linears should and can go by symmetric memory, else ""."""
-    if how != "symmetric" or n % size or group is None or not torch.cuda.is_available():
-        return ""
-    importlib.import_module("torch.distributed._symmetric_memory")      # registers torch.ops.symm_mem's operators
-    return group.group_name
-
-
-def weight_and_bias(grad: Tensor, x: Tensor, bias: bool) -> tuple[Tensor, Tensor | None]:
-    """The gradients of a linear's weight, (F, D), and bias, (F,), from those of its output (B, T, F) and its input (B, T, D)."""
-    if grad.stride(0) < grad.stride(1):                                 # tokens outermost, as symmetric memory leaves them
-        grad, x = grad.transpose(0, 1), x.transpose(0, 1)
-    return grad.flatten(0, 1).T @ x.flatten(0, 1), grad.sum((0, 1)) if bias else None
+def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    """Of a linear's weight, (F, D), from the gradient of its output (B, T, F) and its input (B, T, D)."""
+    return grad.flatten(0, 1).T @ x.flatten(0, 1)
 
 
 def parts(samples: int) -> Iterator[slice]:
@@ -148,8 +173,13 @@ def gather(x: Tensor, axis: Axis, n: int, into: Tensor | None = None) -> Pending
 
 def scattered(compute: Callable[[slice], Tensor], x: Tensor, width: int, axis: Axis) -> tuple[Tensor, list[Pending]]:
     """What `compute` makes of part after part of x (B, T, ...), each scattered meanwhile: (B, T/tp, width), and what to await."""
-    piece = x.new_empty(len(x), mappings.lengths(x.shape[1], axis.size)[axis.rank], width)
+    piece = new_piece(x, width, axis)
     return piece, [scatter(compute(rows), axis, piece[rows]) for rows in parts(len(x))]
+
+
+def new_piece(x: Tensor, width: int, axis: Axis) -> Tensor:
+    """Room for this rank's tokens of x (B, T, ...): (B, T/tp, width)."""
+    return x.new_empty(len(x), mappings.lengths(x.shape[1], axis.size)[axis.rank], width)
 
 
 def scatter(x: Tensor, axis: Axis, into: Tensor) -> Pending:
@@ -182,26 +212,18 @@ def padded(x: Tensor, tokens: int) -> Tensor:
     return F.pad(x, (0, 0, 0, tokens - x.shape[1])).contiguous()
 
 
-def group_of(axis: Axis) -> dist.ProcessGroup:
-    """The group itself: only its own methods take a list of tensors, and begin all of it in one kernel."""
-    assert axis.group is not None                   # an axis of one rank has nothing to overlap
-    return axis.group
-
-
-@mappings.uncompiled                                 # its collectives run beside its matmuls
-def gather_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, n: int, how: str = "nccl") -> Tensor:
+def gather_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, n: int) -> Tensor:
     """Column linear of gathered tokens, (B, T/tp, D) -> (B, T, F/tp); n = T. Bias may be None."""
     x, weight, bias = cast(x, weight, bias)
-    with torch.autocast(x.device.type, enabled=False):                  # it would widen the sums of symmetric memory
-        return GatherLinear.apply(x, weight, bias, axis, n, symmetric(axis.group, how, n, axis.size))
+    with torch.autocast(x.device.type, enabled=False):                  # what a linear computes is cast by now
+        return GatherLinear.apply(x, weight, bias, group_of(axis).group_name, n)
 
 
-@mappings.uncompiled                                 # its collectives run beside its matmuls
-def linear_scatter(x: Tensor, weight: Tensor, axis: Axis, how: str = "nccl") -> Tensor:
+def linear_scatter(x: Tensor, weight: Tensor, axis: Axis) -> Tensor:
     """Row linear whose sum is scattered, (B, T, F/tp) -> (B, T/tp, D). The bias is added after it."""
     x, weight, _ = cast(x, weight, None)
     with torch.autocast(x.device.type, enabled=False):
-        return LinearScatter.apply(x, weight, axis, symmetric(axis.group, how, x.shape[1], axis.size))
+        return LinearScatter.apply(x, weight, group_of(axis).group_name)
 
 
 def cast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -41,7 +41,7 @@ class SplitTokens(nn.Module):
 
     def cut(self, batch: Batch) -> Batch:
         self.total = batch["position"].shape[1]
-        self.here = len(self.order(torch.device("cpu"))[self.cp.rank])
+        self.here = self.lengths()[self.cp.rank]
         return {name: self._piece(name, x) if name in self.plan else x for name, x in batch.items()}
 
     def _piece(self, name: str, x: Tensor) -> Tensor:
@@ -61,6 +61,10 @@ class SplitTokens(nn.Module):
         if self.zigzag:
             return zigzag(self.total + -self.total % (2 * self.cp.size), self.cp.size, device)
         return torch.arange(self.total, device=device).tensor_split(self.cp.size)
+
+    def lengths(self) -> list[int]:
+        """How many tokens each context-parallel rank has."""
+        return [len(piece) for piece in self.order(torch.device("cpu"))]
 
     def whole(self, output: Tensor) -> Tensor:
         """The output of all ranks for all tokens, in order; without a gradient."""

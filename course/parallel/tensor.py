@@ -10,7 +10,7 @@ from typing import Any, TypeGuard
 
 from torch import Tensor, nn
 
-from course.parallel import overlap
+from course.parallel import overlap, symmetric
 from course.parallel.mesh import Axis
 from course.parallel.placement import cut, place, placement
 from course.parallel.sequence import SplitTokens, enter, fill, leave, matmul_of
@@ -50,7 +50,7 @@ class OverlappedColumnLinear(ColumnLinear):
 
     def forward(self, x: Tensor) -> Tensor:                             # (B, T / tp, D) -> (B, T, F / tp)
         assert self.tokens is not None
-        return overlap.gather_linear(x, self.weight, self.bias, self.axis, self.tokens.here, self.tokens.overlap)
+        return beside(self.tokens).gather_linear(x, self.weight, self.bias, self.axis, self.tokens.here)
 
 
 class OverlappedRowLinear(RowLinear):
@@ -58,7 +58,7 @@ class OverlappedRowLinear(RowLinear):
 
     def forward(self, x: Tensor) -> Tensor:                             # (B, T, F / tp) -> (B, T / tp, D)
         assert self.tokens is not None
-        return overlap.linear_scatter(x, self.weight, self.axis, self.tokens.overlap) + self.bias
+        return beside(self.tokens).linear_scatter(x, self.weight, self.axis) + self.bias
 
 
 class BareColumnLinear(ColumnLinear):
@@ -73,7 +73,7 @@ class BareColumnLinear(ColumnLinear):
 
     def forward(self, x: Tensor) -> Tensor:                             # (B, T, D), sequence parallel (B, T / tp, D)
         if overlapped(self.tokens):
-            return overlap.gather_linear(x, self.weight, None, self.axis, self.tokens.here, self.tokens.overlap)
+            return beside(self.tokens).gather_linear(x, self.weight, None, self.axis, self.tokens.here)
         return self.matmul(enter(x, self.axis, self.tokens), self.weight)               # (B, T, F / tp)
 
 
@@ -82,13 +82,18 @@ class BareRowLinear(RowLinear):
 
     def forward(self, x: Tensor) -> Tensor:                             # (B, T, F / tp)
         if overlapped(self.tokens):
-            return overlap.linear_scatter(x, self.weight, self.axis, self.tokens.overlap)
+            return beside(self.tokens).linear_scatter(x, self.weight, self.axis)
         return leave(self.matmul(x, self.weight), self.axis, self.tokens)               # (B, T, D) or (B, T / tp, D)
 
 
 def overlapped(tokens: SplitTokens | None) -> TypeGuard[SplitTokens]:
     """Whether linears communicate beside their matmuls."""
     return tokens is not None and tokens.overlap != "none"
+
+
+def beside(tokens: SplitTokens) -> Any:
+    """The file of the linears that do."""
+    return symmetric if tokens.overlap == "symmetric" else overlap
 
 
 def style_of(name: str, tokens: SplitTokens | None, bias: bool = True) -> Any:

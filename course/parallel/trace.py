@@ -7,7 +7,8 @@ A rank that hangs does so inside C++, where it can tell nobody; what it was abou
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from linecache import getline
 from pathlib import Path
@@ -27,6 +28,7 @@ WORDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast"
          "send", "recv")
 DIRECTION = {"broadcast": "from", "scatter": "from", "recv": "from", "reduce": "to", "gather": "to", "send": "to"}
 _resolve: Any = distributed_c10d._resolve_process_group
+KERNELS = {kind: torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, kind.upper())) for kind in ("cpu", "cuda")}
 LIBRARIES = os.path.dirname(os.path.dirname(torch.__file__))
 
 
@@ -70,7 +72,19 @@ class Trace(TorchDispatchMode):
         word, names = _operator(func)
         if word:
             self._collective(word, dict(zip(names, args, strict=False)))
+        if func.namespace == "course":               # an operator of ours: what it calls is to come here, too
+            with self._again():
+                return func.redispatch(KERNELS[args[0].device.type], *args, **(kwargs or {}))    # past this mode
         return func(*args, **(kwargs or {}))
+
+    @contextmanager
+    def _again(self) -> Iterator[None]:
+        """PyTorch takes a mode away while that handles an operator."""
+        super().__enter__()
+        try:
+            yield
+        finally:
+            super().__exit__(None, None, None)
 
     def _collective(self, word: str, given: dict[str, Any]) -> None:
         group = given["process_group" if "process_group" in given else "group_name"]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from course.lab import figures_context
-from course.parallel.context import visible
+from course.parallel.ring import visible
 
 
 @pytest.mark.parametrize(("size", "percent"), [(2, 67), (4, 57), (8, 53)])

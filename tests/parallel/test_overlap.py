@@ -13,6 +13,7 @@ from course.meet import trace_file
 from course.parallel import mappings, overlap
 from course.parallel.mesh import Axis
 from course.parallel.trace import Trace
+from course.recompute import recompute
 
 
 def both_ways(tokens, samples):
@@ -50,6 +51,26 @@ def collectives(folder, samples):
     with Trace(folder, dist.get_rank()):
         both_ways(8, samples)
     return dict(Counter(json.loads(line)["op"] for line in trace_file(folder, dist.get_rank()).read_text().splitlines()))
+
+
+def selective(folder):
+    """The collectives of a linear within selective recomputation."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    axis = Axis("tp", size, rank, tuple(range(size)), dist.group.WORLD)
+    block = torch.nn.Module()
+    block.weight = torch.nn.Parameter(torch.ones(7, 5))
+    block.forward = lambda x: overlap.gather_linear(x.sin(), block.weight, None, axis, 6).tanh()
+    model = torch.nn.Module()
+    model.blocks = {"0": block}
+    recompute(model, "selective")
+    with Trace(folder, rank):
+        block(torch.ones(4, 3, 5, requires_grad=True)).sum().backward()
+    return dict(Counter(json.loads(line)["op"] for line in trace_file(folder, rank).read_text().splitlines()))
+
+
+def test_selective_recomputation_keeps_what_an_overlapped_linear_puts_out(tmp_path):
+    """Nothing is gathered a third time, to multiply it again."""
+    assert ranks(2)(selective, str(tmp_path)) == [{"all-gather": 2 * 2, "reduce-scatter": 2}] * 2
 
 
 @pytest.mark.parametrize("samples", [4, 16])

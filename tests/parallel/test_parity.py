@@ -193,7 +193,7 @@ MUTATIONS = {
     "tied weights of two stages not added": ("course.parallel.data.add_partial_gradients", lambda parameters: None,
                                              "pp=2 micro=2", "gpt"),
     "a zigzag in the wrong order": ("course.parallel.sequence.SplitTokens.order", swapped, "cp=2 context=ring", "gpt"),
-    "blocks of a ring not merged": ("course.parallel.context.merge", lambda out, lse, new_out, new_lse: None, "cp=2 context=ring",
+    "blocks of a ring not merged": ("course.parallel.ring.merge", lambda out, lse, new_out, new_lse: None, "cp=2 context=ring",
                                     "vit"),
 }
 

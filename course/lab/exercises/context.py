@@ -6,7 +6,7 @@ from course.config import Parallel
 from course.lab import returned, tiny
 from course.lab.exercise import Exercise, Tensors
 from course.lab.exercises.tensor import MOVES, RANKS, WRITES, measure
-from course.parallel import Axis, build_mesh, context, join, sequence
+from course.parallel import Axis, build_mesh, context, join, ring, sequence
 from course.parallel.sequence import SplitTokens
 
 
@@ -68,7 +68,7 @@ def merge(inputs: Tensors) -> Tensors:
         out, lse = parts[0].clone(), lses[0].clone()
         for part, other in zip(parts[1:], lses[1:], strict=True):
             given = part.clone(), other.clone()
-            context.merge(out, lse, *given)
+            ring.merge(out, lse, *given)
             kept = kept and torch.equal(given[0], part) and torch.equal(given[1], other)
         found |= {f"{name}out": out, f"{name}lse": lse}
     return found | {"kept": torch.tensor(float(kept))} | train(inputs, "ring")
@@ -103,13 +103,13 @@ def visible(inputs: Tensors) -> Tensors:
         tokens = tokens_of(qkv.shape[3], causal)
         cp = tokens.cp
         mine = qkv.index_select(3, tokens.order(qkv.device)[cp.rank]).requires_grad_()          # (3, B, h, T / cp, d)
-        out = context.RingAttend(causal, tokens)(*mine)
+        out = ring.RingAttend(causal, tokens)(*mine)
         back, = torch.autograd.grad(out, mine, inputs["grads"][0][0].index_select(2, tokens.order(qkv.device)[cp.rank]))
         numbers = torch.arange(mine.shape[3])
         work = []
         for other in range(cp.size):
             if other != cp.rank:
-                rows, columns = context.visible(causal, cp.rank, other, len(numbers), len(numbers))
+                rows, columns = ring.visible(causal, cp.rank, other, len(numbers), len(numbers))
                 work.append(float(len(numbers[rows]) * len(numbers[columns])))
         found |= {f"{name}_out": out, f"{name}_back": back, f"{name}_work": torch.tensor(work)}
     return found
@@ -124,7 +124,7 @@ EXERCISES = [
         "kept": "it leaves its input and its gradient as they are",
         "losses": "the library trains a context-parallel model with it: the losses are those of one process",
         "weights": "and so are the weights"}, flags={"kept": WRITES}, sizes=(2, 4), limits=RANKS, points=2),
-    Exercise("merge", "11", ("course.parallel.context.merge",), draw_blocks, merge, {
+    Exercise("merge", "11", ("course.parallel.ring.merge",), draw_blocks, merge, {
         "out": "four blocks' answers merge into the answer for all keys",
         "lse": "and so do their log-sum-exps",
         "large_out": "with scores of a thousand too, whose exponential no number can hold",
@@ -134,7 +134,7 @@ EXERCISES = [
         "weights": "and so are the weights"}, flags={"kept": WRITES}, sizes=(2, 4), limits=RANKS, points=2),
     Exercise("zigzag", "11", ("course.parallel.sequence.zigzag",), draw_sizes, zigzag, {
         "positions": "every rank has a piece from the front and one from the back, in order"}),
-    Exercise("visible", "11", ("course.parallel.context.visible",), draw_pairs, visible, {
+    Exercise("visible", "11", ("course.parallel.ring.visible",), draw_pairs, visible, {
         "causal_out": "causal ring attention over a zigzag gives every query its answer",
         "causal_back": "and its gradients are right",
         "causal_work": "each round of it computes half of the square, on every rank",

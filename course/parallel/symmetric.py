@@ -1,0 +1,87 @@
+"""The linears of `overlap.py` by symmetric memory: PyTorch's operators, in which a rank fetches the others' pieces over NVLink
+with its copy engines, beside the matmuls. No multiprocessor is lost to communication, but the group must share a node.
+
+What they cannot do goes `overlap.py`'s way: tokens that tp does not divide, and CPUs.
+"""
+
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from course.parallel import mappings, overlap
+from course.parallel.mesh import Axis, group_of
+
+
+class GatherLinear(Function):
+    """(B, T/tp, D), (F, D), (F,) -> (B, T, F)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.axis, ctx.has_bias = axis, bias is not None
+        _, (y,) = torch.ops.symm_mem.fused_all_gather_matmul(x, [weight.t()], 1, group_of(axis).group_name, return_A=False)
+        return y if bias is None else y + bias
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        whole = x.new_empty(len(x), grad.shape[1], x.shape[2])
+        again = [overlap.gather(x[rows], ctx.axis, grad.shape[1], whole[rows]) for rows in overlap.parts(len(x))]
+        dx = torch.ops.symm_mem.fused_matmul_reduce_scatter(grad, weight, "sum", 1, group_of(ctx.axis).group_name)
+        for part in again:
+            part()
+        return dx, weight_gradient(grad, whole), grad.sum((0, 1)) if ctx.has_bias else None, None
+
+
+class LinearScatter(Function):
+    """(B, T, F), (D, F) -> (B, T/tp, D)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, axis: Axis) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.axis = axis
+        y: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(x, weight.t(), "sum", 1, group_of(axis).group_name)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        whole, (dx,) = torch.ops.symm_mem.fused_all_gather_matmul(grad, [weight], 1, group_of(ctx.axis).group_name)
+        return dx, weight_gradient(whole, x), None
+
+
+def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    """`overlap.weight_gradient` of tensors that may have tokens outermost, as symmetric memory leaves them."""
+    if grad.stride(0) < grad.stride(1):
+        grad, x = grad.transpose(0, 1), x.transpose(0, 1)
+    return overlap.weight_gradient(grad, x)
+
+
+def operators() -> None:
+    """Let PyTorch register torch.ops.symm_mem's."""
+    importlib.import_module("torch.distributed._symmetric_memory")
+
+
+@mappings.uncompiled                                 # copies run beside its matmuls
+def gather_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, n: int) -> Tensor:
+    """Column linear of gathered tokens, (B, T/tp, D) -> (B, T, F/tp); n = T. Bias may be None."""
+    if not x.is_cuda or n % axis.size:
+        return overlap.gather_linear(x, weight, bias, axis, n)
+    operators()
+    x, weight, bias = overlap.cast(x, weight, bias)
+    with torch.autocast(x.device.type, enabled=False):                  # it would widen the sums of symmetric memory
+        return GatherLinear.apply(x, weight, bias, axis)
+
+
+@mappings.uncompiled                                 # copies run beside its matmuls
+def linear_scatter(x: Tensor, weight: Tensor, axis: Axis) -> Tensor:
+    """Row linear whose sum is scattered, (B, T, F/tp) -> (B, T/tp, D). The bias is added after it."""
+    if not x.is_cuda or x.shape[1] % axis.size:
+        return overlap.linear_scatter(x, weight, axis)
+    operators()
+    x, weight, _ = overlap.cast(x, weight, None)
+    with torch.autocast(x.device.type, enabled=False):
+        return LinearScatter.apply(x, weight, axis)
