@@ -9,11 +9,12 @@ each layout the fastest variant stands in the list. `steptime.predict` gives its
 leaves a share of the GPU's memory free (`FREE`): a run that is slower by a percent goes on, one without memory ends.
 
 What is searched. All layouts, and of each all micro-batches (divisors of a rank's samples) with all numbers of chunks, each with
-the least recomputation that fits, which is the fastest: exhaustively. Then, greedily, of the most promising layouts: what is
-left (sequence parallelism and its overlap, context method, ZeRO-1, together), then the rank order, then micro-batches again,
-as long as something gets faster. A layout that does not fit is looked at in all variants of one sample and full recomputation
-before it is given up. A variant takes a simpler one's place if it is faster by more than predictions can tell (`MARGIN`). gpipe
-is not searched: 1f1b takes as long and keeps less. The tests compare with all variants of all layouts.
+the least recomputation that fits, which is the fastest: exhaustively. Then, of the most promising layouts, what is left: for few
+GPUs (`FEW`) all of it together, for more greedily: sequence parallelism and its overlap, context method and ZeRO-1, then the rank
+order, then micro-batches again, as long as something gets faster. A layout that does not fit is looked at in all variants of
+one sample and full recomputation before it is given up. A variant takes a simpler one's place if it is faster by more than
+predictions can tell (`MARGIN`). gpipe is not searched: 1f1b takes as long and keeps less. The tests compare with all variants
+of all layouts.
 """
 
 import math
@@ -272,18 +273,17 @@ def fastest(asked: Search, config: Config) -> Layout | None:
 
 
 def refined(asked: Search, layout: Layout) -> Layout:
-    """The same layout, better: one group of keys after the other, until nothing gets faster."""
-    few = asked.gpus <= FEW and not asked.config.graphs
+    """The same layout, better: of few GPUs the best of everything, else one group of keys after the other, until nothing gets
+    faster."""
+    if asked.gpus <= FEW:
+        return best(asked, everything(asked, layout.config), layout) or layout
     steps: list[Callable[[Config], Iterable[Config]]] = [
         lambda config: (changed(config, choice) for choice in rest(asked, config)),
         # together: which method is the best depends on whether cp's ranks share a node
         lambda config: (changed(config, {"parallel.order": order, "parallel.context": context})
                         for order, context in product(orders(asked, config), contexts(asked, config))),
-        # of few GPUs all together: where the host is the limit, no single change makes a step faster
-        lambda config: (changed(config, {**chunks, **choice, "train.micro_batch": micro, **order})
-                        for chunks in schedules(asked, config) for micro in micros(asked, config)
-                        for choice in (rest(asked, config) if few else [{}])
-                        for order in ([{"parallel.order": one} for one in orders(asked, config)] if few else [{}]))]
+        lambda config: (changed(config, {**chunks, "train.micro_batch": micro})
+                        for chunks in schedules(asked, config) for micro in micros(asked, config))]
     unchanged = 0                                   # steps in a row
     for step in cycle(steps):
         found = best(asked, step(layout.config), layout)
@@ -292,6 +292,15 @@ def refined(asked: Search, layout: Layout) -> Layout:
         if unchanged >= len(steps):
             return layout
     raise AssertionError("a cycle has no end")
+
+
+def everything(asked: Search, config: Config) -> Iterator[Config]:
+    """All that a layout can vary in, together: where the host is the limit, no single change may make a step faster."""
+    free = changed(config, {"parallel.overlap": asked.values("parallel.overlap", ["none"])[0]})     # symmetric binds the order
+    for order in orders(asked, free):
+        there = changed(config, {"parallel.order": order})
+        for choice, chunks, micro in product(rest(asked, there), schedules(asked, there), micros(asked, there)):
+            yield changed(there, {**choice, **chunks, "train.micro_batch": micro})
 
 
 def best(asked: Search, candidates: Iterable[Config], found: Layout | None = None) -> Layout | None:

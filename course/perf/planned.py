@@ -1,8 +1,8 @@
 """Is the planner's first choice the best? It, and others that a user would try, measured: `python -m course.perf.planned FILE`.
 
-For each of three models the planner orders the layouts of this machine's four GPUs. Its best variant of each way to write 4 as
-pp x dp x cp x tp is measured, whole training steps on random data, and of its first choice also neighbours: other micro-batches,
-ZeRO-1 the other way round, recomputation. `verdict` says how much slower the first choice is than the fastest of all.
+For each of three models the planner orders the layouts of this machine's four GPUs, or two. Its best variant of each way to
+write that number as pp x dp x cp x tp is measured, whole training steps on random data, and of its first choice also neighbours:
+other micro-batches, ZeRO-1 the other way round, recomputation. `verdict` says how much slower the first choice is than the best.
 """
 
 import gc
@@ -80,16 +80,16 @@ def case(preset: str, own: Sequence[str], base: Config, config: Config, h: Hardw
 def main(file: Path, small: bool) -> None:
     """Measure on all GPUs, model after model, and write the rows as they come."""
     gpus = lanes.gpus_of("python -m course.perf.planned", small)
-    if not small and len(gpus) < GPUS:
-        raise CourseError(f"python -m course.perf.planned needs {GPUS} GPUs, and this machine shows {len(gpus)}: --small tries "
-                          "it on the CPU")
+    n = GPUS if small or len(gpus) >= GPUS else len(gpus) // 2 * 2
+    if not n:
+        raise CourseError("python -m course.perf.planned needs two GPUs, and this machine shows one: --small tries it on the CPU")
     h = (None if small else hardware.of_device(torch.cuda.get_device_name(0))) or hardware.load("h200")
     found = [row for preset, own in (TINY if small else MODELS).items()
-             for row in cases_of(preset, own, h, GPUS, 2 if small else 0)]
+             for row in cases_of(preset, own, h, n, 2 if small else 0)]
     head = {**bench.machine(torch.device("cpu" if small else "cuda")), "command": "python -m course.perf.planned FILE",
             "kernels": kernels.source(h), "predicted_for": h.name,
             "meaning": f"{TOYS}; without it " * small + "whole training steps of the planner's layouts for "
-                       f"{GPUS} GPUs: milliseconds, peak GB of the fullest rank; choice: the place in its list, 0 a neighbour of "
+                       f"{n} GPUs: milliseconds, peak GB of the fullest rank; choice: the place in its list, 0 a neighbour of "
                        "its first choice. verdict: the first choice's time over the fastest's"}
     if small:
         print(TOYS, flush=True)
@@ -99,7 +99,7 @@ def main(file: Path, small: bool) -> None:
         cases.write_text(json.dumps(found))
         for preset in MODELS:
             waiting = {row["name"]: row for row in found if row["preset"] == preset}
-            for measured in started(cases, preset, ",".join(gpus[:GPUS]), small):
+            for measured in started(cases, preset, gpus[:n], n, small):
                 rows.add(waiting.pop(measured["name"]) | measured)
                 print(text(rows.rows, measured["name"]), flush=True)
             for row in waiting.values():
@@ -117,11 +117,11 @@ def text(rows: Iterable[Row], name: str) -> str:
     return f"{row['predicted_ms']:9.1f} ms predicted, {row['ms']:9.1f} measured, {row['memory_gb']:5.1f} GB  {name}"
 
 
-def started(cases: Path, preset: str, gpus: str, small: bool) -> Iterable[Row]:
+def started(cases: Path, preset: str, gpus: Sequence[str], n: int, small: bool) -> Iterable[Row]:
     """What the processes of one model measure, row by row."""
-    program = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={GPUS}", "-m",
+    program = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n}", "-m",
                "course.perf.planned", "run", str(cases), preset, *["--small"] * small]
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": gpus, "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(gpus), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(program, env=environment, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     late = threading.Timer(TIMEOUT, process.terminate)                  # torchrun then ends its ranks, and with them the output

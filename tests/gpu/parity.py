@@ -41,10 +41,14 @@ def layouts(n: int) -> dict[str, list[str]]:
               for name in ("dp bucketed", "dp zero", "tp", "sp", "cp gather", "cp ring", *(["cp2 sp2"] if n == 4 else []))}
     compiled = {f"{name}, compiled": [*found[name], "compile=true"]
                 for name in ("dp bucketed", "tp", "sp", "sp without overlap", "cp gather", "cp ring", "cp all_to_all", "pp 1f1b")}
-    return found | compiled | (graphs if torch.cuda.is_available() else {})
+    again = {f"{name}, {how}": [*found[name], f"train.recompute={how}"] for name in ("sp", "sp symmetric", "cp ring")
+             for how in ("full", "selective")}
+    both = {f"{name}, compiled": [*given, "compile=true"] for name, given in again.items()}
+    return found | compiled | again | both | (graphs if torch.cuda.is_available() else {})
 
 
-FEW = ("sp", "cp ring", "cp2 sp2", "pp2 sp2", "pp 1f1b", "dp zero", "tp, compiled", "cp gather, compiled", "sp, compiled")
+FEW = ("sp", "cp ring", "cp2 sp2", "pp2 sp2", "pp 1f1b", "dp zero", "tp, compiled", "cp gather, compiled", "sp, compiled",
+       "cp ring, compiled", "sp, selective", "sp, selective, compiled")
 
 
 def main() -> None:

@@ -64,8 +64,9 @@ SMALL = {"gpt-124m": ["model.depth=4", "model.dim=1024", "model.heads=4", "train
 
 
 @pytest.mark.parametrize("preset", ["gpt-124m", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dit-xl", "vit-mp"))])
-def test_the_greedy_search_finds_what_the_exhaustive_one_finds(preset):
-    """Layout by layout within 1% of the fastest of all its variants, on two nodes of 2, with room for everything and little."""
+def test_the_search_finds_what_an_exhaustive_one_finds(preset, monkeypatch):
+    """Layout by layout within 1% of the fastest of all its variants, on two nodes of 2, with room for everything and little. The
+    greedy search, which is for more GPUs, may miss a layout's best; not the best of all."""
     c = load(preset, SMALL[preset])
     nodes = replace(H100, links=(replace(H100.links[0], span=NODE), *H100.links[1:]))
     variants = [(sizes_of(one), steptime.predict(one, nodes, 4).step, memory.predict(one).total) for one in every_variant(c, 4)]
@@ -82,7 +83,11 @@ def test_the_greedy_search_finds_what_the_exhaustive_one_finds(preset):
         print(f"{preset}, {h.memory / 1e9:.1f} GB: {len(variants)} variants of {len(best)} layouts, at most {worst:+.2%}")
         assert found.keys() == best.keys() and len(best) > (7 if room == 1 else 0)
         assert 0 <= worst <= 0.01 and all(one.memory.total <= h.memory for one in found.values())
-        assert next(iter(found.values())).time.step <= 1.005 * min(best.values())
+        with monkeypatch.context() as patch:
+            patch.setattr(plan, "FEW", 0)
+            greedy = search(c, h, 4, fixed, free=0).layouts
+        assert {sizes_of(one.config) for one in greedy} == best.keys()
+        assert max(found[next(iter(found))].time.step, greedy[0].time.step) <= 1.005 * min(best.values())
 
 
 def sizes_of(config):
@@ -101,12 +106,18 @@ def test_layouts_fit_differ_and_are_sorted():
         assert one.time == steptime.predict(one.config, H100, 16)
 
 
-def test_symmetric_memory_is_for_one_node():
-    for layout in search(load("gpt-1.3b"), H100, 16).layouts:
-        p = layout.config.parallel
-        if p.tp > 1 and p.sp and p.overlap == "symmetric":
-            grid = lay_out(dict(zip(plan.AXES, sizes_of(layout.config), strict=True)), p.order)
-            assert all(len({rank // 8 for rank in line}) == 1 for line in groups(grid, 3).tolist())
+@pytest.mark.parametrize(("node", "gpus"), [(8, 16), (2, 8)])       # more than plan.FEW, and not
+def test_symmetric_memory_is_for_one_node(node, gpus):
+    nodes = replace(H100, links=(replace(H100.links[0], span=node), *H100.links[1:]))
+    bound = [one.config.parallel for one in search(load("gpt-1.3b"), nodes, gpus).layouts
+             if one.config.parallel.tp > 1 and one.config.parallel.sp and one.config.parallel.overlap == "symmetric"]
+    assert bound
+    for p in bound:
+        grid = lay_out({axis: getattr(p, axis) for axis in plan.AXES}, p.order)
+        assert all(len({rank // node for rank in line}) == 1 for line in groups(grid, 3).tolist())
+
+
+def test_a_rank_order_may_bar_symmetric_memory():
     apart = load("gpt-1.3b", ["parallel.order=tp-pp-dp-cp", "parallel.tp=2"])
     found = search(apart, H100, 16, ["parallel.order", "parallel.tp"]).layouts
     assert found and all(layout.config.parallel.overlap != "symmetric" for layout in found)
