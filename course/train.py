@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from course import attention, checkpoint, fp8, random, te
 from course import config as configuration
-from course.compilation import compile_parts, compile_within, leaves_within
+from course.compilation import compile_parts, compile_within, compiled_inside
 from course.config import Config
 from course.data import data_files, train_loader
 from course.errors import CourseError
@@ -90,7 +90,7 @@ def assemble(config: Config, mesh: Mesh) -> Training:
     te.convert(model, config, mesh)
     if config.stream == "narrow":
         narrow(model, config.precision)
-    within = config.compile and config.train.recompute != "none" and leaves_within(config)
+    within = compiled_inside(config)
     if within:
         compile_within(model)
     recompute(model, config.train.recompute)

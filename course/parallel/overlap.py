@@ -44,22 +44,21 @@ def gather_linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None, group:
 @operator("course::gather_linear_backward", mutates_args=())
 def gather_linear_backward(grad: Tensor, x: Tensor, weight: Tensor, group: str) -> tuple[Tensor, Tensor]:
     """(B, T, F), (B, T/tp, D), (F, D) -> the gradients of x and of the weight."""
-    axis, n = axis_of(group), grad.shape[1]
-    whole = x.new_empty(len(x), n, x.shape[2])
-    again = [gather(x[rows], axis, n, whole[rows]) for rows in parts(len(x))]
-    dx, going = scattered(lambda rows: grad[rows] @ weight, grad, x.shape[2], axis)
-    for part in again:
-        part()
+    axis = axis_of(group)
+    again = gather(x, axis, grad.shape[1])                              # whole, beside the matmul that does not need it
+    sums = grad @ weight
+    whole = again()
+    going = scatter(sums, axis, new_piece(grad, x.shape[2], axis))
     dw = weight_gradient(grad, whole)
-    for part in going:
-        part()
-    return dx, dw
+    return going(), dw
 
 
 @operator("course::linear_scatter", mutates_args=())
 def linear_scatter_forward(x: Tensor, weight: Tensor, group: str) -> Tensor:
     """(B, T, F), (D, F) -> (B, T/tp, D)."""
-    y, going = scattered(lambda rows: F.linear(x[rows], weight), x, len(weight), axis_of(group))
+    axis = axis_of(group)
+    y = new_piece(x, len(weight), axis)
+    going = [scatter(F.linear(x[rows], weight), axis, y[rows]) for rows in parts(len(x))]
     for part in going:
         part()
     return y
@@ -169,12 +168,6 @@ def gather(x: Tensor, axis: Axis, n: int, into: Tensor | None = None) -> Pending
         return whole
 
     return finish
-
-
-def scattered(compute: Callable[[slice], Tensor], x: Tensor, width: int, axis: Axis) -> tuple[Tensor, list[Pending]]:
-    """What `compute` makes of part after part of x (B, T, ...), each scattered meanwhile: (B, T/tp, width), and what to await."""
-    piece = new_piece(x, width, axis)
-    return piece, [scatter(compute(rows), axis, piece[rows]) for rows in parts(len(x))]
 
 
 def new_piece(x: Tensor, width: int, axis: Axis) -> Tensor:

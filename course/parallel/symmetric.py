@@ -28,12 +28,9 @@ class GatherLinear(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        whole = x.new_empty(len(x), grad.shape[1], x.shape[2])
-        again = [overlap.gather(x[rows], ctx.axis, grad.shape[1], whole[rows]) for rows in overlap.parts(len(x))]
+        again = overlap.gather(x, ctx.axis, grad.shape[1])
         dx = torch.ops.symm_mem.fused_matmul_reduce_scatter(grad, weight, "sum", 1, group_of(ctx.axis).group_name)
-        for part in again:
-            part()
-        return dx, weight_gradient(grad, whole), grad.sum((0, 1)) if ctx.has_bias else None, None
+        return dx, weight_gradient(grad, again()), grad.sum((0, 1)) if ctx.has_bias else None, None
 
 
 class LinearScatter(Function):

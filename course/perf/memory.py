@@ -30,6 +30,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 
+from course.compilation import leaves_within
 from course.config import Config
 from course.models import DiTConfig, GPTConfig
 from course.models.dit import Time
@@ -472,16 +473,18 @@ def dropped(rank: Rank) -> Terms:
 
 
 def selective(rank: Rank) -> Terms:
-    """With train.recompute=selective: the input and the results of matmuls and attention. Linears that overlap with their
-    communication are computed again, so only attention's result is kept."""
+    """With train.recompute=selective: the input and the results of matmuls and attention; of linears that overlap with their
+    communication what they scatter. Of a block that leaves the compiler the checkpoint sees attention alone."""
     c, n, s, D, M = rank.config, rank.n, rank.s, rank.config.model.dim, hidden(rank.config)
     q, kv = widths(c)
     kept: Terms = {"input": s * D * stream(c), "answer": n * q * low(c), "log-sum-exp": n * c.model.heads / c.parallel.tp * 4}
-    if c.parallel.overlapped:
+    if c.compile and leaves_within(c):
         return kept
-    kept |= {"qkv": n * (q + kv) * low(c), "attention's branch": n * D * low(c), "up": gated(c) * n * M * low(c)}
-    if isinstance(c.model, DiTConfig) or not c.compile:
-        kept["MLP's branch"] = n * D * low(c)       # eager it is kept, though without gates nobody needs it
+    put_out = s if c.parallel.overlapped else n
+    kept |= {"qkv": n * (q + kv) * low(c), "attention's branch": put_out * D * low(c), "up": gated(c) * n * M * low(c)}
+    summed = c.parallel.tp > 1 and not c.parallel.overlapped
+    if isinstance(c.model, DiTConfig) or summed or not c.compile:       # all but DiT's gates and tp's sum could do without it
+        kept["MLP's branch"] = put_out * D * low(c)
     if isinstance(c.model, DiTConfig):
         kept["conditions"] = rank.samples * D * 6 * low(c)
     return kept

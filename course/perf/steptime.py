@@ -312,7 +312,7 @@ def block_time(local: Local) -> dict[str, float]:
         spare = 0.0 if isinstance(local.m, DiTConfig) or local.config.precision == "fp8" else each[3][0]
         again = forward_mm - spare + attend + around + kept + casts / 2 + comm
     elif local.config.train.recompute == "selective":
-        again = kept + (each[0][0] + each[1][0] + each[2][0] + each[3][0] if local.p.overlapped else 0.0) + comm
+        again = kept + (0.0 if local.p.overlapped else comm)            # an overlapped linear's result is kept, a scatter's not
     return {"matmul": forward_mm + backward_mm, "attention": attend + attend_back, "memory": kept + gone + casts,
             "recompute": again, "tensor": comm + comm_back, "context": around + around_back, "hidden": beside + hidden,
             "forward": forward_mm + attend + around + kept + casts / 2 + comm,
@@ -666,7 +666,8 @@ def launches(local: Local) -> float:
         each += SWIGLU_LAUNCHES * (m.mlp == "swiglu") + RMS_LAUNCHES * (m.norm == "rms")
     each += (OVERLAP_LAUNCHES if p.overlapped else TENSOR_LAUNCHES) * (p.tp > 1)
     each += RING_LAUNCHES * (p.cp - 1) * (p.context == "ring")
-    boundaries = 8 * p.overlapped + 2 * attention_leaves(local.config)  # of four linears, of attention; forward and backward
+    symmetric = p.overlapped and p.overlap == "symmetric"
+    boundaries = 8 * symmetric + 2 * attention_leaves(local.config)     # of four linears, of attention; forward and backward
     return each + PIECE * boundaries * compiled
 
 
