@@ -202,7 +202,8 @@ def begun(work: dist.Work, x: Tensor) -> Callable[[], object]:
 
 def padded(x: Tensor, tokens: int) -> Tensor:
     """(B, T, D) -> (B, tokens, D) with zeros at the end, contiguous."""
-    return F.pad(x, (0, 0, 0, tokens - x.shape[1])).contiguous()
+    missing = tokens - x.shape[1]
+    return (F.pad(x, (0, 0, 0, missing)) if missing else x).contiguous()            # padding with nothing would copy
 
 
 def gather_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, n: int) -> Tensor:
