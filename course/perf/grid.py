@@ -130,21 +130,24 @@ def numbers(row: Row, tokens: int, operations: float) -> Row:
 
 
 def layers(case: Case, world: World, small: bool) -> Iterator[Row]:
-    """The blocks alone, one micro-batch in bf16, forward and backward: ours, compiled, and megatron-core's."""
+    """The blocks alone, one micro-batch in bf16, forward and backward: ours, compiled, and megatron-core's, each without sequence
+    parallelism and with it."""
     c: Any = configuration.load("gpt-124m", [*case.settings, *(TINY if small else [])]).model
     size, device = (c.dim, c.depth, c.heads), world.device
     samples = case.micro_batch if not small else 1
     operations = 3 * samples * flops.blocks(c.context, c.dim, c.hidden, c.depth)
 
-    def ours() -> Any:
-        settings = Parallel(tp=world.size, sp=world.size > 1)
+    def ours(sp: bool) -> Any:
+        settings = Parallel(tp=world.size, sp=sp)
         mesh = build_mesh(settings, world)
         model: Any = stack(mesh, settings, torch.bfloat16, size, causal=True)
         if not small:
             compile_parts(model)
         return forward_backward(model, mesh, batch_of(samples, c.context, c.dim, device, torch.bfloat16), settings=settings)
 
-    makers = {"course": ours}
+    makers = {"course": partial(ours, False)}
+    if world.size > 1:                               # as theirs with Transformer Engine
+        makers["course, sequence parallel"] = partial(ours, True)
     for by, engine in (("megatron-core", False), ("megatron-core, Transformer Engine", True)):
         makers[by] = partial(megatron.layers, world, size, samples, c.context, engine)
     for by, make in makers.items():

@@ -170,7 +170,8 @@ def measure(row: Row, world: World, laps: int) -> Row:
 def verdict(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """For each model the time of the planner's first choice over that of the fastest of all layouts that were measured.
 
-    Infinite where the first choice gave no time. The claim is that none is above `CLAIM`.
+    Infinite where the first choice gave no time; nothing of a model of which it is all that was measured. The claim is that none
+    is above `CLAIM`.
     """
     found: dict[str, float] = {}
     every = list(rows)
@@ -178,7 +179,8 @@ def verdict(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
         mine = [row for row in every if row["preset"] == preset]
         times = [row["ms"] for row in mine if "ms" in row]
         first = next((row["ms"] for row in mine if row["choice"] == 1 and "ms" in row), float("inf"))
-        found[preset] = first / min(times) if times else float("inf")
+        if len(times) != 1 or first == float("inf"):
+            found[preset] = first / min(times) if times else float("inf")
     return found
 
 

@@ -33,15 +33,17 @@ Moved = list[tuple[str, float]]                     # (kind of kernel, bytes): w
 BESIDE = 0.25
 # Kernels of one block, forward and backward, uncompiled and compiled: 843 and 729 of 12 blocks in results/vit_h200.json, "one
 # sample", of which about 50 are no block's. Tensor parallelism adds those of its collectives and the copies around them: 8, of 4
-# each; 20 where they overlap with matmuls in two parts. A round of a ring adds, forward and backward, messages, attention and
-# sums: about 30. A micro-batch after the first adds its gradients to what is there, parameter by parameter.
-LAUNCHES, COMPILED_LAUNCHES, OTHER_LAUNCHES, TENSOR_LAUNCHES, OVERLAP_LAUNCHES, RING_LAUNCHES = 66, 57, 50, 32, 80, 30
+# each; 16 of 5 where they overlap with matmuls; by symmetric memory the host takes as long as for 170 (16 uncompiled blocks of
+# width 1536 on two H200s, of which the GPUs wait for the host: 113 ms, by NCCL 70). A round of a ring adds, forward and backward,
+# messages, attention and sums: about 30. A micro-batch after the first adds its gradients to what is there, one by one.
+LAUNCHES, COMPILED_LAUNCHES, OTHER_LAUNCHES, TENSOR_LAUNCHES, RING_LAUNCHES = 66, 57, 50, 32, 30
+OVERLAP_LAUNCHES = {"nccl": 80, "symmetric": 170}
 PARAMETERS = 12
 # What other blocks launch beyond a ViT's, uncompiled (rotary positions, SwiGLU, RMSNorm, DiT's modulation; counted as operators
 # and in profiles of the first held-out list), and compiled
 ROTARY_LAUNCHES, SWIGLU_LAUNCHES, RMS_LAUNCHES, DIT_LAUNCHES, COMPILED_DIT_LAUNCHES = 43, 4, 30, 45, 30
 # A block that leaves the compiler is compiled in pieces, each entered from Python, in both directions; one costs the host about
-# as much as a dozen launches (held-out 2-05: 8 boundaries in each of 28 blocks)
+# as much as a dozen launches (held-out 2-05, when linears beside their communication were 8 boundaries in each of 28 blocks)
 PIECE = 12
 # bytes/s that loaders give on a host of 16 cores, by worker, and at most (results/loaders_h200.json: pairs of 41.5 MB; of native,
 # beginning_h200.json: 53 to 64 pairs/s whatever the workers)
@@ -664,7 +666,7 @@ def launches(local: Local) -> float:
     elif isinstance(m, GPTConfig) and not compiled:
         each += ROTARY_LAUNCHES * (m.position == "rotary")
         each += SWIGLU_LAUNCHES * (m.mlp == "swiglu") + RMS_LAUNCHES * (m.norm == "rms")
-    each += (OVERLAP_LAUNCHES if p.overlapped else TENSOR_LAUNCHES) * (p.tp > 1)
+    each += (OVERLAP_LAUNCHES[p.overlap] if p.overlapped else TENSOR_LAUNCHES) * (p.tp > 1)
     each += RING_LAUNCHES * (p.cp - 1) * (p.context == "ring")
     symmetric = p.overlapped and p.overlap == "symmetric"
     boundaries = 8 * symmetric + 2 * attention_leaves(local.config)     # of four linears, of attention; forward and backward

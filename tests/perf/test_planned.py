@@ -18,7 +18,7 @@ def rows_of(*rows):
 
 def test_the_verdict_is_the_first_choices_time_over_the_fastests():
     rows = rows_of(("a", 1, 103.0), ("a", 2, 100.0), ("a", 0, 130.0), ("b", 2, 51.0), ("b", 1, 50.0),
-                   ("c", 1, None), ("c", 2, 9.0), ("d", 1, None))
+                   ("c", 1, None), ("c", 2, 9.0), ("d", 1, None), ("e", 1, 7.0), ("e", 2, None))
     assert planned.verdict(rows) == {"a": pytest.approx(1.03), "b": 1.0, "c": float("inf"), "d": float("inf")}
 
 
