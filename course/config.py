@@ -38,6 +38,8 @@ Model = Annotated[Annotated[ViTConfig, Tag("vit")] | Annotated[GPTConfig, Tag("g
 
 @dataclass(frozen=True)
 class Data:
+    """What a run learns from, and who reads it."""
+
     source: Literal["files", "mock"] = "files"      # mock: random batches made once on the device, to measure speed
     path: str = "data/era5"                         # a folder laid out as data/README.md says
     lead: int = 1                                   # forecast step, in entries of six hours
@@ -50,6 +52,8 @@ class Data:
 
 @dataclass(frozen=True)
 class Optim:
+    """The optimizer, its learning rate over the steps, and the average of the weights."""
+
     name: Literal["adam", "sgd"] = "adam"
     lr: float = 5e-4                                # the peak of the schedule
     betas: tuple[float, float] = (0.9, 0.999)       # adam's
@@ -65,6 +69,8 @@ class Optim:
 
 @dataclass(frozen=True)
 class Train:
+    """How long, in batches of what size, and what backward computes again."""
+
     steps: int = 22_000
     global_batch: int = 16                          # samples in one optimizer step, over all ranks
     micro_batch: int = 0                            # samples in one forward pass of one rank; 0: its whole share
@@ -79,6 +85,8 @@ class Train:
 
 @dataclass(frozen=True)
 class Parallel:
+    """Over how many ranks each axis goes, and how each communicates."""
+
     pp: int = 1                                     # pipeline stages
     dp: int = 0                                     # data-parallel ranks; 0: what the other axes leave
     cp: int = 1                                     # context-parallel ranks
@@ -102,6 +110,8 @@ class Parallel:
 
 @dataclass(frozen=True)
 class FP8:
+    """Which scales and formats eight bits have."""
+
     by: Literal["hand", "te"] = "hand"              # course/fp8.py, or Transformer Engine behind the same seam
     recipe: Literal["delayed", "current", "block", "mxfp8"] = "delayed"     # where scales come from; block and mxfp8 by te alone
     history: int = 1024                             # delayed: steps whose largest magnitude decides; Transformer Engine's advice.
@@ -116,6 +126,8 @@ class FP8:
 
 @dataclass(frozen=True)
 class Log:
+    """Where a run tells of itself, and how often."""
+
     dir: str = "runs"                               # a run lives in dir/preset/name
     name: str = "default"
     every: int = 10                                 # steps between lines
@@ -124,6 +136,8 @@ class Log:
 
 @dataclass(frozen=True)
 class Profile:
+    """Which steps PyTorch's profiler looks into."""
+
     steps: int = 0                                  # to look into with PyTorch's profiler; 0: none
     after: int = 10                                 # steps before these
     memory: bool = False                            # also who allocated what on the GPU, for pytorch.org/memory_viz
@@ -131,6 +145,8 @@ class Profile:
 
 @dataclass(frozen=True)
 class Checkpoint:
+    """When a run is written down, and whether the next one of its name goes on from there."""
+
     every: int = 1000                               # steps between checkpoints; one is always written at the end
     keep: int = 3                                   # how many of the newest stay
     resume: bool = True                             # go on where the run of this name stopped
@@ -139,6 +155,8 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Config:
+    """All of a run: what `load` makes of a preset and overrides."""
+
     preset: str = "custom"                          # set by `load`: names the folder of the run
     model: Model = field(default_factory=ViTConfig)     # model.kind says which
     data: Data = field(default_factory=Data)

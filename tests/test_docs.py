@@ -1,5 +1,6 @@
 """The guides are true: their links lead somewhere, their tables agree with the lessons, their changes apply and work."""
 
+import ast
 import importlib.util
 import json
 import os
@@ -164,3 +165,13 @@ def test_the_site_builds_without_a_warning_and_without_answers(tmp_path):
     assert "NotImplementedError" in page and "GFLOP/s" in page          # blanks, and what was measured
     assert "m * k + k * n + m * n" not in re.sub(r"<[^>]+>", "", page)
     assert (tmp_path / "site/html/index.html").is_file()
+
+
+def test_every_public_name_says_what_it_is():
+    """Functions and classes of all modules; what stands inside of them speaks through these."""
+    silent = []
+    for file in sorted((ROOT / "course").rglob("*.py")):
+        tree = ast.parse(file.read_text())
+        named = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name[0] != "_"]
+        silent += [f"{file}: {getattr(node, 'name', '')}" for node in (tree, *named) if not ast.get_docstring(node)]
+    assert not silent

@@ -191,6 +191,7 @@ def finished(parts: Path) -> dict[Path, dict[str, Any]]:
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:
+    """A file of JSON, whole or not at all."""
     with atomic(path) as temporary:
         temporary.write_text(json.dumps(values))
 

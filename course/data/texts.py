@@ -119,6 +119,7 @@ def is_array(path: Path) -> bool:
 
 
 def too_long(where: str) -> Item:
+    """A document that is not read, because of its length."""
     return Item(where, b"", bad=f"longer than {LONGEST >> 20} MB")
 
 

@@ -23,6 +23,8 @@ Pair = tuple[Tensor, Tensor]                        # what goes from block to bl
 
 @dataclass(frozen=True)
 class DiTConfig:
+    """A diffusion transformer: latents, patches, classes, and how it is trained to predict."""
+
     kind: Literal["dit"] = "dit"
     latent: tuple[int, int, int] = (4, 32, 32)      # channels, height, width: an image of 256x256, 8 times smaller
     patch: int = 2                                  # points on a side

@@ -34,6 +34,8 @@ from course.models.layers import (
 
 @dataclass(frozen=True)
 class GPTConfig:
+    """A language model, GPT-2's architecture unless the keys say Llama's."""
+
     kind: Literal["gpt"] = "gpt"
     vocab: int = 50304                              # GPT-2's 50257 tokens, padded to a multiple of 128
     context: int = 1024                             # the most tokens that the model looks at

@@ -16,6 +16,8 @@ from course.models.layers import TENSOR_PLAN, Batch, Block, Linear, SampleNorm, 
 
 @dataclass(frozen=True)
 class ViTConfig:
+    """A weather transformer: grid, channels, patches."""
+
     kind: Literal["vit"] = "vit"
     grid: tuple[int, int] = (360, 720)              # latitudes, longitudes
     channels: int = 20                              # in and out

@@ -107,6 +107,7 @@ def matmul_grid(name: str, sides: Sequence[int], device: torch.device, seconds: 
 
 
 def matmul(name: str, m: int, k: int, n: int, device: torch.device) -> Run:
+    """(m, k) @ (k, n) in the named format; FP8's sums are those of the library's forward pass, fast and less exact."""
     if name == "fp8":
         a8, b8 = (torch.randn(side, k, device=device).to(E4M3) for side in (m, n))
         one = torch.ones((), device=device)
@@ -158,6 +159,7 @@ def half(device: torch.device) -> torch.dtype:
 
 
 def copy(size: float, device: torch.device) -> Run:
+    """Float32 to other memory: read once, written once."""
     source = rows(size / 2, device)
     target = torch.empty_like(source)
     return lambda: target.copy_(source)
@@ -171,6 +173,7 @@ def elementwise(size: float, device: torch.device) -> Run:
 
 
 def norm(size: float, device: torch.device) -> Run:
+    """A LayerNorm of float32 rows: read once, written once."""
     x, weight = rows(size / 2, device), torch.ones(WIDTH, device=device)
     return lambda: F.layer_norm(x, (WIDTH,), weight, weight)
 

@@ -225,6 +225,7 @@ def from_table(table: Mapping[str, Any], measured: Hardware, hardware: Hardware)
 
 
 def matmul_flops(m: float, k: float, n: float) -> float:
+    """(m, k) x (k, n): 2·m·k·n, a multiplication and an addition each."""
     return 2 * m * k * n
 
 

@@ -91,6 +91,7 @@ def cp(world: World, small: bool) -> Iterator[Row]:
 
 
 def sdpa(causal: bool) -> Callable[..., Tensor]:
+    """PyTorch's attention, as `attention` calls it."""
     return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
 

@@ -118,6 +118,7 @@ def dropout(x: Tensor, step: Tensor) -> Tensor:
 
 
 def mean_square(x: Tensor) -> Tensor:
+    """A number of a tensor of any shape."""
     return (x**2).mean()
 
 
@@ -191,6 +192,7 @@ def replay_training(inputs: Tensors) -> Tensors:
 
 
 def stack(values: Sequence[Tensor]) -> Tensor:
+    """Numbers as a tensor of its own, (n,)."""
     return torch.stack(list(values)).detach().clone()
 
 

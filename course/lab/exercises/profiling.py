@@ -115,6 +115,7 @@ def draw_intervals(seed: int, hidden: bool) -> Tensors:
 
 
 def as_intervals(case: torch.Tensor) -> list[Interval]:
+    """(n, 2) -> n pairs of begin and end."""
     return [(begin, end) for begin, end in case.tolist()]
 
 
@@ -126,6 +127,7 @@ def add_up(inputs: Tensors) -> Tensors:
 
 
 def numbers(values: Any, who: str = "busy") -> torch.Tensor:
+    """What `who` returned for each case, as float64, (n,). Raises `Returned` if one is no number."""
     return torch.tensor([returned.number(value, who) for value in values], dtype=torch.float64)
 
 
