@@ -27,7 +27,7 @@ from course.errors import CourseError
 from course.files import atomic
 from course.models import build_model
 from course.parallel import build_mesh, join, leave
-from course.perf import bench, flops, hardware, harness, kernel_table, lanes, steptime
+from course.perf import bench, blocktime, flops, hardware, harness, kernel_table, lanes, steptime
 from course.perf.command import command
 from course.perf.lanes import Row
 from course.perf.steptime import Time
@@ -123,7 +123,7 @@ def listed(name: str) -> list[Row]:
 
 def predicted(row: Row, hosts: Mapping[str, float] | None = None) -> Time:
     """What is predicted of a configuration of a list on H200s. hosts: the host's seconds for a launch, as a file has them."""
-    local = steptime.local_of(configuration.load(row["preset"], row["settings"]), hardware.load("h200"), row["gpus"])
+    local = blocktime.local_of(configuration.load(row["preset"], row["settings"]), hardware.load("h200"), row["gpus"])
     kernels = local.kernels if hosts is None else replace(local.kernels, hosts=hosts)
     return steptime.time_of(replace(local, kernels=kernels))
 

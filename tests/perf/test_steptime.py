@@ -13,7 +13,7 @@ from course.config import load
 from course.errors import CourseError
 from course.models import build_model
 from course.parallel import schedule
-from course.perf import flops, hardware, kernels, recorded, steptime
+from course.perf import blocktime, flops, hardware, kernels, recorded, steptime
 from course.perf import kernel_table as table
 from course.perf.steptime import predict
 
@@ -115,7 +115,7 @@ def test_the_bubble_is_that_of_the_schedule_played_through(name, p, m, v):
     c = gpt(f"parallel.pp={p}", f"parallel.schedule={name}", f"parallel.chunks={v}", "model.depth=16", f"train.global_batch={m}",
             "train.micro_batch=1")
     rank = {"forward": 1.0, "backward": 2.0}
-    _, bubble = steptime.pipeline_time(steptime.local_of(c, H200, p), 3.0, [rank, rank, rank])
+    _, bubble = steptime.pipeline_time(blocktime.local_of(c, H200, p), 3.0, [rank, rank, rank])
     assert 3.0 * m + bubble == pytest.approx(played)
 
 
@@ -257,5 +257,5 @@ def test_parameters_are_those_of_the_model(name):
     c = load(name, ["parallel.dp=1"])
     with torch.device("meta"):
         real = sum(p.numel() for p in build_model(c.model).parameters())
-    local = steptime.local_of(c, H200, 1)
+    local = blocktime.local_of(c, H200, 1)
     assert steptime.parameters_of_rank(local, c.model.depth, True) == pytest.approx(real, rel=2e-3)

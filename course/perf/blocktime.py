@@ -1,0 +1,417 @@
+"""How long one micro-batch takes on one rank: in a block, and in embedding and head. `steptime.py` makes a step of it.
+
+Matmuls by their shapes on the rank, attention, what is bound by memory by the bytes that it reads and writes (`kernels.py`),
+collectives by the bytes that they move (`comms.py`), less what overlaps.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from course.config import Config, Parallel
+from course.errors import CourseError
+from course.models import DiTConfig, GPTConfig, ViTConfig
+from course.perf import comms
+from course.perf.comms import Group
+from course.perf.hardware import Hardware
+from course.perf.kernels import BYTES, Kernels, kernels_of
+from course.precision import LOW
+
+Model = ViTConfig | GPTConfig | DiTConfig
+Moved = list[tuple[str, float]]                     # (kind of kernel, bytes): what is bound by memory
+
+# Of the time of a collective that runs beside matmuls, the share by which these become slower: NCCL takes up to 32 of 132
+# multiprocessors on NVLink, and their work is left to the others.
+BESIDE = 0.25
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A linear map k -> n of so many rows; tp cuts its output ("column"), its input ("row") or neither ("")."""
+
+    name: str
+    k: int
+    n: int
+    cut: str = ""
+    rows: float = 1.0                               # rows for each token: 1, or 1 / tokens where it works on samples
+
+
+@dataclass(frozen=True)
+class Local:
+    """What a rank has: the configuration as numbers, so that each term is one line."""
+
+    config: Config
+    kernels: Kernels
+    dp: int
+    micro: int                                      # samples of a micro-batch on this rank
+    micros: int                                     # micro-batches of a step
+    groups: dict[str, Group]
+
+    @property
+    def p(self) -> Parallel:
+        return self.config.parallel
+
+    @property
+    def m(self) -> Model:
+        return self.config.model
+
+    @property
+    def length(self) -> int:
+        """Tokens of a sample."""
+        return self.m.context if isinstance(self.m, GPTConfig) else self.m.tokens
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of a micro-batch on this rank, within attention and MLP."""
+        return self.micro * math.ceil(self.length / self.p.cp)
+
+    @property
+    def rest(self) -> float:
+        """The same between them: sequence parallelism cuts these over tp."""
+        return self.micro * math.ceil(self.length / (self.p.cp * (self.p.tp if self.p.sp else 1)))
+
+    @property
+    def low(self) -> int:
+        """Bytes of a number within attention and MLP."""
+        return 2 if self.config.precision in LOW else BYTES[self.config.precision]
+
+    @property
+    def stream(self) -> int:
+        """Bytes of a number between blocks. DiT's stream is its first map's result, narrow anyway: 116.6 and 116.1 ms with a wide
+        and a narrow stream (results/dit_h200.json)."""
+        return self.low if self.config.stream == "narrow" or isinstance(self.m, DiTConfig) else max(4, self.low)
+
+    @property
+    def wide(self) -> int:
+        """Bytes of a number as norms take and give it."""
+        return max(4, self.low)
+
+    @property
+    def casts(self) -> bool:
+        """Whether autocast casts weights: not those of which ZeRO keeps copies in 16 bits."""
+        return self.low == 2 and not (self.p.zero and self.dp * self.p.cp > 1)
+
+    @property
+    def gradient(self) -> int:
+        """Bytes of a number of the gradients that are averaged."""
+        return max(4, self.low)
+
+    @property
+    def message(self) -> float:
+        """Bytes of what a rank of a pipeline sends to the next of a micro-batch."""
+        return self.stream * self.rest * self.m.dim
+
+    @property
+    def backend(self) -> str:
+        """What computes attention."""
+        chosen = self.config.attention
+        return chosen if chosen != "default" else default_backend(self.kernels.hardware)
+
+    @property
+    def hidden(self) -> int:
+        """The MLP's width."""
+        return self.m.hidden if isinstance(self.m, GPTConfig) else int(self.m.dim * self.m.mlp_ratio)
+
+    @property
+    def bias(self) -> bool:
+        return self.m.bias if isinstance(self.m, GPTConfig) else True
+
+    def precision_of(self, name: str) -> str:
+        """The format of a linear's matmuls."""
+        c = self.config
+        if c.precision == "fp8":
+            return "bf16" if any(fnmatchcase(name, pattern) for pattern in c.fp8.keep) else "fp8"
+        return c.precision
+
+    def seconds(self, moved: Moved) -> float:
+        """Time of what is bound by memory."""
+        return sum(self.kernels.memory(kind, size) for kind, size in moved)
+
+
+def local_of(config: Config, hardware: Hardware, gpus: int) -> Local:
+    """The part of one rank."""
+    p, t = config.parallel, config.train
+    others = p.pp * p.cp * p.tp
+    dp = p.dp or max(1, gpus // others)
+    if gpus and dp * others != gpus:
+        raise CourseError(f"parallel: pp={p.pp} x dp={dp} x cp={p.cp} x tp={p.tp} = {dp * others}, but there are {gpus} GPUs: "
+                          f"change an axis, or predict for {dp * others}")
+    if t.global_batch % dp:
+        raise CourseError(f"train.global_batch={t.global_batch} is not divisible by parallel.dp={dp}: choose a multiple of it")
+    hardware.peak(config.precision)
+    share = t.global_batch // dp
+    micro = min(t.micro_batch or share, share)
+    kernels = kernels_of(hardware)
+    return Local(config, kernels, dp, micro, -(-share // micro),
+                 comms.groups(p.order, p.pp, dp, p.cp, p.tp, hardware, kernels.curves))
+
+
+# ---- a block ----
+
+def linears(m: Model) -> list[Linear]:
+    """The linears of a block, serially (course/models)."""
+    D = m.dim
+    if isinstance(m, GPTConfig):
+        qkv, up, hidden = D + 2 * m.groups * (D // m.heads), m.hidden * (2 if m.mlp == "swiglu" else 1), m.hidden
+    else:
+        qkv, up = 3 * D, int(D * m.mlp_ratio)
+        hidden = up
+    found = [Linear("blocks.attn.qkv", D, qkv, "column"), Linear("blocks.attn.out", D, D, "row"),
+             Linear("blocks.mlp.up", D, up, "column"), Linear("blocks.mlp.down", hidden, D, "row")]
+    if isinstance(m, DiTConfig):
+        found.append(Linear("blocks.ada", D, 6 * D, rows=1 / m.tokens))
+    return found
+
+
+def linear_time(local: Local, linear: Linear, first: bool = False) -> tuple[float, float, float, float]:
+    """(seconds of y = x W'; of dx = dy W; of dW = dy' x; of casts) of one linear. first: its input needs no gradient.
+
+    Casts: autocast reads a weight in 4 bytes and writes it in 2, and its gradient the other way; FP8 by hand writes input, weight
+    and gradient in both memory orders, a byte each. ZeRO's 16-bit copies need none.
+    """
+    tp = local.p.tp
+    k, n = linear.k // (tp if linear.cut == "row" else 1), linear.n // (tp if linear.cut == "column" else 1)
+    rows, precision = linear.rows * local.tokens, local.precision_of(linear.name)
+    matmul = local.kernels.matmul
+    times = matmul(rows, k, n, precision), 0.0 if first else matmul(rows, n, k, precision), matmul(n, rows, k, precision)
+    if precision == "fp8":
+        casts = [("cast", rows * k * (local.low + 2)), ("cast", k * n * 6.0), ("cast", rows * n * (local.low + 2))]
+    elif local.casts:
+        casts = [("elementwise", k * n * 6.0), ("elementwise", k * n * 6.0)]
+    else:
+        casts = []
+    return *times, local.seconds(casts)
+
+
+def block_time(local: Local) -> dict[str, float]:
+    """The parts of one block and micro-batch. `forward` and `backward` are sums over the parts, the recomputed with backward."""
+    each = [linear_time(local, linear) for linear in linears(local.m)]
+    forward_mm, backward_mm = sum(y for y, *_ in each), sum(dx + dw for _, dx, dw, _ in each)
+    casts = sum(cast for *_, cast in each)
+    attend, attend_back, around, around_back, hidden = attention_time(local)
+    kept, gone = (local.seconds(moved) for moved in (forward_bytes(local), backward_bytes(local)))
+    comm, comm_back, beside = tensor_time(local, each)
+    again = 0.0
+    if local.config.train.recompute == "full":
+        spare = 0.0 if isinstance(local.m, DiTConfig) or local.config.precision == "fp8" else each[3][0]
+        again = forward_mm - spare + attend + around + kept + casts / 2 + comm
+    elif local.config.train.recompute == "selective":
+        again = kept + (0.0 if local.p.overlapped else comm)            # an overlapped linear's result is kept, a scatter's not
+    return {"matmul": forward_mm + backward_mm, "attention": attend + attend_back, "memory": kept + gone + casts,
+            "recompute": again, "tensor": comm + comm_back, "context": around + around_back, "hidden": beside + hidden,
+            "forward": forward_mm + attend + around + kept + casts / 2 + comm,
+            "backward": backward_mm + attend_back + around_back + gone + casts / 2 + comm_back + again}
+
+
+def forward_bytes(local: Local) -> Moved:
+    """What norms, activations and residual sums of a block read and write, forward.
+
+    Compiled, each is one kernel: sum and norm together read stream and branch and write stream and the matmul's input. PyTorch's
+    own are one by one: autocast lets norms work in 32 bits and casts around them.
+    """
+    m, low, stream, wide = local.m, local.low, local.stream, local.wide
+    rest, n = local.rest * m.dim, local.tokens * m.dim
+    inner = local.tokens * local.hidden / local.p.tp
+    swiglu = isinstance(m, GPTConfig) and m.mlp == "swiglu"
+    gates = 2 if isinstance(m, DiTConfig) else 0
+    turn = 2 * n / local.p.tp if isinstance(m, GPTConfig) and m.position == "rotary" else 0.0
+    drop = 2 * rest if getattr(m, "dropout", 0.0) else 0.0
+    if local.config.compile:
+        return [("fused", rest * (2 * stream + 2 * low))] * 2 + [("fused", inner * (3 if swiglu else 2) * low),
+                                                                 ("fused", turn * 2 * low), ("fused", drop * 2 * stream)]
+    cast = n if not local.p.overlapped else rest
+    found: Moved = [("norm", rest * 2 * wide), ("elementwise", rest * (2 * stream + low))] * 2
+    found += [("elementwise", cast * (wide + low) * (low < wide)), ("elementwise", rest * (stream + wide) * (stream < wide))] * 2
+    found += [("elementwise", inner * (5 if swiglu else 2) * low), ("elementwise", turn * 30), ("elementwise", drop * 60)]
+    return found + [("elementwise", rest * 4 * wide), ("elementwise", rest * (2 * wide + low))] * gates
+
+
+def backward_bytes(local: Local) -> Moved:
+    """The same backward, and sums over tokens for the gradients of biases and norms' weights, and of queries, keys and values put
+    together, twice uncompiled (once to get the heads in order)."""
+    m, low, stream, wide = local.m, local.low, local.stream, local.wide
+    rest, n = local.rest * m.dim, local.tokens * m.dim
+    inner = local.tokens * local.hidden / local.p.tp
+    qkv = local.tokens * linears(m)[0].n / local.p.tp
+    swiglu = isinstance(m, GPTConfig) and m.mlp == "swiglu"
+    dit = isinstance(m, DiTConfig)
+    turn = 2 * n / local.p.tp if isinstance(m, GPTConfig) and m.position == "rotary" else 0.0
+    own = "fused" if local.config.compile else "columns"                # the compiler makes these kernels, too
+    sums: Moved = [(own, low * (qkv + inner * (2 if swiglu else 1) + 2 * rest))] if local.bias else []
+    if local.config.compile:
+        found: Moved = [("fused", rest * (2 * low + 3 * stream))] * 2 + [("fused", inner * (5 if swiglu else 3) * low),
+                                                                         ("fused", 2 * low * qkv), ("fused", turn * 2 * low)]
+        return found + sums + [("fused", rest * ((2 * low + stream) if dit else (low + stream)))] * 2
+    cast = n if not local.p.overlapped else rest
+    found = [("norm_back", rest * 3 * wide), ("elementwise", rest * 3 * stream), ("elementwise", rest * (stream + low)),
+             ("elementwise", cast * (wide + low) * (low < wide)), ("columns", rest * 2 * wide)] * 2
+    found += [("elementwise", inner * (8 if swiglu else 3) * low), ("elementwise", turn * 30),
+              ("shuffle", 2 * low * qkv), ("shuffle", 2 * low * qkv)]
+    return found + sums + [("elementwise", rest * 6 * wide), ("elementwise", rest * (3 * wide + low))] * (2 if dit else 0)
+
+
+def attention_time(local: Local) -> tuple[float, float, float, float, float]:
+    """(forward, backward) seconds of one block's attention, the same of cp's communication around it, and what of that is hidden.
+
+    gather: keys and values of all ranks, their gradients scattered. ring: one piece after another, each sent beside the work on
+    the one before. all_to_all: queries, keys and values before, the answer after, backward too.
+    """
+    m, p, c = local.m, local.p, local.config
+    causal, width = isinstance(m, GPTConfig), m.dim // m.heads
+    heads, T = local.micro * m.heads / p.tp, local.length
+    backend = local.backend
+    low = "bf16" if c.precision == "fp8" else c.precision
+
+    def attend(heads: float, queries: float, keys: float, causal: bool, backward: bool, by: str = backend) -> float:
+        return local.kernels.attention(heads, queries, keys, width, causal, low, by, backward)
+
+    if p.cp == 1:
+        return attend(heads, T, T, causal, False), attend(heads, T, T, causal, True), 0.0, 0.0, 0.0
+    group, here = local.groups["cp"], T / p.cp
+    shared = m.groups / m.heads if isinstance(m, GPTConfig) else 1.0    # keys' and values' heads for each of the queries'
+    queries = local.low * local.tokens * m.dim / p.tp                   # bytes
+    pair = 2 * shared * queries
+    if p.context == "all_to_all":
+        there = comms.all_to_all(queries + pair, group) + comms.all_to_all(queries, group)
+        shuffled = local.seconds([("shuffle", 4 * (queries + pair)), ("shuffle", 4 * queries)])
+        return (attend(heads / p.cp, T, T, causal, False), attend(heads / p.cp, T, T, causal, True), there + shuffled,
+                there + shuffled, 0.0)
+    if p.context == "gather":
+        # a causal rank's two pieces see all keys up to their own: no fused kernel but flash has such a mask
+        by = "flash" if causal and backend in ("default", "cudnn") else backend
+        times = [attend(heads, here, T / 2, False, back, by) if causal else attend(heads, here, T, False, back)
+                 for back in (False, True)]
+        around = (comms.all_gather(pair * p.cp, group) + local.seconds([("shuffle", 2 * pair), ("shuffle", 4 * pair * p.cp)]),
+                  comms.reduce_scatter(pair * p.cp, group) + local.seconds([("shuffle", 4 * pair * p.cp)]))
+        return times[0], times[1], *around, 0.0
+    return ring_time(local, attend, heads, here, causal, queries, pair)
+
+
+def ring_time(local: Local, attend: Callable[..., float], heads: float, here: float, causal: bool, queries: float,
+              pair: float) -> tuple[float, float, float, float, float]:
+    """The same of a ring: cp rounds, in each of which the slower of work and messages counts.
+
+    Causal rounds but the first are half of the square: half the keys or half the queries. Backward, gradients of keys and values
+    go round too, in 32 bits.
+    """
+    p, wide = local.p, 4 / local.low
+    turns = p.cp - 1
+    group = local.groups["cp"]
+    out: list[float] = []
+    around: list[float] = []
+    hidden = 0.0
+    for back in (False, True):
+        own, other = attend(heads, here, here, causal, back), attend(heads, here, here / (2 if causal else 1), False, back)
+        message = pair * (1 + wide) if back else pair
+        wire = comms.CALL + group.steps / math.ceil(math.log2(p.cp)) + message / group.bandwidth
+        merged = queries if not causal else 0.75 * queries              # rows that a round adds to, on average
+        merge = local.seconds([("elementwise", merged * (2 + 6 * wide) if not back else (merged + message / 2) * (1 + 2 * wide))])
+        out.append(own + turns * other)
+        around.append(turns * (merge + max(0.0, wire - other) + BESIDE * min(wire, other)))
+        hidden += turns * min(wire, other)
+    return out[0], out[1], around[0], around[1], hidden
+
+
+def default_backend(hardware: Hardware) -> str:
+    """What PyTorch takes by itself: cuDNN's kernels on Hopper and Blackwell, flash on Ampere, before that the efficient one."""
+    if "fp8" in hardware.peaks:
+        return "cudnn"
+    return "flash" if "bf16" in hardware.peaks else "efficient"
+
+
+# ---- tp ----
+
+def tensor_time(local: Local, each: list[tuple[float, float, float, float]]) -> tuple[float, float, float]:
+    """(forward, backward, hidden) seconds of tp's collectives around the four linears of a block.
+
+    Without sequence parallelism two all-reduces forward (16 bits) and two backward (in the norm's 32). With it a gather before a
+    column linear and a scatter after a row linear, backward the other way round; the same bytes, less what overlaps.
+    """
+    p, group = local.p, local.groups["tp"]
+    if p.tp == 1:
+        return 0.0, 0.0, 0.0
+    numbers = local.tokens * local.m.dim
+    low, wide = local.low * numbers, local.wide * numbers               # bytes of all tokens
+    if not p.sp:
+        copies = [local.seconds([("copy", 2 * size)]) for size in (low, wide)]
+        return 2 * (comms.all_reduce(low, group) + copies[0]), 2 * (comms.all_reduce(wide, group) + copies[1]), 0.0
+    if not local.p.overlapped:
+        copied = 2 * wide / p.tp + 2 * low, 2 * wide + 2 * low + 2 * low / p.tp         # pieces of dim 1, put in order
+        moves = [local.seconds([("shuffle", size)]) for size in copied]
+        return (2 * (comms.all_gather(wide, group) + comms.reduce_scatter(low, group) + moves[0]),
+                2 * (comms.reduce_scatter(wide, group) + comms.all_gather(low, group) + moves[1]), 0.0)
+    parts = min(2 if p.overlap == "nccl" else p.tp, local.micro if p.overlap == "nccl" else p.tp)
+    once = comms.all_gather(low, group)
+    cost = BESIDE if p.overlap == "nccl" else 0.0                       # symmetric memory is copied by engines of their own
+    forward = backward = hidden = 0.0
+    for (y, dx, dw, _), column in ((each[0], True), (each[1], False), (each[2], True), (each[3], False)):
+        shown = once / parts + max(0.0, once - once / parts - y * (parts - 1) / parts)
+        forward += shown + cost * (once - shown)
+        if column:                                  # x gathered again beside dx, dx scattered beside dW
+            back = max(0.0, once - dx) + max(0.0, once - dw)
+            total = 2 * once
+        else:                                       # the gradient gathered, beside dx
+            back = once / parts + max(0.0, once - once / parts - dx * (parts - 1) / parts)
+            total = once
+        backward += back + cost * (total - back)
+        hidden += once - shown + total - back
+    return forward, backward, hidden
+
+
+# ---- embedding, head and loss ----
+
+def ends_time(local: Local) -> list[dict[str, float]]:
+    """The parts of what comes before the blocks, and of what comes after them, for one micro-batch."""
+    m, p, low, wide = local.m, local.p, local.low, local.wide
+    n, rest = local.tokens * m.dim, local.rest * m.dim
+    group = local.groups["tp"]
+    if isinstance(m, GPTConfig):
+        rows = m.vocab / p.tp * m.dim
+        comm = (comms.all_reduce(wide * n, group) if not p.sp else 2 * comms.all_gather(wide * n, group))
+        embed = part(memory=(local.seconds([("elementwise", n * 2 * wide), ("elementwise", 3 * wide * rest)]),
+                             local.seconds([("columns", 2 * wide * n), ("copy", wide * rows)])), tensor=(comm, 0.0))
+        return [embed, gpt_head(local)]
+    patch = m.channels * m.patch**2 if isinstance(m, ViTConfig) else m.latent[0] * m.patch**2
+    values = local.rest * patch
+    y, _, dw, cast = linear_time(local, Linear("embed.proj", patch, m.dim), first=True)
+    embed = part(matmul=(y, dw), memory=(local.seconds([("elementwise", values * (wide + low)), ("elementwise", rest * 3 * wide)])
+                                         + cast, local.seconds([("columns", 2 * wide * rest)])))
+    y, dx, dw, cast = linear_time(local, Linear("head.proj", m.dim, patch))
+    # fields cut into patches, input and target (read and written), and the loss: difference, its square and gradient
+    loss = [("shuffle", 4 * wide * values), ("fused" if local.config.compile else "elementwise",
+                                             values * (10 if local.config.compile else 30))]
+    head = part(matmul=(y, dx + dw), memory=(local.seconds([("norm", 2 * wide * rest), *loss]) + cast,
+                                             local.seconds([("norm_back", 5 * wide * rest)])))
+    return [embed, head]
+
+
+def gpt_head(local: Local) -> dict[str, float]:
+    """The last norm, logits and loss. In chunks of the whole vocabulary each logit is read and its gradient written, once. Else
+    it is read and written several times around the softmax: by PyTorch's own kernels 2 bytes read and 4 written, then
+    exponentials, weights and the cast; compiled about once in each direction. Each chunk reads and writes the weight's
+    gradient."""
+    m, p, wide = local.m, local.p, local.wide
+    assert isinstance(m, GPTConfig)
+    group, rest, n = local.groups["tp"], local.rest * m.dim, local.tokens * m.dim
+    y, dx, dw, cast = linear_time(local, Linear("head.proj", m.dim, m.vocab, "column"))
+    logits = local.tokens * m.vocab / p.tp
+    chunked = m.loss_chunk > 0 and local.config.precision != "fp8"
+    chunks = math.ceil(local.tokens / m.loss_chunk) if chunked else 0
+    sums = [("elementwise", (8.0 if local.low == 2 else 16.0) * m.vocab / p.tp * m.dim)] * chunks
+    loss = [("fused", 12 * logits)] if local.config.compile else [("elementwise", (28 if local.low == 2 else 36) * logits)]
+    if chunked and p.tp == 1:                                           # loss_kernel.py
+        loss = [("fused", 2 * local.low * logits)]
+    comm = comm_back = 0.0
+    if p.tp > 1:
+        three = 2 * comms.all_reduce(4 * local.tokens, group)           # the largest, and two sums of each token
+        whole = comms.all_gather(wide * n, group)
+        comm, comm_back = three + (whole if p.sp else 0.0), whole if p.sp else comms.all_reduce(wide * n, group)
+    return part(matmul=(y, dx + dw), memory=(local.seconds([("norm", 2 * wide * rest), *loss, *sums]) + cast,
+                                             local.seconds([("norm_back", 5 * wide * rest)])), tensor=(comm, comm_back))
+
+
+def part(**times: tuple[float, float]) -> dict[str, float]:
+    """Parts, each (forward, backward), as `block_time` gives them."""
+    return {**{name: sum(both) for name, both in times.items()}, "forward": sum(both[0] for both in times.values()),
+            "backward": sum(both[1] for both in times.values())}
