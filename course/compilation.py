@@ -20,7 +20,7 @@ KINDS = 16                                          # versions of a block for ot
 def leaves_within(config: Config) -> bool:
     """Whether a block leaves the compiler on its way, where torch.compile breaks its graph: for linears by symmetric memory,
     or in attention."""
-    return (config.parallel.overlapped and config.parallel.overlap == "symmetric") or attention_leaves(config)
+    return config.parallel.symmetric or attention_leaves(config)
 
 
 def compiled_inside(config: Config) -> bool:

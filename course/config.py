@@ -107,6 +107,11 @@ class Parallel:
         """Whether linears communicate beside their matmuls."""
         return self.tp > 1 and self.sp and self.overlap != "none"
 
+    @property
+    def symmetric(self) -> bool:
+        """Whether they do so through each other's memory, for which tp's ranks must share a node."""
+        return self.overlapped and self.overlap == "symmetric"
+
 
 @dataclass(frozen=True)
 class FP8:

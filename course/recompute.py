@@ -15,7 +15,8 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 # by the beginning of the operator's name: matmuls, fused attention, and those with communication beside them
-DEAR = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_mm", "aten::_scaled_dot_product", "course::", "symm_mem::fused")
+DEAR = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_mm", "aten::_scaled_dot_product",
+        "course::gather_linear", "course::linear_scatter", "course::ring", "symm_mem::fused")
 
 
 def keep_dear(context: Any, operator: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:

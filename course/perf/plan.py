@@ -249,9 +249,7 @@ def orders(asked: Search, config: Config) -> list[str]:
     for some in permutations(long):
         names = iter(some)
         found.append("-".join(next(names) if axis in long else axis for axis in now))
-    bound = p.tp > 1 and p.sp and p.overlap == "symmetric"              # to one node
-    return [order for order in asked.values("parallel.order", found)
-            if not bound or together(asked, changed(config, {"parallel.order": order}))]
+    return asked.values("parallel.order", found)
 
 
 # ---- the search
@@ -280,8 +278,8 @@ def refined(asked: Search, layout: Layout) -> Layout:
     steps: list[Callable[[Config], Iterable[Config]]] = [
         lambda config: (changed(config, choice) for choice in rest(asked, config)),
         # together: which method is the best depends on whether cp's ranks share a node
-        lambda config: (changed(config, {"parallel.order": order, "parallel.context": context})
-                        for order, context in product(orders(asked, config), contexts(asked, config))),
+        lambda config: reachable(asked, (changed(config, {"parallel.order": order, "parallel.context": context})
+                                         for order, context in product(orders(asked, config), contexts(asked, config)))),
         lambda config: (changed(config, {**chunks, "train.micro_batch": micro})
                         for chunks in schedules(asked, config) for micro in micros(asked, config))]
     unchanged = 0                                   # steps in a row
@@ -296,11 +294,15 @@ def refined(asked: Search, layout: Layout) -> Layout:
 
 def everything(asked: Search, config: Config) -> Iterator[Config]:
     """All that a layout can vary in, together: where the host is the limit, no single change may make a step faster."""
-    free = changed(config, {"parallel.overlap": asked.values("parallel.overlap", ["none"])[0]})     # symmetric binds the order
-    for order in orders(asked, free):
+    for order in orders(asked, config):
         there = changed(config, {"parallel.order": order})
-        for choice, chunks, micro in product(rest(asked, there), schedules(asked, there), micros(asked, there)):
-            yield changed(there, {**choice, **chunks, "train.micro_batch": micro})
+        yield from reachable(asked, (changed(there, {**choice, **chunks, "train.micro_batch": micro}) for choice, chunks, micro
+                                     in product(rest(asked, there), schedules(asked, there), micros(asked, there))))
+
+
+def reachable(asked: Search, candidates: Iterable[Config]) -> Iterator[Config]:
+    """Those whose linears, where they go by symmetric memory, find it in their own node."""
+    return (one for one in candidates if not one.parallel.symmetric or together(asked, one))
 
 
 def best(asked: Search, candidates: Iterable[Config], found: Layout | None = None) -> Layout | None:

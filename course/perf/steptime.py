@@ -266,8 +266,7 @@ def launches(local: Local) -> float:
         each += SWIGLU_LAUNCHES * (m.mlp == "swiglu") + RMS_LAUNCHES * (m.norm == "rms")
     each += (OVERLAP_LAUNCHES[p.overlap] if p.overlapped else TENSOR_LAUNCHES) * (p.tp > 1)
     each += RING_LAUNCHES * (p.cp - 1) * (p.context == "ring")
-    symmetric = p.overlapped and p.overlap == "symmetric"
-    boundaries = 8 * symmetric + 2 * attention_leaves(local.config)     # of four linears, of attention; forward and backward
+    boundaries = 8 * p.symmetric + 2 * attention_leaves(local.config)     # of four linears, of attention; forward and backward
     return each + PIECE * boundaries * compiled
 
 

@@ -7,13 +7,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.utils.checkpoint import CheckpointPolicy
 
 from course.launch import ranks
 from course.meet import trace_file
 from course.parallel import mappings, overlap
 from course.parallel.mesh import Axis
 from course.parallel.trace import Trace
-from course.recompute import recompute
+from course.recompute import keep_dear, recompute
 
 
 def both_ways(tokens, samples):
@@ -71,6 +72,13 @@ def selective(folder):
 def test_selective_recomputation_keeps_what_an_overlapped_linear_puts_out(tmp_path):
     """Nothing is gathered a third time, to multiply it again."""
     assert ranks(2)(selective, str(tmp_path)) == [{"all-gather": 2 + 1, "reduce-scatter": 1}] * 2
+
+
+def test_of_the_librarys_operators_selective_recomputation_keeps_those_that_are_dear():
+    """FP8's cast is not: kept, it would cost a byte a number, twice, beside what it was made of."""
+    dear = {name: keep_dear(None, getattr(torch.ops.course, name).default) == CheckpointPolicy.MUST_SAVE
+            for name in ("gather_linear", "linear_scatter", "ring", "quantize")}
+    assert dear == {"gather_linear": True, "linear_scatter": True, "ring": True, "quantize": False}
 
 
 @pytest.mark.parametrize("samples", [4, 16])
