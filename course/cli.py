@@ -315,13 +315,25 @@ def ceilings(device: Annotated[str, typer.Option(help="cpu or cuda")] = "",
 def bench_kernels(out: Annotated[Path, typer.Option(help="the JSON file that gets the table")] = Path("kernels.json"),
                   small: Annotated[bool, typer.Option("--small", help="tiny sizes: only to see that it works")] = False,
                   device: Annotated[str, typer.Option(help="cpu or cuda")] = "") -> None:
-    """What a performance model of this GPU is made of: matmuls, attention, memory, launches, collectives; five minutes."""
+    """What a performance model of this GPU is made of: matmuls, attention, memory, collectives; three minutes."""
     from course.perf import kernel_table as measure
 
     where = measured_device("cpu" if small and not device else device)
     if where.type == "cpu" and not small:
         raise CourseError("course bench kernels measures a GPU, and PyTorch sees none: --small tries it on the CPU")
     found = measure.main(where, small)
+    record(found, out)
+    print(f"wrote {out}, measured in {found['took_s']} s")
+
+
+@bench.command("host")
+def bench_host(out: Annotated[Path, typer.Option(help="the JSON file that gets the table")] = Path("host.json"),
+               small: Annotated[bool, typer.Option("--small", help="three rows on the CPU: only to see that it works")] = False
+               ) -> None:
+    """What the host of this machine needs for a step while its GPU waits: by model, format, compiler, layout; four minutes."""
+    from course.perf import host_table as measure
+
+    found = measure.main(small)
     record(found, out)
     print(f"wrote {out}, measured in {found['took_s']} s")
 

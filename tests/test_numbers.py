@@ -16,7 +16,8 @@ ABOUT = ("command", "hardware", "torch", "python", "date")        # what every f
 GAPS = {"beginning_h200": ({"command"}, "measured before the course had benchmarks; its own measure the like"),
         "foundation_h200": ({"command"}, "eight runs of `course train` on the first day, whose settings are in its rows"),
         "heldout": (set(ABOUT), "configurations that wait for their measurement; nothing in it was measured"),
-        "heldout_2": (set(ABOUT), "the same")}
+        "heldout_2": (set(ABOUT), "the same"),
+        "heldout_3": (set(ABOUT), "the same")}
 
 
 @cache

@@ -15,6 +15,7 @@ from course.models import DiTConfig, GPTConfig, ViTConfig
 from course.perf import comms
 from course.perf.comms import Group
 from course.perf.hardware import Hardware
+from course.perf.host import Host, host_of
 from course.perf.kernels import BYTES, Kernels, kernels_of
 from course.precision import LOW
 
@@ -43,6 +44,7 @@ class Local:
 
     config: Config
     kernels: Kernels
+    host: Host
     dp: int
     micro: int                                      # samples of a micro-batch on this rank
     micros: int                                     # micro-batches of a step
@@ -143,7 +145,7 @@ def local_of(config: Config, hardware: Hardware, gpus: int) -> Local:
     share = t.global_batch // dp
     micro = min(t.micro_batch or share, share)
     kernels = kernels_of(hardware)
-    return Local(config, kernels, dp, micro, -(-share // micro),
+    return Local(config, kernels, host_of(hardware), dp, micro, -(-share // micro),
                  comms.groups(p.order, p.pp, dp, p.cp, p.tp, hardware, kernels.curves))
 
 

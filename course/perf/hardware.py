@@ -3,7 +3,7 @@
     hardware = load("h100-80")
     hardware = load("mine.yaml")         # `base: h100-80` and what differs
 
-Nothing here is measured on the machine that asks; see `course bench ceilings` and `course bench kernels` for that.
+Nothing here is measured on the machine that asks; see `course bench ceilings`, `kernels` and `host` for that.
 """
 
 from collections.abc import Mapping
@@ -38,8 +38,8 @@ class Hardware:
     bandwidth: float                                # bytes/s to and from its memory
     peaks: dict[str, float] = field(hash=False)     # FLOP/s of its matmuls in each format, without sparsity
     links: tuple[Link, ...]                         # innermost first
-    launch: float                                   # seconds of the host for each kernel of an uncompiled training step
     table: str = ""                                 # kernels measured on it, a file of `course bench kernels`; "": see kernels.py
+    host: str = ""                                  # what its host needs, a file of `course bench host`; "": as the H200's
 
     def peak(self, precision: str) -> float:
         """FLOP/s in a format. Raises `CourseError` if its tensor cores do not know it."""
@@ -68,7 +68,7 @@ def load(name: str) -> Hardware:
     base = values.pop("base", None)
     if base is not None:
         values = merge(preset(str(base)), values)
-    missing = [key for key in keys if key not in ("name", "table", *values)]
+    missing = [key for key in keys if key not in ("name", "table", "host", *values)]
     if missing:
         raise CourseError(f"hardware {path} does not say its {', '.join(missing)}: add them, or `base:` and the name of a preset")
     return check(build(Hardware, {"name": path.stem, **values}, f"hardware {path}"))
@@ -101,8 +101,8 @@ def check(hardware: Hardware) -> Hardware:
     for key, value in numbers.items():
         if not 0 < value < float("inf"):
             raise CourseError(f"hardware {h.name}: {key}={value} must be a number above 0, in bytes, bytes/s or FLOP/s")
-    if not all(0 <= seconds < float("inf") for seconds in (h.launch, *(link.latency for link in h.links))):
-        raise CourseError(f"hardware {h.name}: launch and the links' latency are seconds, 0 or more")
+    if not all(0 <= link.latency < float("inf") for link in h.links):
+        raise CourseError(f"hardware {h.name}: the links' latency is in seconds, 0 or more")
     spans = [link.span or float("inf") for link in h.links]
     if min(spans) < 1 or spans != sorted(set(spans)):
         raise CourseError(f"hardware {h.name}: links go from inside out, each span larger than the one before, such as 8, 256 "

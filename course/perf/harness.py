@@ -1,10 +1,12 @@
 """What benchmarks of layouts share: a stack of blocks to measure on, and the measuring: medians, of the slowest rank."""
 
+import math
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +19,7 @@ from course.perf import bench
 from course.step import Progress, build_compute
 
 Row = dict[str, Any]
+K = TypeVar("K", bound=Hashable)
 LAPS, WARM = 10, 4
 PROFILE = "--profile"                                # on the command line: kernel tables, too
 
@@ -102,19 +105,40 @@ def milliseconds(run: Callable[[], object], world: World, laps: int = LAPS) -> f
     """Median over the laps of the slowest rank's time; of few laps, few to warm up."""
     for _ in range(min(WARM, laps)):
         run()
-    times = []
+    return statistics.median(lap(run, world) for _ in range(laps)) * 1e3
+
+
+def lap(run: Callable[[], object], world: World) -> float:
+    """Seconds of a call that begins on all ranks together, of the slowest."""
+    bench.wait(world.device)
+    if world.size > 1:
+        dist.barrier()
+    begin = time.perf_counter()
+    run()
+    bench.wait(world.device)
+    seconds = torch.tensor([time.perf_counter() - begin], dtype=torch.float64, device=world.device)
+    if world.size > 1:
+        dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    return seconds.item()
+
+
+def by_turns(runs: Mapping[K, Callable[[], object]], world: World, laps: int, least: float = 0.06) -> dict[K, list[float]]:
+    """Seconds of a call of each, lap by lap, one run after the other in each.
+
+    A lap is as many calls as take at least `least` seconds, with no wait between: the host may run ahead, as it does in training.
+    """
+    calls = {name: max(1, math.ceil(1e3 * least / milliseconds(run, world, 3))) for name, run in runs.items()}
+    found: dict[K, list[float]] = {name: [] for name in runs}
     for _ in range(laps):
-        bench.wait(world.device)
-        if world.size > 1:
-            dist.barrier()
-        begin = time.perf_counter()
+        for name, run in runs.items():
+            found[name].append(lap(partial(repeat, run, calls[name]), world) / calls[name])
+    return found
+
+
+def repeat(run: Callable[[], object], calls: int) -> None:
+    """So many calls."""
+    for _ in range(calls):
         run()
-        bench.wait(world.device)
-        lap = torch.tensor([time.perf_counter() - begin], dtype=torch.float64, device=world.device)
-        if world.size > 1:
-            dist.all_reduce(lap, dist.ReduceOp.MAX)
-        times.append(lap.item())
-    return statistics.median(times) * 1e3
 
 
 def measure(case: str, run: Callable[[], object], world: World, laps: int = LAPS, **more: Any) -> Row:

@@ -6,16 +6,18 @@ tell. heldout.json, beside the results, is the list as it was committed before a
 into the model; so there is a second one, heldout_2.json, of another seed, committed after that and before it was measured.
 
 Each is trained on random data, whole steps; the milliseconds are the median of the slowest rank, the memory is the peak of the
-fullest rank after the first step (in the first the compiler tries its kernels). The host is measured with them: of two
-machines of one make one took 33 us for a launch of compiled code, the other 40. `predicted` takes it from the file.
+fullest rank after the first step (in the first the compiler tries its kernels). A lap is several steps with no wait between them,
+as in training. How fast the host is while they run is measured with them: hosts of one make differ, and each from second to
+second. `predicted` takes it from the row.
 """
 
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -27,7 +29,7 @@ from course.errors import CourseError
 from course.files import atomic
 from course.models import build_model
 from course.parallel import build_mesh, join, leave
-from course.perf import bench, blocktime, flops, hardware, harness, kernel_table, lanes, steptime
+from course.perf import bench, blocktime, flops, hardware, harness, host_table, lanes, steptime
 from course.perf.command import command
 from course.perf.lanes import Row
 from course.perf.steptime import Time
@@ -35,7 +37,8 @@ from course.report import memory_gb
 from course.train import assemble
 
 RESULTS = Path(__file__).parent / "results"
-SEEDS = {"heldout": 7, "heldout_2": 8}               # of the lists, by their names
+SEEDS = {"heldout": 7, "heldout_2": 8, "heldout_3": 9}               # of the lists, by their names
+LAPS, LEAST = 5, 0.3                                 # laps of a step, and seconds of each
 # what each factor of two of the GPUs goes to; a configuration for each line: so all axes occur, alone and in pairs
 AXES = {1: [""] * 12, 2: ["dp", "tp", "cp", "pp"] * 2,
         4: ["dp dp", "dp tp", "dp cp", "dp pp", "tp tp", "tp cp", "tp pp", "cp cp", "cp pp", "pp pp"]}
@@ -121,11 +124,10 @@ def listed(name: str) -> list[Row]:
     return json.loads((RESULTS / f"{name}.json").read_text())["configurations"]
 
 
-def predicted(row: Row, hosts: Mapping[str, float] | None = None) -> Time:
-    """What is predicted of a configuration of a list on H200s. hosts: the host's seconds for a launch, as a file has them."""
+def predicted(row: Row, plain_step: float = 0.0) -> Time:
+    """What is predicted of a configuration of a list on H200s. plain_step: seconds of a plain step on their host, if measured."""
     local = blocktime.local_of(configuration.load(row["preset"], row["settings"]), hardware.load("h200"), row["gpus"])
-    kernels = local.kernels if hosts is None else replace(local.kernels, hosts=hosts)
-    return steptime.time_of(replace(local, kernels=kernels))
+    return steptime.time_of(replace(local, host=local.host.at(plain_step)) if plain_step else local)
 
 
 def drawn(seed: int) -> list[Row]:
@@ -153,7 +155,9 @@ def measure(of: str, name: str) -> Row:
         bench.wait(world.device)
         first = memory_gb(world.device)
         torch.cuda.reset_peak_memory_stats()
-        ms = harness.milliseconds(partial(training.step, batch), world)
+        runs: dict[str, Callable[[], object]] = {"step": partial(training.step, batch),
+                                                 "plain": host_table.plain_step(world.device)}
+        seconds = {name: median(laps) for name, laps in harness.by_turns(runs, world, LAPS, LEAST).items()}
         peak = torch.tensor([memory_gb(world.device), first], device=world.device)
         if world.size > 1:
             dist.all_reduce(peak, dist.ReduceOp.MAX)
@@ -161,7 +165,7 @@ def measure(of: str, name: str) -> Row:
         rank = world.rank
     finally:
         leave()
-    return {"ms": ms, "memory_gb": steady, "first_gb": first, "rank": rank}
+    return {"ms": 1e3 * seconds["step"], "plain_step": seconds["plain"], "memory_gb": steady, "first_gb": first, "rank": rank}
 
 
 def main(of: str, file: Path) -> None:
@@ -170,8 +174,7 @@ def main(of: str, file: Path) -> None:
     todo = listed(of)
     head = {**bench.machine(torch.device("cuda")), "command": f"python -m course.perf.heldout {of} FILE",
             "meaning": f"whole training steps of the configurations of {of}.json: milliseconds, peak GB of the fullest rank; "
-                       "host: seconds for each launch of a kernel",
-            "host": lanes.start(["-m", "course.perf.heldout", "host"], gpus[0])}
+                       "plain_step: seconds of `host_table.plain_step`, measured by turns with them"}
     rows = lanes.Rows(file, head, [row["name"] for row in todo], "name")
 
     def run(name: str, group: str) -> Row:
@@ -199,7 +202,5 @@ if __name__ == "__main__":
             measured = measure(words[1], words[2])
             if measured.pop("rank") == 0:
                 print(json.dumps(measured))
-        elif words[0] == "host":
-            print(json.dumps(kernel_table.host(torch.device("cuda"), False)))
         else:
             main(words[0], Path(words[1]))

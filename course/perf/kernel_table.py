@@ -1,7 +1,7 @@
 """`course bench kernels`: the table that a performance model of this GPU is made of, in less than five minutes.
 
-Seconds of matmuls over (m, k, n), of attention over (batch x heads, tokens, head_dim), of what memory bounds over its bytes,
-and what the host needs for a kernel. `kernels.py` reads it. A lap lasts at least 0.05 s: a GPU at full power lowers its clock
+Seconds of matmuls over (m, k, n), of attention over (batch x heads, tokens, head_dim), of what memory bounds over its bytes.
+`kernels.py` reads it. A lap lasts at least 0.05 s: a GPU at full power lowers its clock
 within milliseconds, and a training step runs at what it then sustains, not at what a short burst reaches. Short kernels are
 measured several to a CUDA graph, or the host's launches would be what is measured.
 """
@@ -17,7 +17,6 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,11 +24,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from course.models.layers import Block
 from course.parallel import join, leave
 from course.perf import bench
 from course.perf.command import command
-from course.recompute import recompute
 
 Run = Callable[[], object]
 LAPS = 3
@@ -64,9 +61,8 @@ def main(device: torch.device, small: bool) -> dict[str, Any]:
                   for kind, make in kinds(device).items()}
     found = {**bench.machine(device), "command": "course bench kernels --out FILE",
              "unit": "seconds; matmul: of m, k, n; attention: of batch x heads, tokens, head_dim; memory: of bytes read and "
-                     "written; all_reduce: of bytes, by the number of GPUs; host: for each kernel",
-             "matmul": matmuls, "attention": attention, "memory": memory, "host": host(device, small),
-             "all_reduce": collectives(device, small)}
+                     "written; all_reduce: of bytes, by the number of GPUs",
+             "matmul": matmuls, "attention": attention, "memory": memory, "all_reduce": collectives(device, small)}
     return found | {"took_s": round(time.perf_counter() - begin, 1)}
 
 
@@ -229,43 +225,6 @@ def cast(size: float, device: torch.device) -> Run:
     assert fp8.E4M3 == E4M3
     x, scale, amax = rows(size / 2, device, torch.bfloat16), torch.ones((), device=device), torch.zeros((), device=device)
     return lambda: torch.ops.course.quantize(x, scale, amax, E4M3, True, True)
-
-
-def host(device: torch.device, small: bool) -> dict[str, float]:
-    """Seconds of the host for each kernel of a training step so small that nothing else counts; compiled and not, and, not
-    compiled, with recomputation."""
-    found: dict[str, float] = {}
-    if device.type == "cpu":                         # where no kernels are launched
-        return found
-    for name, how in (("eager", "none"), ("compiled", "none"), ("eager, selective", "selective"), ("eager, full", "full")):
-        blocks = nn.ModuleDict({str(i): Block(64, 4, 256, f"blocks.{i}") for i in range(4)}).to(device)
-        recompute(SimpleNamespace(blocks=blocks), how)                  # type: ignore[arg-type]
-        x = torch.randn(1, 32, 64, device=device)
-        if name == "compiled":
-            for block in blocks.values():
-                block.compile()
-
-        def run(blocks: Any = blocks, x: Tensor = x) -> None:
-            with torch.autocast(device.type, half(device)):
-                y = x
-                for block in blocks.values():
-                    y = block(y, {})
-            y.float().sum().backward()
-            for parameter in blocks.parameters():
-                parameter.grad = None
-
-        laps = bench.seconds(run, device, LAPS, 1e-3 if small else 0.2)
-        found[name] = laps / kernels_in(run)
-    return found
-
-
-def kernels_in(run: Run) -> int:
-    """How many kernels and copies a call gives the GPU."""
-    kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=kinds) as seen:
-        run()
-        torch.cuda.synchronize()
-    return max(1, sum(event.device_type == torch.autograd.DeviceType.CUDA for event in seen.events() or []))
 
 
 def collectives(device: torch.device, small: bool) -> dict[str, list[list[float]]]:

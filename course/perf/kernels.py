@@ -95,7 +95,6 @@ class Kernels:
     hardware: Hardware
     grids: Mapping[str, Grid]
     curves: tuple[tuple[int, Curve], ...] = ()
-    hosts: Mapping[str, float] | None = None        # measured seconds of the host for a kernel, see `host`
 
     def matmul(self, m: float, k: float, n: float, precision: str) -> float:
         """Seconds of (m, k) @ (k, n): 2·m·k·n FLOPs over peak and efficiency, or its bytes over the memory's bandwidth."""
@@ -145,14 +144,6 @@ class Kernels:
         if grid:
             return max(LEAST, size / (grid.at((size,)) * self.hardware.bandwidth))
         return LEAST + size / (MEMORY[kind] * self.hardware.bandwidth)
-
-    def host(self, compiled: bool, recompute: str = "none") -> float:
-        """Seconds of the host for each kernel of a step. torch.compile's guards and its graphs' calls cost more than a kernel's
-        launch: 41 us instead of 23 (results/vit_h200.json, one sample). So does uncompiled recomputation, which calls Python for
-        each tensor that it keeps or, selective, for each operator: as measured, where the table has it."""
-        name, hosts = "compiled" if compiled else "eager", self.hosts or {}
-        measured = hosts.get(f"{name}, {recompute}") or hosts.get(name)
-        return measured or self.hardware.launch * (1.8 if compiled else 1.0)
 
 
 BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
@@ -221,7 +212,7 @@ def from_table(table: Mapping[str, Any], measured: Hardware, hardware: Hardware)
     curves = tuple((int(ranks), tuple((2 * size * (1 - 1 / int(ranks)), scale * 2 * size * (1 - 1 / int(ranks)) / seconds)
                                       for size, seconds in points))
                    for ranks, points in sorted(table.get("all_reduce", {}).items(), key=lambda entry: int(entry[0])))
-    return Kernels(hardware, grids, curves, table.get("host") if measured == hardware else None)
+    return Kernels(hardware, grids, curves)
 
 
 def matmul_flops(m: float, k: float, n: float) -> float:

@@ -313,18 +313,23 @@ def best(asked: Search, candidates: Iterable[Config], found: Layout | None = Non
 
 
 def fitting(asked: Search, candidate: Config, limit: float) -> Layout | None:
-    """A candidate with the least recomputation with which it fits, if it does at all, in less than `limit` seconds a step."""
+    """A candidate with the recomputation with which it fits and is the fastest, if that is in less than `limit` seconds a step.
+
+    None at all is the fastest; uncompiled, where the host is the limit, full may be faster than selective, which asks Python
+    about every operator.
+    """
+    found = None
     for how in asked.values("train.recompute", RECOMPUTE):
         config = changed(candidate, {"train.recompute": how})
         if refusal(config):
             continue
         time = steptime.predict(config, asked.hardware, asked.gpus)
-        if time.step >= limit:                      # more recomputation takes longer still
-            return None
-        needs = memory.predict(config)
-        if needs.total <= asked.room:
-            return Layout(config, needs, time)
-    return None
+        fits = time.step < limit and memory.predict(config)
+        if fits and fits.total <= asked.room:
+            found, limit = Layout(config, fits, time), time.step
+        if how == "none" and (found or time.step >= limit):
+            break
+    return found
 
 
 def tight(asked: Search, start: Config) -> Iterator[tuple[Config, Memory]]:

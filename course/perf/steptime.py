@@ -4,15 +4,13 @@
     time.step                            # seconds; the parts of `Time` add up to it
 
 The busiest rank's work is counted kernel by kernel (`blocktime.py`). Then what is done once a step and what waits is added: the
-optimizer, gradients on their way, a pipeline's bubble, the host, the loader. Nothing is fitted to measured steps
-but how many launches a block costs the host (`launches`), counted in some of them.
+optimizer, gradients on their way, a pipeline's bubble, the host (`host.py`), the loader. Nothing is fitted to measured steps.
 """
 
 import math
 from dataclasses import dataclass, fields
 from functools import cache
 
-from course.compilation import attention_leaves
 from course.config import Config
 from course.errors import CourseError
 from course.models import DiTConfig, GPTConfig, ViTConfig
@@ -20,20 +18,6 @@ from course.perf import comms, flops
 from course.perf.blocktime import BESIDE, Local, block_time, ends_time, linears, local_of
 from course.perf.hardware import Hardware
 
-# Kernels of one block, forward and backward, uncompiled and compiled: 843 and 729 of 12 blocks in results/vit_h200.json, "one
-# sample", of which about 50 are no block's. Tensor parallelism adds those of its collectives and the copies around them: 8, of 4
-# each; 16 of 5 where they overlap with matmuls; by symmetric memory the host takes as long as for 170 (16 uncompiled blocks of
-# width 1536 on two H200s, of which the GPUs wait for the host: 113 ms, by NCCL 70). A round of a ring adds, forward and backward,
-# messages, attention and sums: about 30. A micro-batch after the first adds its gradients to what is there, one by one.
-LAUNCHES, COMPILED_LAUNCHES, OTHER_LAUNCHES, TENSOR_LAUNCHES, RING_LAUNCHES = 66, 57, 50, 32, 30
-OVERLAP_LAUNCHES = {"nccl": 80, "symmetric": 170}
-PARAMETERS = 12
-# What other blocks launch beyond a ViT's, uncompiled (rotary positions, SwiGLU, RMSNorm, DiT's modulation; counted as operators
-# and in profiles of the first held-out list), and compiled
-ROTARY_LAUNCHES, SWIGLU_LAUNCHES, RMS_LAUNCHES, DIT_LAUNCHES, COMPILED_DIT_LAUNCHES = 43, 4, 30, 45, 30
-# A block that leaves the compiler is compiled in pieces, each entered from Python, in both directions; one costs the host about
-# as much as a dozen launches (held-out 2-05, when linears beside their communication were 8 boundaries in each of 28 blocks)
-PIECE = 12
 # bytes/s that loaders give on a host of 16 cores, by worker, and at most (results/loaders_h200.json: pairs of 41.5 MB; of native,
 # beginning_h200.json: 53 to 64 pairs/s whatever the workers)
 LOADERS = {"native": (1.27e9, 2.4e9), "threads": (5.7e9, 36e9), "dali": (3.4e9, 11e9), "dali_numpy": (5.9e9, 36e9)}
@@ -109,7 +93,8 @@ def time_of(local: Local) -> Time:
     parts = {"matmul": total["matmul"], "attention": total["attention"], "memory": total["memory"],
              "recompute": total["recompute"], "tensor": total["tensor"], "context": total["context"],
              "optimizer": optimizer_time(local, weights), "data": data, "send": send, "bubble": bubble}
-    parts["launch"] = max(0.0, host_time(local, most) - sum(parts.values()))
+    host = local.host.seconds(c, local.dp, most, local.micros)
+    parts["launch"] = max(0.0, host - sum(parts.values()))
     parts["loading"] = max(0.0, loading_time(local) - sum(parts.values()))
     samples = c.train.global_batch
     ranks_number = p.pp * local.dp * p.cp * p.tp
@@ -242,32 +227,6 @@ def waits(schedule: str, p: int, m: int, v: int) -> float:
     if v > 1:
         return 2 * (p * v - 1)
     return 2 * (p - 1) if schedule == "gpipe" else max(2 * (p - 1), 2 * (p - 1) * m / p + 2 * (p - 2))
-
-
-def host_time(local: Local, layers: int) -> float:
-    """Seconds that the host needs to launch a step's kernels, in which the GPU may wait; none if it launches a graph."""
-    if local.config.graphs:
-        return 0.0
-    compiled, how = local.config.compile, local.config.train.recompute
-    again = {"none": 0.0, "selective": 0.3, "full": 0.35}[how]
-    added = (local.micros - 1) * layers * PARAMETERS
-    number = local.micros * layers * launches(local) * (1 + again) + added + OTHER_LAUNCHES
-    return number * local.kernels.host(compiled, how)
-
-
-def launches(local: Local) -> float:
-    """What the host does for a block and a micro-batch, forward and backward, counted in launches of a kernel."""
-    m, p, compiled = local.m, local.p, local.config.compile
-    each = COMPILED_LAUNCHES if compiled else LAUNCHES
-    if isinstance(m, DiTConfig):
-        each += COMPILED_DIT_LAUNCHES if compiled else DIT_LAUNCHES
-    elif isinstance(m, GPTConfig) and not compiled:
-        each += ROTARY_LAUNCHES * (m.position == "rotary")
-        each += SWIGLU_LAUNCHES * (m.mlp == "swiglu") + RMS_LAUNCHES * (m.norm == "rms")
-    each += (OVERLAP_LAUNCHES[p.overlap] if p.overlapped else TENSOR_LAUNCHES) * (p.tp > 1)
-    each += RING_LAUNCHES * (p.cp - 1) * (p.context == "ring")
-    boundaries = 8 * p.symmetric + 2 * attention_leaves(local.config)     # of four linears, of attention; forward and backward
-    return each + PIECE * boundaries * compiled
 
 
 def loading_time(local: Local) -> float:

@@ -40,7 +40,7 @@ def test_attention_forward_and_backward():
 def test_the_command_writes_a_table_that_the_model_reads(tmp_path):
     file = tmp_path / "table.json"
     assert CliRunner().invoke(cli.app, ["bench", "kernels", "--small", "--out", str(file)]).exit_code == 0
-    own = hardware.Hardware("own", 1e9, 1e11, {"fp32": 1e12}, hardware.load("h200").links, 1e-5, str(file))
+    own = hardware.Hardware("own", 1e9, 1e11, {"fp32": 1e12}, hardware.load("h200").links, str(file))
     found = kernels.kernels_of(own)
     assert 0 < found.matmul(64, 64, 64, "fp32") < 1 and found.memory("shuffle", 1e5) > 0
     assert json.loads(file.read_text())["took_s"] < 300 and [ranks for ranks, _ in found.curves] == [2]

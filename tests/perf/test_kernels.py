@@ -17,7 +17,6 @@ def made_up(share, sides=(64, 256, 1024, 4096), points=(1e6, 1e8, 1e10)):
     seconds = [2 * m * k * n / share(m, k, n) / peak for m, k, n in product(sides, sides, sides)]
     return {"matmul": {"bf16": {"axes": [list(sides)] * 3, "seconds": seconds}},
             "memory": {"copy": {"axes": [list(points)], "seconds": [x / 0.5 / H200.bandwidth for x in points]}},
-            "host": {"eager": 7e-6, "compiled": 9e-6},
             "all_reduce": {"2": [[1e6, 1e-4], [1e8, 1e-3]], "4": [[1e6, 2e-4]]}}
 
 
@@ -56,7 +55,6 @@ def test_other_hardware_scales_by_peak_and_bandwidth():
     big = 4096, 4096, 4096
     assert there.matmul(*big, "bf16") / here.matmul(*big, "bf16") == pytest.approx(989 / 148)
     assert there.memory("copy", 1e9) / here.memory("copy", 1e9) == pytest.approx(4.8 / 4.0)
-    assert (here.host(False), there.host(False)) == (7e-6, h20.launch)  # the host is not the GPU's
 
 
 def test_curves_of_collectives():
@@ -91,13 +89,6 @@ def test_matmuls_without_a_table(shape, precision, ms):
     assert RULES.matmul(*shape, precision) * 1e3 == pytest.approx(ms, rel=0.06)
 
 
-def test_the_host_is_as_slow_as_measured_with_recomputation_too():
-    hosts = {"eager": 2e-5, "compiled": 3e-5, "eager, full": 5e-5}
-    found = Kernels(H200, {}, (), hosts)
-    assert [found.host(False, how) for how in ("none", "selective", "full")] == [2e-5, 2e-5, 5e-5]
-    assert found.host(True, "full") == 3e-5 and Kernels(H200, {}).host(False, "full") == H200.launch
-
-
 def test_small_and_thin_kernels_are_bound_by_launch_and_memory():
     assert RULES.matmul(1, 1, 1, "bf16") == kernels.LEAST
     assert RULES.matmul(8, 65536, 8192, "bf16") == pytest.approx(2 * 65536 * 8192 / (0.88 * 4.8e12), rel=0.01)
@@ -113,10 +104,10 @@ def test_unfused_attention_pays_for_its_scores():
 def test_an_own_table_and_one_that_is_not_there(tmp_path):
     file = tmp_path / "ours.json"
     file.write_text(json.dumps(made_up(slope)))
-    own = hardware.Hardware("own", 1e11, 4.8e12, {"bf16": 989e12}, H200.links, 1e-5, str(file))
+    own = hardware.Hardware("own", 1e11, 4.8e12, {"bf16": 989e12}, H200.links, str(file))
     assert kernels.kernels_of(own).grids["matmul bf16"].at((64, 64, 64)) == pytest.approx(0.1)
     file.write_text("[]")
     with pytest.raises(CourseError, match="no table of kernels"):
-        kernels.kernels_of(hardware.Hardware("other", 1e11, 4.8e12, {"bf16": 989e12}, H200.links, 1e-5, str(file)))
+        kernels.kernels_of(hardware.Hardware("other", 1e11, 4.8e12, {"bf16": 989e12}, H200.links, str(file)))
     with pytest.raises(CourseError, match="there is no table nowhere"):
-        kernels.kernels_of(hardware.Hardware("third", 1e11, 4.8e12, {"bf16": 989e12}, H200.links, 1e-5, "nowhere.json"))
+        kernels.kernels_of(hardware.Hardware("third", 1e11, 4.8e12, {"bf16": 989e12}, H200.links, "nowhere.json"))

@@ -173,6 +173,7 @@ def test_ten_thousands_of_gpus_take_a_millisecond():
 # of those that are 25% off or more, and why
 KNOWN = {
     "cp_: cp 4: 16k causal ring": "its rounds of small kernels wait for the host, which attention alone does not show",
+    "vit_: vit: one sample: compiled": "waits for a host whose speed nobody measured: 2.5 ms a block, where others took 1.1",
 }
 
 

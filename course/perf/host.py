@@ -1,0 +1,172 @@
+"""What the host needs for a training step: Python, autograd, torch.compile's guards, launches. The GPU may wait for it.
+
+It is not computed but measured, by `course bench host` (host_table.py): steps of models so small that nothing else counts, with
+few and many blocks, one and several micro-batches. A `Cost` is what fits them best. Each row of a table is such a cost, of a kind
+of model in a setting; what a configuration adds to its model's row is taken to be what the same setting added where it was
+measured.
+
+Hosts differ: two machines of one make by 1.6, and the same one from second to second by a fifth. So costs are in units of a small
+step of plain PyTorch, which is measured beside them: they hold for any host, and the unit tells how fast it is.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from course.compilation import attention_leaves
+from course.config import Config
+from course.errors import CourseError
+from course.models import GPTConfig
+from course.perf.hardware import Hardware
+
+RESULTS = Path(__file__).parent / "results"
+REFERENCE = "host_h200.json"                         # whose host stands for those that were not measured
+RECOMPUTE = ("none", "selective", "full")
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What the host does: once a step, for a micro-batch with no block, for a block of a micro-batch."""
+
+    step: float = 0.0
+    micro: float = 0.0
+    block: float = 0.0
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(self.step + other.step, self.micro + other.micro, self.block + other.block)
+
+    def __sub__(self, other: "Cost") -> "Cost":
+        return self + other * -1.0
+
+    def __mul__(self, times: float) -> "Cost":
+        return Cost(self.step * times, self.micro * times, self.block * times)
+
+    def of(self, blocks: int, micros: int) -> float:
+        """Of a step of so many blocks and micro-batches on a rank."""
+        return self.step + micros * (self.micro + blocks * self.block)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is measured beside a model's plain rows: on which kind of model, how it is set, uncompiled with which recomputations,
+    and whether compiled, too."""
+
+    kind: str
+    overrides: tuple[str, ...]
+    recompute: tuple[str, ...] = ("none",)
+    compiled: bool = False
+    gpus: int = 1
+
+
+SETTINGS = {
+    "fp8": Setting("vit", ("precision=fp8",), RECOMPUTE, True),
+    "tf32": Setting("vit", ("precision=tf32",)),
+    "rotary": Setting("gpt", ("model.position=rotary",)),
+    "swiglu": Setting("gpt", ("model.mlp=swiglu",)),
+    "rms": Setting("gpt", ("model.norm=rms",)),
+    "dp": Setting("gpt", ("parallel.dp=2",), gpus=2),
+    "zero": Setting("gpt", ("parallel.dp=2", "parallel.zero=true"), gpus=2),
+    "pp": Setting("gpt", ("parallel.pp=2", "parallel.schedule=1f1b"), gpus=2),
+    "tp": Setting("gpt", ("parallel.tp=2", "parallel.sp=false"), compiled=True, gpus=2),
+    "sp": Setting("gpt", ("parallel.tp=2", "parallel.sp=true", "parallel.overlap=none"), gpus=2),
+    "nccl": Setting("gpt", ("parallel.tp=2", "parallel.sp=true", "parallel.overlap=nccl"), compiled=True, gpus=2),
+    "symmetric": Setting("gpt", ("parallel.tp=2", "parallel.sp=true", "parallel.overlap=symmetric"), compiled=True, gpus=2),
+    "ring": Setting("gpt", ("parallel.cp=2", "parallel.context=ring"), compiled=True, gpus=2),
+    "gather": Setting("vit", ("parallel.cp=2", "parallel.context=gather"), gpus=2),
+    "causal gather": Setting("gpt", ("parallel.cp=2", "parallel.context=gather"), compiled=True, gpus=2),
+    "all_to_all": Setting("gpt", ("parallel.cp=2", "parallel.context=all_to_all"), compiled=True, gpus=2)}
+STEP = ("dp", "zero", "pp")                          # are the same whatever runs the blocks
+FUSED = ("tf32", "rotary", "swiglu", "rms")          # are nothing more to launch for compiled blocks
+# where a setting was not measured with recomputation: its forward pass is half of what it adds, and is done again, or partly
+AGAIN = {"none": 1.0, "selective": 1.25, "full": 1.5}
+
+
+def row_name(kind: str, setting: str, compiled: bool, recompute: str) -> str:
+    """What a row of the table is called: "gpt", "vit, fp8, compiled, full"."""
+    return ", ".join(word for word in (kind, setting, "compiled" * compiled, recompute * (recompute != "none")) if word)
+
+
+@dataclass(frozen=True)
+class Host:
+    """A measured host: what steps cost, by `row_name`, in steps of `host_table.plain_step`; and the seconds of such a step."""
+
+    rows: Mapping[str, Cost]
+    plain_step: float
+
+    def at(self, plain_step: float) -> "Host":
+        """The same at another speed."""
+        return Host(self.rows, plain_step)
+
+    def seconds(self, config: Config, dp: int, blocks: int, micros: int) -> float:
+        """Seconds of a step on a rank with so many blocks and micro-batches; dp: its data parallel ranks. None for a graph."""
+        if config.graphs:
+            return 0.0
+        compiled, recompute = config.compile, config.train.recompute
+        cost = self.rows[row_name(config.model.kind, "", compiled, recompute)]
+        for name, times in added(config, dp):
+            cost = cost + self.beyond(name, compiled, recompute) * times
+        return self.plain_step * cost.of(blocks, micros)
+
+    def beyond(self, name: str, compiled: bool, recompute: str) -> Cost:
+        """What a setting adds to a step."""
+        setting = SETTINGS[name]
+        if compiled and name in FUSED:
+            return Cost()
+        compiled = compiled and setting.compiled
+        how = recompute if recompute in setting.recompute and not compiled else "none"
+        more = (self.rows[row_name(setting.kind, name, compiled, how)]
+                - self.rows[row_name(setting.kind, "", compiled, how)])
+        return more if how == recompute or name in STEP else more * AGAIN[recompute]
+
+
+def added(config: Config, dp: int) -> Iterator[tuple[str, float]]:
+    """The settings of a configuration beyond its model's plain row, and how many times each counts.
+
+    Context parallel rows have averaged gradients, too, as "dp" has; a ring has cp - 1 rounds where it was measured with one, and
+    symmetric memory a copy and a matmul for each of tp ranks. Interleaved, a micro-batch is sent on for every chunk.
+    """
+    m, p = config.model, config.parallel
+    if config.precision in ("fp8", "tf32"):
+        yield config.precision, 1.0
+    if isinstance(m, GPTConfig):
+        yield from ((name, 1.0) for name in (m.position, m.mlp, m.norm) if name in SETTINGS)
+    if dp * p.cp > 1:
+        yield "dp", 1.0
+        if p.zero:
+            yield "zero", 1.0
+            yield "dp", -1.0
+    if p.tp > 1:
+        yield ("sp" if p.overlap == "none" else p.overlap) if p.sp else "tp", p.tp / 2 if p.symmetric else 1.0
+    if p.cp > 1:
+        times = p.cp - 1 if p.context == "ring" else 1.0
+        yield "causal gather" if attention_leaves(config) else p.context, times
+        yield "dp", -times
+    if p.pp > 1:
+        yield "pp", float(p.chunks)
+
+
+@cache
+def host_of(hardware: Hardware) -> Host:
+    """The host of some hardware: as measured on it, or else like the H200's."""
+    reference = read(RESULTS / REFERENCE)
+    if not hardware.host:
+        return reference
+    path = Path(hardware.host)
+    path = path if path.exists() else RESULTS / hardware.host
+    if not path.exists():
+        raise CourseError(f"hardware {hardware.name}: there is no table {hardware.host}: measure one with `course bench host "
+                          "--out FILE` on such a machine, or leave the key out")
+    own = read(path)
+    return Host({**reference.rows, **own.rows}, own.plain_step)          # one GPU measures no layouts
+
+
+def read(path: Path) -> Host:
+    """A table of `course bench host`; rows that could not be measured are left out."""
+    try:
+        table = json.loads(path.read_text())
+        rows = {str(name): Cost(*map(float, cost)) for name, cost in table["host"].items() if isinstance(cost, list)}
+        return Host(rows, float(table["plain_step"]))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CourseError(f"{path} is no table of the host ({error}): make one with `course bench host --out FILE`") from error
