@@ -188,8 +188,9 @@ def opened(kind: str, path: Path, run: Path, given: list[str], like: str, rows: 
     elif known and known.kind != KINDS[kind]:
         raise other_kind(path, like, known.kind, KINDS[kind])
     else:
+        heads = values.get("heads") if isinstance(values := told.get("model"), dict) else 0     # what is wrong in it `build` says
         source = huggingface.source(path, known) if kind == "hf" else \
-            dit.source(path, told.get("model", {}).get("heads", 0), like=known)
+            dit.source(path, heads if isinstance(heads, int) else 0, like=known)
         model = source.c
     if known and known.kind != model.kind:
         raise other_kind(path, like, known.kind, model.kind)
