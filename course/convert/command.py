@@ -37,7 +37,7 @@ from course.errors import CourseError
 from course.evaluate import read_config
 from course.files import flush, remove
 from course.models import build_model
-from course.parallel import Axis, Mesh, Placement, World, abandon, build_mesh, join, leave, place_serial
+from course.parallel import Axis, Mesh, Placement, World, build_mesh, join, joined, place_serial
 from course.precision import parameter_dtype
 from course.step import Progress
 from course.train import assemble
@@ -50,13 +50,8 @@ DEFAULT = {"gpt": "gpt-124m", "vit": "vit-base", "dit": "dit-xl"}     # whose se
 def main(source: Path, target: Path, settings: Iterable[str] = (), to: str = "", like: str = "", rows: str = "",
          average: bool = False, shard: int = weights.SHARD) -> None:
     """`convert` on all ranks that torchrun or srun started."""
-    world = join("cpu")
-    try:
+    with joined("cpu") as world:
         convert(world, source, target, settings, to, like, rows, average, shard)
-    except BaseException:
-        abandon(world)
-        raise
-    leave()
 
 
 def convert(world: World, source: Path, target: Path, settings: Iterable[str] = (), to: str = "", like: str = "",

@@ -9,8 +9,8 @@ import math
 import os
 import platform
 import sys
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -132,7 +132,7 @@ def wait_at_most(seconds: float) -> None:
 
 
 def launched() -> bool:
-    """Whether torchrun or srun started this process as one of several."""
+    """Whether torchrun or srun, or `ranks` of a notebook, started this process as one of several."""
     return _identity()[1] > 1
 
 
@@ -157,6 +157,18 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
+@contextmanager
+def joined(device: str = "auto") -> Iterator[World]:
+    """Within the block this process is one of the world: it parts in order, or on an exception abandons the others."""
+    world = join(device)
+    try:
+        yield world
+    except BaseException:
+        abandon(world)
+        raise
+    leave()
+
+
 def abandon(world: World) -> None:
     """After an exception: tell the other processes, and end this one as soon as the exception has been printed.
 
@@ -167,7 +179,7 @@ def abandon(world: World) -> None:
         sys.stderr.flush()
         os._exit(1)
 
-    if world.size > 1 and launched():                # not ranks of a notebook, who are asked to do more
+    if world.size > 1 and launched():
         fail(world)
         atexit.register(end)
 
