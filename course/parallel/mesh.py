@@ -236,6 +236,6 @@ def _identity() -> tuple[int, int, int]:
     # SLURM_STEP_NUM_TASKS is set by srun alone; SLURM_NTASKS also in the batch script, which is one process
     if int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
         env.setdefault("MASTER_ADDR", env.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1"))
-        env.setdefault("MASTER_PORT", str(20000 + int(env["SLURM_JOB_ID"]) % 20000))
+        env.setdefault("MASTER_PORT", str(20000 + int(env["SLURM_JOB_ID"]) % 12000))     # below the ports that systems give away
         return int(env["SLURM_PROCID"]), int(env["SLURM_STEP_NUM_TASKS"]), int(env["SLURM_LOCALID"])
     return 0, 1, 0
