@@ -207,7 +207,7 @@ def presets() -> list[str]:
 
 
 def preset_path(preset: str) -> Path:
-    """Where a preset lies: a file of the user's if it ends in .yaml, else one of the course's."""
+    """Where a preset lies: a file of the user's if it ends in .yaml, else one of the course's. `CourseError` if there is none."""
     if preset.endswith((".yaml", ".yml")):
         if Path(preset).is_file():
             return Path(preset)
@@ -218,7 +218,10 @@ def preset_path(preset: str) -> Path:
 
 
 def read_preset(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """The values of a YAML file on top of those of its `base`. above: the files that name this one as theirs."""
+    """The values of a YAML file on top of those of its `base`. above: the files that name this one as theirs.
+
+    Raises `CourseError` if one of them is no YAML of names and values, or bases lead in a circle.
+    """
     values = reading(read_yaml(path, "`section:` and `key: value` lines"))
     base = values.pop("base", None)
     if base is None:
@@ -256,7 +259,7 @@ def plain_yaml(text: str) -> Any:
 
 
 def parse(overrides: Iterable[str]) -> dict[str, Any]:
-    """`["train.steps=5"]` as `{"train": {"steps": 5}}`; values are read as YAML."""
+    """`["train.steps=5"]` as `{"train": {"steps": 5}}`; values are read as YAML. `CourseError` for what is neither."""
     values: dict[str, Any] = {}
     for override in overrides:
         key, equals, text = override.partition("=")

@@ -43,6 +43,8 @@ def main(run: Path, split: str = "test", samples: int = 64, animate: bool = Fals
     """Score the newest checkpoint of a run; write scores.json and pictures to `run/evaluation`, print the table.
 
     average: of the weights' moving average.
+
+    Raises `CourseError` for what is no run of a ViT on weather or has no checkpoint, and where no file of the split is so long.
     """
     settings = read_config(run)
     if settings.model.kind != "vit":
@@ -64,7 +66,7 @@ def main(run: Path, split: str = "test", samples: int = 64, animate: bool = Fals
 
 
 def read_config(run: Path) -> Config:
-    """The configuration of a run."""
+    """The configuration of a run; `CourseError` for a folder of anything else."""
     if not (run / "config.yaml").is_file():
         raise CourseError(f"{run} is not the folder of a run (it has no config.yaml): give one such as runs/vit-demo/default")
     return config.load(str(run / "config.yaml"))
@@ -78,7 +80,8 @@ def device_of(settings: Config) -> torch.device:
 def load_model(run: Path, settings: Config, device: torch.device, average: bool | None = False) -> tuple[nn.Module, int]:
     """The model of the newest good checkpoint, and the step it was written at.
 
-    average: the moving average of the weights; None: if the checkpoint has one.
+    average: the moving average of the weights; None: if the checkpoint has one. Raises `CourseError` where there is no whole
+    checkpoint, or no average.
     """
     found = checkpoint.newest(run / "checkpoints", print)
     if found is None:
@@ -104,7 +107,10 @@ def state_to_state(model: nn.Module, settings: Config) -> State:
 
 
 def starts(pairs: Pairs, samples: int, days: int) -> list[int]:
-    """Evenly spaced samples from which a whole forecast fits in the same file; those of a short file, what fits."""
+    """Evenly spaced samples from which a forecast of so many days, or of one step, fits in the same file; all, if they are fewer.
+
+    Raises `CourseError` if there is none.
+    """
     entries = max(days * 24 // layout.HOURS, pairs.lead)
     fits = [int(first) + i for first, year in zip(pairs.first, pairs.years, strict=False)
             for i in range(max(0, year.shape[0] - entries))]

@@ -210,7 +210,10 @@ def run_folder(config: Config) -> Path:
 
 
 def resume(run: Path, training: Training) -> tuple[int, int]:
-    """Go on from the newest good checkpoint of this run, if there is one: (steps done, samples consumed)."""
+    """Go on from the newest good checkpoint of this run, if there is one: (steps done, samples consumed).
+
+    Raises `CourseError` if it must not: it should not be there, its model or its data is another, or all is damaged.
+    """
     config, mesh = training.config, training.mesh
     found = checkpoint.newest(run / "checkpoints", lambda text: speak(mesh, text), mesh.all,
                               writes=config.checkpoint.resume)

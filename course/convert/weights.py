@@ -92,7 +92,7 @@ def about(c: Any) -> dict[str, str]:
 
 
 def model_in(path: Path, header: Mapping[str, str]) -> Any:
-    """The model's configuration, if this library wrote the file; else None."""
+    """The model's configuration, if this library wrote the file; else None. `CourseError` for one that is none."""
     if MODEL not in header:
         return None
     try:
@@ -120,7 +120,7 @@ def read_pickled(file: Path) -> Mapping[str, Tensor]:
 
 
 def find(folder: Path, names: Any) -> dict[str, str]:
-    """The file of each tensor. names: what gives the names in a file."""
+    """The file of each tensor. names: what gives the names in a file. `CourseError` where a file is missing."""
     for file in FILES:
         if (folder / file).is_file():
             return dict.fromkeys(names(folder / file), file)
@@ -136,7 +136,7 @@ def find(folder: Path, names: Any) -> dict[str, str]:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """An object from a JSON file."""
+    """An object from a JSON file; `CourseError` if it holds none."""
     try:
         found = json.loads(file.read_text())
     except (OSError, ValueError, RecursionError) as error:

@@ -97,7 +97,10 @@ FAILED = "course/failed"                             # the key under which a pro
 
 
 def join(device: str = "auto") -> World:
-    """Find out who this process is (torchrun, srun, or alone), pick its device, and meet the others."""
+    """Find out who this process is (torchrun, srun, or alone), pick its device ("auto", "cpu" or "cuda"), and meet the others.
+
+    Raises `CourseError` where there is no GPU for it.
+    """
     rank, size, local = _identity()
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
