@@ -3,7 +3,8 @@
     errors, files       one exception for what a user can mend; files that are whole or absent
     config              frozen dataclasses, presets, key=value
     random              randomness as a pure function
-    models              layers (the shared block), vit, gpt, and dit with its diffusion, serial and unaware of parallelism
+    models              layers (the shared block), vit, gpt (its loss on a GPU in loss_kernel), and dit with its diffusion, serial
+                        and unaware of parallelism
     data                layout (files on disk), weather (with atmosphere, stepping, sphere) and era5, their makers,
                         pairs (the samples of weather), latents (DiT's) and tokens (GPT's, in Megatron's files: indexed, made by
                         corpus and jsonl of texts with bpe), order (who sees what when), and loaders that give the same bits:

@@ -15,11 +15,10 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,7 +30,7 @@ from course.errors import CourseError
 from course.files import atomic, flush, remove, sha256
 from course.parallel.mesh import Axis
 from course.parallel.placement import Box, Placement, box_shape, placement
-from course.streaming import CODES, Head, stream
+from course.streaming import CODES, stream
 
 FORMAT = 2                                           # 2: fused QKV weights are (3, heads, head_dim, dim)
 DAMAGED = ".damaged"                                 # at the end of the name of one that a resume has passed over
@@ -63,9 +62,11 @@ def save(folder: Path, optimizer: torch.optim.Optimizer, state: dict[str, Any], 
     final = folder / f"step_{state['step']:06d}"
     shared = (more or {}) if everyone.rank == 0 else {}
     together(everyone, lambda: make_room(final) if everyone.rank == 0 else None)
-    sizes = together(everyone, lambda: sum(tensor.nbytes for _, tensor, _ in chain(owned(optimizer), whole(shared))))
+    mine = [*owned(optimizer), *whole(shared)]
+    pieces = [Piece(name, where, tensor.dtype) for name, tensor, where in mine]
+    sizes = together(everyone, lambda: sum(tensor.nbytes for _, tensor, _ in mine))
     try:
-        entries = together(everyone, lambda: write_pieces(temporary(final), optimizer, everyone.rank, shared))
+        entries = together(everyone, lambda: write_pieces(temporary(final), everyone.rank, pieces, (x for _, x, _ in mine)))
         together(everyone, lambda: publish(final, entries, state, config) if everyone.rank == 0 else None)
     except CourseError as error:                     # the same on all ranks: none of them is writing any more
         room = together(everyone, lambda: make_room(final) if everyone.rank == 0 else None)[0]
@@ -132,33 +133,37 @@ def whole(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, Placemen
         yield name, tensor, Placement(name, tuple(tensor.shape), tuple((0, n) for n in tensor.shape))
 
 
-def write_pieces(folder: Path, optimizer: torch.optim.Optimizer, rank: int, more: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Write this rank's file into `folder`, copying a tensor at a time to the host; return its part of the index."""
-    pieces: dict[str, Any] = {}
-    heads: list[Head] = []
-    tensors: list[Tensor] = []
-    name = f"rank{rank:05d}.safetensors"
-    for key, tensor, where in chain(owned(optimizer), whole(more)):
-        heads.append((key, tensor.dtype, tuple(tensor.shape) if where.flat else box_shape(where.box)))
-        tensors.append(tensor)
-        pieces[key] = entry(name, key, where, tensor.dtype)
-    if not tensors:
+class Piece(NamedTuple):
+    """What a rank writes of a tensor."""
+
+    name: str                                        # of the tensor, in the index
+    where: Placement                                 # which part of it
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The box's, or of a flat range how long it is."""
+        flat = self.where.flat
+        return (flat[1] - flat[0],) if flat else box_shape(self.where.box)
+
+
+def write_pieces(folder: Path, rank: int, pieces: Sequence[Piece], tensors: Iterable[Tensor]) -> dict[str, Any]:
+    """Write a rank's file into `folder`, copying a tensor at a time to the host; return its part of the index."""
+    if not pieces:
         return {"tensors": {}, "files": {}}
+    name = f"rank{rank:05d}.safetensors"
     with atomic(folder / name) as file:
-        stream(file, heads, tensors)
-    return part_of_index(folder, name, pieces)
+        stream(file, [(piece.name, piece.dtype, piece.shape) for piece in pieces], tensors)
+    return {"tensors": {piece.name: entry(name, piece) for piece in pieces},
+            "files": {name: {"bytes": (folder / name).stat().st_size, "sha256": sha256(folder / name)}}}
 
 
-def entry(file: str, name: str, where: Placement, dtype: torch.dtype) -> dict[str, Any]:
+def entry(file: str, piece: Piece) -> dict[str, Any]:
     """What the index says of a tensor of which one rank's file has a piece."""
-    return {"shape": list(where.global_shape), "dtype": str(dtype).removeprefix("torch."),
-            "pieces": [{"file": file, "key": name, "box": [list(side) for side in where.box],
+    where = piece.where
+    return {"shape": list(where.global_shape), "dtype": str(piece.dtype).removeprefix("torch."),
+            "pieces": [{"file": file, "key": piece.name, "box": [list(side) for side in where.box],
                         "flat": list(where.flat) if where.flat else None}]}
-
-
-def part_of_index(folder: Path, name: str, tensors: dict[str, Any]) -> dict[str, Any]:
-    """A rank's part of the index, with the checksum of its file."""
-    return {"tensors": tensors, "files": {name: {"bytes": (folder / name).stat().st_size, "sha256": sha256(folder / name)}}}
 
 
 def publish(final: Path, entries: list[dict[str, Any]], state: dict[str, Any], config: dict[str, Any]) -> None:

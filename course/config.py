@@ -7,6 +7,7 @@ A preset is a file in `course/configs` or a path of your own; `base:` in it name
 
 import dataclasses
 import difflib
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,17 @@ from course.precision import LOW
 PRESETS = Path(__file__).parent / "configs"
 KINDS: dict[str, type] = {"vit": ViTConfig, "gpt": GPTConfig, "dit": DiTConfig}
 MOST = 100_000                                       # values in a YAML file that anybody writes
+# which numbers, each one of a tuple, are from where, included, to where, not included
+NUMBERS = {
+    (1, math.inf): "train.steps train.global_batch data.lead data.ahead log.every checkpoint.every checkpoint.keep parallel.pp "
+                   "parallel.cp parallel.tp parallel.chunks model.vocab model.context model.dim model.depth model.heads "
+                   "model.channels model.classes model.patch model.grid model.latent",
+    (0, math.inf): "train.micro_batch train.eval_every train.stall_s train.threads parallel.dp parallel.bucket_mb data.workers "
+                   "data.train_samples data.valid_samples optim.lr optim.min_lr optim.eps optim.momentum optim.weight_decay "
+                   "optim.warmup optim.clip profile.steps profile.after model.kv_heads model.mlp_ratio model.mlp_width "
+                   "model.loss_chunk",
+    (0, 1): "optim.betas optim.ema model.dropout model.drop_path",
+}
 T = TypeVar("T")
 
 
@@ -195,7 +207,7 @@ def presets() -> list[str]:
 
 
 def preset_path(preset: str) -> Path:
-    """Where a preset lies: a file of the user's if it ends in .yaml, else one of the course's."""
+    """Where a preset lies: a file of the user's if it ends in .yaml, else one of the course's. `CourseError` if there is none."""
     if preset.endswith((".yaml", ".yml")):
         if Path(preset).is_file():
             return Path(preset)
@@ -206,7 +218,10 @@ def preset_path(preset: str) -> Path:
 
 
 def read_preset(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """The values of a YAML file on top of those of its `base`. above: the files that name this one as theirs."""
+    """The values of a YAML file on top of those of its `base`. above: the files that name this one as theirs.
+
+    Raises `CourseError` if one of them is no YAML of names and values, or bases lead in a circle.
+    """
     values = reading(read_yaml(path, "`section:` and `key: value` lines"))
     base = values.pop("base", None)
     if base is None:
@@ -244,7 +259,7 @@ def plain_yaml(text: str) -> Any:
 
 
 def parse(overrides: Iterable[str]) -> dict[str, Any]:
-    """`["train.steps=5"]` as `{"train": {"steps": 5}}`; values are read as YAML."""
+    """`["train.steps=5"]` as `{"train": {"steps": 5}}`; values are read as YAML. `CourseError` for what is neither."""
     values: dict[str, Any] = {}
     for override in overrides:
         key, equals, text = override.partition("=")
@@ -334,30 +349,15 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
 
 
 def check(config: Config) -> Config:
-    """Refuse what no single key shows to be wrong."""
+    """Refuse numbers that mean nothing, and settings that do not go together."""
     for key, name in (("preset", config.preset), ("log.name", config.log.name)):
         check_name(key, name)
-    counts = [f"model.{name}" for name in ("vocab", "context", "patch", "dim", "depth", "heads", "channels", "classes")
-              if hasattr(config.model, name)]
-    for key in ("train.steps", "train.global_batch", "data.lead", "data.ahead", "log.every", "checkpoint.every",
-                "checkpoint.keep", "parallel.pp", "parallel.cp", "parallel.chunks", "parallel.tp", *counts):
-        section, name = key.split(".")
-        if getattr(getattr(config, section), name) < 1:
-            raise CourseError(f"{key} must be at least 1, not {getattr(getattr(config, section), name)}")
-    for key in ("train.micro_batch", "parallel.dp"):
-        section, name = key.split(".")
-        if (value := getattr(getattr(config, section), name)) < 0:
-            raise CourseError(f"{key}={value} is negative: use 0 for the default, or at least 1")
+    for section in ("data", "optim", "train", "parallel", "log", "profile", "checkpoint"):
+        check_numbers(section, getattr(config, section))
     check_model(config.model)
     if config.model.kind != "vit" and config.data.source == "files" and config.data.loader != "native":
         what = {"gpt": "tokens", "dit": "latents"}[config.model.kind]
         raise CourseError(f"data.loader={config.data.loader} reads weather: for {what} set data.loader=native")
-    if not 0 <= config.optim.ema < 1:
-        raise CourseError(f"optim.ema={config.optim.ema} must be at least 0 and less than 1: use 0.9999, or 0 for no average")
-    if config.train.stall_s < 0:
-        raise CourseError(f"train.stall_s={config.train.stall_s} is negative: use seconds that a step may take, or 0: no watch")
-    if config.data.workers < 0:
-        raise CourseError(f"data.workers={config.data.workers} is negative: use 0 or more")
     if sorted(config.parallel.order.split("-")) != ["cp", "dp", "pp", "tp"]:
         raise CourseError(f"parallel.order={config.parallel.order} must name pp, dp, cp and tp once each, such as pp-dp-cp-tp")
     p = config.parallel
@@ -383,6 +383,18 @@ def check(config: Config) -> Config:
         if p.data == "ddp":
             raise CourseError("graphs=true captures the course's own data parallelism: use parallel.data=bucketed, not ddp")
     return config
+
+
+def check_numbers(section: str, values: Any) -> None:
+    """Refuse numbers of a section that `NUMBERS` leaves out, NaN among them."""
+    for (least, end), keys in NUMBERS.items():
+        for key in (key for key in keys.split() if key.startswith(f"{section}.")):
+            value = getattr(values, key.removeprefix(f"{section}."), ())            # no model has all of a model's
+            for number in value if isinstance(value, tuple) else (value,):
+                if number < 0 == least:
+                    raise CourseError(f"{key}={number} is negative: use 0 or more")
+                if not least <= number < end:
+                    raise CourseError(f"{key}={number} must be at least {least}" + (f" and less than {end}" if end == 1 else ""))
 
 
 def check_name(key: str, name: str) -> None:
@@ -420,9 +432,6 @@ def check_fp8(config: Config) -> None:
 
 def check_gpt(c: GPTConfig) -> None:
     """Refuse heads and widths that do not fit each other."""
-    for key in ("kv_heads", "mlp_width", "loss_chunk"):
-        if getattr(c, key) < 0:
-            raise CourseError(f"model.{key}={getattr(c, key)} is negative: use 0 for the default, or at least 1")
     if c.heads % c.groups:
         raise CourseError(f"model.heads={c.heads} is not divisible by model.kv_heads={c.kv_heads}, each of which serves as many "
                           "queries: change one of them")
@@ -441,7 +450,8 @@ def check_groups(c: GPTConfig, p: Parallel) -> None:
 
 
 def check_model(c: ViTConfig | GPTConfig | DiTConfig) -> None:
-    """Refuse widths and sides that do not divide."""
+    """Refuse numbers that mean nothing, and widths and sides that do not divide."""
+    check_numbers("model", c)
     if c.dim % c.heads:
         raise CourseError(f"model.dim={c.dim} is not divisible by model.heads={c.heads}: change one of them")
     if c.kind == "dit" and c.dim % 4:

@@ -31,6 +31,9 @@ from course.errors import CourseError
 
 LIMIT = 60.0                                         # seconds that an import may take
 TE_CURE = 'pip install --no-build-isolation "transformer-engine[pytorch]" (see README), or conda env create -f environment.yml'
+# what, the compute capability that multiplies it in hardware, its name for --need
+FORMATS = [("fp16", (7, 0), "fp16"), ("TF32", (8, 0), "tf32"), ("bf16", (8, 0), "bf16"), ("FP8", (8, 9), "fp8"),
+           ("MXFP8, NVFP4", (10, 0), "mxfp8")]
 DALI_CURE = "pip install nvidia-dali-cuda130"
 # Runs in the child: the answer is marked, since packages print too, and says why even where the import fails.
 # os._exit, because a package that crashes while Python shuts down has been imported all the same.
@@ -201,19 +204,17 @@ def summarise_links(links: dict[tuple[int, int], str]) -> str:
 def precision_rows() -> list[Row]:
     """Which number formats the first GPU multiplies in hardware (the CPU where there is none)."""
     if not torch.cuda.is_available():
-        return [Row("bf16", "on the CPU: correct, not fast", True, need="bf16"),
-                Row("FP8", "needs a GPU of compute capability 8.9 or more (Ada, Hopper, Blackwell)", None, need="fp8"),
-                Row("MXFP8, NVFP4", "need a GPU of compute capability 10.0 or more (Blackwell)", None, need="mxfp8")]
+        return [Row(what, "on the CPU: correct, not fast", True, need=need) if need == "bf16" else
+                Row(what, f"needs a GPU of compute capability {least[0]}.{least[1]} or more", None, need=need)
+                for what, least, need in FORMATS]
     return precisions(torch.cuda.get_device_capability(0))
 
 
 def precisions(capability: tuple[int, int]) -> list[Row]:
     """The rows for a GPU of this compute capability."""
     has = f"compute capability {capability[0]}.{capability[1]}"
-    table = [("fp16", (7, 0), "fp16"), ("TF32", (8, 0), "tf32"), ("bf16", (8, 0), "bf16"), ("FP8", (8, 9), "fp8"),
-             ("MXFP8, NVFP4", (10, 0), "mxfp8")]
     return [Row(what, f"{has}, needs {least[0]}.{least[1]}", True if capability >= least else None, need=need)
-            for what, least, need in table]
+            for what, least, need in FORMATS]
 
 
 def package_rows() -> list[Row]:

@@ -21,6 +21,8 @@ def main(run: Path, labels: list[int], each: int, settings: Sampling, average: b
     labels: none means the first ten. average: with the moving average of the weights; None: if there is one. vae: decodes latents
     to pictures (diffusers).
     `samples.npy` (N, C, H, W) float32 has the latents and `labels.npy` (N,) their labels, label by label.
+
+    Raises `CourseError` where the run is no DiT's, a label is none of its own, or there is no checkpoint, average or decoder.
     """
     config = read_config(run)
     c = config.model

@@ -25,7 +25,7 @@ from course.parallel import place_serial
 from course.precision import parameter_dtype, set_matmul
 from course.validate import forward_only, headline, row_weights
 
-DAYS = 5                                             # how far the model is rolled forward
+DAYS = 5                                             # how far the model is rolled forward, once at any rate
 State = Callable[[Tensor], Tensor]                   # normalised state -> normalised state one step later
 
 
@@ -43,6 +43,8 @@ def main(run: Path, split: str = "test", samples: int = 64, animate: bool = Fals
     """Score the newest checkpoint of a run; write scores.json and pictures to `run/evaluation`, print the table.
 
     average: of the weights' moving average.
+
+    Raises `CourseError` for what is no run of a ViT on weather or has no checkpoint, and where no file of the split is so long.
     """
     settings = read_config(run)
     if settings.model.kind != "vit":
@@ -64,7 +66,7 @@ def main(run: Path, split: str = "test", samples: int = 64, animate: bool = Fals
 
 
 def read_config(run: Path) -> Config:
-    """The configuration of a run."""
+    """The configuration of a run; `CourseError` for a folder of anything else."""
     if not (run / "config.yaml").is_file():
         raise CourseError(f"{run} is not the folder of a run (it has no config.yaml): give one such as runs/vit-demo/default")
     return config.load(str(run / "config.yaml"))
@@ -78,7 +80,8 @@ def device_of(settings: Config) -> torch.device:
 def load_model(run: Path, settings: Config, device: torch.device, average: bool | None = False) -> tuple[nn.Module, int]:
     """The model of the newest good checkpoint, and the step it was written at.
 
-    average: the moving average of the weights; None: if the checkpoint has one.
+    average: the moving average of the weights; None: if the checkpoint has one. Raises `CourseError` where there is no whole
+    checkpoint, or no average.
     """
     found = checkpoint.newest(run / "checkpoints", print)
     if found is None:
@@ -104,12 +107,15 @@ def state_to_state(model: nn.Module, settings: Config) -> State:
 
 
 def starts(pairs: Pairs, samples: int, days: int) -> list[int]:
-    """Evenly spaced samples from which a whole forecast fits in the same file; those of a short file, what fits."""
-    entries = days * 24 // layout.HOURS
+    """Evenly spaced samples from which a forecast of so many days, or of one step, fits in the same file; all, if they are fewer.
+
+    Raises `CourseError` if there is none.
+    """
+    entries = max(days * 24 // layout.HOURS, pairs.lead)
     fits = [int(first) + i for first, year in zip(pairs.first, pairs.years, strict=False)
             for i in range(max(0, year.shape[0] - entries))]
     if not fits:
-        raise CourseError(f"no file in {pairs.years[0].path.parent} is {days} days long: "
+        raise CourseError(f"no file in {pairs.years[0].path.parent} is {entries * layout.HOURS // 24} days long: "
                           f"evaluation needs {entries + 1} entries in a file")
     return [fits[i] for i in np.linspace(0, len(fits) - 1, min(samples, len(fits))).astype(int)]
 
@@ -117,7 +123,7 @@ def starts(pairs: Pairs, samples: int, days: int) -> list[int]:
 def score(methods: dict[str, State], pairs: Pairs, first: list[int], settings: Config, device: torch.device,
           pictured: int) -> Scores:
     """Roll every method forward from each start; root of the mean over starts and, by area, over the globe."""
-    leads = DAYS * 24 // layout.HOURS // settings.data.lead
+    leads = max(1, DAYS * 24 // layout.HOURS // settings.data.lead)
     climate = layout.read_climatology(Path(settings.data.path), pairs.shape)
     average = torch.from_numpy((climate - pairs.mean) / pairs.std).to(device)
     weights = row_weights(pairs, device)
@@ -151,20 +157,21 @@ def write(run: Path, scores: Scores, channels: list[str], pictured: int, step: i
     folder, name = run / "evaluation", channels[pictured]
     unit = layout.CHANNELS.get(name, "")
     first, last = scores.hours[0], len(scores.hours) - 1
-    one_day = min(24 // first, len(scores.hours))
+    one_day = max(1, min(24 // first, len(scores.hours)))               # or the first lead, if that is longer
     title = f"{name} ({unit}), forecast of {scores.hours[one_day - 1]} hours"
     maps = pictures.truth_forecast_error(scores.truth[one_day], scores.forecast[one_day], title, scores.truth[0])
-    pictures.save(maps, folder / "forecast.png")
+    files = [pictures.save(maps, folder / "forecast.png")]
     curves = {method: values[:, pictured].tolist() for method, values in scores.rmse.items()}
-    pictures.save(pictures.skill(scores.hours, {k: v for k, v in curves.items() if k != "regression"},
-                                 f"{name}: forecast error against lead time", unit), folder / "skill.png")
+    files.append(pictures.save(pictures.skill(scores.hours, {k: v for k, v in curves.items() if k != "regression"},
+                                              f"{name}: forecast error against lead time", unit), folder / "skill.png"))
     if animate:
-        pictures.animate(scores.truth, scores.forecast, [0, *scores.hours], f"{name} ({unit})", folder / "forecast.gif")
+        files.append(pictures.animate(scores.truth, scores.forecast, [0, *scores.hours], f"{name} ({unit})",
+                                      folder / "forecast.gif"))
     model, persistence = (scores.rmse[method][0, pictured] for method in ("model", "persistence"))
     result = {"step": step, "split": split, "channel": name, "unit": unit, "hours": scores.hours, "channels": channels,
               "rmse": {method: values.tolist() for method, values in scores.rmse.items()},
               "better_than_persistence": float(1 - model / persistence), "lead_days": scores.hours[last] / 24,
-              "files": sorted(str(path) for path in folder.glob("*.[pg][ni][gf]"))}
+              "files": sorted(map(str, files))}
     with atomic(folder / "scores.json") as file:
         file.write_text(json.dumps(result, indent=1))
     return result

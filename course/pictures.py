@@ -80,7 +80,7 @@ def animate(truth: np.ndarray, forecast: np.ndarray, hours: list[int], title: st
     from matplotlib.animation import FuncAnimation, PillowWriter
 
     figure = Figure(figsize=(9, 3), layout="constrained")
-    low, high = np.percentile(truth, [1, 99])
+    low, high, _ = scale_of(truth, forecast)
     images = [draw(axis, fields[0], name, FIELD, low, high)
               for axis, fields, name in zip(figure.subplots(1, 2), (truth, forecast), ("truth", "forecast"), strict=True)]
 

@@ -15,34 +15,23 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from course import checkpoint, config
+from course.checkpoint import Piece, write_pieces
 from course.config import Config
 from course.errors import CourseError
 from course.evaluate import read_config
 from course.files import atomic
 from course.models import build_model
 from course.parallel import Mesh, Placement, World, build_mesh, data_parallel, parallelize, placement
-from course.parallel.placement import box_shape
 from course.precision import working_dtype
-from course.streaming import stream
 from course.train import run_folder
 
 Index = dict[str, Any]
-
-
-class Piece(NamedTuple):
-    """A tensor that a rank will write."""
-
-    name: str                                        # as in the index
-    where: Placement                                 # which part of it
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 def main(run: Path, settings: Iterable[str], name: str, say: Callable[[str], None] = print) -> Path:
@@ -110,11 +99,12 @@ def reshard(source: Path, index: Index, settings: Config, folder: Path) -> Path:
     final = folder / source.name
     size = ranks_of(settings)
 
-    def read(name: str, where: Placement) -> Tensor:
-        return checkpoint.read_placed(source, index, name, where)
+    def write(rank: int) -> dict[str, Any]:
+        pieces = list(pieces_of(index, settings, rank, size))
+        return write_pieces(checkpoint.temporary(final), rank, pieces,
+                            (checkpoint.read_placed(source, index, piece.name, piece.where) for piece in pieces))
 
-    entries = [write_rank(list(pieces_of(index, settings, rank, size)), read, checkpoint.temporary(final), rank)
-               for rank in range(size)]
+    entries = [write(rank) for rank in range(size)]
     checkpoint.publish(final, entries, index["state"], config.as_plain(settings))
     return final
 
@@ -134,18 +124,13 @@ def pieces_of(index: Index, settings: Config, rank: int, size: int) -> Iterator[
             if not tensors[name]["shape"] and where.global_shape:       # a step counter: every owner of a part has it
                 yield whole(tensors, name)
                 continue
-            yield piece(name, where, getattr(torch, tensors[name]["dtype"]))
-
-
-def piece(name: str, where: Placement, dtype: torch.dtype) -> Piece:
-    """What a rank writes of a tensor that has a parameter's place."""
-    return Piece(name, where, (where.flat[1] - where.flat[0],) if where.flat else box_shape(where.box), dtype)
+            yield Piece(name, where, getattr(torch, tensors[name]["dtype"]))
 
 
 def whole(tensors: dict[str, Any], name: str) -> Piece:
     """All of a tensor."""
     shape = tuple(tensors[name]["shape"])
-    return Piece(name, Placement(name, shape, tuple((0, n) for n in shape)), shape, getattr(torch, tensors[name]["dtype"]))
+    return Piece(name, Placement(name, shape, tuple((0, n) for n in shape)), getattr(torch, tensors[name]["dtype"]))
 
 
 def owned(settings: Config, rank: int, size: int) -> list[Placement]:
@@ -177,13 +162,3 @@ def pretended(rank: int, size: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-
-
-def write_rank(pieces: list[Piece], read: Callable[[str, Placement], Tensor], folder: Path, rank: int) -> dict[str, Any]:
-    """Write a rank's file, tensor after tensor; return its part of the index. read: what gives a part of a tensor."""
-    if not pieces:
-        return {"tensors": {}, "files": {}}
-    name = f"rank{rank:05d}.safetensors"
-    with atomic(folder / name) as temporary:
-        stream(temporary, [(p.name, p.dtype, p.shape) for p in pieces], (read(p.name, p.where) for p in pieces))
-    return checkpoint.part_of_index(folder, name, {p.name: checkpoint.entry(name, p.name, p.where, p.dtype) for p in pieces})

@@ -22,7 +22,7 @@ from course.errors import CourseError
 from course.graphs import graphed
 from course.lock import only_writer
 from course.models import build_model
-from course.parallel import Mesh, abandon, build_mesh, data_parallel, join, leave, parallelize
+from course.parallel import Mesh, build_mesh, data_parallel, joined, parallelize
 from course.parallel.data import Naive
 from course.parallel.mesh import wait_at_most
 from course.perf import flops
@@ -63,8 +63,7 @@ def train(config: Config) -> tuple[Path, bool]:
     """The same; returns also whether a signal stopped the run before its last step."""
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
-    world = join(config.train.device)
-    try:
+    with joined(config.train.device) as world:
         mesh, run = build_mesh(config.parallel, world), run_folder(config)
         with only_writer(run, mesh.all) as start, Watchdog(run, world, config.train.stall_s, start) as watchdog:
             training = assemble(config, mesh)
@@ -72,10 +71,6 @@ def train(config: Config) -> tuple[Path, bool]:
                 wait_at_most(max(PATIENCE, 2 * longest(config.train.stall_s)))
             stopped = fit(training, watchdog)
             checkpoint.together(mesh.all, lambda: None)              # whoever ended now would end those that still close files
-    except BaseException:
-        abandon(world)
-        raise
-    leave()
     return run, stopped
 
 
@@ -215,7 +210,10 @@ def run_folder(config: Config) -> Path:
 
 
 def resume(run: Path, training: Training) -> tuple[int, int]:
-    """Go on from the newest good checkpoint of this run, if there is one: (steps done, samples consumed)."""
+    """Go on from the newest good checkpoint of this run, if there is one: (steps done, samples consumed).
+
+    Raises `CourseError` if it must not: it should not be there, its model or its data is another, or all is damaged.
+    """
     config, mesh = training.config, training.mesh
     found = checkpoint.newest(run / "checkpoints", lambda text: speak(mesh, text), mesh.all,
                               writes=config.checkpoint.resume)

@@ -67,7 +67,7 @@ class Validation:
 
     @classmethod
     def of(cls, config: "Config", mesh: Mesh) -> "Validation | None":
-        """The validation that a run needs; None with mock data, where there is nothing to forecast, or data made with valid=0"""
+        """The validation that a run needs; None with mock data, where there is nothing to forecast, or data made with valid=0."""
         if not has_validation(config):
             if config.data.source == "files" and mesh.world.rank == 0:
                 print(f"{config.data.path} has no validation data: this run trains without validation", flush=True)

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from course import config as configuration
 from course.config import Config, Parallel
 from course.data import order
-from course.launch import ranks
-from course.parallel import Axis, Mesh, World, build_mesh, join, leave, placement
+from course.errors import CourseError
+from course.launch import RankError, ranks
+from course.parallel import Axis, Mesh, World, build_mesh, joined, placement
 from course.parallel.mesh import launched
 from course.precision import parameter_dtype
 from course.train import Training, assemble, global_loss
@@ -51,7 +52,10 @@ Snapshot = dict[str, Tensor]                        # the loss and all parameter
 
 
 def main(preset: str, overrides: list[str]) -> bool:
-    """Compare, print, and say whether all is equal. Without torchrun or srun it starts the ranks itself, on the CPU."""
+    """Compare, print, and say whether all is equal. Without torchrun or srun it starts the ranks itself, on the CPU.
+
+    Raises `CourseError` for a layout that is refused, `RankError` if a rank fails of something else.
+    """
     config = configuration.load(preset, [*DEFAULTS, *overrides])
     p = config.parallel
     count = p.pp * max(1, p.dp) * p.cp * p.tp
@@ -59,17 +63,19 @@ def main(preset: str, overrides: list[str]) -> bool:
         gaps = compare(config)
     else:
         config = replace(config, parallel=replace(p, dp=max(1, p.dp)), train=replace(config.train, device="cpu"))
-        gaps = ranks(count, timeout=3600)(compare, config)[0]
+        try:
+            gaps = ranks(count, timeout=3600)(compare, config)[0]
+        except RankError as error:
+            if isinstance(error.__cause__, CourseError):                # the same on all of them: a layout that is refused
+                raise error.__cause__ from None
+            raise
     return tell(config, gaps) if gaps else True     # only rank 0 has them
 
 
 def compare(config: Config) -> list[Gap]:
     """Join, compare and part, on every rank of the layout."""
-    world = join(config.train.device)
-    try:
+    with joined(config.train.device) as world:
         return compare_in(config, world)
-    finally:
-        leave()
 
 
 def compare_in(config: Config, world: World, known: tuple[list[Snapshot], dict[str, float]] | None = None) -> list[Gap]:

@@ -96,9 +96,9 @@ def test_save_and_load_give_the_same(tmp_path, preset):
     ("vit-demo", "model=5", ["model=5: "]),
     ("gpt-demo", "model.depth=deep", ["model.depth=deep: ", "integer"]),
     ("dit-demo", "model.latent=[4,8]", ["model.latent.2"]),
-    ("vit-demo", "model.patch=0", ["model.patch must be at least 1, not 0"]),
-    ("gpt-demo", "model.context=0", ["model.context must be at least 1, not 0"]),
-    ("dit-demo", "model.classes=0", ["model.classes must be at least 1, not 0"]),
+    ("vit-demo", "model.patch=0", ["model.patch=0 must be at least 1"]),
+    ("gpt-demo", "model.context=0", ["model.context=0 must be at least 1"]),
+    ("dit-demo", "model.classes=0", ["model.classes=0 must be at least 1"]),
     ("gpt-demo", "model.kv_heads=3", ["model.heads=4 is not divisible by model.kv_heads=3"]),
     ("gpt-demo", "model.heads=64 model.position=rotary", ["heads of 1 have an odd one"]),
     ("gpt-demo", "model.kv_heads=2 parallel.tp=4", ["parallel.tp=4 does not divide model.kv_heads=2 (of model.heads=4)"]),
@@ -112,6 +112,13 @@ def test_save_and_load_give_the_same(tmp_path, preset):
     ("gpt-python", "data.loader=threads", ["reads weather", "for tokens set data.loader=native"]),
     ("dit-digits", "data.loader=threads", ["data.loader=threads reads weather", "data.loader=native"]),
     ("dit-demo", "optim.ema=1", ["optim.ema=1", "less than 1"]),
+    ("vit-demo", "optim.warmup=-3", ["optim.warmup=-3 is negative"]),        # would climb: a learning rate below 0
+    ("vit-demo", "optim.clip=-1", ["optim.clip=-1.0 is negative"]),          # would turn all gradients round
+    ("vit-demo", "optim.lr=.nan", ["optim.lr=nan"]),
+    ("vit-demo", "optim.betas=[0.9,1]", ["optim.betas=1.0 must be at least 0 and less than 1"]),
+    ("vit-demo", "model.dropout=1", ["model.dropout=1.0 must be at least 0 and less than 1"]),
+    ("vit-demo", "model.grid=[0,64]", ["model.grid=0 must be at least 1"]),
+    ("gpt-demo", "train.threads=-1", ["train.threads=-1 is negative"]),
 ])
 def test_bad_settings_are_explained(preset, override, words):
     with pytest.raises(CourseError) as caught:
@@ -126,6 +133,12 @@ def test_bad_preset_files_are_explained(tmp_path, monkeypatch, text):
     (tmp_path / "base.yaml").write_text(text)
     with pytest.raises(CourseError):
         config.load("base.yaml")
+
+
+def test_every_key_that_has_a_range_is_one():
+    listed = [key for keys in config.NUMBERS.values() for key in keys.split()]
+    known = set(config.flat_keys(config.Config))
+    assert len(listed) == len(set(listed)) and not set(listed) - known
 
 
 def test_differences_name_the_leaves():

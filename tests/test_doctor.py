@@ -43,6 +43,13 @@ def test_formats_go_by_compute_capability(capability, has):
     assert {row.need for row in doctor.precisions(capability) if row.ok} == has
 
 
+def test_the_same_formats_can_be_needed_with_and_without_a_gpu(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    without = doctor.precision_rows()
+    assert [row.need for row in without] == [row.need for row in doctor.precisions((9, 0))]
+    assert doctor.missing(without, ["tf32", "bf16"]) == ["TF32: needs a GPU of compute capability 8.0 or more"]
+
+
 def test_only_what_is_asked_for_can_be_missing():
     rows = [Row("A", "there", True, need="a"), Row("B", "broken", False, "mend it", "b"), Row("C", "absent", None, need="c")]
     assert doctor.missing(rows, []) == [] == doctor.missing(rows, ["a"])

@@ -1,9 +1,11 @@
 import json
+from pathlib import Path
 
 import matplotlib.image
 import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 from PIL import Image
 
 from course import config, evaluate, train
@@ -52,6 +54,21 @@ def test_rolling_feeds_the_forecast_back(small_data, tiny):
     shift = (scores.forecast[5] - scores.forecast[0]) / pairs.std[0]
     np.testing.assert_allclose(shift, 5.0, atol=1e-3)
     np.testing.assert_allclose(scores.truth[5], fields(24, 3)[5, 0], rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize(("days", "hours"), [(5, [48, 96]), (1, [48])])
+def test_a_step_of_days_is_pictured_after_one(tiny, monkeypatch, days, hours):
+    """More than a day, and more than all that forecasts otherwise are long."""
+    run = train.main(config.load("vit-demo", [*tiny, "train.steps=1", "data.lead=8"]))
+    (run / "evaluation").mkdir()
+    (run / "evaluation" / "forecast.gif").touch()                       # an older one, not of this evaluation
+    drawn = []
+    monkeypatch.setattr(evaluate, "DAYS", days)
+    monkeypatch.setattr(evaluate.pictures, "truth_forecast_error", lambda *given: drawn.append(given) or Figure())
+    result = evaluate.main(run, samples=1)
+    truth, _, title, start = drawn[0]
+    assert result["hours"] == hours and title.endswith(f"forecast of {hours[0]} hours") and (truth != start).any()
+    assert [Path(file).name for file in result["files"]] == ["forecast.png", "skill.png"]
 
 
 @pytest.mark.parametrize(("change", "words"), [

@@ -40,6 +40,14 @@ def test_narrow_stages_send_16_bits():
     assert [sum(pair) for pair in zip(found[0][0], found[1][0], strict=True)] == pytest.approx(alone, rel=1e-2)
 
 
+@pytest.mark.parametrize("preset", WIDE)
+@pytest.mark.parametrize("settings", ["", "parallel.sp=true"])
+def test_narrow_stays_narrow_where_tp_adds_a_bias_in_32_bits(preset, settings):
+    more = ["stream=narrow", "model.depth=2", "parallel.tp=2", *settings.split()]
+    found = ranks(2, timeout=240)(streams, preset, *more)
+    assert found[0][1] == found[1][1] == {torch.bfloat16}
+
+
 def test_narrow_layouts_can_be_verified():
     """The exact run beside it, in float64, has no 16 bits to be narrow in."""
     c = config.load("vit-demo", [*verify.DEFAULTS, *SMALL, "stream=narrow", "model.residual=false", "parallel.tp=2"])

@@ -5,6 +5,7 @@ from unittest import mock
 import pytest
 
 from course import config, verify
+from course.errors import CourseError
 from course.launch import ranks
 
 SMALL = ["model.grid=[8,16]", "model.channels=3", "model.patch=4", "model.dim=16", "model.depth=2", "model.heads=4",
@@ -28,6 +29,13 @@ def test_a_mistake_is_named(precision, capsys):
 
     assert not verify.tell(settings, ranks(2)(forgetful, settings)[0])
     assert "DIFFERENT from step 1 on" in (said := capsys.readouterr().out) and "first head.proj.weight" in said
+
+
+@pytest.mark.parametrize(("setting", "words"), [("parallel.tp=3", "parallel.tp=3 does not divide the 4 heads"),
+                                                ("train.global_batch=3 parallel.dp=2", "train.global_batch=3 is not divisible")])
+def test_a_layout_that_is_refused_is_a_sentence(setting, words):
+    with pytest.raises(CourseError, match=words):
+        verify.main("vit-demo", [*SMALL, *setting.split()])
 
 
 def test_a_nan_is_different():

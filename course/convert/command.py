@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from course import checkpoint, config, reshard, sample
-from course.checkpoint import together
+from course.checkpoint import Piece, together, write_pieces
 from course.config import Config, Parallel
 from course.convert import dit, huggingface, te, weights
 from course.convert.library import Rule, Source, entries, fill
@@ -37,7 +37,7 @@ from course.errors import CourseError
 from course.evaluate import read_config
 from course.files import flush, remove
 from course.models import build_model
-from course.parallel import Axis, Mesh, Placement, World, abandon, build_mesh, join, leave, place_serial
+from course.parallel import Axis, Mesh, Placement, World, build_mesh, join, joined, place_serial
 from course.precision import parameter_dtype
 from course.step import Progress
 from course.train import assemble
@@ -50,13 +50,8 @@ DEFAULT = {"gpt": "gpt-124m", "vit": "vit-base", "dit": "dit-xl"}     # whose se
 def main(source: Path, target: Path, settings: Iterable[str] = (), to: str = "", like: str = "", rows: str = "",
          average: bool = False, shard: int = weights.SHARD) -> None:
     """`convert` on all ranks that torchrun or srun started."""
-    world = join("cpu")
-    try:
+    with joined("cpu") as world:
         convert(world, source, target, settings, to, like, rows, average, shard)
-    except BaseException:
-        abandon(world)
-        raise
-    leave()
 
 
 def convert(world: World, source: Path, target: Path, settings: Iterable[str] = (), to: str = "", like: str = "",
@@ -103,12 +98,12 @@ def to_run(path: Path, run: Path, given: list[str], to: str, like: str, rows: st
     final = partial / "checkpoints" / f"step_{progress['step']:06d}"
     folder = checkpoint.temporary(final)
 
-    def read(name: str, where: Placement) -> Tensor:
-        return histories[name] if name in histories else source.part(name, where).to(parameter_dtype(settings.precision))
+    def read(piece: Piece) -> Tensor:
+        return histories[piece.name] if piece.name in histories else source.part(piece.name, piece.where).to(piece.dtype)
 
-    def write() -> list[dict[str, Any]]:
-        return [reshard.write_rank(pieces(settings, owned, histories if rank == 0 else {}), read, folder, rank)
-                for rank, owned in mine]
+    def write(rank: int, owned: list[Placement]) -> dict[str, Any]:
+        wanted = pieces(settings, owned, histories if rank == 0 else {})
+        return write_pieces(folder, rank, wanted, map(read, wanted))
 
     def publish() -> None:
         checkpoint.publish(final, [entry for part in written for entry in part], progress, config.as_plain(settings))
@@ -119,7 +114,7 @@ def to_run(path: Path, run: Path, given: list[str], to: str, like: str, rows: st
         flush(run.parent)
 
     try:
-        written = together(everyone, write)
+        written = together(everyone, lambda: [write(rank, owned) for rank, owned in mine])
         together(everyone, lambda: publish() if everyone.rank == 0 else None)
     finally:
         clear(partial, everyone)
@@ -188,8 +183,9 @@ def opened(kind: str, path: Path, run: Path, given: list[str], like: str, rows: 
     elif known and known.kind != KINDS[kind]:
         raise other_kind(path, like, known.kind, KINDS[kind])
     else:
+        heads = values.get("heads") if isinstance(values := told.get("model"), dict) else 0     # what is wrong in it `build` says
         source = huggingface.source(path, known) if kind == "hf" else \
-            dit.source(path, told.get("model", {}).get("heads", 0), like=known)
+            dit.source(path, heads if isinstance(heads, int) else 0, like=known)
         model = source.c
     if known and known.kind != model.kind:
         raise other_kind(path, like, known.kind, model.kind)
@@ -212,10 +208,10 @@ def serial(settings: Config) -> list[Placement]:
     return [parameter.placement for parameter in place_serial(build_model(settings.model)).parameters()]   # type: ignore[attr-defined]
 
 
-def pieces(settings: Config, owned: list[Placement], more: dict[str, Tensor]) -> list[reshard.Piece]:
+def pieces(settings: Config, owned: list[Placement], more: dict[str, Tensor]) -> list[Piece]:
     """What a rank writes: its parts of the parameters, and what belongs to none."""
-    return [*(reshard.piece(where.name, where, parameter_dtype(settings.precision)) for where in owned),
-            *(reshard.piece(name, where, tensor.dtype) for name, tensor, where in checkpoint.whole(more))]
+    return [*(Piece(where.name, where, parameter_dtype(settings.precision)) for where in owned),
+            *(Piece(name, where, tensor.dtype) for name, tensor, where in checkpoint.whole(more))]
 
 
 def delayed(settings: Config) -> bool:

@@ -47,7 +47,7 @@ def look_up(table: Table, ours: str) -> Rule | None:
 
 
 class Source:
-    """Their weights as a mapping from our serial names to tensors, one read at a time.
+    """Their weights as a mapping from our serial names to tensors, one read at a time; `CourseError` for one that is not there.
 
     where: what to call them in a sentence. what, says: "a gpt2 of its config.json", "its config.json says".
     """
@@ -73,7 +73,7 @@ class Source:
                               "another model")
 
     def part(self, name: str, where: Placement) -> Tensor:
-        """The box of one of our parameters, or the flat range of it."""
+        """The box of one of our parameters, or the flat range of it; `CourseError` if theirs is of another size."""
         whole = self[name]
         if whole.numel() != torch.Size(where.global_shape).numel():
             raise CourseError(f"{self.where} has {name} as {list(whole.shape)}, and {self.says} {list(where.global_shape)}: "

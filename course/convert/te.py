@@ -69,10 +69,9 @@ def together(c: Any, parts: Parts) -> Tensor:
 
 
 def unstack(c: Any, parts: Parts) -> Tensor:
-    """Rows in their stacked order in ours."""
+    """Rows in their stacked order, in ours: ((G + 2) · kv_heads · d, ...)."""
     kv_heads, group = groups(c)
-    heads = c.dim // c.heads
-    return together(c, parts[0].split([n * heads for n in (kv_heads * group, kv_heads, kv_heads)]))
+    return together(c, parts[0].split([n * (c.dim // c.heads) for n in (kv_heads * group, kv_heads, kv_heads)]))
 
 
 QKV = {"interleaved": Layout(deinterleave, interleave), "stacked": Layout(unstack, lambda c, x: (torch.cat(apart(c, x)),)),

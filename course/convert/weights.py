@@ -11,6 +11,7 @@ import json
 import pickle
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,13 +43,12 @@ class Weights(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         file = self.folder / self.where[name]
-        if file.suffix != ".safetensors":
-            return self._pickled(file)[name]
-        try:
-            with safe_open(file, "pt") as opened:
-                return opened.get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise damaged(file, error) from error
+        if file.suffix == ".safetensors":
+            with opened(file) as tensors:
+                return tensors.get_tensor(name)
+        if name not in self._pickled(file):
+            raise CourseError(f"{file} lacks {name}, which its index says it has: download both again")
+        return self._pickled(file)[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.where)
@@ -59,11 +59,8 @@ class Weights(Mapping[str, Tensor]):
     def _names(self, file: Path) -> list[str]:
         if file.suffix != ".safetensors":
             return list(self._pickled(file))
-        try:
-            with safe_open(file, "pt") as opened:
-                return list(opened.keys())
-        except (SafetensorError, OSError) as error:
-            raise damaged(file, error) from error
+        with opened(file) as tensors:
+            return list(tensors.keys())
 
     def _pickled(self, file: Path) -> Mapping[str, Tensor]:
         if file.name not in self.pickled:
@@ -75,8 +72,18 @@ class Weights(Mapping[str, Tensor]):
         file = self.folder / next(iter(self.where.values()), "")
         if file.suffix != ".safetensors":
             return {}
-        with safe_open(file, "pt") as opened:
-            return opened.metadata() or {}
+        with opened(file) as tensors:
+            return tensors.metadata() or {}
+
+
+@contextmanager
+def opened(file: Path) -> Iterator[Any]:
+    """A safetensors file to read from; `CourseError` if it is damaged, or lacks what is wanted of it."""
+    try:
+        with safe_open(file, "pt") as tensors:
+            yield tensors
+    except (SafetensorError, OSError) as error:
+        raise damaged(file, error) from error
 
 
 def about(c: Any) -> dict[str, str]:
@@ -85,7 +92,7 @@ def about(c: Any) -> dict[str, str]:
 
 
 def model_in(path: Path, header: Mapping[str, str]) -> Any:
-    """The model's configuration, if this library wrote the file; else None."""
+    """The model's configuration, if this library wrote the file; else None. `CourseError` for one that is none."""
     if MODEL not in header:
         return None
     try:
@@ -113,13 +120,13 @@ def read_pickled(file: Path) -> Mapping[str, Tensor]:
 
 
 def find(folder: Path, names: Any) -> dict[str, str]:
-    """The file of each tensor. names: what gives the names in a file."""
+    """The file of each tensor. names: what gives the names in a file. `CourseError` where a file is missing."""
     for file in FILES:
         if (folder / file).is_file():
             return dict.fromkeys(names(folder / file), file)
         if (folder / f"{file}.index.json").is_file():
             where = read_json(folder / f"{file}.index.json").get("weight_map")
-            if not isinstance(where, dict):
+            if not isinstance(where, dict) or not all(isinstance(part, str) for part in where.values()):
                 raise CourseError(f"{folder / file}.index.json has no weight_map, which says what is where: download it again")
             for part in sorted(set(where.values())):
                 if Path(part).name != part or not (folder / part).is_file():
@@ -129,7 +136,7 @@ def find(folder: Path, names: Any) -> dict[str, str]:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """An object from a JSON file."""
+    """An object from a JSON file; `CourseError` if it holds none."""
     try:
         found = json.loads(file.read_text())
     except (OSError, ValueError, RecursionError) as error:

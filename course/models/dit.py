@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from course import random
 from course.models import diffusion, layers
-from course.models.layers import TENSOR_PLAN, Attention, Batch, Linear, Tokens, Total, to_fields, to_patches
+from course.models.layers import TENSOR_PLAN, TOKEN_PLAN, Attention, Batch, Linear, Tokens, Total, to_fields, to_patches
 
 Pair = tuple[Tensor, Tensor]                        # what goes from block to block: x (B, T, D) and the condition c (B, D)
 
@@ -163,10 +163,6 @@ class MeanSquare(nn.Module):
 
 # what the random numbers of a sample and step are for
 NOISE, TIME, DROP = (random.key("dit", site) for site in ("noise", "time", "label drop"))
-
-
-# what has a token as dim 1, and is cut where samples are cut into pieces of tokens
-TOKEN_PLAN = {"input": "sequence", "target": "sequence", "position": "sequence"}
 
 
 class DiT(nn.Module):

@@ -205,6 +205,8 @@ class SwiGLU(nn.Module):
 
 # how tensor parallelism cuts a block's linears: by output features (heads, hidden units) or by input features
 TENSOR_PLAN = {"attn.qkv": "column", "attn.out": "row", "mlp.up": "column", "mlp.down": "row"}
+# what of a prepared batch of patches has a token as dim 1, and is cut where samples are cut into pieces of tokens
+TOKEN_PLAN = {"input": "sequence", "target": "sequence", "position": "sequence"}
 
 
 class Block(nn.Module):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from course import random
-from course.models.layers import TENSOR_PLAN, Batch, Block, Linear, SampleNorm, Tokens, to_fields, to_patches
+from course.models.layers import TENSOR_PLAN, TOKEN_PLAN, Batch, Block, Linear, SampleNorm, Tokens, to_fields, to_patches
 
 
 @dataclass(frozen=True)
@@ -80,10 +80,6 @@ class RelativeL2(nn.Module):
     def weight(self, batch: Batch) -> Tensor:
         """1 for each real sample, 0 for padding, (B,)."""
         return (batch["sample"] >= 0).to(batch["target"].dtype)
-
-
-# what has a token as dim 1, and is cut where samples are cut into pieces of tokens
-TOKEN_PLAN = {"input": "sequence", "target": "sequence", "position": "sequence"}
 
 
 class ViT(nn.Module):

@@ -7,7 +7,7 @@ from torch import nn
 
 from course.parallel.context import context_parallel, needs_zigzag
 from course.parallel.data import METHODS, Naive
-from course.parallel.mesh import Axis, Mesh, World, abandon, build_mesh, join, leave
+from course.parallel.mesh import Axis, Mesh, World, abandon, build_mesh, join, joined, leave
 from course.parallel.pipeline import split_stages
 from course.parallel.placement import Placement, place_serial, placement
 from course.parallel.sequence import mark_partial, split_tokens
@@ -17,8 +17,8 @@ from course.parallel.zero import Zero
 if TYPE_CHECKING:
     from course.config import Parallel
 
-__all__ = ["Axis", "Mesh", "Placement", "World", "abandon", "build_mesh", "data_parallel", "join", "leave", "parallelize",
-           "place_serial", "placement"]
+__all__ = ["Axis", "Mesh", "Placement", "World", "abandon", "build_mesh", "data_parallel", "join", "joined", "leave",
+           "parallelize", "place_serial", "placement"]
 
 
 def data_parallel(model: nn.Module, mesh: Mesh, settings: "Parallel", low: torch.dtype | None = None) -> Naive:

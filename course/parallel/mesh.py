@@ -9,8 +9,8 @@ import math
 import os
 import platform
 import sys
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -97,7 +97,10 @@ FAILED = "course/failed"                             # the key under which a pro
 
 
 def join(device: str = "auto") -> World:
-    """Find out who this process is (torchrun, srun, or alone), pick its device, and meet the others."""
+    """Find out who this process is (torchrun, srun, or alone), pick its device ("auto", "cpu" or "cuda"), and meet the others.
+
+    Raises `CourseError` where there is no GPU for it.
+    """
     rank, size, local = _identity()
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -132,7 +135,7 @@ def wait_at_most(seconds: float) -> None:
 
 
 def launched() -> bool:
-    """Whether torchrun or srun started this process as one of several."""
+    """Whether torchrun or srun, or `ranks` of a notebook, started this process as one of several."""
     return _identity()[1] > 1
 
 
@@ -157,6 +160,18 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
+@contextmanager
+def joined(device: str = "auto") -> Iterator[World]:
+    """Within the block this process is one of the world: it parts in order, or on an exception abandons the others."""
+    world = join(device)
+    try:
+        yield world
+    except BaseException:
+        abandon(world)
+        raise
+    leave()
+
+
 def abandon(world: World) -> None:
     """After an exception: tell the other processes, and end this one as soon as the exception has been printed.
 
@@ -167,7 +182,7 @@ def abandon(world: World) -> None:
         sys.stderr.flush()
         os._exit(1)
 
-    if world.size > 1 and launched():                # not ranks of a notebook, who are asked to do more
+    if world.size > 1 and launched():
         fail(world)
         atexit.register(end)
 
@@ -224,6 +239,6 @@ def _identity() -> tuple[int, int, int]:
     # SLURM_STEP_NUM_TASKS is set by srun alone; SLURM_NTASKS also in the batch script, which is one process
     if int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
         env.setdefault("MASTER_ADDR", env.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1"))
-        env.setdefault("MASTER_PORT", str(20000 + int(env["SLURM_JOB_ID"]) % 20000))
+        env.setdefault("MASTER_PORT", str(20000 + int(env["SLURM_JOB_ID"]) % 12000))     # below the ports that systems give away
         return int(env["SLURM_PROCID"]), int(env["SLURM_STEP_NUM_TASKS"]), int(env["SLURM_LOCALID"])
     return 0, 1, 0

@@ -59,7 +59,7 @@ def placement(parameter: Tensor) -> Placement:
 
 
 def cut(parameter: Tensor, dim: int, axis: Axis) -> nn.Parameter:
-    """This rank's part of a parameter along a dim of its logical shape."""
+    """This rank's part of a parameter along a dim of its logical shape, which the axis must divide (`CourseError`)."""
     where = placement(parameter)
     size = where.global_shape[dim]
     if size % axis.size:

@@ -149,6 +149,9 @@ def test_a_dit_comes_back_as_the_model_that_it_was(flow, tmp_path):
     assert read_config(here / "again").model == read_config(flow).model     # the file says all
     with pytest.raises(CourseError, match="width 24 is none of the published ones"):
         convert(tmp_path / "dit.pt", here / "bad", like="dit-digits")       # that one's heads are of another width
+    for setting in ("model=dit", "model.heads=three"):
+        with pytest.raises(CourseError, match=f"course convert: {setting}: "):
+            convert(tmp_path / "dit.safetensors", here / "bad", [setting])
     config.save(config.load("dit-digits", ["model.dim=24", "model.heads=3", "model.depth=7"]), tmp_path / "own.yaml")
     convert(tmp_path / "dit.pt", here / "liked", like=str(tmp_path / "own.yaml"))
     found = read_config(here / "liked").model

@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from course.convert import huggingface, weights
 from course.errors import CourseError
@@ -182,6 +182,25 @@ def test_files_that_are_not_whole_are_a_sentence(tmp_path):
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"wte.weight": wrong}}))
         with pytest.raises(CourseError, match=f"lacks {wrong}"):
             huggingface.read(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"wte.weight": ["model.safetensors"]}}))
+    with pytest.raises(CourseError, match="has no weight_map"):
+        huggingface.read(tmp_path)
+
+
+@pytest.mark.parametrize("ending", ["safetensors", "bin"])
+def test_parts_that_are_not_what_their_index_says_are_a_sentence(ending, tmp_path):
+    saved("gpt2", tmp_path)
+    whole = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    name, part = f"{'model' if ending == 'safetensors' else 'pytorch_model'}.{ending}", tmp_path / f"part.{ending}"
+    (tmp_path / f"{name}.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(whole, part.name)}))
+    fewer = dict(list(whole.items())[:-1])
+    save_file(fewer, part) if ending == "safetensors" else torch.save(fewer, part)
+    with pytest.raises(CourseError, match=rf"part.{ending} (lacks|cannot be read)"):
+        huggingface.read(tmp_path)
+    part.write_bytes(b"damaged")
+    with pytest.raises(CourseError, match=rf"part.{ending} cannot be read"):
+        huggingface.read(tmp_path)
 
 
 def test_a_model_of_neither_kind_is_a_sentence(tmp_path):
