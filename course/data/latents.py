@@ -371,7 +371,7 @@ def make_digits(out: Path, latent: tuple[int, int, int] = (1, 8, 8), valid: int 
 
 def enlarged(pictures: np.ndarray, latent: tuple[int, int, int]) -> np.ndarray:
     """Pictures (N, 1, h, w) made larger, bicubic, with each block of points laid out as channels: (N, C, H, W)."""
-    block = math.isqrt(latent[0])
+    block = math.isqrt(max(0, latent[0]))
     if block**2 != latent[0] or min(latent) < 1:
         raise CourseError(f"digits of {list(latent)} cannot be made: the channels of a point are a square of points, so their "
                           "number is 1, 4, 9 ..., as in 4,32,32")

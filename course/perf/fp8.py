@@ -23,8 +23,7 @@ from course.config import FP8, Config, Parallel, Train
 from course.parallel import World, build_mesh, join, leave, parallelize
 from course.perf import bench, flops
 from course.perf.command import command
-from course.perf.harness import Row, Stack, batch_of, measure, randomize
-from course.perf.parallel import forward_backward
+from course.perf.harness import PROFILE, Row, Stack, batch_of, forward_backward, measure, randomize
 from course.step import Progress, build_compute
 
 Size = tuple[int, int, int]                         # width, depth, heads
@@ -142,5 +141,5 @@ def main(file: Path, small: bool) -> None:
 
 
 if __name__ == "__main__":
-    with command("FILE [--small]") as words:
+    with command(f"FILE [--small] [{PROFILE}]") as words:
         main(Path(words[0]), small="--small" in sys.argv)

@@ -163,7 +163,7 @@ def profile(case: str, run: Callable[[], object]) -> None:
     """Where a call's time on the GPU goes, by kernel; printed if the case has a name."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]) as found:
         run()
-        torch.cuda.synchronize()
+        bench.wait(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     if case:
         print(case, found.key_averages().table(sort_by="self_device_time_total", row_limit=14, max_name_column_width=60),
               flush=True)

@@ -219,6 +219,9 @@ def everywhere(kind: str, file: Path, small: bool, profile: bool) -> None:
     for n in [2**i for i in range(gpus.bit_length())]:
         subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n}",
                         "-m", "course.perf.parallel", kind, str(file), *flags], check=True)
+    if not file.exists():                           # as of `zero` on one GPU
+        raise CourseError(f"course bench {kind} compares what several GPUs share out, and this machine shows one: run it where "
+                          "there are more, or try it with --small")
     found = json.loads(file.read_text())
     with atomic(file) as temporary:
         temporary.write_text(json.dumps(found | {"rows": efficiency.judge(kind, found["rows"])}, indent=1))

@@ -270,3 +270,8 @@ def test_digits_are_those_of_scikit_learn(tmp_path):
     expected = torch.from_numpy(images.reshape(-1, 1, 8, 8) / 8 - 1).float()
     assert torch.equal(train["latent"], expected[[0, 1, 6]]) and torch.equal(valid["latent"], expected[[5, 11, 35]])
     assert train["label"].tolist() == labels[[0, 1, 6]].tolist() and valid["label"].tolist() == labels[[5, 11, 35]].tolist()
+
+
+def test_digits_of_fewer_than_no_channels_are_refused():
+    with pytest.raises(CourseError, match=r"digits of \[-1, 8, 8\] cannot be made"):
+        latents.enlarged(np.zeros((1, 1, 8, 8), np.float32), (-1, 8, 8))

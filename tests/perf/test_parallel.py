@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from course.errors import CourseError
-from course.perf import parallel
+from course.perf import harness, parallel
 
 
 @pytest.mark.slow
@@ -26,3 +26,15 @@ def test_it_says_that_it_needs_gpus(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(CourseError, match=r"course bench tp needs GPUs.*--small"):
         parallel.everywhere("tp", tmp_path / "rows.json", small=False, profile=False)
+
+
+def test_it_says_that_one_gpu_shares_nothing_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(parallel.subprocess, "run", lambda *words, **how: None)        # zero has no rows on one GPU
+    with pytest.raises(CourseError, match=r"course bench zero compares.*--small"):
+        parallel.everywhere("zero", tmp_path / "rows.json", small=False, profile=False)
+
+
+def test_a_call_is_profiled_without_a_gpu_too(capsys):
+    harness.profile("a sum", lambda: torch.ones(4) + 1)
+    assert "a sum" in capsys.readouterr().out
