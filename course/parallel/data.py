@@ -13,7 +13,8 @@ Four ways behind one interface, `parallel.data`:
 """
 
 import copy
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -156,15 +157,12 @@ class Bucketed(Naive):
         self.early = [self.make_bucket(group) for group in in_buckets(others, bucket_mb * 2**20)]
         self.buckets = self.early + [self.make_bucket(group) for group in [self.late] if group]
         self.started = 0                            # how many buckets' collectives have begun in this step
-        for bucket in self.buckets:
+        for number, bucket in enumerate(self.buckets):
             for index, parameter in enumerate(bucket.parameters):
-                parameter.register_post_accumulate_grad_hook(self._hook(bucket, index))
+                parameter.register_post_accumulate_grad_hook(hook(weakref.ref(self), number, index))
 
     def make_bucket(self, parameters: Sequence[nn.Parameter]) -> Bucket:
         return Bucket(parameters)
-
-    def _hook(self, bucket: Bucket, index: int) -> Any:
-        return lambda parameter: arrived(self, bucket, index)
 
     def begin(self, passes: int) -> None:
         self.started = 0
@@ -187,6 +185,17 @@ class Bucketed(Naive):
             self.start(bucket)
         for bucket in self.buckets:
             self.complete(bucket)
+
+
+def hook(there: weakref.ref[Bucketed], number: int, index: int) -> Callable[[Tensor], None]:
+    """What a parameter does when its gradient has come. It holds neither buckets nor parameters: Python's garbage collector does
+    not see through a parameter's hooks, and no model of a notebook would ever be freed."""
+    def run(parameter: Tensor) -> None:
+        ddp = there()
+        if ddp is not None:
+            arrived(ddp, ddp.buckets[number], index)
+
+    return run
 
 
 def arrived(ddp: Bucketed, bucket: Bucket, index: int) -> None:
