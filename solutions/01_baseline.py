@@ -18,7 +18,7 @@
 # |---|---|
 # | you need | a laptop; no GPU |
 # | reading and doing | about 90 minutes |
-# | computing | two to three minutes on two cores |
+# | computing | 2 minutes on two cores |
 # | you write | a loss (12 lines), a training step (7), the loop's forward and backward (12) |
 # | you measure | samples per second, the share of your machine that they use, and forecast skill against *persistence* |
 #

@@ -18,7 +18,7 @@
 # |---|---|
 # | you need | a laptop; no GPU |
 # | reading and doing | about 75 minutes |
-# | computing | about a minute on two cores |
+# | computing | half a minute on two cores |
 # | you write | named parts of a step (7 lines), busy and exposed time (5 and 1), who waits for whom (5) |
 # | you measure | where a step's time goes |
 #

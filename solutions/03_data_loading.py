@@ -18,7 +18,7 @@
 # |---|---|
 # | you need | a laptop; no GPU |
 # | reading and doing | about 90 minutes |
-# | computing | about a minute on two cores |
+# | computing | 1 minute on two cores |
 # | you write | a sharded sampler (4 lines), a reader that works ahead (9) |
 # | you measure | loaders on your machine beside the least that reading costs; and read what they do on an H200 |
 #

@@ -19,7 +19,7 @@
 # |---|---|
 # | you need | a laptop, if possible with a C++ compiler (`g++` or `clang++`); no GPU |
 # | reading and doing | about 90 minutes |
-# | computing | one to two minutes on two cores, a part of it compiling |
+# | computing | 1 minute on two cores, a part of it compiling |
 # | you write | bytes of a fused chain (4 lines), kernels of a block (6), a fused modulate (9), code without breaks (3) |
 # | you measure | kernels and time of a block and of a step, uncompiled and compiled; and recorded steps of an H200 |
 #

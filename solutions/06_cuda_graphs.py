@@ -19,7 +19,7 @@
 # |---|---|
 # | you need | a laptop; no GPU |
 # | reading and doing | about 90 minutes |
-# | computing | about a minute on two cores |
+# | computing | 1 minute on two cores |
 # | you write | when a graph is worth it (7 lines), a step in static buffers (16), a step that decides nothing on the host (9) |
 # | you measure | a step, launched piece by piece and replayed, against its batch |
 #

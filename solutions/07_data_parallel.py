@@ -18,7 +18,7 @@
 # |---|---|
 # | you need | a laptop; no GPU. Lessons 00 and 01 |
 # | reading and doing | about two hours |
-# | computing | two to three minutes on two cores, most of it in checks |
+# | computing | 1.5 minutes on two cores, most of it in checks |
 # | you write | a ring all-reduce (12 lines), averaged gradients (7), buckets (8), their overlap (7), a timeline (6) |
 # | you measure | bytes sent, what overlap hides, scaling efficiency |
 #

@@ -18,7 +18,7 @@
 # |---|---|
 # | you need | a laptop; no GPU. Lessons [00](00_start_here.ipynb), [01](01_baseline.ipynb) and [07](07_data_parallel.ipynb) |
 # | reading and doing | about 90 minutes |
-# | computing | about two minutes on two cores |
+# | computing | 1.5 minutes on two cores |
 # | you write | the noise in a gradient (3 lines), two scaling rules (3), a learning-rate schedule (7), samples to a target (8) |
 # | you measure | the noise in a gradient; the best learning rate, and samples, steps and time to a target, against the batch |
 #

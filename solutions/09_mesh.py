@@ -18,7 +18,7 @@
 # |---|---|
 # | you need | a laptop; no GPU |
 # | reading and doing | about 60 minutes |
-# | computing | under one minute |
+# | computing | half a minute on two cores |
 # | you write | the layout (4 lines), the groups (1), the nodes that a group touches (1), the bytes of each axis (8) |
 # | you measure | the bytes that a real training step sends along each axis |
 #

@@ -18,7 +18,7 @@
 # |---|---|
 # | you need | a laptop; no GPU |
 # | reading and doing | about 2 hours |
-# | computing | about two minutes on two cores, most of it in checks |
+# | computing | 1 minute on two cores, most of it in checks |
 # | you write | copy and reduce (5 lines), column and row linear (4), a rank's rows of qkv (2), gather and scatter (6) |
 # | you measure | all-reduces and bytes of a step, activations kept for the backward pass; and read times of 1, 2 and 4 H200s |
 #

@@ -19,7 +19,7 @@
 # |---|---|
 # | you need | a laptop; no GPU |
 # | reading and doing | about 2 hours |
-# | computing | about two minutes on two cores, most of it in checks |
+# | computing | 1 minute on two cores, most of it in checks |
 # | you write | keys and values in order (3 lines), the merge of two answers (3), a zigzag (2), what a round computes (3) |
 # | you measure | activations against tokens, bytes sent, the balance of causal rings; and read times of 4 H200s |
 #

@@ -18,7 +18,7 @@
 # |---|---|
 # | you need | a laptop; no GPU |
 # | reading and doing | about 90 minutes |
-# | computing | two minutes on two cores |
+# | computing | 1 minute on two cores |
 # | you write | GPipe (1 line), 1F1B (6 lines) |
 # | you measure | the bubble and the activations that each rank keeps, predicted and seen |
 #

@@ -18,7 +18,7 @@
 # |---|---|
 # | you need | a laptop; no GPU |
 # | reading and doing | about 90 minutes |
-# | computing | one to two minutes on two cores |
+# | computing | under 1 minute on two cores |
 # | you write | bytes of a training (8 lines), a ZeRO-1 optimizer (9), a block that is recomputed (7) |
 # | you measure | bytes per parameter and per token; what recomputing costs in FLOPs |
 #

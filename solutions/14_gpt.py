@@ -19,7 +19,7 @@
 # |---|---|
 # | you need | a laptop; no GPU |
 # | reading and doing | about 3 hours |
-# | computing | about two minutes on two cores, half of it in checks |
+# | computing | 2 minutes on two cores, half of it in checks |
 # | you write | a loss in chunks (12 lines), the vocabulary's embedding (6) and its loss (11), a reader of token files (5 and 3) |
 # | you measure | bytes of logits, bytes exchanged a token, a key-value cache; and read times of 8 to 32 GPUs |
 #

@@ -18,7 +18,7 @@
 # |---|---|
 # | you need | a laptop; no GPU: FP8 is emulated, with the bits of a GPU |
 # | reading and doing | about two hours |
-# | computing | about two minutes on two cores |
+# | computing | 2 minutes on two cores |
 # | you write | the adaLN block (4 lines), a guided prediction (8), the FLOPs of a step (6), whether curves agree (5) |
 # | you measure | what guidance does; FP8 against bf16 and the spread of seeds; seven bugs of context parallelism |
 #

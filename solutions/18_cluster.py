@@ -19,7 +19,7 @@
 # |---|---|
 # | you need | a laptop; with Slurm installed (Debian, Ubuntu: `apt-get install slurm-wlm munge`) two real nodes start on it |
 # | reading and doing | about 90 minutes |
-# | computing | two to three minutes on two cores |
+# | computing | 2 minutes on two cores |
 # | you write | where ranks meet (5 lines), a batch script (20), a loop that loses nothing (12), how often to save (3) |
 # | you measure | steps lost to a preemption and to a lost node; the report is read by whoever grades |
 #

@@ -175,3 +175,10 @@ def test_every_public_name_says_what_it_is():
         named = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name[0] != "_"]
         silent += [f"{file}: {getattr(node, 'name', '')}" for node in (tree, *named) if not ast.get_docstring(node)]
     assert not silent
+
+
+@pytest.mark.parametrize("master", MASTERS, ids=lambda path: path.stem[:2])
+def test_a_lesson_takes_as_long_as_the_readme_says(master: Path) -> None:
+    row = next(line for line in (ROOT / "README.md").read_text().splitlines() if f"(notebooks/{master.stem}.ipynb)" in line)
+    told = re.search(r"^# \| computing \| (.*) on two cores", master.read_text(), re.MULTILINE)
+    assert told and row.split(" | ")[-1].removesuffix(" |") == told[1]
