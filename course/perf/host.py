@@ -100,7 +100,7 @@ class Host:
         return Host(self.rows, plain_step)
 
     def seconds(self, config: Config, dp: int, blocks: int, micros: int) -> float:
-        """Seconds of a step on a rank with so many blocks and micro-batches; dp: its data parallel ranks. None for a graph."""
+        """Seconds of a step on a rank with so many blocks and micro-batches; dp: its data parallel ranks. A graph needs none."""
         if config.graphs:
             return 0.0
         compiled, recompute = config.compile, config.train.recompute
@@ -110,7 +110,7 @@ class Host:
         return self.plain_step * cost.of(blocks, micros)
 
     def beyond(self, name: str, compiled: bool, recompute: str) -> Cost:
-        """What a setting adds to a step."""
+        """What a setting adds to a step; if it was not measured compiled, what it adds uncompiled."""
         setting = SETTINGS[name]
         if compiled and name in FUSED:
             return Cost()
@@ -160,6 +160,11 @@ def host_of(hardware: Hardware) -> Host:
                           "--out FILE` on such a machine, or leave the key out")
     own = read(path)
     return Host({**reference.rows, **own.rows}, own.plain_step)          # one GPU measures no layouts
+
+
+def source(hardware: Hardware) -> str:
+    """Where `host_of` has its costs from, in words."""
+    return f"a host measured there ({hardware.host})" if hardware.host else f"a host like the H200s' ({REFERENCE})"
 
 
 def read(path: Path) -> Host:

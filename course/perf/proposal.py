@@ -18,7 +18,7 @@ from course.errors import CourseError
 from course.files import atomic
 from course.models import GPTConfig
 from course.perf import hardware as hardware_presets
-from course.perf import kernels, steptime
+from course.perf import host, kernels, steptime
 from course.perf.plan import FREE, KEYS, Layout, Misfit, Plan, as_plain, changed, search, settings
 
 HIDDEN = 0.03                                       # the share of a step below which a part is not named
@@ -43,7 +43,8 @@ def main(preset: str, overrides: Sequence[str], gpus: int, hardware: str, top: i
         raise CourseError(f"--layout {layout}: the layouts that fit are numbered 1 to {len(plan.layouts)}")
     chosen = plan.layouts[layout - 1]
     if out:
-        found = as_plain(plan) | {"command": command(preset, overrides, plan, chosen), "kernels": kernels.source(plan.hardware)}
+        found = as_plain(plan) | {"command": command(preset, overrides, plan, chosen), "kernels": kernels.source(plan.hardware),
+                                 "host": host.source(plan.hardware)}
         if count:
             found["training"] = training(plan, chosen, count)
         with atomic(out) as temporary:
@@ -88,7 +89,7 @@ def show(plan: Plan, top: int) -> None:
     h, c = plan.hardware, plan.config
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
     print(f"{c.preset}, {c.train.global_batch} samples a step, on {plan.gpus} x {h.name}, {h.memory / 1e9:.1f} GB each; "
-          f"{network(plan)}.\nTimes: {kernels.source(h)}.")
+          f"{network(plan)}.\nTimes: {kernels.source(h)}; {host.source(h)}.")
     table = Table(box=SIMPLE, pad_edge=False)
     rate = "tokens/s" if isinstance(c.model, GPTConfig) else "samples/s"
     for head in ("", "pp", "dp", "cp", "tp", "micro-\nbatch", "ms", "MFU", "GB", "free", rate):

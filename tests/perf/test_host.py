@@ -101,6 +101,7 @@ def test_an_own_table_and_what_it_did_not_measure(tmp_path):
     file.write_text(json.dumps({"plain_step": 5e-3, "host": {"gpt": [1, 1, 7], "gpt, tp": "RuntimeError: one GPU"}}))
     h200 = hardware.load("h200")
     own = host.host_of(hardware.Hardware("own", 1e11, 4e12, {"bf16": 1e15}, h200.links, host=str(file)))
+    assert host.source(h200) == "a host like the H200s' (host_h200.json)"
     assert own.plain_step == 5e-3 and own.rows["gpt"] == Cost(1, 1, 7)
     assert own.rows["gpt, tp"] == host.host_of(h200).rows["gpt, tp"]
     with pytest.raises(CourseError, match=r"there is no table nowhere\.json: measure one with `course bench host"):
