@@ -117,7 +117,8 @@ def take_in(folder: Path, graded: Sequence[Graded], out: Path) -> list[scale.Cla
         claim = scale.judge(found[-1], s.learner, s.lesson, s.path, one.verdicts)
         with atomic(kept) as temporary:
             temporary.write_text(json.dumps(asdict(claim), indent=1))
-    claims = [claim for path in sorted((out / "claims").glob("*.json")) if (claim := claimed(path))]
+    claims = list(filter(None, map(claimed, sorted((out / "claims").glob("*.json")))))
+    (out / "claims.csv").unlink(missing_ok=True)     # written below, if there are any
     if claims:
         heads = ["learner", "lesson", "file", "taken", "job", "speed", "hardware", "numbers", "note", "runs"]
         with atomic(out / "claims.csv") as temporary, open(temporary, "w", newline="") as file:
