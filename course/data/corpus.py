@@ -102,10 +102,13 @@ def without_path(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_made(path: Path, request: dict[str, Any]) -> bool:
-    """Whether the data set of this request is there, whole. Raises `CourseError` if it is that of another."""
+    """Whether the data set of this request is there, whole. Raises `CourseError` if it is that of another, or damaged."""
     if not (meta := path / "meta.json").is_file():
         return False
-    found = json.loads(meta.read_text()).get("request", {})
+    try:
+        found = dict(json.loads(meta.read_text()).get("request", {}))
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise CourseError(f"{meta} is damaged: give another path, or remove that folder") from error
     differ = [str(key) for key in {**found, **request} if found.get(key) != request.get(key)]
     if differ:
         raise CourseError(f"{path} holds a data set made with other settings ({', '.join(differ)}): give another path, "

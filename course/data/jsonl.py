@@ -186,8 +186,9 @@ def begin_parts(parts: Path, request: dict[str, Any], files: list[Path]) -> None
 
 
 def finished(parts: Path) -> dict[Path, dict[str, Any]]:
-    """The folder of each finished part, in order, and what was counted in it."""
-    return {folder: json.loads((folder / "counts.json").read_text()) for folder in sorted(parts.glob("[0-9]*/[0-9]*"))}
+    """The folder of each finished part, in order, and what was counted in it. Beyond 99,999 their names have more digits."""
+    folders = sorted(parts.glob("[0-9]*/[0-9]*"), key=lambda folder: (int(folder.parent.name), int(folder.name)))
+    return {folder: json.loads((folder / "counts.json").read_text()) for folder in folders}
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:

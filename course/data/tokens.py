@@ -44,7 +44,13 @@ class Sequences(Dataset[Batch]):
         if not path.is_dir():
             raise CourseError(f"{path} does not exist: make it with `course data tokens path={path}` or `course data jsonl`, "
                               "or set data.path to a folder that they made")
-        if (meta := path / "meta.json").is_file() and (size := json.loads(meta.read_text())["vocab"]) > self.vocab:
+        meta = path / "meta.json"
+        try:
+            size = int(json.loads(meta.read_text())["vocab"]) if meta.is_file() else 0
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CourseError(f"{meta} is damaged, or of another program: remove that file, which may be missing, or make the "
+                              "data again with `course data tokens` or `course data jsonl`") from error
+        if size > self.vocab:
             raise CourseError(f"{path} has a vocabulary of {size} tokens but model.vocab={self.vocab}: "
                               f"set model.vocab={size} or use other data")
 

@@ -107,7 +107,7 @@ def bodies(node: ast.AST) -> Iterator[tuple[int, int, str]]:
         if ast.get_docstring(node) is not None:
             start = (node.body[0].end_lineno or 0) + 1
         else:                                        # a comment above the first statement belongs to the answer
-            start = min(start, *(last_line_of_signature(node) + 1,))
+            start = min(start, last_line_of_signature(node) + 1)
         yield start, node.end_lineno or 0, " " * node.body[0].col_offset
 
 

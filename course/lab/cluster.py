@@ -97,9 +97,13 @@ class Cluster:
                 "SLURM_CONF": str(self.configuration), **more}
 
     def run(self, *command: str | Path, cwd: Path | None = None, seconds: float = PATIENCE, **environment: str) -> str:
-        """What a command of Slurm's prints; a `CourseError` with its complaint if it fails."""
-        done = subprocess.run(list(map(str, command)), cwd=cwd, env=self.environment(**environment), capture_output=True,
-                              text=True, timeout=seconds)
+        """What a command of Slurm's prints; a `CourseError` with its complaint if it fails, or if it does not end."""
+        try:
+            done = subprocess.run(list(map(str, command)), cwd=cwd, env=self.environment(**environment), capture_output=True,
+                                  text=True, timeout=seconds)
+        except subprocess.TimeoutExpired as error:
+            raise CourseError(f"{command[0]} did not answer in {seconds:g} s: see whether this Slurm still runs; {self.folder} "
+                              "has the daemons' logs") from error
         if done.returncode:
             raise CourseError(f"{command[0]} failed: {(done.stderr or done.stdout).strip()}; {self.folder} has the daemons' logs")
         return done.stdout.strip()
@@ -240,7 +244,7 @@ def idle(cluster: Cluster, names: Sequence[str]) -> bool:
     """Whether the controller answers and all these nodes wait for work."""
     try:
         return cluster.nodes() == dict.fromkeys(names, "idle")
-    except (CourseError, subprocess.TimeoutExpired):
+    except CourseError:
         return False
 
 
@@ -324,6 +328,6 @@ def unfinished(cluster: Cluster) -> list[str]:
     """`7 train (running)` for each job that runs or waits; none if its controller has died and nobody can know."""
     try:
         lines = cluster.run("squeue", "--noheader", "--format=%i %j (%T)", seconds=ANSWER).splitlines()
-    except (CourseError, subprocess.TimeoutExpired):
+    except CourseError:
         return []
     return [f"{line.rpartition(' ')[0]} {line.rpartition(' ')[2].lower()}" for line in lines]

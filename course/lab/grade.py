@@ -105,15 +105,20 @@ def grade_all(submissions: Sequence[Submission], out: Path, jobs: int, seed: int
 def take_in(folder: Path, graded: Sequence[Graded], out: Path) -> list[scale.Claim]:
     """Judge the result files (submit/check.sh) that came with notebooks, and list those of all runs into `out` in claims.csv.
 
-    They change no mark: correctness is what grading found itself.
+    They change no mark: correctness is what grading found itself. One that came with an earlier notebook, and not with the
+    learner's new one, is forgotten.
     """
     for one in graded:
         s = one.submission
-        for path in scale.result_files(folder, s.learner, s.lesson)[-1:]:
-            claim = scale.judge(path, s.learner, s.lesson, s.path, one.verdicts)
-            with atomic(out / "claims" / kept_at(s, out).name) as temporary:
-                temporary.write_text(json.dumps(asdict(claim), indent=1))
-    claims = [scale.Claim(**json.loads(path.read_text())) for path in sorted((out / "claims").glob("*.json"))]
+        kept, found = out / "claims" / kept_at(s, out).name, scale.result_files(folder, s.learner, s.lesson)
+        if not found:
+            kept.unlink(missing_ok=True)
+            continue
+        claim = scale.judge(found[-1], s.learner, s.lesson, s.path, one.verdicts)
+        with atomic(kept) as temporary:
+            temporary.write_text(json.dumps(asdict(claim), indent=1))
+    claims = list(filter(None, map(claimed, sorted((out / "claims").glob("*.json")))))
+    (out / "claims.csv").unlink(missing_ok=True)     # written below, if there are any
     if claims:
         heads = ["learner", "lesson", "file", "taken", "job", "speed", "hardware", "numbers", "note", "runs"]
         with atomic(out / "claims.csv") as temporary, open(temporary, "w", newline="") as file:
@@ -128,6 +133,14 @@ def take_in(folder: Path, graded: Sequence[Graded], out: Path) -> list[scale.Cla
         print(f"{len(claims)} result files of jobs, {sum(bool(claim.refused) for claim in claims)} refused, "
               f"{sum(claim.confirmed for claim in claims)} confirmed by Slurm: {out}/claims.csv", flush=True)
     return claims
+
+
+def claimed(path: Path) -> scale.Claim | None:
+    """A kept claim; None if it is damaged, or of another version of the course."""
+    try:
+        return scale.Claim(**json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
 
 
 def note(claim: scale.Claim) -> str:

@@ -58,10 +58,12 @@ def graphs(function: Callable[..., Any], *calls: Sequence[Any], modules: Sequenc
         for module in modules:
             module.compile(backend=record)
         run = function if modules else torch.compile(function, backend=record)
-        for arguments in calls or [()]:
-            run(*arguments)
-        for module in modules:
-            module._compiled_call_impl = None        # as it was
+        try:
+            for arguments in calls or [()]:
+                run(*arguments)
+        finally:
+            for module in modules:
+                module._compiled_call_impl = None    # as it was
     return found
 
 

@@ -31,6 +31,7 @@ from course import config as configuration
 from course import random
 from course.config import Config
 from course.data import corpus, latents, train_loader
+from course.errors import CourseError
 from course.files import atomic
 from course.models import DiTConfig, build_model
 from course.parallel import build_mesh, join, leave, place_serial, placement
@@ -224,6 +225,9 @@ def jobs_of(arguments: list[str], small: bool) -> list[str]:
     models = given["models"].split(",") if "models" in given else [*(TINY if small else MODELS)]
     gpu_alone = ("bf16, flash attention", "fp8 Transformer Engine") if small else ()
     runs = given["runs"].split(";") if "runs" in given else [run for run in RUNS if run not in gpu_alone]
+    for key, named, known in (("models", models, [*(TINY if small else MODELS)]), ("runs", runs, [*RUNS])):
+        if unknown := [name for name in named if name not in known]:
+            raise CourseError(f"{key}={unknown[0]} is none of {'; '.join(known)}: choose among these")
     return [f"{model} | {run}" for model in models for run in runs]
 
 

@@ -28,6 +28,7 @@ import torch
 
 from course import config as configuration
 from course.data import weather
+from course.errors import CourseError
 from course.files import atomic
 from course.perf import bench
 from course.perf.command import command
@@ -103,6 +104,8 @@ def main(c: Convergence) -> None:
     if c.tensorboard:
         to_tensorboard(json.loads(Path(c.out).read_text()), Path(c.tensorboard))
         return
+    if c.jobs < 1:
+        raise CourseError(f"jobs={c.jobs} makes no runs: it is how many run at a time, at least 1")
     weather.make(weather.Weather(path=c.data, train=c.years))
     runs = plan(c)
     with ThreadPoolExecutor(c.jobs) as pool:

@@ -28,9 +28,11 @@ MEANING = {
 MICROS = 16                                          # micro-batches of the pipeline's benchmark
 
 
-def yardstick(kind: str, row: Row, rows: list[Row]) -> Row:
-    """The row that another is measured by."""
+def yardstick(kind: str, row: Row, rows: list[Row]) -> Row | None:
+    """The row that another is measured by; None if there is none, or it ended in an error."""
     def fits(other: Row) -> bool:
+        if "error" in other:
+            return False
         if kind == "dp":
             compiled = ", compiled" if "compiled" in row["case"] else ""
             return other["gpus"] == row["gpus"] and other["case"] == f"none{compiled}"
@@ -39,16 +41,19 @@ def yardstick(kind: str, row: Row, rows: list[Row]) -> Row:
         same = all(other.get(key) == row.get(key) for key in ("tokens", "causal"))
         return other["gpus"] == 1 and same and ("compiled" in other["case"]) == ("compiled" in row["case"])
 
-    return next(other for other in rows if fits(other))
+    return next((other for other in rows if fits(other)), None)
 
 
 def judge(kind: str, rows: list[Row]) -> list[Row]:
-    """The rows with their efficiency, and a pipeline's with its bubble and the theory's; those of other kinds as they are."""
+    """The rows with their efficiency, and a pipeline's with its bubble and the theory's.
+
+    Those of other kinds, and those that there is nothing to measure by, stay as they are.
+    """
     for row in rows:
-        if "error" in row or kind not in MEANING:
+        if "error" in row or kind not in MEANING or not (measure := yardstick(kind, row, rows)):
             continue
         share = row["gpus"] if kind not in ("dp", "zero") else 1
-        row["efficiency"] = yardstick(kind, row, rows)["ms"] / row["ms"] / share
+        row["efficiency"] = measure["ms"] / row["ms"] / share
         if kind == "pp":
             p, v = row["gpus"], row.get("chunks", 1)
             row |= {"bubble": 1 - row["efficiency"], "theory": (p - 1) / (p - 1 + v * MICROS)}

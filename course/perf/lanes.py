@@ -6,11 +6,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Lock
 from typing import Any
 
+import psutil
 import torch
 
 from course.errors import CourseError
@@ -51,15 +53,36 @@ def side_by_side(jobs: Iterable[str], run: Callable[[str, str], Row], gpus: list
 
 def start(arguments: list[str], gpus: str, timeout: float = 600, **environment: str) -> Row:
     """What `python ARGUMENTS`, seeing these GPUs, printed as its last line of JSON; or {"error": the last of what it said}."""
+    with subprocess.Popen([sys.executable, *arguments], env=os.environ | {"CUDA_VISIBLE_DEVICES": gpus, **environment},
+                          stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace") as process:
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            return {"error": f"not done after {timeout:.0f} s"}
+        finally:
+            if process.poll() is None:
+                end(process.pid)
+    last = ((err if process.returncode else out).strip().splitlines() or [f"exit status {process.returncode}"])[-1]
+    row = row_of(last) if process.returncode == 0 else None
+    return {"error": last[:300]} if row is None else row
+
+
+def row_of(line: str) -> Row | None:
+    """A line of JSON as a row; None if it is another line."""
     try:
-        ended = subprocess.run([sys.executable, *arguments], env=os.environ | {"CUDA_VISIBLE_DEVICES": gpus, **environment},
-                               capture_output=True, text=True, timeout=timeout)
-    except subprocess.TimeoutExpired:
-        return {"error": f"not done after {timeout:.0f} s"}
-    lines = (ended.stdout if ended.returncode == 0 else ended.stderr).strip().splitlines() or [f"exit status {ended.returncode}"]
-    if ended.returncode:
-        return {"error": lines[-1][:300]}
-    return dict(json.loads(lines[-1]))
+        found = json.loads(line)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def end(pid: int) -> None:
+    """Kill a process with all that it has started, also in sessions of their own, as torchrun's ranks are."""
+    with suppress(psutil.Error):
+        parent = psutil.Process(pid)
+        for process in [*parent.children(recursive=True), parent]:
+            with suppress(psutil.Error):
+                process.kill()
 
 
 class Rows:

@@ -28,6 +28,7 @@ and some statistics. The way to count is that of Korthikanti et al. 2022 (arXiv:
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
+from fnmatch import fnmatchcase
 from functools import cached_property, lru_cache
 
 from course.compilation import leaves_within
@@ -529,9 +530,10 @@ def logits(rank: Rank, micros: float, moment: str) -> float:
 
 
 def chunked(c: Config) -> bool:
-    """Whether GPT's loss takes some tokens at a time. FP8 in the head does not."""
+    """Whether GPT's loss takes some tokens at a time. FP8 in the head does not, where Transformer Engine has none."""
     assert isinstance(c.model, GPTConfig)
-    in_fp8 = c.precision == "fp8" and not any(pattern in ("head.*", "*", "head.proj") for pattern in c.fp8.keep)
+    in_fp8 = (c.precision == "fp8" and c.fp8.by == "hand"
+              and not any(fnmatchcase("head.proj", pattern) for pattern in c.fp8.keep))
     return c.model.loss_chunk > 0 and not in_fp8
 
 

@@ -78,6 +78,15 @@ def test_another_data_set_is_not_overwritten(stdlib, tmp_path):
         make(Python(str(tmp_path / "out"), vocab=301), lambda line: None)
 
 
+@pytest.mark.parametrize(("text", "sentence"), [
+    ("", "damaged: give another path"), ("{\"request\": {", "damaged"), ("[]", "damaged"), ("{\"request\": 1}", "damaged"),
+    ("{\"vocab\": 9}", r"holds a data set made with other settings \(made by, ")])
+def test_a_damaged_data_set_is_not_overwritten_either(stdlib, tmp_path, text, sentence):
+    (tmp_path / "meta.json").write_text(text)
+    with pytest.raises(CourseError, match=sentence):
+        make(Python(str(tmp_path), vocab=300), lambda line: None)
+
+
 def test_gpt2_files_give_the_tokens_that_they_say(tmp_path):
     """Merges apply by rank, within words; the end of text is no merge."""
     alphabet = sorted(bpe.pre_tokenizers.ByteLevel.alphabet())

@@ -158,6 +158,14 @@ def test_other_settings_do_not_mix(config, tmp_path, monkeypatch):
     assert said == [f"{tmp_path / 'out'} is there already"]
 
 
+def test_parts_are_in_order_beyond_five_digits(tmp_path):
+    names = [f"{file:05d}/{part:05d}" for file in (2, 99_999, 100_000) for part in (0, 99_999, 100_000, 100_001)]
+    for name in names:
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "counts.json").write_text("{}")
+    assert [folder.relative_to(tmp_path).as_posix() for folder in jsonl.finished(tmp_path)] == names
+
+
 def test_a_typo_is_not_in_the_way(config, tmp_path):
     """With a tokenizer that is given parts were written, of nothing."""
     make(config, silent)

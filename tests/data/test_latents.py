@@ -148,7 +148,7 @@ def test_data_that_does_not_fit_is_a_sentence(folder, settings, words):
         Latents(**{"path": str(folder.parent / "out"), "split": "train", "latent": (2, 4, 4), "classes": 3, **settings})
 
 
-@pytest.mark.parametrize("damage", ["truncated", "missing", "others"])
+@pytest.mark.parametrize("damage", ["truncated", "missing", "others", "folders"])
 def test_a_damaged_shard_is_named(folder, damage):
     pack(folder)
     file = folder.parent / "out" / "train" / "00001.h5"
@@ -156,11 +156,25 @@ def test_a_damaged_shard_is_named(folder, damage):
         file.write_bytes(file.read_bytes()[:-1000])
     elif damage == "missing":
         file.unlink()
+    elif damage == "folders":
+        with h5py.File(file, "w") as made:
+            made.create_group("latents")
     else:
         with h5py.File(file, "w") as made:
             made["latents"], made["labels"] = np.zeros((5, 2, 4, 4)), np.zeros(5)
     with pytest.raises(CourseError, match=r"00001.h5 (cannot be read|holds latents)"):
         Latents(str(folder.parent / "out"), "train", (2, 4, 4), 3)
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, ValueError, OSError])
+def test_a_shard_that_h5py_cannot_read_is_not_done_whatever_it_raises(monkeypatch, tmp_path, kind):
+    def damaged(*_):
+        raise kind("unable to synchronously open object")
+
+    monkeypatch.setattr(h5py, "File", damaged)
+    assert latents.is_done(tmp_path / "00000.h5") == ""
+    with pytest.raises(CourseError, match=r"00000\.h5 cannot be read"):
+        latents.inspect(tmp_path / "00000.h5", (1, 2, 4, 4))
 
 
 def test_folders_without_latents_are_a_sentence(tmp_path):

@@ -79,6 +79,13 @@ def test_bad_requests_are_sentences(folder, split, context, vocab, sentence):
         Sequences(f"{folder}/nowhere", split, context, vocab)
 
 
+@pytest.mark.parametrize("text", ["", "{\"vocab\": 1", "[]", "{}", "{\"vocab\": null}", "{\"vocab\": \"many\"}"])
+def test_notes_that_are_damaged_or_of_others_are_a_sentence(folder, tmp_path, text):
+    (tmp_path / "meta.json").write_text(text)
+    with pytest.raises(CourseError, match=r"meta\.json is damaged, or of another program: remove that file"):
+        Sequences(folder, "train", 4, 100)
+
+
 def test_a_token_that_the_model_does_not_know(folder, tmp_path):
     (tmp_path / "meta.json").unlink()                # as in files of Megatron's own
     data = Sequences(folder, "train", 9, 95)

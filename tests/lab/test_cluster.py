@@ -32,6 +32,11 @@ def test_ports_are_neighbours_and_free():
         assert not first <= again <= first + 1 and again + 2 != first + 1
 
 
+def test_a_command_that_hangs_is_told_in_a_sentence(tmp_path):
+    with pytest.raises(CourseError, match=r"sleep did not answer in 0\.2 s: .*daemons' logs"):
+        cluster.Cluster(tmp_path).run("sleep", "9", seconds=0.2)
+
+
 def test_stopping_what_is_not_there_does_nothing(tmp_path: Path):
     cluster.stop(tmp_path / "none")
 

@@ -37,6 +37,13 @@ def test_graphs_are_recorded_call_by_call():
     assert len(launches.graphs(broken, (x,), (-x,))) == 3
 
 
+def test_modules_stay_as_they_were_where_a_call_fails():
+    module = nn.Linear(3, 3)
+    with pytest.raises(RuntimeError):
+        launches.graphs(module, (torch.ones(4),), modules=[module])
+    assert module._compiled_call_impl is None
+
+
 @pytest.mark.slow
 def test_blocks_share_one_graph_and_stay_as_they_were():
     c = config.load("vit-demo", ["model.depth=5"])

@@ -11,7 +11,7 @@ from course.files import sha256
 from course.lab import grade, scale
 from course.lab.check import Fact, Verdict
 from course.lab.exercise import find
-from course.lab.submissions import of_lesson
+from course.lab.submissions import Submission, of_lesson
 from tests.lab import classroom
 
 JOB = {"id": 7, "cluster": "course", "user": "ann", "nodes": "n[1-2]", "tasks": 4}
@@ -142,6 +142,18 @@ def test_the_claims_are_listed_and_no_mark_changes(handed_in, tmp_path, monkeypa
     handed_in[1].write_text("{}")
     grade.main(handed_in[0].parents[1], tmp_path / "out", trust=True)
     assert ",refused," in (tmp_path / "out" / "claims.csv").read_text()
+
+
+def test_claims_that_cannot_be_read_or_that_nobody_makes_any_more_are_left_out(handed_in, tmp_path, monkeypatch):
+    monkeypatch.setattr(scale, "confirm", lambda told: (False, "nobody knows"))
+    folder, out = handed_in[0].parents[1], tmp_path / "out"
+    graded = [grade.Graded(Submission("ann", "10", handed_in[0]), ())]
+    (claim,) = grade.take_in(folder, graded, out)
+    for name, text in (("a", "{"), ("b", json.dumps({**asdict(claim), "colour": "red"})), ("c", "[]")):
+        (out / "claims" / f"{name}.json").write_text(text)
+    assert grade.take_in(folder, graded, out) == [claim]
+    handed_in[1].unlink()                            # handed in again, without a result
+    assert grade.take_in(folder, graded, out) == [] and not (out / "claims.csv").exists()
 
 
 def test_the_numbers_are_the_last_plain_ones(tmp_path):

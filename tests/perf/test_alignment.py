@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from course.errors import CourseError
 from course.perf import alignment
 
 
@@ -39,6 +40,16 @@ def test_the_verdict_compares_with_the_same_seed_and_the_spread():
     assert alignment.judge(runs, 4)["within"]["fp8 current"] is False
     del runs["bf16, seed 2"]
     assert alignment.judge(runs, 4) == {}
+
+
+@pytest.mark.parametrize(("argument", "small", "sentence"), [
+    ("models=vit", False, "models=vit is none of dit-xl; dit-xl-512; gpt-1.3b: choose"),
+    ("models=dit-xl-512", True, "models=dit-xl-512 is none of dit-xl; gpt-1.3b: choose"),
+    ("runs=bf16, seed 0;bf16, seed 9", False, "runs=bf16, seed 9 is none of bf16, seed 0; bf16, seed 1; .*: choose")])
+def test_a_name_that_there_is_not_is_refused_with_those_that_there_are(argument, small, sentence):
+    with pytest.raises(CourseError, match=sentence):
+        alignment.jobs_of([argument], small)
+    assert alignment.jobs_of(["models=dit-xl", "runs=bf16, seed 1"], small) == ["dit-xl | bf16, seed 1"]
 
 
 def test_all_runs_are_configurations_from_the_same_weights():

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from course.errors import CourseError
 from course.perf import convergence
 
 
@@ -37,6 +38,11 @@ def test_settings_are_read_as_key_value():
     values = convergence.configuration.parse(["jobs=8", "batches=[4,8]"])
     found = convergence.configuration.build(convergence.Convergence, values, "test")
     assert found == replace(convergence.Convergence(), jobs=8, batches=(4, 8))
+
+
+def test_no_run_at_a_time_is_refused_before_any_work(small):
+    with pytest.raises(CourseError, match=r"jobs=0 makes no runs: .* at least 1"):
+        convergence.main(replace(small, jobs=0))
 
 
 @pytest.mark.slow

@@ -21,6 +21,14 @@ def test_compiled_is_measured_by_compiled_and_an_error_by_nothing():
     assert judged[2]["efficiency"] == pytest.approx(0.8) and "efficiency" not in judged[3]
 
 
+@pytest.mark.parametrize("kind", [*efficiency.MEANING])
+def test_what_ended_in_an_error_measures_nothing_and_stops_nothing(kind):
+    case = {"dp": "none", "zero": "ddp"}.get(kind, "one GPU")
+    rows = [{"case": case, "gpus": 2, "error": "out of memory"}, {"case": "one GPU", "gpus": 1, "error": "out of memory"},
+            {"case": "ring", "gpus": 2, "tokens": 8192, "ms": 5.0}]
+    assert efficiency.judge(kind, [dict(row) for row in rows]) == rows
+
+
 @pytest.mark.parametrize(("kind", "file"), [
     (kind, file) for kind in efficiency.MEANING for name in ("h200", "2xh200")
     if (file := efficiency.RESULTS / f"{kind}_{name}.json").exists()])

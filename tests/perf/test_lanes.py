@@ -1,10 +1,12 @@
 import json
 import time
 
+import psutil
 import pytest
 import torch
 
 from course.errors import CourseError
+from course.lab.cluster import until
 from course.perf import lanes
 
 
@@ -27,6 +29,26 @@ def test_a_program_gives_its_last_line_or_what_it_failed_with():
     assert lanes.start(["-c", program], "3,4") == {"gpus": "3,4"}
     assert lanes.start(["-c", "raise ValueError('no such rung')"], "") == {"error": "ValueError: no such rung"}
     assert "not done after" in lanes.start(["-c", "import time; time.sleep(9)"], "", timeout=0.2)["error"]
+
+
+def test_a_last_line_that_is_no_row_is_an_error():
+    for printed, told in (("done in 3 s", "done in 3 s"), ("[1, 2]", "[1, 2]"), ("", "exit status 0")):
+        assert lanes.start(["-c", f"print({printed!r})"], "") == {"error": told}
+
+
+def test_out_of_time_ends_what_the_program_started_in_sessions_of_their_own(tmp_path):
+    rank = f"import os, time; open({str(tmp_path / 'rank')!r}, 'w').write(str(os.getpid())); time.sleep(99)"
+    program = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {rank!r}], start_new_session=True)"
+    assert "not done after" in lanes.start(["-c", program], "", timeout=3)["error"]
+    rank = int((tmp_path / "rank").read_text())
+    assert until(lambda: not alive(rank), 5)
+
+
+def alive(pid):
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def test_rows_are_in_the_file_as_they_come_in_order(tmp_path):

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from course import config as configuration
+from course import fp8
 from course.config import Config
 from course.lab.meter import Meter
 from course.launch import ranks
@@ -206,3 +207,12 @@ def test_what_other_moments_and_settings_change():
     gpipe, other = (memory.predict(small("gpt", "parallel.pp=2", f"parallel.schedule={name}", "train.micro_batch=1"))
                     for name in ("gpipe", "1f1b"))
     assert gpipe.activations > 2 * other.activations
+
+
+@pytest.mark.parametrize("kept", ["head.*", "head*", "*.proj", "*", "head", "embed.*"])
+def test_a_head_in_fp8_puts_out_all_logits(kept):
+    c = small("gpt", "precision=fp8", f'fp8.keep=["{kept}"]')
+    model = build_model(c.model)
+    fp8.convert(model, c, build_mesh(c.parallel, World()))
+    assert memory.chunked(c) == (model.get_submodule("head.proj").matmul is F.linear)
+    assert memory.chunked(replace(c, fp8=replace(c.fp8, by="te")))       # whose modules are the blocks' alone
