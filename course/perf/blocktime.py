@@ -17,6 +17,7 @@ from course.perf.comms import Group
 from course.perf.hardware import Hardware
 from course.perf.host import Host, host_of
 from course.perf.kernels import BYTES, Kernels, kernels_of
+from course.perf.memory import chunked
 from course.precision import LOW
 
 Model = ViTConfig | GPTConfig | DiTConfig
@@ -398,11 +399,11 @@ def gpt_head(local: Local) -> dict[str, float]:
     group, rest, n = local.groups["tp"], local.rest * m.dim, local.tokens * m.dim
     y, dx, dw, cast = linear_time(local, Linear("head.proj", m.dim, m.vocab, "column"))
     logits = local.tokens * m.vocab / p.tp
-    chunked = m.loss_chunk > 0 and local.config.precision != "fp8"
-    chunks = math.ceil(local.tokens / m.loss_chunk) if chunked else 0
+    in_chunks = chunked(local.config)
+    chunks = math.ceil(local.tokens / m.loss_chunk) if in_chunks else 0
     sums = [("elementwise", (8.0 if local.low == 2 else 16.0) * m.vocab / p.tp * m.dim)] * chunks
     loss = [("fused", 12 * logits)] if local.config.compile else [("elementwise", (28 if local.low == 2 else 36) * logits)]
-    if chunked and p.tp == 1:                                           # loss_kernel.py
+    if in_chunks and p.tp == 1:                                           # loss_kernel.py
         loss = [("fused", 2 * local.low * logits)]
     comm = comm_back = 0.0
     if p.tp > 1:
