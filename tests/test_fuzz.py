@@ -10,6 +10,7 @@ import gzip
 import io
 import json
 import lzma
+import math
 import os
 import signal
 import string
@@ -33,7 +34,7 @@ from course.files import sha256
 from course.lab import cells, sbatch, scale
 from course.lab.check import Fact, Verdict
 from course.lab.submissions import of_lesson
-from course.perf import hardware
+from course.perf import comms, hardware, host, kernels
 
 hypothesis = pytest.importorskip("hypothesis")
 from hypothesis import HealthCheck, example, given, settings  # noqa: E402
@@ -121,6 +122,10 @@ def replaced(whole):
     return drawn()
 
 
+def as_json(value) -> bytes:
+    return json.dumps(value).encode()
+
+
 def as_yaml(value) -> bytes:
     return yaml.safe_dump(value, allow_unicode=True).encode("utf-8", "surrogatepass")
 
@@ -196,6 +201,32 @@ def test_hardware(place, raw):
     with suppress(CourseError):
         found = hardware.load(str(place / "gpu.yaml"))
         assert found.memory > 0 and all(link.bandwidth > 0 and link.latency >= 0 for link in found.links)
+
+
+SIDES, SECONDS = [64, 256], [1e-5 * n for n in range(1, 9)]
+KERNELS = {"matmul": {"bf16": {"axes": [SIDES] * 3, "seconds": SECONDS}},
+           "attention": {"forward": {"axes": [SIDES] * 3, "seconds": SECONDS}},
+           "memory": {"copy": {"axes": [[1e6, 1e8]], "seconds": [1e-5, 1e-4]}}, "all_reduce": {"2": [[1e6, 1e-4], [1e8, 1e-3]]}}
+HOST = {"plain_step": 2e-3, "host": {"gpt": [0.5, 0.8, 0.6], "gpt, full": [0.5, 0.7, 1.3], "vit": "not measured"}}
+
+
+@fuzz(raw=damaged(json.dumps(KERNELS).encode()) | replaced(KERNELS).map(as_json) | st.binary(max_size=64))
+def test_tables_of_kernels(place, raw):
+    (place / "kernels.json").write_bytes(raw)
+    h200 = hardware.load("h200")
+    with suppress(CourseError):
+        found = kernels.read(place / "kernels.json", h200, h200)
+        taken = (found.matmul(100, 1e3, 70, "bf16"), found.attention(16, 100, 100, 64, False, "bf16"), found.memory("copy", 1e7),
+                 comms.all_reduce(1e7, comms.group_of([(1, 2)], h200, found.curves)))
+        assert all(0 < seconds < math.inf for seconds in taken)
+
+
+@fuzz(raw=damaged(json.dumps(HOST).encode()) | replaced(HOST).map(as_json) | st.binary(max_size=64))
+def test_tables_of_the_host(place, raw):
+    (place / "host.json").write_bytes(raw)
+    with suppress(CourseError):
+        found = host.read(place / "host.json")
+        assert found.plain_step > 0 and all(math.isfinite(cost.of(2, 2)) for cost in found.rows.values())
 
 
 # ---- data

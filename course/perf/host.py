@@ -10,6 +10,7 @@ step of plain PyTorch, which is measured beside them: they hold for any host, an
 """
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -107,7 +108,7 @@ class Host:
         cost = self.rows[row_name(config.model.kind, "", compiled, recompute)]
         for name, times in added(config, dp):
             cost = cost + self.beyond(name, compiled, recompute) * times
-        return self.plain_step * cost.of(blocks, micros)
+        return max(0.0, self.plain_step * cost.of(blocks, micros))
 
     def beyond(self, name: str, compiled: bool, recompute: str) -> Cost:
         """What a setting adds to a step; if it was not measured compiled, what it adds uncompiled."""
@@ -172,6 +173,10 @@ def read(path: Path) -> Host:
     try:
         table = json.loads(path.read_text())
         rows = {str(name): Cost(*map(float, cost)) for name, cost in table["host"].items() if isinstance(cost, list)}
-        return Host(rows, float(table["plain_step"]))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise CourseError(f"{path} is no table of the host ({error}): make one with `course bench host --out FILE`") from error
+        plain_step = float(table["plain_step"])
+        if not 0 < plain_step < math.inf or not all(math.isfinite(cost.of(1, 1)) for cost in rows.values()):
+            raise ValueError("a plain step takes more than 0, and every cost is a number")
+        return Host(rows, plain_step)
+    except Exception as error:                       # whatever a damaged or foreign file makes of it
+        raise CourseError(f"{path} is no table of the host ({type(error).__name__}: {error}): make one with `course bench host "
+                          "--out FILE`") from error

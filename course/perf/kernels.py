@@ -11,7 +11,7 @@ kernel scales with them roughly, within a generation of GPUs well. Where there i
 import json
 import math
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
@@ -166,10 +166,10 @@ def kernels_of(hardware: Hardware) -> Kernels:
         if not path.exists():
             raise CourseError(f"hardware {hardware.name}: there is no table {hardware.table}: measure one with `course bench "
                               "kernels --out FILE` on such a GPU, or leave the key out")
-        return from_table(read(path), hardware, hardware)
+        return read(path, hardware, hardware)
     name, file = REFERENCE
     if (RESULTS / file).exists():
-        return from_table(read(RESULTS / file), load(name), hardware)
+        return read(RESULTS / file, load(name), hardware)
     return Kernels(hardware, {})
 
 
@@ -184,15 +184,13 @@ def source(hardware: Hardware) -> str:
     return "rules of thumb, no measured table (course bench kernels makes one; name it as `table:` in a hardware YAML)"
 
 
-def read(path: Path) -> dict[str, Any]:
-    """A table of `course bench kernels`."""
+def read(path: Path, measured: Hardware, hardware: Hardware) -> Kernels:
+    """A file of `course bench kernels`, see `from_table`. Raises `CourseError` if it is something else."""
     try:
-        found = json.loads(path.read_text())
-        if not isinstance(found, dict) or "matmul" not in found:
-            raise ValueError("it has no matmuls")
-        return found
-    except ValueError as error:
-        raise CourseError(f"{path} is no table of kernels ({error}): make one with `course bench kernels --out FILE`") from error
+        return from_table(json.loads(path.read_text()), measured, hardware)
+    except Exception as error:                       # whatever a damaged or foreign file makes of it
+        raise CourseError(f"{path} is no table of kernels ({type(error).__name__}: {error}): make one with `course bench kernels "
+                          "--out FILE`") from error
 
 
 def from_table(table: Mapping[str, Any], measured: Hardware, hardware: Hardware) -> Kernels:
@@ -209,10 +207,13 @@ def from_table(table: Mapping[str, Any], measured: Hardware, hardware: Hardware)
     for kind, grid in table.get("memory", {}).items():
         grids[kind] = efficiencies(grid, lambda size: size, measured.bandwidth)
     scale = hardware.links[0].bandwidth / measured.links[0].bandwidth
-    curves = tuple((int(ranks), tuple((2 * size * (1 - 1 / int(ranks)), scale * 2 * size * (1 - 1 / int(ranks)) / seconds)
-                                      for size, seconds in points))
-                   for ranks, points in sorted(table.get("all_reduce", {}).items(), key=lambda entry: int(entry[0])))
-    return Kernels(hardware, grids, curves)
+    curves = []
+    for ranks, points in sorted((int(ranks), points) for ranks, points in table.get("all_reduce", {}).items()):
+        share = 2 * (1 - 1 / ranks)                  # of its bytes that each rank sends
+        sizes, seconds = axis_of(size for size, _ in points), above_0(taken for _, taken in points)
+        sent = [share * size for size in sizes]
+        curves.append((ranks, tuple((size, scale * size / taken) for size, taken in zip(sent, seconds, strict=True))))
+    return Kernels(hardware, grids, tuple(curves))
 
 
 def matmul_flops(m: float, k: float, n: float) -> float:
@@ -222,6 +223,22 @@ def matmul_flops(m: float, k: float, n: float) -> float:
 
 def efficiencies(grid: Mapping[str, Any], work: Any, peak: float) -> Grid:
     """Work per second over the peak, at each point of a measured grid {axes, seconds}."""
-    axes = tuple(tuple(float(x) for x in axis) for axis in grid["axes"])
-    points = zip(product(*axes), grid["seconds"], strict=True)
+    axes = tuple(axis_of(axis) for axis in grid["axes"])
+    points = zip(product(*axes), above_0(grid["seconds"]), strict=True)
     return Grid(axes, tuple(work(*point) / seconds / peak for point, seconds in points))
+
+
+def axis_of(sizes: Iterable[float]) -> tuple[float, ...]:
+    """Sizes as they must be: one at least, and each larger than the one before."""
+    axis = above_0(sizes)
+    if not axis or list(axis) != sorted(set(axis)):
+        raise ValueError(f"sizes must grow, unlike {axis}")
+    return axis
+
+
+def above_0(numbers: Iterable[float]) -> tuple[float, ...]:
+    """Numbers as they must be, sizes as well as seconds."""
+    found = tuple(float(number) for number in numbers)
+    if not all(0 < number < math.inf for number in found):
+        raise ValueError("sizes and seconds must be above 0")
+    return found
