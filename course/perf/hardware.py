@@ -16,6 +16,7 @@ from course.config import build, merge, nearest, read_yaml
 from course.errors import CourseError
 
 PRESETS = Path(__file__).with_name("hardware.yaml")
+RESULTS = Path(__file__).parent / "results"
 FORMATS = ("fp32", "tf32", "fp16", "bf16", "fp8")
 
 
@@ -108,6 +109,15 @@ def check(hardware: Hardware) -> Hardware:
         raise CourseError(f"hardware {h.name}: links go from inside out, each span larger than the one before, such as 8, 256 "
                           f"and 0 for any number; these are {', '.join(str(link.span) for link in h.links)}")
     return hardware
+
+
+def table_file(hardware: Hardware, file: str, kind: str) -> Path:
+    """A table of `course bench KIND` that a hardware names: a path of the user's, or of one of the course's results."""
+    for path in (Path(file), RESULTS / file):
+        if path.exists():
+            return path
+    raise CourseError(f"hardware {hardware.name}: there is no table {file}: measure one with `course bench {kind} --out FILE` on "
+                      "such a machine, or leave the key out")
 
 
 def of_device(device: str) -> Hardware | None:

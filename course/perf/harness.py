@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from course.config import Config, Parallel, Train
-from course.models.layers import TENSOR_PLAN, Block, Tokens
+from course.models.layers import TENSOR_PLAN, TOKEN_PLAN, Block, Tokens
 from course.parallel import Mesh, World, parallelize, place_serial
 from course.perf import bench
 from course.step import Progress, build_compute
@@ -45,7 +45,7 @@ class Stack(nn.Module):
     """Transformer blocks and nothing else, (B, T, D) -> (B, T, D)."""
 
     tensor_plan = TENSOR_PLAN
-    token_plan = {"input": "sequence", "target": "sequence", "position": "sequence"}    # noqa: RUF012
+    token_plan = TOKEN_PLAN
 
     def __init__(self, dim: int, depth: int, heads: int, causal: bool):
         super().__init__()

@@ -20,9 +20,8 @@ from course.compilation import attention_leaves
 from course.config import Config
 from course.errors import CourseError
 from course.models import GPTConfig
-from course.perf.hardware import Hardware
+from course.perf.hardware import RESULTS, Hardware, table_file
 
-RESULTS = Path(__file__).parent / "results"
 REFERENCE = "host_h200.json"                         # whose host stands for those that were not measured
 RECOMPUTE = ("none", "selective", "full")
 
@@ -154,12 +153,7 @@ def host_of(hardware: Hardware) -> Host:
     reference = read(RESULTS / REFERENCE)
     if not hardware.host:
         return reference
-    path = Path(hardware.host)
-    path = path if path.exists() else RESULTS / hardware.host
-    if not path.exists():
-        raise CourseError(f"hardware {hardware.name}: there is no table {hardware.host}: measure one with `course bench host "
-                          "--out FILE` on such a machine, or leave the key out")
-    own = read(path)
+    own = read(table_file(hardware, hardware.host, "host"))
     return Host({**reference.rows, **own.rows}, own.plain_step)          # one GPU measures no layouts
 
 

@@ -25,7 +25,7 @@ from course import config as configuration
 from course.config import Parallel
 from course.errors import CourseError
 from course.parallel import Mesh, World, build_mesh, join, leave
-from course.perf import bench, harness, lanes
+from course.perf import bench, harness, kernel_table, lanes
 from course.perf.command import command
 from course.perf.host import RECOMPUTE, SETTINGS, Cost, row_name
 from course.perf.lanes import Row
@@ -100,13 +100,13 @@ def mesh_of(world: World, pp: int, dp: int, cp: int, tp: int) -> Mesh:
 
 
 def half(world: World) -> str:
-    """A format of 16 bits that the device computes in."""
-    return "bf16" if world.device.type == "cpu" or torch.cuda.is_bf16_supported(False) else "fp16"
+    """What a configuration calls the format of 16 bits that the device computes in."""
+    return "bf16" if kernel_table.half(world.device) == torch.bfloat16 else "fp16"
 
 
 def share(gpus: int, number: int, of: int, small: bool, file: Path) -> None:
-    """Measure every `of`-th row for so many GPUs, from the given one on, and write to the file the four seconds of its cost, or
-    what went wrong."""
+    """Measure every `of`-th row for so many GPUs, from the given one on, and write to the file the numbers of its cost, or what
+    went wrong."""
     world = join("cpu" if small else "cuda")
     found: Row = {}
     plain: list[float] = []

@@ -20,9 +20,8 @@ from typing import Any
 
 from course.errors import CourseError
 from course.perf.comms import Curve
-from course.perf.hardware import Hardware, load
+from course.perf.hardware import RESULTS, Hardware, load, table_file
 
-RESULTS = Path(__file__).parent / "results"
 REFERENCE = ("h200", "kernels_h200.json")            # whose table stands for hardware that has none
 
 # Seconds that any kernel takes, however little it does: 734 kernels of a graph took 3.3 ms (results/vit_h200.json, "one sample:
@@ -161,12 +160,7 @@ def attention_share(tokens: float, width: float, causal: bool) -> float:
 def kernels_of(hardware: Hardware) -> Kernels:
     """The kernels of some hardware: by its own table, by the H200's, or by the rules."""
     if hardware.table:
-        path = Path(hardware.table)
-        path = path if path.exists() else RESULTS / hardware.table
-        if not path.exists():
-            raise CourseError(f"hardware {hardware.name}: there is no table {hardware.table}: measure one with `course bench "
-                              "kernels --out FILE` on such a GPU, or leave the key out")
-        return read(path, hardware, hardware)
+        return read(table_file(hardware, hardware.table, "kernels"), hardware, hardware)
     name, file = REFERENCE
     if (RESULTS / file).exists():
         return read(RESULTS / file, load(name), hardware)

@@ -324,10 +324,11 @@ def fitting(asked: Search, candidate: Config, limit: float) -> Layout | None:
         if refusal(config):
             continue
         time = steptime.predict(config, asked.hardware, asked.gpus)
-        fits = time.step < limit and memory.predict(config)
-        if fits and fits.total <= asked.room:
-            found, limit = Layout(config, fits, time), time.step
-        if how == "none" and (found or time.step >= limit):
+        if time.step < limit:
+            needs = memory.predict(config)
+            if needs.total <= asked.room:
+                found, limit = Layout(config, needs, time), time.step
+        if how == "none" and time.step >= limit:    # found, or too slow: with more it is slower still
             break
     return found
 
