@@ -40,13 +40,17 @@ def samples_to(target: float, steps: Sequence[float], losses: Sequence[float], b
 
 
 def draw_noise(seed: int, hidden: bool) -> Tensors:
-    """Gradients' true squared norms and variances, and two batch sizes, for several cases."""
+    """Gradients' true squared norms and variances, and two batch sizes, for several cases.
+
+    In the last the squared norms do not fit together, as those of two runs may not: |G|^2 comes out below 0.
+    """
     generator = torch.Generator().manual_seed(seed)
     many = 12 if hidden else 6
     b = torch.randint(1, 8, (many,), generator=generator)
-    return {"signal": 0.1 + torch.rand(many, generator=generator, dtype=torch.float64),
-            "noise": 0.1 + 50 * torch.rand(many, generator=generator, dtype=torch.float64),
-            "b": b, "B": b * torch.randint(2, 40, (many,), generator=generator)}
+    signal = 0.1 + torch.rand(many, generator=generator, dtype=torch.float64)
+    noise = 0.1 + 50 * torch.rand(many, generator=generator, dtype=torch.float64)
+    signal[-1], noise[-1] = -0.05, 20 + noise[-1]    # and yet both squared norms are positive
+    return {"signal": signal, "noise": noise, "b": b, "B": b * torch.randint(2, 40, (many,), generator=generator)}
 
 
 def estimate(inputs: Tensors) -> Tensors:
@@ -122,7 +126,8 @@ def schedules(inputs: Tensors) -> Tensors:
 def draw_curves(seed: int, hidden: bool) -> Tensors:
     """Validation losses that fall, and rise a little now and then, and targets.
 
-    The first curve is below its target from the start, the second just at it in its lowest point, the last never gets there.
+    The first curve is below its target from the start, the second just at it in its lowest point, the third reaches it, rises
+    above it and reaches it again, the last never gets there. Validations come at uneven steps.
     """
     generator = torch.Generator().manual_seed(seed)
     many, points = (8, 20) if hidden else (6, 12)
@@ -132,16 +137,18 @@ def draw_curves(seed: int, hidden: bool) -> Tensors:
     lowest = losses.min(1).values
     target = 0.3 * losses[:, 0] + 0.7 * lowest
     target[0], target[1], target[-1] = losses[0, 0] + 0.1, lowest[1], lowest[-1] - 0.1
-    return {"losses": losses, "target": target, "every": torch.randint(3, 30, (many,), generator=generator),
+    half = points // 2
+    target[2] = (losses[2, 0] + losses[2, :half].min()) / 2
+    losses[2, half], losses[2, half + 1] = target[2] + 0.05, target[2] - 0.02
+    return {"losses": losses, "target": target, "steps": torch.randint(3, 30, (many, points), generator=generator).cumsum(1),
             "batch": torch.randint(2, 200, (many,), generator=generator)}
 
 
 def reach(inputs: Tensors) -> Tensors:
     """Samples to the target on each curve; of the last, 1 if they are infinite."""
     found = []
-    for losses, target, every, batch in zip(*(inputs[name].tolist() for name in ("losses", "target", "every", "batch")),
+    for losses, target, steps, batch in zip(*(inputs[name].tolist() for name in ("losses", "target", "steps", "batch")),
                                             strict=True):
-        steps = [every * (number + 1) for number in range(len(losses))]
         found.append(returned.number(samples_to(target, steps, losses, batch), "samples_to"))
     reached = torch.tensor(found, dtype=torch.float64)
     return {"first": reached[0], "exact": reached[1], "samples": reached[2:-1], "never": (reached[-1] == math.inf).double()}
@@ -160,7 +167,7 @@ EXERCISES = [
         "cold": "without warm-up the cosine begins at once"},
         tolerance=1e-5, why_tolerance="rates are float32", points=2),
     Exercise("samples-to-target", "08", (f"{__name__}.samples_to",), draw_curves, reach, {
-        "samples": "it finds the samples to the target, between two validations",
+        "samples": "it finds the samples when the target is first reached, between two validations",
         "first": "where already the first validation is below the target, its own samples count",
         "exact": "a loss that is just the target has reached it",
         "never": "where a run never gets there they are infinite"}, flags={
