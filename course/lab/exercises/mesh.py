@@ -43,6 +43,12 @@ def draw_layouts(seed: int, hidden: bool) -> Tensors:
     return {"sizes": sizes, "orders": orders}
 
 
+def boxes(inputs: Tensors) -> list[tuple[Tensor, int]]:
+    """The drawn layouts, each with every of its dims; and with dp and cp as one dim, which has three in all."""
+    grids = [mesh.lay_out(sizes, order) for sizes, order in layouts(inputs)]
+    return [(grid, dim) for grid in grids for dim in range(4)] + [(grid.flatten(1, 2), 1) for grid in grids]
+
+
 def layouts(inputs: Tensors) -> list[tuple[dict[str, int], str]]:
     """The drawn sizes by name, and orders such as "pp-dp-cp-tp"."""
     return [(dict(zip(mesh.AXES, sizes, strict=True)), "-".join(mesh.AXES[number] for number in order))
@@ -65,8 +71,8 @@ def lay_out(inputs: Tensors) -> Tensors:
 
 
 def group(inputs: Tensors) -> Tensors:
-    """The groups of every axis of the drawn layouts."""
-    found = [mesh.groups(mesh.lay_out(sizes, order), dim) for sizes, order in layouts(inputs) for dim in range(4)]
+    """The groups of every axis of the drawn layouts, and those of dp and cp together."""
+    found = [mesh.groups(*box) for box in boxes(inputs)]
     return {"shapes": torch.tensor([list(rows.shape) for rows in found]), "ranks": torch.cat([rows.flatten() for rows in found])}
 
 
@@ -77,8 +83,8 @@ def draw_nodes(seed: int, hidden: bool) -> Tensors:
 
 def touch(inputs: Tensors) -> Tensors:
     """For every axis of the drawn layouts, and every kind of node, how many nodes a group touches."""
-    found = [returned.number(nodes_touched(mesh.groups(mesh.lay_out(sizes, order), dim), per_node), "nodes_touched")
-             for sizes, order in layouts(inputs) for dim in range(4) for per_node in inputs["per_node"].tolist()]
+    found = [returned.number(nodes_touched(mesh.groups(*box), per_node), "nodes_touched")
+             for box in boxes(inputs) for per_node in inputs["per_node"].tolist()]
     return {"nodes": torch.tensor(found)}
 
 
@@ -104,6 +110,12 @@ def send(inputs: Tensors) -> Tensors:
             for axis in mesh.AXES}
 
 
+def calls(inputs: Tensors) -> list[str]:
+    """Each case as a call, with numbers to try by hand."""
+    return [f"bytes_sent({sizes}, {dict(zip(WORK, work, strict=True))})"
+            for (sizes, _), work in zip(layouts(inputs), inputs["work"].tolist(), strict=True)]
+
+
 EXERCISES = [
     Exercise("lay-out", "09", ("course.parallel.mesh.lay_out",), draw_layouts, lay_out, {
         "shapes": "the dims of the grid are pp, dp, cp and tp, whatever the order",
@@ -112,12 +124,12 @@ EXERCISES = [
         sizes=(1, 4), limits=Limits(seconds=120), points=2),
     Exercise("groups", "09", ("course.parallel.mesh.groups",), draw_layouts, group, {
         "shapes": "there is a row for each group, as long as the axis",
-        "ranks": "the groups of every axis are right, and so is the order within them"}, limits=QUICK),
+        "ranks": "the groups of every axis, and those of dp x cp, are right, and so is the order within them"}, limits=QUICK),
     Exercise("nodes-touched", "09", (f"{__name__}.nodes_touched",), draw_nodes, touch, {
         "nodes": "it counts the nodes that the most spread group of an axis touches"}, limits=QUICK),
     Exercise("bytes-sent", "09", (f"{__name__}.bytes_sent",), draw_work, send, {
         "tp": "tensor parallel: the all-reduces of activations",
         "cp": "context parallel: the keys and values, and their gradients",
         "pp": "pipeline parallel: one activation forward and one gradient back for each micro-batch",
-        "dp": "data parallel: one all-reduce of the gradients that this GPU has"}, limits=QUICK, points=2),
+        "dp": "data parallel: one all-reduce of the gradients that this GPU has"}, cases=calls, limits=QUICK, points=2),
 ]
