@@ -137,9 +137,9 @@ def draw_curves(seed: int, hidden: bool) -> Tensors:
     lowest = losses.min(1).values
     target = 0.3 * losses[:, 0] + 0.7 * lowest
     target[0], target[1], target[-1] = losses[0, 0] + 0.1, lowest[1], lowest[-1] - 0.1
-    half = points // 2
-    target[2] = (losses[2, 0] + losses[2, :half].min()) / 2
-    losses[2, half], losses[2, half + 1] = target[2] + 0.05, target[2] - 0.02
+    up = points // 2 - 1                             # just before the middle, where whoever bisects the curve looks first
+    target[2] = (losses[2, 0] + losses[2, :up].min()) / 2
+    losses[2, up:up + 3] = target[2] + torch.tensor([0.05, 0.05, -0.02])
     return {"losses": losses, "target": target, "steps": torch.randint(3, 30, (many, points), generator=generator).cumsum(1),
             "batch": torch.randint(2, 200, (many,), generator=generator)}
 
