@@ -13,7 +13,7 @@ from course.lab.exercise import Exercise, Tensors
 from course.lab.traffic import Traffic
 from course.lab.watchdog import Limits
 from course.parallel import data
-from course.parallel.mesh import Axis
+from course.parallel.mesh import Axis, Mesh, join
 from course.parallel.placement import place_serial
 
 RANKS = Limits(seconds=120)                          # most of it for machines that are busy
@@ -51,8 +51,13 @@ def collective_times(ready: Sequence[float], seconds: Sequence[float]) -> list[t
 def draw_parts(seed: int, hidden: bool) -> Tensors:
     """What each of up to four ranks brings: a tensor whose size no number of ranks divides, and one smaller than their number."""
     generator = torch.Generator().manual_seed(seed)
-    shapes = [(4, 13, 5), (4, 2)] if hidden else [(4, 11), (4, 3)]
+    shapes = [(4, 13, 5), (4, 2)] if hidden else [(4, 3, 5), (4, 3)]
     return {f"x{i}": torch.randn(shape, generator=generator, dtype=torch.float64) for i, shape in enumerate(shapes)}
+
+
+def in_pairs() -> Mesh:
+    """A mesh whose dp has two ranks: all that there are, or every second of them. Along cp each is alone."""
+    return tiny.mesh(tiny.settings(f"parallel.tp={join('cpu').size // 2}"))
 
 
 def go_round(inputs: Tensors) -> Tensors:
@@ -68,6 +73,9 @@ def go_round(inputs: Tensors) -> Tensors:
         most = 2 * (axis.size - 1) * -(-mine.numel() // axis.size) * mine.element_size()
         thrifty, alone = thrifty and traffic.bytes <= most, alone and not traffic.collectives
         kept = kept and mine.equal(parts[axis.rank])
+    pair, parts = in_pairs().dp, inputs["x0"]
+    found["pair"] = returned.tensor(ring_all_reduce(parts[pair.ranks[pair.rank]].clone(), pair), "ring_all_reduce",
+                                    tuple(parts.shape[1:]), parts.dtype)
     return found | {"thrifty": torch.tensor(float(thrifty)), "alone": torch.tensor(float(alone)),
                     "kept": torch.tensor(float(kept))}
 
@@ -80,33 +88,45 @@ def draw_batches(seed: int, hidden: bool) -> Tensors:
 def train(inputs: Tensors) -> Tensors:
     """The library's training step with the learner's averaging; and what it does with a few gradients, one of them missing."""
     trained = tiny.train(tiny.batches_of(inputs), int(inputs["seed"]))
-    axis = tiny.mesh(tiny.settings()).dp
+    mesh = in_pairs()
+    axis = mesh.dp
     parameters = [nn.Parameter(torch.zeros(shape, dtype=torch.float64)) for shape in ((3,), (2, 2), (4,))]
     for parameter in parameters[::2]:
-        parameter.grad = torch.full_like(parameter, 1.0 + axis.rank)
+        parameter.grad = torch.full_like(parameter, (1 + axis.ranks[axis.rank]) / 3)
     with Traffic() as traffic:
         data.average_gradients(parameters, axis)
     together = [name.startswith("allreduce") for name in traffic.collectives] == [True]
-    return trained | {"together": torch.tensor(float(together)), "absent": torch.tensor(float(parameters[1].grad is None))}
+    absent = parameters[1].grad is None
+    means = torch.stack([p.grad[0] for p in parameters[::2] if p.grad is not None])
+    with Traffic() as traffic:
+        data.average_gradients(parameters, mesh.cp)
+    return trained | {"together": torch.tensor(float(together)), "absent": torch.tensor(float(absent)), "means": means,
+                      "one": torch.tensor(float(not traffic.collectives and not traffic.messages))}
 
 
 def draw_sizes(seed: int, hidden: bool) -> Tensors:
-    """Numbers of elements of parameters, one of four in float64, and the size of a bucket in bytes."""
+    """Numbers of elements of parameters, one of four in float64, and the size of a bucket in bytes.
+
+    The first three, in float32, fill a bucket to the last byte; one in the middle is larger than a bucket.
+    """
     generator = torch.Generator().manual_seed(seed)
     many = 60 if hidden else 36
-    sizes = torch.randint(1, 300, (many,), generator=generator)
-    sizes[many // 2] = 3000                          # larger than a bucket
-    return {"sizes": sizes, "double": torch.arange(many) % 12 > 8, "bucket": torch.tensor(2500 + seed % 500)}
+    sizes, full = torch.randint(1, 300, (many,), generator=generator), 625 + seed % 125
+    sizes[many // 2] = 3000
+    sizes[:3] = torch.tensor([200, 250, full - 450])
+    return {"sizes": sizes, "double": torch.arange(many) % 12 > 8, "bucket": torch.tensor(4 * full)}
 
 
 def cut(inputs: Tensors) -> Tensors:
-    """Parameters put into buckets."""
+    """Parameters put into buckets; and those from the middle on, whose first is larger than a bucket."""
     parameters = [nn.Parameter(torch.empty(n, dtype=torch.float64 if double else torch.float32))
                   for n, double in zip(inputs["sizes"].tolist(), inputs["double"].tolist(), strict=True)]
     place = {id(parameter): index for index, parameter in enumerate(parameters)}
-    buckets = returned.several(data.in_buckets(parameters, int(inputs["bucket"])), "in_buckets", "a list of buckets")
+    buckets, later = (returned.several(data.in_buckets(some, int(inputs["bucket"])), "in_buckets", "a list of buckets")
+                      for some in (parameters, parameters[len(parameters) // 2:]))
     return {"order": torch.tensor([place[id(parameter)] for bucket in buckets for parameter in bucket]),
-            "lengths": torch.tensor([len(bucket) for bucket in buckets])}
+            "lengths": torch.tensor([len(bucket) for bucket in buckets]),
+            "later": torch.tensor([len(bucket) for bucket in later])}
 
 
 class Branches(nn.Module):
@@ -126,11 +146,11 @@ class Branches(nn.Module):
 
 def branches(inputs: Tensors) -> Tensor:
     """Gradients, averaged in buckets of one parameter each, of a model whose gradients come in another order on odd ranks."""
-    axis = tiny.mesh(tiny.settings()).dp
+    axis = in_pairs().dp
     model = place_serial(Branches(torch.Generator().manual_seed(int(inputs["seed"]))))
     gradients = data.Bucketed(model, axis, 1e-9)
     gradients.begin(1)
-    x = inputs["input0"].flatten(1)[:, :5] * (1 + axis.rank)
+    x = inputs["input0"].flatten(1)[:, :5] * (1 + axis.ranks[axis.rank])
     model(x, axis.rank).backward()
     gradients.finish()
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
@@ -139,12 +159,20 @@ def branches(inputs: Tensors) -> Tensor:
 class Pending:
     """An all-reduce under way: its sum is there when one has waited for it, and not before."""
 
+    patient = True                                   # whether no backward pass has waited for one
+
     def __init__(self, tensor: Tensor, total: Tensor):
         self.tensor, self.total = tensor, total
 
     def wait(self) -> bool:
+        Pending.patient = Pending.patient and not in_backward()
         self.tensor.copy_(self.total)
         return True
+
+
+def in_backward() -> bool:
+    """Whether a backward pass is on."""
+    return torch._C._current_graph_task_id() >= 0
 
 
 @contextmanager
@@ -156,7 +184,7 @@ def watched() -> Iterator[list[tuple[float, float]]]:
     def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
         if not async_op:
             return real(tensor, op, group)
-        seen.append((float(tensor.numel()), float(torch._C._current_graph_task_id() >= 0)))
+        seen.append((float(tensor.numel()), float(in_backward())))
         total = tensor.clone()
         real(total, op, group)
         return Pending(tensor, total)
@@ -171,6 +199,7 @@ def watched() -> Iterator[list[tuple[float, float]]]:
 def overlap(inputs: Tensors) -> Tensors:
     """The library's training with the learner's buckets, without and with micro-batches, and how its collectives were started."""
     found: Tensors = {}
+    Pending.patient = True
     for name, more in (("whole", ()), ("micro", ("train.micro_batch=1",))):
         with watched() as seen:
             trained = tiny.train(tiny.batches_of(inputs), int(inputs["seed"]), *BUCKETS, *more)
@@ -179,14 +208,18 @@ def overlap(inputs: Tensors) -> Tensors:
         found |= {f"{name}_sizes": started[:, 0], f"{name}_beside": started[:, 1]}
     with watched() as seen:
         found["branches"] = branches(inputs)
-    return found | {"branches_beside": torch.tensor(seen).reshape(-1, 2)[:, 1]}
+    return found | {"branches_beside": torch.tensor(seen).reshape(-1, 2)[:, 1], "patient": torch.tensor(float(Pending.patient))}
 
 
 def draw_buckets(seed: int, hidden: bool) -> Tensors:
-    """When buckets are ready, and how long the all-reduce of each takes: now the network is faster, and now backward."""
+    """When buckets are ready, and how long the all-reduce of each takes: now the network is faster, and now backward.
+
+    Two are ready before the one in front of them.
+    """
     generator = torch.Generator().manual_seed(seed)
     many = 17 if hidden else 9
     ready = torch.rand(many, generator=generator, dtype=torch.float64).cumsum(0)
+    ready[[0, 1, 5, 6]] = ready[[1, 0, 6, 5]]
     return {"ready": ready, "seconds": 1.2 * torch.rand(many, generator=generator, dtype=torch.float64)}
 
 
@@ -202,19 +235,24 @@ EXERCISES = [
     Exercise("ring-all-reduce", "07", (f"{__name__}.ring_all_reduce",), draw_parts, go_round, {
         "x0": "every rank has the sum of what the ranks brought",
         "x1": "also of a tensor with fewer elements than ranks, or hardly more",
+        "pair": "and along an axis of two ranks, which are not neighbours if there are more",
         "alone": "it uses sends and receives alone",
         "thrifty": "no rank sends more than 2 (n - 1) pieces of an n-th of the tensor",
         "kept": "it leaves its input as it is"}, sizes=(2, 4), points=3, limits=RANKS),
     Exercise("average-gradients", "07", ("course.parallel.data.average_gradients",), draw_batches, train, {
         "losses": "the loss of each of two steps is that of the serial run",
         "weights": "after two steps every rank has the weights of the serial run",
+        "means": "the mean is that over the ranks of the axis, also if there are others",
         "together": "one all-reduce averages all gradients",
-        "absent": "a parameter without a gradient is left out"}, flags={
-            "together": "there are more, or other collectives", "absent": "it has a gradient now"},
+        "absent": "a parameter without a gradient is left out",
+        "one": "along an axis of one rank nothing is sent"}, flags={
+            "together": "there are more, or other collectives", "absent": "it has a gradient now",
+            "one": "a collective is called all the same"},
         sizes=(2, 4), points=2, limits=RANKS),
     Exercise("in-buckets", "07", ("course.parallel.data.in_buckets",), draw_sizes, cut, {
         "order": "every parameter is in one bucket, in the order in which they came",
-        "lengths": "each bucket is as full as it may be, and no fuller"}),
+        "lengths": "each bucket is as full as it may be, and no fuller",
+        "later": "also where already the first parameter is larger than a bucket"}),
     Exercise("overlap", "07", tuple(f"course.parallel.data.{name}" for name in ("arrived", "start_mean", "finish_mean")),
              draw_batches, overlap, {
         "whole_losses": "the loss of each of two steps is that of the serial run",
@@ -226,7 +264,9 @@ EXERCISES = [
         "micro_sizes": "with micro-batches, too, each bucket is sent once a step",
         "micro_beside": "during the last backward pass",
         "branches": "gradients that come in another order on another rank are averaged rightly",
-        "branches_beside": "and all buckets that are complete are started at once"}, sizes=(2, 4), points=3, limits=RANKS),
+        "branches_beside": "and all buckets that are complete are started at once",
+        "patient": "no backward pass waits for an all-reduce"}, flags={
+            "patient": "one does: what it waits for is not hidden"}, sizes=(2, 4), points=3, limits=RANKS),
     Exercise("collective-times", "07", (f"{__name__}.collective_times",), draw_buckets, times, {
         "begin": "every all-reduce begins as soon as it may",
         "end": "and ends when it has lasted as long as it takes"}),

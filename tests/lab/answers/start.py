@@ -258,6 +258,8 @@ import torch.distributed as dist
 
 def average_gradients(parameters, axis):
     """Right, and as many messages as there are parameters, each n times as large as it need be."""
+    if axis.size == 1:
+        return
     for p in parameters:
         if p.grad is not None:
             everyone = [torch.empty_like(p.grad) for _ in range(axis.size)]
