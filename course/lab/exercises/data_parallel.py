@@ -238,7 +238,9 @@ EXERCISES = [
         "pair": "and along an axis of two ranks, which are not neighbours if there are more",
         "alone": "it uses sends and receives alone",
         "thrifty": "no rank sends more than 2 (n - 1) pieces of an n-th of the tensor",
-        "kept": "it leaves its input as it is"}, sizes=(2, 4), points=3, limits=RANKS),
+        "kept": "it leaves its input as it is"}, flags={
+            "alone": "a collective is called", "thrifty": "one sends more", "kept": "x is another one afterwards"},
+        sizes=(2, 4), points=3, limits=RANKS),
     Exercise("average-gradients", "07", ("course.parallel.data.average_gradients",), draw_batches, train, {
         "losses": "the loss of each of two steps is that of the serial run",
         "weights": "after two steps every rank has the weights of the serial run",
