@@ -19,7 +19,7 @@
 # | you need | a laptop; no GPU |
 # | reading and doing | about 2 hours |
 # | computing | 1 minute on two cores, most of it in checks |
-# | you write | copy and reduce (5 lines), column and row linear (4), a rank's rows of qkv (2), gather and scatter (6) |
+# | you write | copy and reduce (5 lines), a rank's rows of qkv (2), column and row linear (4), gather and scatter (6) |
 # | you measure | all-reduces and bytes of a step, activations kept for the backward pass; and read times of 1, 2 and 4 H200s |
 #
 # You should have done [lesson 09](09_mesh.ipynb). Work in a copy: *File → Save Notebook As…*,
@@ -138,7 +138,9 @@ check("copy-reduce")
 #
 # "Is the difference between tp=1 and tp=8 rounding or a mistake?" is the question that users of large frameworks ask most.
 # You need not guess: `course verify` trains the same model from the same weights twice, on one process and in the layout,
-# in 64 bits and with plain gradient descent, and compares every parameter after every step.
+# in 64 bits and with plain gradient descent, and compares every parameter after every step. (`model.residual=false` leaves the
+# blocks' residual sums alone. It is about the end: `vit-demo` adds its input to its output, with a head that starts at zero,
+# behind which no other parameter would move in the first step.)
 #
 # > **Predict.** By how much will they differ, relative to how much training changed them? A 64-bit number has 16 digits.
 
@@ -146,6 +148,8 @@ check("copy-reduce")
 equal = verify.main("vit-demo", ["model.depth=2", "model.residual=false", "parallel.tp=2", "train.steps=2"])
 
 # %% [markdown]
+# **12 digits, not 16:** a weight is rounded relative to its own size, and a step changes it by a small part of that.
+#
 # And what does it say of a mistake? Below, `copy` forgets the all-reduce of its backward pass. Nothing crashes, nothing
 # hangs. Every shape is right.
 #

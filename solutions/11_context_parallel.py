@@ -412,8 +412,8 @@ for method in my_units:
 #
 # | | bytes | memory for keys and values | limit |
 # |---|---|---|---|
-# | gather | 4 (n − 1) units, not hidden | all tokens' | memory |
-# | ring | 6 (n − 1) units, hidden behind work | two pieces | pieces long enough to hide the sending |
+# | gather | 4 (n − 1) units, not hidden | all tokens', in each layer | memory |
+# | ring | 6 (n − 1) units, hidden behind work | its own, in each layer; two at work | pieces long enough to hide the sending |
 # | all-to-all | 8 (n − 1) / n units, not hidden | its heads' | heads |
 #
 # ## One rule for all gradients
@@ -481,6 +481,10 @@ lab.recorded("cp_h200", scaling.table(rows, lambda case: " ".join([*case.split()
 # of one node all-to-all is the fastest in every row: its bytes are few, and each head stays one large kernel. Causal, the plain
 # gather falls behind (two calls with a mask in place of one), and the ring, which starts a kernel for each round and merges, is
 # ahead of PyTorch's in every row.
+#
+# And the memory? Of the three the ring has the largest peak here. But this is *one* attention, and its peak counts what is on
+# its way, blocks and their gradients in float32, which is gone when the layer is done. What counts in a model of many layers is
+# what each keeps until its backward pass: with the gather everybody's keys and values, with the ring its own.
 
 # %% [markdown]
 # ## What you know now

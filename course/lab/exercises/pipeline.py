@@ -30,6 +30,9 @@ def passes(value: Any, who: str) -> list[Pass]:
     if not isinstance(value, list | tuple) or not all(isinstance(work, Pass) for work in value):
         raise returned.Returned(f"`{who}` returned {returned.told(value)}; a list of Pass is wanted",
                                 returned.cure(value, 'return one list of all passes in order, each Pass("F" or "B", 0, number)'))
+    for work in value:
+        if work.kind not in ("F", "B"):
+            raise returned.Returned(f"`{who}` returned a pass of the kind {work.kind!r}", 'the first field is "F" or "B"')
     return list(value)
 
 
@@ -58,7 +61,7 @@ def trained(inputs: Tensors, name: str, sound: bool) -> Tensors:
     size = join("cpu").size
     layout = [f"parallel.pp={size}", f"parallel.schedule={name}", "model.depth=5", "train.micro_batch=2"]
     if not sound:
-        return {"losses": torch.zeros(2), "weights": torch.zeros(1)}
+        return {"losses": torch.zeros(2, dtype=torch.float64), "weights": torch.zeros(1, dtype=torch.float64)}
     found = tiny.train(tiny.batches_of(inputs), int(inputs["seed"]), *layout)
     return {"losses": found["losses"], "weights": found["weights"]}
 
@@ -91,7 +94,8 @@ TRAINS = {
     "losses": "the library trains with it, which is tried if all that holds: the losses of two steps are right",
     "weights": "and so are the weights after them"}
 UNMET = {"passes": "in some pipeline passes are missing, done twice, or of a chunk or micro-batch that there is not",
-         "meet": "in some pipeline ranks wait for each other in a circle, or take one message for another"}
+         "meet": "in some pipeline ranks wait for each other in a circle, or take one message for another",
+         "losses": "they differ, or it was not tried", "weights": "they differ, or it was not tried"}
 EXERCISES = [
     Exercise("gpipe", "12", ("course.parallel.schedule.gpipe",), draw, all_forward_first, CLAIMS | TRAINS, flags=UNMET,
              sizes=(2, 4), points=2, limits=PATIENT),

@@ -4,10 +4,12 @@
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional
 
 from course.lab import returned, tiny
 from course.lab.exercise import Exercise, Tensors
@@ -79,7 +81,16 @@ def copy_reduce(inputs: Tensors) -> Tensors:
     copied, back_copy, kept_copy = measure(lambda t: mappings.copy(t, axis), x, grad)
     reduced, back_reduce, kept_reduce = measure(lambda t: mappings.reduce(t, axis), x, grad)
     return {"copied": copied, "back_copy": back_copy, "reduced": reduced, "back_reduce": back_reduce,
-            "kept": torch.tensor([float(kept_copy), float(kept_reduce)]), **train(inputs)}
+            "kept": torch.tensor([float(kept_copy), float(kept_reduce)]), "axes": along_two_axes(inputs), **train(inputs)}
+
+
+def along_two_axes(inputs: Tensors) -> Tensor:
+    """Copy's gradients and Reduce's sums along tp and along dp; all go forward before anything comes back."""
+    over = tiny.mesh(tiny.settings(HEADS, "parallel.tp=2", f"parallel.dp={dist.get_world_size() // 2}"))
+    x, grad = inputs["x"][over.world.rank].clone().requires_grad_(), inputs["grad"][over.world.rank]
+    axes = over.tp, over.dp
+    copied, reduced = [mappings.copy(x, axis) for axis in axes], [mappings.reduce(x, axis) for axis in axes]
+    return torch.stack([*(torch.autograd.grad(value, x, grad)[0] for value in copied), *(value.detach() for value in reduced)])
 
 
 def gather_scatter(inputs: Tensors) -> Tensors:
@@ -91,13 +102,36 @@ def gather_scatter(inputs: Tensors) -> Tensors:
     gathered, back_gather, kept_gather = measure(lambda t: mappings.gather(t, 1, axis, n), x[:, start:stop], grad)
     scattered, back_scatter, kept_scatter = measure(lambda t: mappings.scatter(t, 1, axis), x, grad[:, start:stop])
     return {"gathered": gathered, "back_gather": back_gather, "scattered": scattered, "back_scatter": back_scatter,
-            "kept": torch.tensor([float(kept_gather), float(kept_scatter)]), **train(inputs, "parallel.sp=true")}
+            "kept": torch.tensor([float(kept_gather), float(kept_scatter)]), "dims": along_two_dims(axis, x, grad),
+            **train(inputs, "parallel.sp=true")}
+
+
+def along_two_dims(axis: Axis, x: Tensor, grad: Tensor) -> Tensor:
+    """Gather's and Scatter's values and gradients along the dims 1 and 0; both go forward before anything comes back."""
+    start, stop = mappings.bounds(x.shape[1], axis.size, axis.rank)
+    piece, part = x[:, start:stop].clone().requires_grad_(), x.clone().requires_grad_()
+    gathered = [mappings.gather(piece.movedim(1, dim), dim, axis, x.shape[1]) for dim in (1, 0)]
+    scattered = [mappings.scatter(part.movedim(1, dim), dim, axis) for dim in (1, 0)]
+    backs = [torch.autograd.grad(value, given, whole.movedim(1, dim))[0]
+             for values, given, whole in ((gathered, piece, grad), (scattered, part, grad[:, start:stop]))
+             for dim, value in zip((1, 0), values, strict=True)]
+    return torch.cat([value.detach().flatten() for value in [*gathered, *scattered, *backs]])
 
 
 def linears(inputs: Tensors) -> Tensors:
-    """A model trained with the learner's linears, without and with sequence parallelism."""
+    """A model trained with the learner's linears, without and with sequence parallelism; and linears with another product."""
     found = {f"sp_{name}": value for name, value in train(inputs, "parallel.sp=true").items()}
-    return train(inputs) | found
+    return train(inputs) | found | {"product": with_another_product(inputs)}
+
+
+def with_another_product(inputs: Tensors) -> Tensor:
+    """An MLP's column and row linear, where twice the product stands for that of another number format."""
+    c = tiny.settings(HEADS, f"parallel.tp={dist.get_world_size()}", "parallel.overlap=none")
+    mlp: Any = tiny.model(c, tiny.mesh(c), int(inputs["seed"])).get_submodule("blocks.0.mlp")
+    for linear in (mlp.up, mlp.down):
+        linear.matmul = lambda x, weight, bias=None: 2 * functional.linear(x, weight, bias)
+    with torch.no_grad():
+        return mlp.down(mlp.up(inputs["x"][0].flatten()[:2 * c.model.dim].view(1, 2, c.model.dim)))
 
 
 EXERCISES = [
@@ -109,13 +143,16 @@ EXERCISES = [
         "reduced": "reduce: every rank gets the sum of all ranks' tensors",
         "back_reduce": "reduce, backward: the gradient goes through as it is",
         "kept": "neither writes into its input or its gradient",
+        "axes": "in a mesh of two axes each adds up along its own",
         "losses": "the library trains a tensor-parallel model with them: the losses are those of one process",
         "weights": "and so are the weights"}, flags={"kept": WRITES}, sizes=(2, 4), limits=RANKS, points=2),
     Exercise("column-row", "10", ("course.parallel.tensor.ColumnLinear", "course.parallel.tensor.RowLinear"), draw, linears, {
         "losses": "the library trains with them: the losses of two steps are those of one process",
         "weights": "and so are the weights",
         "sp_losses": "with sequence parallelism too: the losses",
-        "sp_weights": "and the weights"}, sizes=(2, 4), limits=RANKS, points=3),
+        "sp_weights": "and the weights",
+        "product": "both multiply with `self.matmul`, where a number format can have put its own product"},
+        sizes=(2, 4), limits=RANKS, points=3),
     Exercise("gather-scatter", "10", ("course.parallel.mappings.Gather", "course.parallel.mappings.Scatter"), draw,
              gather_scatter, {
         "gathered": "gather: every rank gets the pieces of all, in order, though they are not equally long",
@@ -123,6 +160,7 @@ EXERCISES = [
         "scattered": "scatter: every rank gets its piece of the sum of all tensors",
         "back_scatter": "scatter, backward: the pieces of the gradient are put together",
         "kept": "neither writes into its input or its gradient",
+        "dims": "both work along another dim too, and with a call along one dim between another's two passes",
         "losses": "the library trains with sequence parallelism: the losses are those of one process",
         "weights": "and so are the weights"}, flags={"kept": WRITES}, sizes=(2, 4), limits=RANKS, points=2),
 ]

@@ -5,7 +5,11 @@ from course.lab.exercise import Mistake
 IN_ORDER = "return pairs.index_select(3, order.argsort()) if tokens.zigzag else pairs"
 GATHER = "pairs = mappings.gather(pairs, 3, tokens.cp, len(order))"
 WEIGHED = "out.mul_((lse - both).exp()[..., None]).add_(new_out * (new_lse - both).exp()[..., None])"
+BOTH = "both = torch.logaddexp(lse, new_lse)"
+VIEW = ("the ring gives a view, a part of its queries: write into `out` itself, as mul_ and add_ do; what `reshape` gives can be "
+        "a copy, and `out.data = ...` leaves the whole as it was")
 PIECES = "torch.cat([pieces[rank], pieces[-1 - rank]])"
+CHANGED_OVER = "return (slice(0, queries // 2), slice(None)) if source < rank else (slice(None), slice(keys // 2, None))"
 CAUSAL = "return (slice(None), slice(0, keys // 2)) if source < rank else (slice(queries // 2, None), slice(None))"
 
 MISTAKES = {
@@ -17,6 +21,8 @@ MISTAKES = {
                 "the inverse permutation, order.argsort()"),
         Mistake("no gradient", GATHER, "pairs = mappings.all_gather(pairs.detach(), 3, tokens.cp, len(order)) + 0 * pairs.sum()",
                 "no gradient flows back: PyTorch's collectives have none that you could rely on; mappings.gather has"),
+        Mistake("a collective without a gradient", GATHER, GATHER.replace("mappings.gather", "mappings.all_gather"),
+                "all_gather alone has no gradient: mappings.gather is yours of lesson 10, which knows its backward pass"),
         Mistake("the gradient of one's own use alone", GATHER,
                 "start, stop = mappings.bounds(len(order), tokens.cp.size, tokens.cp.rank)\n"
                 "    whole = mappings.all_gather(pairs.detach(), 3, tokens.cp, len(order))\n"
@@ -29,7 +35,7 @@ MISTAKES = {
                 GATHER + "\n    pairs = pairs.detach() + (pairs - pairs.detach()) / tokens.cp.size",
                 "the gradients of all ranks' uses add up: do not divide"),
         Mistake("all pieces as long as mine", "len(order))", "pairs.shape[3] * tokens.cp.size)",
-                "pieces need not be equally long: give mappings.gather the number of all rows", silent=True),
+                "pieces need not be equally long: give mappings.gather the number of all rows"),
     ),
     "merge": (
         Mistake("a plain mean", WEIGHED, "out.add_(new_out).div_(2)",
@@ -51,6 +57,15 @@ MISTAKES = {
         Mistake("not in place", WEIGHED,
                 "out = out.mul((lse - both).exp()[..., None]).add(new_out * (new_lse - both).exp()[..., None])",
                 "this binds a new tensor to the name `out` and leaves the caller's as it is: write into it, with mul_ and add_"),
+        Mistake("neither in place", BOTH, "out, lse = out.clone(), lse.clone()\n    " + BOTH,
+                "this gives new tensors the names `out` and `lse`, and the caller's are as they were: write into both, with "
+                "mul_, add_ and copy_"),
+        Mistake("the new log-sum-exp for the old one", BOTH, "both = lse.copy_(torch.logaddexp(lse, new_lse))",
+                "`lse` is overwritten before its old value has been used for the weight of `out`: compute both weights first"),
+        Mistake("right for a whole tensor, not for a view", "out.mul_", "flat = out.reshape(-1).view_as(out)\n    flat.mul_",
+                VIEW),
+        Mistake("another tensor's data", WEIGHED, WEIGHED.replace("out.mul_", "out.data = out.mul").replace(".add_", ".add"),
+                VIEW),
     ),
     "zigzag": (
         Mistake("one piece each", PIECES, "torch.cat([pieces[2 * rank], pieces[2 * rank + 1]])",
@@ -67,6 +82,10 @@ MISTAKES = {
                 "this deals single tokens like cards, which balances as well, but no round is then a rectangle: pieces, please"),
     ),
     "visible": (
+        Mistake("rows for columns", CAUSAL, CHANGED_OVER,
+                "rows and columns have changed places: the first slice is of my queries, the second of the other rank's keys"),
+        Mistake("as many keys as queries", "return slice(None), slice(None)", "return slice(None), slice(0, queries)",
+                "pieces need not be equally long, so `keys` is not always `queries`: without causality all keys are seen"),
         Mistake("the comparison turned round", "if source < rank else", "if source > rank else",
                 "turned round: it is a *lower* rank's front piece that lies before all of mine"),
         Mistake("everything is seen", "if not causal", "if True",

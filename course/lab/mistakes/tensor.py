@@ -47,6 +47,15 @@ MISTAKES = {
                 "copy's backward writes into its gradient, which autograd may still need elsewhere: clone it first"),
         Mistake("an all-reduce in copy's forward pass", "return x.view_as(x)", "return all_reduce(x, axis)",
                 "copy, forward: every rank has the whole input already; adding it up multiplies it by the number of ranks"),
+        Mistake("copy and reduce changed over", SUM + LEAVES, SUM + LEAVES + "\n\n\nCopy, Reduce = Reduce, Copy",
+                "the two have changed places: copy, at the entrance, does nothing forward and adds up backward"),
+        Mistake("all ranks for those of the axis", SUM,
+                "import torch.distributed as dist\n        total = x.clone()\n        dist.all_reduce(total)\n"
+                "        return total",
+                "this adds up over all ranks that there are: the sum is over those of `axis`, group=axis.group"),
+        Mistake("the axis kept on the class", "ctx.axis", "Copy.axis",
+                "what `forward` keeps for `backward` belongs into `ctx`, one for each call: an attribute of the class is that "
+                "of the last call"),
     ),
     "column-row": (
         Mistake("nothing at the entrance", "x = enter(x, self.axis, self.tokens)",
@@ -71,6 +80,23 @@ MISTAKES = {
         Mistake("an entrance at the row linear too", "part = self.matmul(x, self.weight)",
                 "from course.parallel import mappings\n        part = self.matmul(mappings.copy(x, self.axis), self.weight)",
                 "the row linear's input is this rank's own, not a copy of what all have: its gradient is complete, no `copy`"),
+        Mistake("a part of the bias on each rank", "leave(part, self.axis, self.tokens) + self.bias",
+                "leave(part + self.bias / self.axis.size, self.axis, self.tokens)",
+                "the parts of the bias add up to it, but its gradient is divided too: add the whole bias, after `leave`"),
+        Mistake("the bias on one rank", "leave(part, self.axis, self.tokens) + self.bias",
+                "leave(part + self.bias if self.axis.rank == 0 else part, self.axis, self.tokens)",
+                "every rank has the bias, and so needs its gradient: add it on all of them, after `leave`"),
+        Mistake("no bias in the column linear", "self.matmul(x, self.weight, self.bias)",
+                "self.matmul(x, self.weight) + 0 * self.bias.sum()",
+                "the column linear has a bias too, of its own outputs: self.matmul(x, self.weight, self.bias)"),
+        Mistake("doors without tokens", "self.axis, self.tokens)", "self.axis, None)",
+                "with sequence parallelism each rank has some of the tokens: pass `self.tokens` on to `enter` and to `leave`"),
+        Mistake("the bias added in place", "return leave(part, self.axis, self.tokens) + self.bias",
+                "whole = leave(part, self.axis, self.tokens)\n        whole += self.bias\n        return whole",
+                "what `leave` gives can be a view, which autograd lets nobody write into: y + bias makes a new tensor, y += bias "
+                "writes"),
+        Mistake("F.linear for every product", "self.matmul(x, self.weight", "nn.functional.linear(x, self.weight",
+                "F.linear knows no other number format: self.matmul is what FP8 has put its own product into"),
     ),
     "gather-scatter": (
         Mistake("a slice of the gradient", "return reduce_scatter(grad, ctx.dim, ctx.axis), None",
@@ -95,5 +121,17 @@ MISTAKES = {
         Mistake("a gradient written in place", "return all_gather(grad, ctx.dim, ctx.axis, ctx.n), None",
                 "whole = all_gather(grad, ctx.dim, ctx.axis, ctx.n)\n        grad.zero_()\n        return whole, None",
                 "scatter's backward writes into its gradient, which autograd may still need elsewhere"),
+        Mistake("dim 1 for every dim", "reduce_scatter(grad, ctx.dim,", "reduce_scatter(grad, 1,",
+                "this goes along dim 1, whatever `dim` says: keep the dim in `ctx` and use it"),
+        Mistake("dim and axis kept on the class", "ctx.", "Gather.",
+                "what `forward` keeps for `backward` belongs into `ctx`, one for each call: an attribute of the class is that "
+                "of the last call"),
+        Mistake("all pieces as long as mine", "ctx.n), None", "grad.shape[ctx.dim] * ctx.axis.size), None",
+                "pieces need not be equally long: keep the number of all rows, x.shape[dim], in `ctx`"),
+        Mistake("zeros around the gradient", "return all_gather(grad, ctx.dim, ctx.axis, ctx.n), None",
+                "whole = grad.new_zeros(*grad.shape[:ctx.dim], ctx.n, *grad.shape[ctx.dim + 1:])\n"
+                "        whole.tensor_split(ctx.axis.size, ctx.dim)[ctx.axis.rank].copy_(grad)\n        return whole, None",
+                "scatter, backward: this rank's part went into the sums of all ranks, so it needs the gradients of all: "
+                "all-gather them"),
     ),
 }

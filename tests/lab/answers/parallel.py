@@ -78,28 +78,29 @@ class Reduce(torch.autograd.Function):
         return grad.clone(), None
 ''',
     "column-row": '''
+import torch
 from torch import nn
 from course.parallel.placement import cut, placement
-from course.parallel.sequence import enter, leave
+from course.parallel.sequence import enter, leave, matmul_of
 
 class ColumnLinear(nn.Module):
     def __init__(self, linear, axis, tokens=None):
         super().__init__()
-        self.axis, self.tokens = axis, tokens
+        self.axis, self.tokens, self.matmul = axis, tokens, matmul_of(linear, axis)
         dim = 1 if len(placement(linear.bias).global_shape) == 3 else 0
         self.weight, self.bias = (cut(p, dim, axis) for p in (linear.weight, linear.bias))
 
     def forward(self, x):
-        return enter(x, self.axis, self.tokens) @ self.weight.T + self.bias
+        return self.bias + self.matmul(enter(x, self.axis, self.tokens), self.weight)
 
 class RowLinear(nn.Module):
     def __init__(self, linear, axis, tokens=None):
         super().__init__()
-        self.axis, self.tokens = axis, tokens
+        self.axis, self.tokens, self.matmul = axis, tokens, matmul_of(linear, axis)
         self.weight, self.bias = cut(linear.weight, len(placement(linear.bias).global_shape), axis), linear.bias
 
     def forward(self, x):
-        return self.bias + leave(x @ self.weight.mT, self.axis, self.tokens)
+        return torch.add(leave(self.matmul(x, self.weight, None), tokens=self.tokens, axis=self.axis), self.bias)
 ''',
     "gather-scatter": '''
 import torch

@@ -252,6 +252,7 @@ class Recompute(torch.autograd.Function):
 }
 
 WRONG = [
+    ("gpipe", RIGHT["gpipe"][0].replace('"FB"', '"fb"'), '"F" or "B"'),
     ("average-gradients", '''
 import torch
 import torch.distributed as dist
