@@ -5,6 +5,7 @@ tokens (OneFlow's reproduction). These are its cases as data: what `course bench
 Cases for more GPUs than there are are scaled down: the same model, micro-batch and samples for each data-parallel rank.
 """
 
+import gc
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -98,6 +99,7 @@ def measure(world: World, small: bool) -> Iterator[Row]:
 def free(world: World) -> None:
     """Let go of what the last case had, so that each has the whole memory and none has the compiler's limits of another."""
     torch._dynamo.reset()
+    gc.collect()                                     # models are in cycles, such as one that did not fit
     if world.device.type == "cuda":
         torch.cuda.empty_cache()
 

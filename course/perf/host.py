@@ -11,8 +11,9 @@ step of plain PyTorch, which is measured beside them: they hold for any host, an
 
 import json
 import math
+import operator
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cache
 from pathlib import Path
 
@@ -23,45 +24,48 @@ from course.models import GPTConfig
 from course.perf.hardware import RESULTS, Hardware, table_file
 
 REFERENCE = "host_h200.json"                         # whose host stands for those that were not measured
-RECOMPUTE = ("none", "selective", "full")
+PLAIN = ("none",)
+RECOMPUTE = (*PLAIN, "selective", "full")
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What the host does: once a step, for a micro-batch with no block, for a block of a micro-batch."""
+    """What the host does: once a step, for a micro-batch with no block, for a block of a micro-batch, for each bucket of
+    gradients but the first."""
 
     step: float = 0.0
     micro: float = 0.0
     block: float = 0.0
+    bucket: float = 0.0
 
     def __add__(self, other: "Cost") -> "Cost":
-        return Cost(self.step + other.step, self.micro + other.micro, self.block + other.block)
+        return Cost(*map(operator.add, astuple(self), astuple(other)))
 
     def __sub__(self, other: "Cost") -> "Cost":
         return self + other * -1.0
 
     def __mul__(self, times: float) -> "Cost":
-        return Cost(self.step * times, self.micro * times, self.block * times)
+        return Cost(*(times * value for value in astuple(self)))
 
-    def of(self, blocks: int, micros: int) -> float:
-        """Of a step of so many blocks and micro-batches on a rank."""
-        return self.step + micros * (self.micro + blocks * self.block)
+    def of(self, blocks: int, micros: int, buckets: int = 1) -> float:
+        """Of a step of so many blocks, micro-batches and buckets of gradients on a rank."""
+        return self.step + micros * (self.micro + blocks * self.block) + (buckets - 1) * self.bucket
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What is measured beside a model's plain rows: on which kind of model, how it is set, uncompiled with which recomputations,
-    and whether compiled, too."""
+    """What is measured beside a model's plain rows: on which kind of model, how it is set, with which recomputations uncompiled,
+    and with which compiled, if at all."""
 
     kind: str
     overrides: tuple[str, ...]
-    recompute: tuple[str, ...] = ("none",)
-    compiled: bool = False
+    eager: tuple[str, ...] = PLAIN
+    compiled: tuple[str, ...] = ()
     gpus: int = 1
 
 
 SETTINGS = {
-    "fp8": Setting("vit", ("precision=fp8",), RECOMPUTE, True),
+    "fp8": Setting("vit", ("precision=fp8",), RECOMPUTE, RECOMPUTE),
     "tf32": Setting("vit", ("precision=tf32",)),
     "rotary": Setting("gpt", ("model.position=rotary",)),
     "swiglu": Setting("gpt", ("model.mlp=swiglu",)),
@@ -69,14 +73,14 @@ SETTINGS = {
     "dp": Setting("gpt", ("parallel.dp=2",), gpus=2),
     "zero": Setting("gpt", ("parallel.dp=2", "parallel.zero=true"), gpus=2),
     "pp": Setting("gpt", ("parallel.pp=2", "parallel.schedule=1f1b"), gpus=2),
-    "tp": Setting("gpt", ("parallel.tp=2", "parallel.sp=false"), compiled=True, gpus=2),
+    "tp": Setting("gpt", ("parallel.tp=2", "parallel.sp=false"), compiled=PLAIN, gpus=2),
     "sp": Setting("gpt", ("parallel.tp=2", "parallel.sp=true", "parallel.overlap=none"), gpus=2),
-    "nccl": Setting("gpt", ("parallel.tp=2", "parallel.sp=true", "parallel.overlap=nccl"), compiled=True, gpus=2),
-    "symmetric": Setting("gpt", ("parallel.tp=2", "parallel.sp=true", "parallel.overlap=symmetric"), compiled=True, gpus=2),
-    "ring": Setting("gpt", ("parallel.cp=2", "parallel.context=ring"), compiled=True, gpus=2),
-    "gather": Setting("vit", ("parallel.cp=2", "parallel.context=gather"), gpus=2),
-    "causal gather": Setting("gpt", ("parallel.cp=2", "parallel.context=gather"), compiled=True, gpus=2),
-    "all_to_all": Setting("gpt", ("parallel.cp=2", "parallel.context=all_to_all"), compiled=True, gpus=2)}
+    "nccl": Setting("gpt", ("parallel.tp=2", "parallel.sp=true", "parallel.overlap=nccl"), ("none", "full"), PLAIN, 2),
+    "symmetric": Setting("gpt", ("parallel.tp=2", "parallel.sp=true", "parallel.overlap=symmetric"), compiled=PLAIN, gpus=2),
+    "ring": Setting("gpt", ("parallel.cp=2", "parallel.context=ring"), compiled=PLAIN, gpus=2),
+    "gather": Setting("vit", ("parallel.cp=2", "parallel.context=gather"), compiled=PLAIN, gpus=2),
+    "causal gather": Setting("gpt", ("parallel.cp=2", "parallel.context=gather"), compiled=PLAIN, gpus=2),
+    "all_to_all": Setting("gpt", ("parallel.cp=2", "parallel.context=all_to_all"), compiled=PLAIN, gpus=2)}
 STEP = ("dp", "zero", "pp")                          # are the same whatever runs the blocks
 FUSED = ("tf32", "rotary", "swiglu", "rms")          # are nothing more to launch for compiled blocks
 # where a setting was not measured with recomputation: its forward pass is half of what it adds, and is done again, or partly
@@ -99,25 +103,25 @@ class Host:
         """The same at another speed."""
         return Host(self.rows, plain_step)
 
-    def seconds(self, config: Config, dp: int, blocks: int, micros: int) -> float:
-        """Seconds of a step on a rank with so many blocks and micro-batches; dp: its data parallel ranks. A graph needs none."""
+    def seconds(self, config: Config, dp: int, blocks: int, micros: int, buckets: int = 1) -> float:
+        """Seconds of a step on a rank with so many blocks, micro-batches and buckets of gradients; dp: its data parallel ranks.
+        A graph needs none."""
         if config.graphs:
             return 0.0
         compiled, recompute = config.compile, config.train.recompute
         cost = self.rows[row_name(config.model.kind, "", compiled, recompute)]
         for name, times in added(config, dp):
             cost = cost + self.beyond(name, compiled, recompute) * times
-        return max(0.0, self.plain_step * cost.of(blocks, micros))
+        return max(0.0, self.plain_step * cost.of(blocks, micros, buckets))
 
     def beyond(self, name: str, compiled: bool, recompute: str) -> Cost:
-        """What a setting adds to a step; if it was not measured compiled, what it adds uncompiled."""
-        setting = SETTINGS[name]
+        """What a setting adds to a step; where it was not measured compiled or with this recomputation, what it adds without."""
         if compiled and name in FUSED:
             return Cost()
-        compiled = compiled and setting.compiled
-        how = recompute if recompute in setting.recompute and not compiled else "none"
-        more = (self.rows[row_name(setting.kind, name, compiled, how)]
-                - self.rows[row_name(setting.kind, "", compiled, how)])
+        kind = SETTINGS[name].kind
+        ways = [(compiled, recompute), (compiled, "none"), (False, recompute), (False, "none")]
+        fast, how = next((fast, how) for fast, how in ways if row_name(kind, name, fast, how) in self.rows)
+        more = self.rows[row_name(kind, name, fast, how)] - self.rows[row_name(kind, "", fast, how)]
         return more if how == recompute or name in STEP else more * AGAIN[recompute]
 
 
@@ -168,7 +172,7 @@ def read(path: Path) -> Host:
         table = json.loads(path.read_text())
         rows = {str(name): Cost(*map(float, cost)) for name, cost in table["host"].items() if isinstance(cost, list)}
         plain_step = float(table["plain_step"])
-        if not 0 < plain_step < math.inf or not all(math.isfinite(cost.of(1, 1)) for cost in rows.values()):
+        if not 0 < plain_step < math.inf or not all(math.isfinite(cost.of(1, 1, 2)) for cost in rows.values()):
             raise ValueError("a plain step takes more than 0, and every cost is a number")
         return Host(rows, plain_step)
     except Exception as error:                       # whatever a damaged or foreign file makes of it

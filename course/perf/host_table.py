@@ -10,6 +10,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import astuple
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
@@ -39,6 +40,8 @@ TINY = {"vit": ["vit-base", "model.grid=[32,32]", "model.channels=4"],
 SMALL = ("gpt", "gpt, full", "gpt, swiglu")          # the rows of --small, and their laps
 SMALL_LAPS = 2
 TIMEOUT = 300                                        # seconds of a part
+Size = tuple[int, int, int]                          # blocks, micro-batches, buckets of gradients
+UNIT = (0, 0, 0)                                     # the size that stands for the plain step
 
 
 def rows_of(gpus: int) -> dict[str, tuple[str, list[str]]]:
@@ -46,7 +49,7 @@ def rows_of(gpus: int) -> dict[str, tuple[str, list[str]]]:
     longest, come last."""
     plain = [(kind, "", (), compiled, how) for kind, compiled, how in product(TINY, (False, True), RECOMPUTE)]
     others = [(s.kind, name, s.overrides, compiled, how) for name, s in SETTINGS.items() if s.gpus == gpus
-              for compiled, hows in ((False, s.recompute), (True, ("none",) * s.compiled)) for how in hows]
+              for compiled, hows in ((False, s.eager), (True, s.compiled)) for how in hows]
     found = sorted((plain if gpus == 1 else []) + others, key=lambda row: row[3])
     return {row_name(kind, name, compiled, how): (kind, [*overrides, f"compile={compiled}".lower(), f"train.recompute={how}"])
             for kind, name, overrides, compiled, how in found}
@@ -56,25 +59,27 @@ def measure(kind: str, overrides: list[str], world: World, laps: int) -> tuple[C
     """What a model's steps cost in a setting, on the ranks that there are, in plain steps; and the seconds of one of these."""
     torch._dynamo.reset()                            # each row is compiled by itself
     axes = {name: 2 if f"parallel.{name}=2" in overrides else 1 for name in ("pp", "dp", "cp", "tp")}
-    runs: dict[tuple[int, int], Callable[[], object]] = {(0, 0): plain_step(world.device)}
-    for blocks, micros in product(BLOCKS, MICROS):
+    runs: dict[Size, Callable[[], object]] = {UNIT: plain_step(world.device)}
+    sizes = [(blocks, micros, 25.0) for blocks, micros in product(BLOCKS, MICROS)]
+    for blocks, micros, bucket_mb in sizes + [(BLOCKS[-1], 1, 1e-3)] * (axes["dp"] > 1):
         preset, *size = TINY[kind]
         micros *= axes["pp"]
         config = configuration.load(preset, [
             "data.source=mock", "parallel.dp=1", "model.dim=64", "model.heads=4", "train.micro_batch=1",
             f"precision={half(world)}", *size, *overrides, f"model.depth={blocks * axes['pp']}",
-            f"train.global_batch={micros * axes['dp']}"])
+            f"train.global_batch={micros * axes['dp']}", f"parallel.bucket_mb={bucket_mb}"])
         training: Any = assemble(config, mesh_of(world, **axes))
-        runs[blocks, micros] = partial(training.step, training.model.example(micros, world.device))
+        buckets = len(getattr(training.gradients, "buckets", " "))
+        runs[blocks, micros, buckets] = partial(training.step, training.model.example(micros, world.device))
     seconds = harness.by_turns(runs, world, laps)
-    plain = seconds.pop((0, 0))
+    plain = seconds.pop(UNIT)
     steps = {key: median(own / unit for own, unit in zip(found, plain, strict=True)) for key, found in seconds.items()}
     return fitted(steps), median(plain)
 
 
-def fitted(steps: Mapping[tuple[int, int], float]) -> Cost:
-    """The cost that is nearest to those of steps of (blocks, micro-batches), each relative to itself."""
-    terms = np.array([[1, micros, micros * blocks] for blocks, micros in steps])
+def fitted(steps: Mapping[Size, float]) -> Cost:
+    """The cost that is nearest to those of steps of (blocks, micro-batches, buckets), each relative to itself."""
+    terms = np.array([[1, micros, micros * blocks, buckets - 1] for blocks, micros, buckets in steps])
     values = np.array(list(steps.values()))
     return Cost(*(float(x) for x in np.linalg.lstsq(terms / values[:, None], np.ones(len(values)), rcond=None)[0]))
 
@@ -116,7 +121,7 @@ def share(gpus: int, number: int, of: int, small: bool, file: Path) -> None:
                 continue
             try:
                 cost, unit = measure(kind, overrides, world, SMALL_LAPS if small else LAPS)
-                found[name] = [cost.step, cost.micro, cost.block]
+                found[name] = astuple(cost)
                 plain.append(unit)
             except Exception as error:               # on all ranks alike, such as a format that the GPU does not know
                 found[name] = f"{type(error).__name__}: {str(error)[:200]}"
@@ -156,8 +161,8 @@ def main(small: bool) -> Row:
         raise CourseError("no row could be measured; what stopped it is said above")
     device = torch.device("cpu" if small else "cuda")
     return {**bench.machine(device), "command": "course bench host --out FILE",
-            "unit": "of a step, of each micro-batch, of each block of a micro-batch, in plain steps; plain_step: "
-                    "seconds of one, the median over the rows; plain_steps: of the fastest and the slowest",
+            "unit": "of a step, of each micro-batch, of each block of a micro-batch, of each bucket of gradients but the first, "
+                    "in plain steps; plain_step: seconds of one, the median over the rows; plain_steps: fastest and slowest",
             "plain_step": median(plain), "plain_steps": [min(plain), max(plain)], "host": found,
             "took_s": round(time.perf_counter() - begin, 1)}
 

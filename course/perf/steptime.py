@@ -93,7 +93,7 @@ def time_of(local: Local) -> Time:
     parts = {"matmul": total["matmul"], "attention": total["attention"], "memory": total["memory"],
              "recompute": total["recompute"], "tensor": total["tensor"], "context": total["context"],
              "optimizer": optimizer_time(local, weights), "data": data, "send": send, "bubble": bubble}
-    host = local.host.seconds(c, local.dp, most, local.micros)
+    host = local.host.seconds(c, local.dp, most, local.micros, buckets_of(local, weights))
     parts["launch"] = max(0.0, host - sum(parts.values()))
     parts["loading"] = max(0.0, loading_time(local) - sum(parts.values()))
     samples = c.train.global_batch
@@ -151,6 +151,15 @@ def optimizer_time(local: Local, weights: float) -> float:
     return local.seconds([("adam", each * mine), ("elementwise", 4 * mine)]) + calls + history
 
 
+def buckets_of(local: Local, weights: float) -> int:
+    """How many buckets so many parameters' gradients have: at most one for each parameter, of which a block has about 12."""
+    p = local.p
+    if local.groups["dp_cp"].size == 1 or p.data in ("naive", "none"):
+        return 1
+    most = 12 * local.m.depth
+    return max(1, min(most, math.ceil(local.gradient * weights / max(1.0, p.bucket_mb * 2**20))))
+
+
 def data_time(local: Local, weights: float, backward: float, forward: float) -> tuple[float, float]:
     """(exposed, hidden) seconds of averaging gradients over dp x cp, 4 bytes a parameter.
 
@@ -163,8 +172,8 @@ def data_time(local: Local, weights: float, backward: float, forward: float) -> 
     if p.data == "naive":                           # laid end to end, reduced, divided and copied back
         return comms.all_reduce(size, group) + local.seconds([("copy", 2 * size)] * 2 + [("elementwise", 2 * size)]), 0.0
     copies = local.seconds([("copy", 2 * size)]) if p.data == "bucketed" else 0.0
-    bucket = min(size, p.bucket_mb * 2**20)
-    number = math.ceil(size / bucket)
+    number = buckets_of(local, weights)
+    bucket = size / number
     if not p.zero:
         total = number * comms.all_reduce(bucket, group)
         shown = exposed(total, number, backward)
