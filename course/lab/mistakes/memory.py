@@ -53,7 +53,7 @@ MISTAKES = {
                 "the gradients of the steps before are still in it: assign the share's gradient, do not add to it"),
         Mistake("a share dealt like cards", "weights[mine].clone()", "weights[axis.rank::axis.size].clone()",
                 "the reduce-scatter leaves rank r the r-th part in one piece, not every axis.size-th number: cut the weights so"),
-        Mistake("all ranks for those of the axis", ", group=self.axis.group", "",
+        Mistake("all ranks for those of the axis", GATHER, GATHER.replace(", group=self.axis.group", ""),
                 "without `group` all ranks take part, and the axis need not have all: group=self.axis.group"),
         Mistake("one rank stays out", "        total = torch.empty_like",
                 "        if self.axis.rank == self.axis.size - 1:\n            return\n        total = torch.empty_like",
