@@ -159,7 +159,7 @@ lab.show("course.models.layers.Block")
 
 # %% [markdown]
 # > **Predict.** One sample has 128 tokens of width 128, so one activation of the shape (1, T, D) has 128 · 128 · 4 = 65,536
-# > bytes. How many of those does **one block** keep? Lesson 10 told you; now find it yourself. Walk through the block: which
+# > bytes. How many of those does **one block** keep? Lesson 10 has counted; find it yourself now. Walk through the block: which
 # > inputs does each operation need again? The MLP is four times as wide.
 
 # %%
@@ -311,8 +311,8 @@ class ZeroOptimizer:
         ### END SOLUTION
 
 # %% [markdown]
-# The check trains on 2 and on 4 ranks, each with a loss of its own, with gradient descent and with Adam, and counts the
-# numbers that your optimizer keeps.
+# The check trains on 2 and on 4 ranks, each with a loss of its own, with gradient descent and with Adam, then in groups of
+# two, and counts the numbers that your optimizer keeps.
 #
 # > **Question.** Why with both? What would Adam alone not notice?
 #
@@ -381,7 +381,7 @@ assert verify.tell(exact, gaps)
 #
 # ## Exercise: compute it twice
 #
-# Write it as an operation of autograd, a `torch.autograd.Function`. You know such classes from lessons 05 and 10: `forward`
+# Write it as an operation of autograd, a `torch.autograd.Function`. Lessons 05 and 10 have such classes: `forward`
 # computes, and leaves in `ctx` what `backward` needs; `backward` gets the gradient of the output and returns one for each
 # argument of `forward`, `None` for the block.
 #
@@ -389,7 +389,8 @@ assert verify.tell(exact, gaps)
 #   `ctx.save_for_backward(x)`, and the block, as an attribute of `ctx`;
 # - `backward` is called without a graph as well: ask for one, `with torch.enable_grad():`, and compute the block on a copy of
 #   `x` that is cut off from what was before it (`x.detach().requires_grad_()`). Then let autograd go through it, starting
-#   from `grad`. The parameters' gradients add up in `.grad` by themselves; that of `x` you return.
+#   from `grad`. The parameters' gradients add up in `.grad` by themselves, over micro-batches too; that of `x` you return;
+# - write into nobody's tensor, and so not into `grad`: a residual sum around the block has the same one.
 
 # %% exercise="recompute"
 class Recompute(torch.autograd.Function):
@@ -515,7 +516,7 @@ slider = widgets.explore(figures_memory.explained, size=["7 B", "0.35 B", "1.3 B
 # <details><summary>Answer</summary>
 # 13 billion need 201 GB for the parameters, plus activations. ZeRO-1 over 8 ranks brings that to 69 GB, and with 27 GB of
 # activations it fits. 70 billion: weights and gradients in bf16 are 258 GB, so stages 1 and 2 do not help; ZeRO-3 over 8
-# needs 129 GB, and fits with full recomputing alone, over 64 ranks with ease. Or one cuts the model by tensor and pipeline
+# needs 129 GB, and fits only with full recomputing, over 64 ranks with ease. Or one cuts the model by tensor and pipeline
 # parallelism: lesson 17 asks which is faster.
 # </details>
 #

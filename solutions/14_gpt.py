@@ -357,13 +357,14 @@ lab.beside("gathered logits, sent by each rank", my_bytes_a_token, 7 * 50304 / 8
 #
 # - `dist.all_reduce(x, group=axis.group)` adds up in place; with `dist.ReduceOp.MAX` as second argument it takes the maximum.
 # - Leave the logits as they are: autograd may need them.
+# - A chunk's tokens come end to end, so one dim is missing: (n, V / tp) and 2 x (n,). Count dims from the end, `-1`.
 
 # %% exercise="vocabulary-loss"
 from course.parallel.vocabulary import losses_and_softmax, minus_target
 
 # %% [markdown]
-# The check compares losses and gradients on 2 and on 4 ranks, with logits of ten thousands and with 16-bit ones, counts what is
-# exchanged, and trains a GPT with it.
+# The check compares losses and gradients on 2 ranks, and on 4 that are two groups, with logits of ten thousands and with 16-bit
+# ones, counts what is exchanged, and trains a GPT with it.
 
 # %%
 check("vocabulary-loss")

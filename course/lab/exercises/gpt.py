@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
+from torch.utils.flop_counter import FlopCounterMode
 
 from course import config, train
 from course.data import indexed
@@ -87,21 +88,25 @@ def draw_tokens(seed: int, hidden: bool) -> Tensors:
 
 
 def lose_in_chunks(inputs: Tensors) -> Tensors:
-    """Loss and gradients with chunks of several sizes, the largest tensor, and what is left after the forward pass."""
+    """Loss and gradients with chunks of several sizes, and of large logits; the largest tensor; what is left for later."""
     found: dict[str, list[Tensor]] = {"loss": [], "x": [], "weight": []}
-    sparing, light = [], []
+    sparing, light, early = [], [], []
     for size in inputs["sizes"].tolist():
         x, weight = (inputs[name].clone().requires_grad_() for name in ("x", "weight"))
         with Largest() as largest, Meter() as meter:
             loss = LossInChunks.apply(x, weight, inputs["target"], size)
             returned.tensor(loss, "forward", (), torch.float64)
             light.append(float(meter.now <= 8 * (x.numel() + weight.numel() + 2 * len(x))))
-            loss.backward(inputs["grad"])
+            with FlopCounterMode(display=False) as counter:
+                loss.backward(inputs["grad"])
+            early.append(float(counter.get_total_flops() == 0))
         for name, tensor in (("loss", loss.detach()), ("x", got(x)), ("weight", got(weight))):
             found[name].append(tensor)
         sparing.append(float(largest.numbers <= max(size * len(weight), x.numel(), weight.numel())))
+    large = LossInChunks.apply(1e4 * inputs["x"], inputs["weight"], inputs["target"], int(inputs["sizes"][0]))
     return {name: torch.stack(each) for name, each in found.items()} | {
-        "sparing": torch.tensor(sparing).amin(), "light": torch.tensor(light).amin()}
+        "large": large.detach().nan_to_num(torch.inf, torch.inf), "sparing": torch.tensor(sparing).amin(),
+        "light": torch.tensor(light).amin(), "early": torch.tensor(early).amin()}
 
 
 def got(x: Tensor) -> Tensor:
@@ -125,9 +130,9 @@ def draw_vocabulary(seed: int, hidden: bool) -> Tensors:
 
 
 def my_axis() -> Axis:
-    """All ranks, as the tensor-parallel axis."""
+    """A tensor-parallel axis of two ranks; of four ranks there are two such groups, which have to be named."""
     world = join("cpu")
-    return build_mesh(config.Parallel(tp=world.size), world).tp
+    return build_mesh(config.Parallel(dp=world.size // 2, tp=2), world).tp
 
 
 def train_on(inputs: Tensors, *overrides: str) -> Tensors:
@@ -173,7 +178,7 @@ def lose_in_pieces(inputs: Tensors) -> Tensors:
 
     (values, gradient, kept), calls = counting.collectives(lambda: loss(inputs["logits"]))
     large, of_large, _ = loss(1e4 * inputs["logits"])
-    narrow, _, _ = loss(inputs["logits"].to(torch.bfloat16))
+    narrow = torch.stack([loss(inputs["logits"].to(kind))[0] for kind in (torch.bfloat16, torch.float16)])
     numbers = sum(call.bytes for call in calls) / 8 / target.numel()
     return {"values": values, "gradient": gradient, "large": torch.cat([large, of_large.flatten(1)], 1), "narrow": narrow,
             "numbers": torch.tensor(float(numbers <= 3)), "kept": torch.tensor(float(kept)), **train_on(inputs)}
@@ -298,10 +303,13 @@ EXERCISES = [
         "loss": "the loss is the sum of the tokens' cross-entropies, whatever the chunks",
         "x": "the gradient of x is right",
         "weight": "that of weight is",
+        "large": "logits of 10,000 and more do not overflow",
         "sparing": "there are never more logits than those of a chunk",
-        "light": "two gradients are all that is kept for the backward pass"},
+        "light": "two gradients are all that is kept for the backward pass",
+        "early": "they are ready before it: it multiplies no matrices"},
         flags={"sparing": "a tensor is larger than the logits of a chunk, x and weight",
-               "light": "more is alive after the forward pass than the gradients of x and weight"}, limits=QUICK, points=2),
+               "light": "more is alive after the forward pass than the gradients of x and weight",
+               "early": "it does"}, limits=QUICK, points=2),
     Exercise("vocabulary-embedding", "14", ("course.parallel.vocabulary.own", "course.parallel.vocabulary.VocabularyEmbedding"),
              draw_vocabulary, look_up, {
         "vectors": "every rank gets the vectors of all tokens",

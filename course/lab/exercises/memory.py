@@ -85,12 +85,13 @@ def draw_bowls(seed: int, hidden: bool) -> Tensors:
 
 
 def train_in_shares(inputs: Tensors) -> Tensors:
-    """Five steps with plain gradient descent and five with Adam."""
+    """Five steps with plain gradient descent over all ranks, and five with Adam in groups of two, which have to be named."""
     world = join("cpu")
-    axis = build_mesh(Parallel(dp=world.size), world).dp
-    a, b = inputs["a"][axis.rank], inputs["b"][axis.rank]
+    a, b = inputs["a"][world.rank], inputs["b"][world.rank]
     found: Tensors = {}
-    for name, make in (("sgd", lambda p: torch.optim.SGD(p, 0.1)), ("adam", lambda p: torch.optim.Adam(p, 0.1))):
+    for name, size, make in (("sgd", world.size, lambda p: torch.optim.SGD(p, 0.1)),
+                             ("adam", 2, lambda p: torch.optim.Adam(p, 0.1))):
+        axis = build_mesh(Parallel(dp=size, tp=world.size // size), world).dp
         weights, steps = inputs["start"].clone(), []
         zero = ZeroOptimizer(weights, axis, make)
         kept = 1.0
@@ -134,7 +135,7 @@ class Recompute(torch.autograd.Function):
 
 
 def draw_rows(seed: int, hidden: bool) -> Tensors:
-    """Inputs of a small network, the gradient of its output, and the seed of its weights."""
+    """Inputs of a small network, the gradient of its output, and the seed of its weights and first gradients."""
     generator = torch.Generator().manual_seed(seed)
     shape = (7, 10) if hidden else (5, 6)
     return {"x": torch.randn(shape, generator=generator).double(), "grad": torch.randn(shape, generator=generator).double(),
@@ -142,11 +143,14 @@ def draw_rows(seed: int, hidden: bool) -> Tensors:
 
 
 def compute_twice(inputs: Tensors) -> Tensors:
-    """Two blocks one after the other, forward and backward, with what autograd keeps and how often the blocks run."""
+    """Two blocks with residual sums, forward and backward, with what autograd keeps and how often the blocks run."""
     torch.manual_seed(int(inputs["seed"]))
     width = inputs["x"].shape[1]
     blocks = [nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)).double() for _ in range(2)]
     calls: list[int] = []
+    parameters = [p for block in blocks for p in block.parameters()]
+    for p in parameters:
+        p.grad = torch.randn_like(p)                 # of the micro-batch before
     for number, block in enumerate(blocks):
         block.register_forward_pre_hook(lambda *_, number=number: calls.append(number))
     saved: list[int] = []
@@ -159,12 +163,11 @@ def compute_twice(inputs: Tensors) -> Tensors:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         y = x
         for block in blocks:
-            y = returned.tensor(Recompute.apply(block, y), "forward", tuple(x.shape), torch.float64)
+            y = y + returned.tensor(Recompute.apply(block, y), "forward", tuple(x.shape), torch.float64)
     excess = max(0, sum(saved) - len(blocks) * x.numel())               # who keeps x in another way is not seen, nor wrong
     forward = len(calls)
     if y.requires_grad:
         y.backward(inputs["grad"])
-    parameters = [p for block in blocks for p in block.parameters()]
     return {"output": y.detach(), "gradient": torch.zeros_like(x) if x.grad is None else x.grad,
             "parameters": torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in parameters]),
             "excess": torch.tensor(float(excess)), "calls": torch.tensor([float(forward), float(len(calls))])}
@@ -182,14 +185,14 @@ EXERCISES = [
         "states": "those of the optimizer's states are"}, cases=named, limits=QUICK),
     Exercise("zero-optimizer", "13", (f"{__name__}.ZeroOptimizer",), draw_bowls, train_in_shares, {
         "sgd": "after each of five steps of gradient descent every rank has the weights of serial training",
-        "adam": "and after each of five steps of Adam",
+        "adam": "and after each of five steps of Adam, in groups of two",
         "states": "a rank keeps the states of its own share alone",
         "kept": "it leaves the gradient that it is given as it is"}, flags={"kept": "numbers in it have changed"},
         sizes=(2, 4), points=3, limits=PATIENT),
     Exercise("recompute", "13", (f"{__name__}.Recompute",), draw_rows, compute_twice, {
-        "output": "the output is that of the blocks",
+        "output": "the output is that of two blocks, with residual sums around them",
         "gradient": "the gradient of the input is right",
-        "parameters": "the gradients of the blocks' parameters are right",
+        "parameters": "those of the blocks' parameters are right, added to what was in `.grad`",
         "excess": "no more numbers are kept than the blocks' inputs have",
         "calls": "each block runs once forward and once more in the backward pass"},
         points=2, limits=QUICK),
