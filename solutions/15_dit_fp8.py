@@ -172,8 +172,8 @@ lab.picture(figures.curves({"your blocks": (range(25, 701, 25), means.tolist())}
 #
 # ## Exercise: a guided prediction
 #
-# `predictor(model, labels, precision)` makes a function of latents and times, which asks the model with these labels.
-# Return such a function, guided. Ask **once**, with a batch of both halves, first with the class, then with
+# `predictor(model, labels, precision)` makes a function of latents (B, C, H, W) and times (B,), which asks the model with these
+# labels. Return such a function, guided. Ask **once**, with a batch of both halves, first with the class, then with
 # `model.c.classes`, the unknown one; where the scale is 1, of the class alone. `channels` is a habit of the paper, whose
 # released code guides three of the four channels: only the first so many are led then, the others stay as the class has
 # them.
@@ -408,9 +408,9 @@ references = torch.stack([pretend.losses(STEPS, "precision=bf16", seed=seed) for
 candidates = {"FP8, delayed": pretend.losses(STEPS, "precision=fp8"),
               "FP8, frozen scales": pretend.losses(STEPS, "precision=fp8", frozen=True)}
 outcome = {name: agrees(curve, references, LENGTH) for name, curve in candidates.items()}
-lab.beside("spread of the seeds", my_spread, 100 * outcome["FP8, delayed"][1].item(), "%")
-lab.beside("gap of FP8", my_fp8, 100 * outcome["FP8, delayed"][0].item(), "%")
-lab.beside("gap with frozen scales", my_frozen, 100 * outcome["FP8, frozen scales"][0].item(), "%")
+lab.beside("spread of the seeds", my_spread, 100 * float(outcome["FP8, delayed"][1]), "%")
+lab.beside("gap of FP8", my_fp8, 100 * float(outcome["FP8, delayed"][0]), "%")
+lab.beside("gap with frozen scales", my_frozen, 100 * float(outcome["FP8, frozen scales"][0]), "%")
 for name, (_, _, verdict) in outcome.items():
     print(f"{name:20}", "agrees with bf16" if verdict else "does not agree with bf16")
 windows = range(LENGTH, STEPS + 1, LENGTH)
@@ -453,10 +453,10 @@ for model, about in lab.results("alignment_h200")["models"].items():
     table = {}
     for name, run in runs.items():
         gap, spread, verdict = agrees(torch.tensor(run["losses"]), seeds, length)
-        table[name] = {"gap, %": "" if name == REFERENCE else 100 * gap.item(), "GB": run["memory_gb"],
+        table[name] = {"gap, %": "" if name == REFERENCE else 100 * float(gap), "GB": run["memory_gb"],
                        "agrees": "" if name.startswith("bf16, seed") else "yes" if verdict else "no"}
     lab.recorded("alignment_h200", table, f"{model}, {about['steps']} steps of {about['batch']} samples; the seeds of bf16 "
-                                          f"spread by {100 * spread.item():.2g}%")
+                                          f"spread by {100 * float(spread):.2g}%")
     shown = [name for name in runs if name.startswith("fp8") and "frozen" not in name]
     curves = {name: torch.tensor(runs[name]["losses"]).unfold(0, length, length).mean(1).tolist() for name in shown}
     lab.picture(figures_dit.beside_seeds(range(length, about["steps"] + 1, length),
@@ -620,10 +620,10 @@ lab.recorded("dit_fused_h200", {f"{row['case']}, {row['samples']} x {row['tokens
              "The three steps, forward and backward, eager and compiled (`python -m course.perf.fused FILE`)")
 
 # %% [markdown]
-# 1.3 to 2.7 times as fast, more for larger tensors. The smallest, gate and add with 19 million numbers, is *slower* compiled: it
-# ends at a quarter of a millisecond, as the next larger one does, which is about what the host takes to call a compiled function
-# forward and backward. Inside a compiled block, where the three steps are a part of one call, this is paid once. (More than
-# 2.4 is no contradiction: backward has passes of its own to save.)
+# All but one are 1.3 to 2.7 times as fast, more for larger tensors. The smallest, gate and add with 19 million numbers, is
+# *slower* compiled: it ends at a quarter of a millisecond, as the next larger one does, which is about what the host takes to
+# call a compiled function forward and backward. Inside a compiled block, where the three steps are a part of one call, this is
+# paid once. (More than 2.4 is no contradiction: backward has passes of its own to save.)
 
 # %% [markdown]
 # ## A curve that is a little worse
@@ -692,7 +692,7 @@ late = {bug: 100 * (curve[STEPS // 2:].mean() / right[STEPS // 2:].mean() - 1).i
 for bug, percent in late.items():
     word = "higher" if percent > 3 else "lower" if percent < -3 else "same"
     print(f"{bug:48} {percent:+6.1f}%  {word:7} you said {my_guess[bug]}")
-spread = 100 * outcome["FP8, delayed"][1].item()
+spread = 100 * float(outcome["FP8, delayed"][1])
 print(f"{'(the spread of seeds)':48} {spread:6.1f}%")
 shown = (pretend.POSITIONS, pretend.OWN_HALF, pretend.SAME_NOISE, pretend.OWN_NOISE, pretend.NOT_AVERAGED)
 above = {bug: (100 * (curves[bug].unfold(0, LENGTH, LENGTH).mean(1) / right.unfold(0, LENGTH, LENGTH).mean(1) - 1)).tolist()

@@ -289,8 +289,9 @@ slider = widgets.explore(figures_checkpoints.layouts, old_rows=[2, 1, 3, 4, 6], 
 # ## Exercise: what two boxes share
 #
 # A box has for each dim `(start, stop)`. Write what a wanted box and a piece share, in two ways: as slices of a tensor that has
-# the *piece's* numbers, and as slices of a tensor that will have the *wanted* ones. `None` if they share nothing. It is a
-# function of the library: the check reads a checkpoint with yours.
+# the *piece's* numbers, and as slices of a tensor that will have the *wanted* ones. `None` if they share nothing. (A single
+# number, such as Adam's count of steps, has a box without dims, `()`, and is shared.) It is a function of the library: the
+# check reads a checkpoint with yours.
 
 # %% exercise="box-overlap"
 from course.checkpoint import overlap

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -100,7 +99,7 @@ def both(value: Any) -> tuple[Any, Any] | None:
 
 
 def share(inputs: Tensors) -> Tensors:
-    """What the pairs share, by the slices; and a checkpoint in eight pieces read in other boxes by the library."""
+    """What the pairs share, by the slices, and two boxes without dims; a checkpoint in eight pieces read in other boxes."""
     found: dict[str, list[Tensor]] = {"nothing": [], "piece": [], "wanted": []}
     for sides in inputs["pairs"].tolist():
         wanted, piece = tuple((a, b) for a, b, _, _ in sides), tuple((c, d) for _, _, c, d in sides)
@@ -111,7 +110,11 @@ def share(inputs: Tensors) -> Tensors:
             if shared is not None:
                 grid[slices_of(shared[part], "overlap", 3)] = 1
             found[name].append((grid.flatten() * torch.arange(1.0, grid.numel() + 1)).sum())
-    return {name: torch.stack(parts).double() for name, parts in found.items()} | {"read": read_in_boxes(inputs)}
+    single = both(checkpoint.overlap((), ()))        # of one number, such as Adam's count of steps
+    if single is not None:
+        slices_of(single[0], "overlap", 0), slices_of(single[1], "overlap", 0)
+    return {name: torch.stack(parts).double() for name, parts in found.items()} | {
+        "single": torch.tensor(float(single is not None)), "read": read_in_boxes(inputs)}
 
 
 def read_in_boxes(inputs: Tensors) -> Tensor:
@@ -128,7 +131,7 @@ def read_in_boxes(inputs: Tensors) -> Tensor:
         try:
             parts = [checkpoint.read_box(Path(folder), index, "w", box)
                      for box in (((0, 4), (0, 8), (3, 8)), ((4, 8), (2, 7), (0, 8)))]
-        except (RuntimeError, ValueError, IndexError, SafetensorError):             # slices that fit no tensor
+        except (checkpoint.Damaged, ValueError, IndexError):            # slices that fit no tensor
             return torch.zeros(1).double()
     return torch.cat([part.flatten() for part in parts]).double().nan_to_num(0, 0, 0)
 
@@ -192,10 +195,9 @@ def regroup(inputs: Tensors) -> Tensors:
                 values.append(looked_at(put_together(cut(whole, old), box, whole.dtype), box, whole.dtype).flatten())
     count = read
     kept = []
-    for dtype in (torch.int64, torch.bfloat16):
-        given = (1e12 * whole).to(dtype)             # more digits than float32 has
-        part = put_together(cut(given, layouts[2]), layouts[0][-1], dtype)
-        kept.append(looked_at(part, layouts[0][-1], dtype).flatten().double())
+    for given in ((1e18 * whole).long() + 1, -whole.relu().bfloat16()):        # more digits than float64 has; zeros with a sign
+        part = put_together(cut(given, layouts[2]), layouts[0][-1], given.dtype)
+        kept.append(looked_at(part, layouts[0][-1], given.dtype).contiguous().flatten().view(torch.uint8))
     return {"values": torch.cat(values).nan_to_num(0, 0, 0), "read": torch.tensor([float(count)]), "formats": torch.cat(kept)}
 
 
@@ -226,20 +228,31 @@ def named(value: Any, who: str, names: tuple[str, ...], shapes: list[tuple[int, 
             for name, shape in zip(names, shapes, strict=True)}
 
 
+def same(some: dict[str, Tensor], others: dict[str, Tensor]) -> bool:
+    """Whether both have the same tensors by the same names."""
+    return set(some) == set(others) and all(torch.equal(some[name], others[name]) for name in some)
+
+
 def translate(inputs: Tensors) -> Tensors:
     """Theirs as ours, what our attention computes with it, and ours as theirs."""
     heads, x = int(inputs["heads"]), inputs["x"]
     D = x.shape[-1]
-    ours = named(to_ours({name: inputs[name] for name in THEIRS}, heads), "to_ours", OURS, [(3 * D, D), (3 * D,), (D, D), (D,)])
+    given = {name: inputs[name].clone() for name in THEIRS}
+    ours = named(to_ours(given, heads), "to_ours", OURS, [(3 * D, D), (3 * D,), (D, D), (D,)])
+    kept = same(given, {name: inputs[name] for name in THEIRS})
+    ours = {name: value.clone() for name, value in ours.items()}
     module = Attention(D, heads).double()
     module.load_state_dict(ours)
     # of tensors of ours that are not what `to_ours` made: its mistakes do not count here
     generator = torch.Generator().manual_seed(int(inputs["heads"]))
     mine = {name: torch.randn(value.shape, generator=generator, dtype=torch.float64) for name, value in ours.items()}
-    theirs = named(to_theirs(mine, heads), "to_theirs", THEIRS, [(D, 3 * D), (3 * D,), (D, D), (D,)])
+    given = {name: value.clone() for name, value in mine.items()}
+    theirs = named(to_theirs(given, heads), "to_theirs", THEIRS, [(D, 3 * D), (3 * D,), (D, D), (D,)])
+    kept = kept and same(given, mine)
     return {"weights": torch.cat([ours[name].flatten() for name in ("qkv.weight", "out.weight")]),
             "biases": torch.cat([ours["qkv.bias"], ours["out.bias"]]),
-            "output": module(x).detach(), "back": torch.cat([theirs[name].flatten() for name in THEIRS])}
+            "output": module(x).detach(), "back": torch.cat([theirs[name].flatten() for name in THEIRS]),
+            "kept": torch.tensor(float(kept))}
 
 
 def draw_files(seed: int, hidden: bool) -> Tensors:
@@ -283,17 +296,22 @@ EXERCISES = [
         "nothing": "it says None where two boxes share nothing, and only there",
         "piece": "the first slices are those of the piece",
         "wanted": "the second are those of the wanted box",
-        "read": "the library puts boxes of a checkpoint together with it"}, limits=QUICK),
+        "single": "boxes of single numbers, which have no dims, share these",
+        "read": "the library puts boxes of a checkpoint together with it"}, flags={
+        "single": "it says None",
+        "read": "what it read is not what was saved"}, limits=QUICK),
     Exercise("put-together", "16", (f"{__name__}.put_together",), draw_layouts, regroup, {
         "values": "the boxes of three layouts come from the pieces of each other, number by number",
         "read": "no number is read that is not wanted",
-        "formats": "integers and bfloat16 come through as they are"}, limits=QUICK, points=2, tolerance=0.0,
+        "formats": "integers and bfloat16 come through as they are, bit for bit"}, limits=QUICK, points=2, tolerance=0.0,
         why_tolerance="nothing is computed, so every bit stays"),
     Exercise("translate", "16", (f"{__name__}.to_ours", f"{__name__}.to_theirs"), draw_attention, translate, {
         "weights": "to_ours: the two weights are right",
         "biases": "to_ours: and so are the two biases",
         "output": "with them our attention computes what theirs does",
-        "back": "to_theirs: weights and biases are right"}, limits=QUICK, points=3),
+        "back": "to_theirs: weights and biases are right",
+        "kept": "the tensors that were given stay as they are"}, flags={
+        "kept": "they are written into, or turned"}, limits=QUICK, points=3),
     Exercise("publish", "16", (f"{__name__}.publish",), draw_files, crash, {
         "half": "after no crash is there half a checkpoint under the new name",
         "none": "after every crash there is a whole one, the old or the new",

@@ -90,10 +90,12 @@ def modulate_and_block(inputs: Tensors) -> Tensors:
     shape = tuple(x.shape)
     modulated = returned.tensor(dit.modulate(given[0], given[1], given[2]), "modulate", shape, torch.float64).clone()
     block = shaken(dit.AdaBlock(shape[-1], 2, 2 * shape[-1]), seed)
-    leaf, condition = x.clone().requires_grad_(), c.clone().requires_grad_()
-    out = returned.tensor(block(leaf, condition), "AdaBlock.forward", shape, torch.float64)
-    grads = torch.autograd.grad(out, [leaf, condition, *block.parameters()], inputs["grad"], allow_unused=True)
-    flat = torch.cat([torch.zeros(1) if grad is None else grad.flatten() for grad in grads])
+    tokens, condition = x.clone().requires_grad_(), c.clone().requires_grad_()
+    out = returned.tensor(block(tokens, condition), "AdaBlock.forward", shape, torch.float64)
+    leaves = [tokens, condition, *block.parameters()]
+    grads = torch.autograd.grad(out, leaves, inputs["grad"], allow_unused=True)
+    flat = torch.cat([(torch.zeros_like(leaf) if grad is None else grad).flatten()
+                      for leaf, grad in zip(leaves, grads, strict=True)])
     nn.init.zeros_(block.ada.weight)
     nn.init.zeros_(block.ada.bias)
     start = returned.tensor(block(given[0], given[3]), "AdaBlock.forward", shape, torch.float64)
@@ -116,23 +118,35 @@ def draw_latents(seed: int, hidden: bool) -> Tensors:
 
 
 def guide(inputs: Tensors) -> Tensors:
-    """Guided predictions of a small DiT, how many samples went through the model at a time, and samples drawn with them."""
+    """Guided predictions of a small DiT, how many samples went through it at a time, in which format; and samples drawn."""
     latent, time, label = inputs["latent"], inputs["time"], inputs["label"]
     model = small(latent, 16, int(inputs["seed"])).eval()
     passes: list[float] = []
-    model.register_forward_pre_hook(lambda module, arguments: passes.append(float(len(arguments[0]["input"]))))
+    casting: list[float] = []                        # whether autocast was on, in each pass
 
-    def ask(scale: float, channels: int = 0) -> Tensor:
-        predict = returned.function(sampling.guided(model, label, scale, channels), "guided", "predict")
+    def look(module: nn.Module, arguments: tuple[Tensors, ...]) -> None:
+        passes.append(float(len(arguments[0]["input"])))
+        casting.append(float(torch.is_autocast_enabled("cpu")))
+
+    model.register_forward_pre_hook(look)
+
+    def ask(scale: float, channels: int = 0, precision: str = "fp32") -> Tensor:
+        predict = returned.function(sampling.guided(model, label, scale, channels, precision), "guided", "predict")
         return returned.tensor(predict(latent, time), "predict", tuple(latent.shape), torch.float64)
 
     with torch.no_grad():
         none = ask(1)
         led = torch.stack([ask(scale) for scale in inputs["scale"].tolist()])
         some = torch.stack([ask(inputs["scale"][1].item(), channels) for channels in (1, 2)])
-    sizes = torch.tensor([*passes[:12], *[0.0] * (12 - len(passes[:12]))], dtype=torch.float64)
+        sizes = torch.tensor([*passes[:12], *[0.0] * (12 - len(passes[:12]))], dtype=torch.float64)
+        full, halves = max(casting, default=0.0), []
+        for scale in (1, 2):
+            casting.clear()
+            ask(scale, precision="bf16")
+            halves.append(min(casting, default=0.0))
     drawn = sampling.draw(model, label, sampling.Sampling(steps=2, guidance=2.0, batch=2))
-    return {"none": none, "led": led, "channels": some, "passes": sizes, "drawn": drawn}
+    return {"none": none, "led": led, "channels": some, "passes": sizes, "precision": torch.tensor([full, *halves]),
+            "drawn": drawn}
 
 
 def draw_sizes(seed: int, hidden: bool) -> Tensors:
@@ -191,8 +205,9 @@ def judge(inputs: Tensors) -> Tensors:
     """Gap, spread and verdict of each candidate."""
     length, rows = int(inputs["length"]), []
     references = inputs["references"].clone()
-    for candidate in inputs["candidates"]:
-        found = returned.several(agrees(candidate.clone(), references, length), "agrees", "(gap, spread, whether it agrees)")
+    tried = [(candidate, references) for candidate in inputs["candidates"]]
+    for candidate, others in [*tried, (references[0], references[:1].expand(2, -1))]:              # and nothing but equal curves
+        found = returned.several(agrees(candidate.clone(), others.clone(), length), "agrees", "(gap, spread, whether it agrees)")
         if len(found) != 3:
             raise Returned(f"`agrees` returned {len(found)} things; three are wanted, (gap, spread, whether it agrees)",
                            "return gap, spread, gap <= spread")
@@ -218,7 +233,9 @@ EXERCISES = [
         "led": "other scales lead away from the unknown class",
         "channels": "with channels, the first so many are led and the others are as the class has them",
         "passes": "the model is asked once for both, and only of the class where the scale is 1",
-        "drawn": "the library's sampler draws with it"}, points=2),
+        "precision": "the model computes in the precision that is asked for",
+        "drawn": "the library's sampler draws with it"}, flags={
+        "precision": "of fp32 and bf16, it has one where the other was asked for"}, points=2),
     Exercise("dit-flops", "15", (f"{__name__}.dit_flops",), draw_sizes, count, {
         "flops": "the FLOPs of one sample, forward and backward",
         "counted": "they are what PyTorch counts in a small model's step"},

@@ -152,13 +152,16 @@ def draw_stages(seed: int, hidden: bool) -> Tensors:
 
 
 def go_through(inputs: Tensors) -> Tensors:
-    """Each pipeline with ranks that are alike, with ranks that are not, and interleaved."""
+    """Each pipeline with ranks that are alike, with ranks that are not, and interleaved; and whether a list stays as it is."""
     found: dict[str, list[float]] = {"alike": [], "unequal": [], "interleaved": []}
     for p, micros, chunks, seconds in zip(*(inputs[name].tolist() for name in ("ranks", "micros", "chunks", "seconds")),
                                           strict=True):
         for name, stages, v in (("alike", seconds[:1] * p, 1), ("unequal", seconds[:p], 1), ("interleaved", seconds[:p], chunks)):
             found[name].append(returned.number(pipeline_seconds(list(stages), micros, v), "pipeline_seconds"))
-    return {name: torch.tensor(values, dtype=torch.float64) for name, values in found.items()}
+    given = [3.0, 1.0, 2.0]
+    pipeline_seconds(given, 4, 1)
+    return {name: torch.tensor(values, dtype=torch.float64) for name, values in found.items()} | {
+        "kept": torch.tensor(float(given == [3.0, 1.0, 2.0]))}
 
 
 RATES = (6e14, 4e14, 2.5e12, 1e-5, 3e11)             # around which rates are drawn
@@ -208,7 +211,9 @@ EXERCISES = [
     Exercise("pipeline-seconds", "17", (f"{__name__}.pipeline_seconds",), draw_stages, go_through, {
         "alike": "the seconds of a pipeline are right where all ranks take equally long",
         "unequal": "they are where one rank is slower than the others",
-        "interleaved": "they are with several chunks on each rank"}, limits=QUICK),
+        "interleaved": "they are with several chunks on each rank",
+        "kept": "the stages that were given stay as they are"}, flags={
+        "kept": "the list is not what it was"}, limits=QUICK),
     Exercise("step-seconds", "17", (f"{__name__}.step_seconds",), draw_runs, add_up, {
         "one": "the seconds of a step on one GPU are right",
         "tensor": "they are with tensor parallelism",

@@ -35,6 +35,9 @@ MISTAKES = {
                 "all(start >= stop for start, stop in both)",
                 "boxes share nothing as soon as they share nothing along one dim: any, not all"),
         Mistake("never None", NONE, "", "there is no answer for boxes that share nothing: return None"),
+        Mistake("a single number", NONE, "    if not both or any(start >= stop for start, stop in both):\n        return None\n",
+                "a box without dims is that of a single number, such as Adam's count of steps, and two of them share it: return "
+                "two empty tuples, not None"),
         Mistake("the union", BOTH, BOTH.replace("max", "\0").replace("min", "max").replace("\0", "min"),
                 "this is the smallest box that holds both: what they share begins at the later start, ends at the earlier stop"),
         Mistake("global slices", IN_PIECE, IN_PIECE.replace("start - first, stop - first", "start, stop"),
@@ -63,6 +66,11 @@ MISTAKES = {
                 "the slices are swapped: the first of `overlap` are places in the piece, the second in the wanted box"),
         Mistake("always float32", COPY, "            whole[target] = read(source).float().to(dtype)\n",
                 "the numbers went through float32, which has 24 bits: copy them in the format that they have"),
+        Mistake("by way of float64", COPY, "            whole[target] = read(source).double().to(dtype)\n",
+                "the numbers went through float64, which has 53 bits, and an int64 has 63: copy them in the format that they "
+                "have"),
+        Mistake("added to zeros", COPY, "            whole[target] = torch.zeros_like(whole[target]) + read(source)\n",
+                "the numbers are added to zeros, which takes the sign of a zero away: copy them"),
         Mistake("added up", "            whole[target] = read(source)\n",
                 "            whole[target] = whole[target] + read(source) + 1\n",
                 "each number lies in one piece: copy it, add nothing"),
@@ -96,6 +104,8 @@ MISTAKES = {
                 "to_theirs: the rows are still ours, (3, heads, d); theirs are head by head, (heads, 3, d)"),
         Mistake("the output back as it is", '"dense.weight": ours["out.weight"].T', '"dense.weight": ours["out.weight"]',
                 "to_theirs: transpose the output's weight; it is square, so nothing complains"),
+        Mistake("transposed in place", 'theirs["dense.weight"].T', 'theirs["dense.weight"].t_()',
+                "do not write into what you are given; work on a copy"),
         Mistake("not transposed", 'rows(theirs["query_key_value.weight"].T)', 'rows(theirs["query_key_value.weight"])',
                 "to_ours: their weight is (features of the input, rows): transpose it first, then reorder the rows"),
     ),
@@ -114,8 +124,11 @@ MISTAKES = {
         Mistake("renamed first", FLUSH_FILE + FLUSH_FOLDER + RENAME,
                 RENAME + '    for file in files:\n        disk.flush(f"{name}/{file}")\n    disk.flush(name)\n',
                 "you rename before the bytes are flushed: between the two a crash leaves half a checkpoint under the final name"),
-        Mistake("the old one removed first", "    for file, data", f"{REMOVE}    old = partial\n    for file, data",
+        Mistake("the old one removed first", ALL + FLUSH_NAME + REMOVE, REMOVE + ALL + FLUSH_NAME,
                 "the old checkpoint goes before the new one is there: after a crash in between there is none"),
+        Mistake("removed before the name is safe", FLUSH_NAME + REMOVE, REMOVE + FLUSH_NAME,
+                "the old checkpoint is removed before the new name is flushed: a crash may undo the rename, not the removal. "
+                "Flush first, then remove"),
         Mistake("removed before the rename", RENAME + FLUSH_NAME + REMOVE, REMOVE + RENAME + FLUSH_NAME,
                 "the old checkpoint goes before the new one has its name: after a crash in between there is none"),
         Mistake("the name not flushed", FLUSH_NAME, "",
@@ -132,6 +145,6 @@ MISTAKES = {
                 "the old checkpoint loses its name before the new one is there, so that nobody finds it after a crash: leave it "
                 "alone, and give the new one another name until it is whole"),
         Mistake("the first file alone", FLUSH_FILE, FLUSH_FILE.replace("disk.flush", "file == next(iter(files)) and disk.flush"),
-                "only the first file is flushed: flush each"),
+                "not every file is flushed: flush each, not one of them alone"),
     ),
 }

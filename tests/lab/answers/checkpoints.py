@@ -105,4 +105,9 @@ def publish(disk, name, files, old):
 ''',
 }
 
-WRONG = [(name, source, None) for name, source in FITTED.items()]
+WRONG = [(name, source, None) for name, source in FITTED.items()] + [
+    ("box-overlap", RIGHT["box-overlap"].replace("slice(first - c, last - c)", "slice(first, last)"), "places in the whole"),
+    ("box-overlap", RIGHT["box-overlap"].replace("slice(first - a, last - a)", "slice(first, last)"), "places in the whole"),
+    ("box-overlap", RIGHT["box-overlap"].replace("tuple(source), tuple(target)", "tuple(target), tuple(source)"), "come first"),
+    ("publish", RIGHT["publish"].replace("disk.flush()\n    disk.remove(old)", "disk.remove(old)"), ""),
+]
