@@ -25,9 +25,10 @@ class Folder:
 class Disk:
     """Files and folders in memory; `crashes` has what could be found if the power had failed after each operation.
 
-    A disk may delay and reorder what is not flushed, so of each moment there are three extremes. *Late*: no change of a name
+    A disk may delay and reorder what is not flushed, so of each moment there are four extremes. *Late*: no change of a name
     that was not flushed has happened. *Early*: every one has. *Unlucky*: what was taken away is gone, what was added is not yet
-    there. Of a file whose bytes were not flushed there is the first half.
+    there. *Outer*: the folder that all is in has changed, those in it have not. Of a file whose bytes were not flushed there is
+    the first half.
     """
 
     def __init__(self) -> None:
@@ -86,7 +87,7 @@ class Disk:
                                  for path, file in walk(self.root, kind)})
 
 
-KINDS = ("late", "early", "unlucky")
+KINDS = ("late", "early", "unlucky", "outer")
 
 
 def there(folder: Folder, name: str, path: str) -> File | Folder:
@@ -98,7 +99,7 @@ def there(folder: Folder, name: str, path: str) -> File | Folder:
 
 def walk(folder: Folder, kind: str, before: str = "") -> Iterator[tuple[str, File]]:
     """Every file below a folder with its path, by the entries of one of the extremes; an empty folder as `name/`."""
-    entries = folder.now if kind == "early" else folder.safe
+    entries = folder.now if kind == "early" or (kind == "outer" and not before) else folder.safe
     for name, node in entries.items():
         if kind == "unlucky" and folder.now.get(name) is not node:
             continue

@@ -121,6 +121,9 @@ MISTAKES = {
                 "the bytes are not flushed before the rename: the name can reach the disk first, and half a file stands there"),
         Mistake("the folder's names not flushed", FLUSH_FOLDER, "",
                 "the partial folder is not flushed before the rename: the bytes are on the disk, but not the files' names"),
+        Mistake("the folder's names flushed after the rename", FLUSH_FOLDER + RENAME, RENAME + "    disk.flush(name)\n",
+                "the folder is flushed after the rename: in between a crash may leave the new name with no files in it. Flush "
+                "first, then rename"),
         Mistake("renamed first", FLUSH_FILE + FLUSH_FOLDER + RENAME,
                 RENAME + '    for file in files:\n        disk.flush(f"{name}/{file}")\n    disk.flush(name)\n',
                 "you rename before the bytes are flushed: between the two a crash leaves half a checkpoint under the final name"),
