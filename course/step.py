@@ -197,7 +197,7 @@ def advance(progress: Progress, nan: Tensor, bad: Tensor, precision: str) -> Non
 
 
 def learning_rate(step: Tensor, config: Config) -> Tensor:
-    """Linear warm-up, then half a cosine to `min_lr` at the last step (Loshchilov and Hutter 2017)."""
+    """Linear warm-up, then half a cosine to `min_lr` at step `train.steps` (Loshchilov and Hutter 2017)."""
     o = config.optim
     if o.schedule == "constant":
         rate = torch.full_like(step, o.lr, dtype=torch.float32)

@@ -187,7 +187,7 @@ def tell(config: Config, gaps: list[Gap]) -> bool:
     print(f"{config.preset} in {config.precision}, {steps} steps of {config.optim.name}: {layout} against one process")
     for number in range(1, steps + 1):
         at = [entry for entry in gaps if entry.step == number]
-        worst = max(at, key=lambda entry: entry.size / entry.bound if entry.size == entry.size else math.inf)
+        worst = max(at[1:], key=lambda entry: entry.size / entry.bound if entry.size == entry.size else math.inf)
         print(f"  step {number}: the loss differs by {at[0].size:.1e}; of {len(at) - 1} parameters {worst.name} differs most, "
               f"by {worst.size:.1e} of what training changed it by (rounding may leave {worst.bound:.1e})")
     wrong = [entry for entry in gaps if entry.wrong]

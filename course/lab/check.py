@@ -6,6 +6,7 @@ The process receives inputs and returns tensors. What they should be, and the ve
 import atexit
 import builtins
 import json
+import re
 import shutil
 import sys
 import tempfile
@@ -176,11 +177,16 @@ def hint_for_error(exercise: Exercise, run: Run, seed: int, hidden: bool, size: 
     if run.kind in ("ended", "late"):
         return ENDED
     for mistake, slip in zip(comparable(exercise), reference(exercise.name, seed, hidden, size)[1:], strict=True):
-        if slip.error and slip.error.splitlines()[0] == run.error.splitlines()[0]:
+        if slip.error and opening(slip.error) == opening(run.error):
             return mistake.hint
     if run.kind == "ranks":
         return UNMET
     return (not hidden and run.cure) or "read the error first; then the line of your code that it names"
+
+
+def opening(error: str) -> str:
+    """The first line of an error without what is another each time: folders of this run, and gloo's clock."""
+    return re.sub(r"\[rank\d+\]:\s*\[[^]]*\]|(/[\w.-]+)+/", "", error.splitlines()[0])
 
 
 def comparable(exercise: Exercise) -> list[Mistake]:
@@ -242,16 +248,23 @@ def described(exercise: Exercise, key: str, expected: Tensor, got: Tensor | None
     if exercise.cases and got.shape == expected.shape:
         wrong = [i for i in range(len(expected)) if differ(expected[i], got[i], exercise.tolerance)]
         first = wrong[0]                             # each within the tolerance: so are all
-        return (f"{exercise.cases(inputs)[first]} gave {said(got[first])}; {said(expected[first])} is right "
+        came, correct = told_apart(got[first], expected[first])
+        return (f"{exercise.cases(inputs)[first]} gave {came}; {correct} is right "
                 f"({len(wrong)} of {len(expected)} cases are wrong)")
     if max(expected.numel(), got.numel()) <= FEW and expected.ndim <= 1:
-        return f"it is {said(got)}; it should be {said(expected)}"
+        return "it is {}; it should be {}".format(*told_apart(got, expected))
     return difference
 
 
-def said(values: Tensor) -> str:
-    """Numbers for people: whole ones with all digits, others with six."""
-    return ", ".join(f"{x:.0f}" if abs(x) < 1e15 and x == int(x) else f"{x:.6g}"
+def told_apart(got: Tensor, expected: Tensor) -> tuple[str, str]:
+    """Both in numbers for people, with as many digits as tell them apart."""
+    digits = next((digits for digits in (6, 9) if said(got, digits) != said(expected, digits)), 17)
+    return said(got, digits), said(expected, digits)
+
+
+def said(values: Tensor, digits: int = 6) -> str:
+    """Numbers for people: whole ones with all digits, others with so many."""
+    return ", ".join(f"{x:.0f}" if abs(x) < 1e15 and x == int(x) else f"{x:.{digits}g}"
                      for x in values.double().flatten().tolist()) or "nothing"
 
 

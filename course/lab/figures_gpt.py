@@ -130,7 +130,8 @@ def table(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, str]]:
         for by in dict.fromkeys(row["by"] for row in rows):
             mine = next((row for row in rows if row["case"] == case and row["by"] == by), {})
             taken = f"{mine['ms']:,.0f} ms, {mine['mib']:,.0f} MiB, {mine['tflops']:.0f} TFLOP/s" if "ms" in mine else ""
-            values[by] = taken or mine.get("error", "")
+            error = mine.get("error", "")
+            values[by] = taken or ("does not fit" if "out of memory" in error else error)
     return found
 
 

@@ -29,7 +29,7 @@ class Run:
     causal: bool                                    # whether attention is
     tp: int
     pp: int
-    moved: float                                    # bytes that norms, activations and sums of a block move, of a micro-batch
+    moved: float                                    # bytes that a block's norms, activations, sums move on a rank, a micro-batch
     update: float                                   # bytes that the optimizer moves on a rank, once a step
 
 

@@ -78,7 +78,7 @@ def tensor(value: Any, who: str, shape: tuple[int, ...], dtype: torch.dtype, par
         raise Returned(f"`{who}` returned a tensor of shape {tuple(value.shape)}{part}; {wanted}",
                        "look at the shapes of what you compute: which dims should be summed over, and which kept?")
     if value.dtype != dtype:
-        raise Returned(f"`{who}` returned a tensor of type {value.dtype}{part}; {dtype} is wanted, the batch's type",
+        raise Returned(f"`{who}` returned a tensor of type {value.dtype}{part}; {dtype} is wanted",
                        mistyped(value.dtype, dtype))
     return value
 

@@ -34,8 +34,8 @@ def average_gradients(parameters: Iterable[nn.Parameter], axis: Axis) -> None:
     flat = _flatten_dense_tensors(gradients)
     dist.all_reduce(flat, group=axis.group)
     flat /= axis.size
-    for gradient, mean in zip(gradients, _unflatten_dense_tensors(flat, gradients), strict=True):
-        gradient.copy_(mean)
+    for gradient, averaged in zip(gradients, _unflatten_dense_tensors(flat, gradients), strict=True):
+        gradient.copy_(averaged)
 
 
 def add_partial_gradients(parameters: Iterable[nn.Parameter]) -> None:

@@ -108,17 +108,17 @@ class CrossEntropy(Function):
 
 
 def losses_and_softmax(logits: Tensor, column: Tensor, here: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
-    """(losses of all tokens, softmax of this rank's columns): (B, T, V / tp), 2 x (B, T) -> (B, T), (B, T, V / tp).
+    """(losses of all tokens, softmax of this rank's columns): (..., V / tp), 2 x (...) -> (...), (..., V / tp).
 
     column: which of this rank's columns the target is; here: whether it is one of them. Both results are in float32 or
     float64, in new memory.
     """
-    s = logits.to(torch.promote_types(logits.dtype, torch.float32))     # (B, T, V / tp)
-    largest = s.amax(-1)                                                # (B, T)
+    s = logits.to(torch.promote_types(logits.dtype, torch.float32))     # (..., V / tp)
+    largest = s.amax(-1)                                                # (...)
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=axis.group)
     s = s - largest[..., None]                                          # new memory: from here on in place
-    wanted = s.gather(-1, column[..., None]).squeeze(-1) * here         # (B, T)
-    sums = torch.stack([wanted, s.exp_().sum(-1)])                      # (2, B, T)
+    wanted = s.gather(-1, column[..., None]).squeeze(-1) * here         # (...)
+    sums = torch.stack([wanted, s.exp_().sum(-1)])                      # (2, ...)
     dist.all_reduce(sums, group=axis.group)
     wanted, total = sums
     return total.log() - wanted, s.div_(total[..., None])

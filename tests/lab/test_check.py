@@ -3,6 +3,7 @@
 import time
 
 import pytest
+import torch
 
 from course.lab import blank, cells, check, present
 from course.lab.exercise import Exercise, all_exercises, find, known_mistakes, right, wrong
@@ -56,6 +57,22 @@ def test_inputs_are_drawn_afresh_by_seed_and_size():
         assert any(not one[name].equal(other[name]) for name in one)
         few = all(x.numel() <= 8 for x in one.values())          # then the numbers are themselves the sizes of what is tried
         assert any(one[name].shape != hidden[name].shape or (few and not one[name].equal(hidden[name])) for name in one)
+
+
+@pytest.mark.parametrize(("one", "other", "same"), [
+    ("Damaged: remove /tmp/tmpab12/ckpt-3/model.bin", "Damaged: remove /tmp/tmpzz/ckpt-3/model.bin\nmore", True),
+    ("Error: [rank0]:[F1123 11:23:50.1 Group] sizes", "Error: [rank1]:[F1123 11:24:01.9 Group] sizes", True),
+    ("Damaged: remove /tmp/tmpab12/model.bin", "Damaged: remove /tmp/tmpab12/index.json", False),
+    ("ValueError: 3", "ValueError: 4", False)])
+def test_errors_are_the_same_but_for_folders_and_clocks(one, other, same):
+    assert (check.opening(one) == check.opening(other)) == same
+
+
+def test_numbers_are_shown_with_as_many_digits_as_tell_them_apart():
+    values = torch.tensor([1.4293, 1.42506], dtype=torch.float64)
+    assert check.told_apart(values, 2 * values) == ("1.4293, 1.42506", "2.8586, 2.85012")
+    assert check.told_apart(values + 1e-7, values) == ("1.4293001, 1.4250601", "1.4293, 1.42506")
+    assert len(set(check.told_apart(values + 1e-12, values))) == 2
 
 
 def test_an_answer_for_one_seed_fails_on_another():

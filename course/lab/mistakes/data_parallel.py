@@ -39,7 +39,7 @@ MISTAKES = {
                 "each rank still has the gradients of its own samples alone: add them up over the axis first (all-reduce)"),
         Mistake("a sum for a mean", "flat /= axis.size", "pass",
                 "after the all-reduce the gradients are sums over the ranks: divide by axis.size"),
-        Mistake("not copied back", "gradient.copy_(mean)", "pass",
+        Mistake("not copied back", "gradient.copy_(averaged)", "pass",
                 "the averages are computed, but the parameters keep their own gradients: copy them back into p.grad"),
         Mistake("divided twice", "flat /= axis.size", "flat /= axis.size**2",
                 "the gradients are too small by the number of ranks: divide once"),

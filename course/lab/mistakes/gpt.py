@@ -110,7 +110,7 @@ MISTAKES = {
         Mistake("a softmax of one's own", "s.div_(total[..., None])", "logits.to(s.dtype).softmax(-1)",
                 "this is the softmax over this rank's columns alone: divide by the sum over all ranks"),
         Mistake("a sum of one's own below", "s.div_(total[..., None])", "s.div_(s.sum(-1, keepdim=True))",
-                "this is the softmax over this rank's columns alone: divide by the sum over all ranks"),
+                "the loss has the sum over all ranks, the softmax still that of this rank's columns: divide by `total`"),
         Mistake("the target's logit as it was", "total.log() - wanted", "total.log() - wanted - largest",
                 "the sum is relative to the largest logit, and the target's logit is not: subtract the largest from it as well"),
         Mistake("the largest added back", "total.log() - wanted", "total.log() - wanted + largest",
