@@ -22,7 +22,7 @@
 # | you write | GPipe (1 line), 1F1B (6 lines) |
 # | you measure | the bubble and the activations that each rank keeps, predicted and seen |
 #
-# You should have done [lesson 01](01_baseline.ipynb) (micro-batches) and know `ranks` from [lesson 00](00_start_here.ipynb).
+# You should have done [lesson 01](01_baseline.ipynb) (micro-batches) and [lesson 10](10_tensor_parallel.ipynb) (`placement`).
 # Work in a copy: *File → Save Notebook As…*, `12_pipeline_parallel_mine.ipynb`.
 
 # %%

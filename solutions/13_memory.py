@@ -22,8 +22,9 @@
 # | you write | bytes of a training (8 lines), a ZeRO-1 optimizer (9), a block that is recomputed (7) |
 # | you measure | bytes per parameter and per token; what recomputing costs in FLOPs |
 #
-# You should have done [lesson 01](01_baseline.ipynb) (the training step) and [lesson 07](07_data_parallel.ipynb) (data
-# parallelism). Work in a copy: *File → Save Notebook As…*, `13_memory_mine.ipynb`.
+# You should have done [lesson 01](01_baseline.ipynb) (the training step), [lesson 07](07_data_parallel.ipynb) (data
+# parallelism) and [lesson 10](10_tensor_parallel.ipynb) (what a block keeps). Work in a copy: *File → Save Notebook As…*,
+# `13_memory_mine.ipynb`.
 
 # %%
 from collections.abc import Callable

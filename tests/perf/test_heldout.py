@@ -1,11 +1,12 @@
 """The held-out configurations are those that the seed draws, and every one is a run that the library takes."""
 
 import json
+from statistics import median
 
 import pytest
 
 from course import config
-from course.perf import heldout
+from course.perf import heldout, memory
 from course.perf.steptime import predict
 
 LISTS = pytest.mark.parametrize("name", list(heldout.SEEDS))
@@ -48,3 +49,21 @@ def test_what_does_not_fit_the_layout_or_the_memory_is_not_possible():
     assert not heldout.possible("gpt-124m", [*size, "parallel.dp=1", "model.dim=8192", "model.depth=40"], 1)        # memory
     assert not heldout.possible("gpt-124m", [*size, "parallel.dp=1", "model.depth=1", "model.context=64"], 1)       # too small
     assert not heldout.possible("gpt-124m", [*size[:2], "train.micro_batch=8", "parallel.dp=1", "parallel.pp=2"], 2)
+
+
+def test_the_readme_says_how_far_off_the_third_list_is():
+    rows = json.loads((heldout.RESULTS / "heldout_3_h200.json").read_text())["rows"]
+    drawn = {row["name"]: row for row in heldout.listed("heldout_3")}
+    time: dict[int, list[float]] = {1: [], 2: []}
+    peaks = []
+    for row in rows:
+        about = drawn[row["name"]]
+        time[about["gpus"]].append(abs(heldout.predicted(about, row["plain_step"]).step * 1e3 / row["ms"] - 1))
+        asked = config.load(about["preset"], about["settings"])
+        peaks.append(abs(memory.predict(asked).allocated / 1e9 / max(row["memory_gb"], row["first_gb"]) - 1))
+    every = time[1] + time[2]
+    said = " ".join((heldout.RESULTS.parents[2] / "README.md").read_text().split())
+    assert sum(error >= 0.2 for error in every) == 2 and sum(peak > 0.07 for peak in peaks) == 1
+    assert f"time is off by {median(every):.0%} in the median, of two by a fifth or more, {max(every):.0%} at worst" in said
+    assert f"The twelve on one GPU are within {max(time[1]):.0%}; the eight on two are off by {median(time[2]):.0%}" in said
+    assert f"Memory is off by {median(peaks):.1%} in the median, of one by more than 7% ({max(peaks):.0%})" in said
