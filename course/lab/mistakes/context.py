@@ -6,7 +6,6 @@ IN_ORDER = "return pairs.index_select(3, order.argsort()) if tokens.zigzag else 
 GATHER = "pairs = mappings.gather(pairs, 3, tokens.cp, len(order))"
 WEIGHED = "out.mul_((lse - both).exp()[..., None]).add_(new_out * (new_lse - both).exp()[..., None])"
 BOTH = "both = torch.logaddexp(lse, new_lse)"
-VIEW = "the ring gives a view, a part of its queries: write into `out` itself, as mul_ and add_ do; "
 PIECES = "torch.cat([pieces[rank], pieces[-1 - rank]])"
 CHANGED_OVER = "return (slice(0, queries // 2), slice(None)) if source < rank else (slice(None), slice(keys // 2, None))"
 CAUSAL = "return (slice(None), slice(0, keys // 2)) if source < rank else (slice(queries // 2, None), slice(None))"
@@ -62,9 +61,8 @@ MISTAKES = {
         Mistake("the new log-sum-exp for the old one", BOTH, "both = lse.copy_(torch.logaddexp(lse, new_lse))",
                 "`lse` is overwritten before its old value has been used for the weight of `out`: compute both weights first"),
         Mistake("right for a whole tensor, not for a view", "out.mul_", "flat = out.reshape(-1).view_as(out)\n    flat.mul_",
-                VIEW + "what `reshape` gives can be a copy"),
-        Mistake("another tensor's data", WEIGHED, WEIGHED.replace("out.mul_", "out.data = out.mul").replace(".add_", ".add"),
-                VIEW + "`out.data = ...` leaves the whole as it was"),
+                "the ring gives a view, a part of its queries: write into `out` itself, as mul_ and add_ do; what `reshape` "
+                "gives can be a copy, and `out.data = ...` leaves the whole as it was"),
     ),
     "zigzag": (
         Mistake("one piece each", PIECES, "torch.cat([pieces[2 * rank], pieces[2 * rank + 1]])",
