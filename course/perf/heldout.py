@@ -3,7 +3,8 @@
 A performance model is worth what it says of configurations that its authors never looked at. `draw` takes them from `GRID`,
 every setting by itself, and leaves out what the library refuses, what `rough_bytes` says would not fit and what is too small to
 tell. heldout.json, beside the results, is the list as it was committed before anything in it was measured. What it taught went
-into the model; so there is a second one, heldout_2.json, of another seed, committed after that and before it was measured.
+into the model; so there are a second and a third one, heldout_2.json and heldout_3.json, of other seeds, each committed after
+what the one before taught, and before it was measured itself.
 
 Each is trained on random data, whole steps; the milliseconds are the median of the slowest rank, the memory is the peak of the
 fullest rank after the first step (in the first the compiler tries its kernels). A lap is several steps with no wait between them,
