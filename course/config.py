@@ -10,6 +10,7 @@ import difflib
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
@@ -387,14 +388,20 @@ def check(config: Config) -> Config:
 
 def check_numbers(section: str, values: Any) -> None:
     """Refuse numbers of a section that `NUMBERS` leaves out, NaN among them."""
-    for (least, end), keys in NUMBERS.items():
-        for key in (key for key in keys.split() if key.startswith(f"{section}.")):
-            value = getattr(values, key.removeprefix(f"{section}."), ())            # no model has all of a model's
-            for number in value if isinstance(value, tuple) else (value,):
-                if number < 0 == least:
-                    raise CourseError(f"{key}={number} is negative: use 0 or more")
-                if not least <= number < end:
-                    raise CourseError(f"{key}={number} must be at least {least}" + (f" and less than {end}" if end == 1 else ""))
+    for name, least, end in limits(section):
+        value = getattr(values, name, ())           # no model has all of a model's
+        for number in value if isinstance(value, tuple) else (value,):
+            if number < 0 == least:
+                raise CourseError(f"{section}.{name}={number} is negative: use 0 or more")
+            if not least <= number < end:
+                raise CourseError(f"{section}.{name}={number} must be at least {least}" + (f" and less than {end}" * (end == 1)))
+
+
+@cache
+def limits(section: str) -> list[tuple[str, float, float]]:
+    """Of a section's numbers that have limits: name, least, end. A planner checks thousands of configurations."""
+    keys = [(key.split("."), least, end) for (least, end), words in NUMBERS.items() for key in words.split()]
+    return [(name, least, end) for (owner, name), least, end in keys if owner == section]
 
 
 def check_name(key: str, name: str) -> None:

@@ -11,9 +11,8 @@ step of plain PyTorch, which is measured beside them: they hold for any host, an
 
 import json
 import math
-import operator
 from collections.abc import Iterator, Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -39,13 +38,13 @@ class Cost:
     bucket: float = 0.0
 
     def __add__(self, other: "Cost") -> "Cost":
-        return Cost(*map(operator.add, astuple(self), astuple(other)))
+        return Cost(self.step + other.step, self.micro + other.micro, self.block + other.block, self.bucket + other.bucket)
 
     def __sub__(self, other: "Cost") -> "Cost":
         return self + other * -1.0
 
     def __mul__(self, times: float) -> "Cost":
-        return Cost(*(times * value for value in astuple(self)))
+        return Cost(times * self.step, times * self.micro, times * self.block, times * self.bucket)
 
     def of(self, blocks: int, micros: int, buckets: int = 1) -> float:
         """Of a step of so many blocks, micro-batches and buckets of gradients on a rank."""

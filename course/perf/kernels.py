@@ -12,7 +12,7 @@ import json
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -66,9 +66,19 @@ class Grid:
 
     axes: tuple[tuple[float, ...], ...]
     values: tuple[float, ...]
+    known: dict[tuple[float, ...], float] = field(default_factory=dict, compare=False, repr=False)      # what was asked for
 
-    def at(self, point: Sequence[float]) -> float:
-        """The value at a point: multilinear in the logarithms, and beyond the border that of the border."""
+    def at(self, point: tuple[float, ...]) -> float:
+        """The value at a point: multilinear in the logarithms, and beyond the border that of the border.
+
+        A planner asks for two thousand points half a million times, so each is computed once.
+        """
+        if point not in self.known:
+            self.known[point] = self.between(point)
+        return self.known[point]
+
+    def between(self, point: tuple[float, ...]) -> float:
+        """`at`, computed."""
         corners = [(0, 1.0)]                        # (index, weight), dim after dim
         for axis, x in zip(self.axes, point, strict=True):
             low, share = place(axis, x)
