@@ -24,8 +24,10 @@ Model = ViTConfig | GPTConfig | DiTConfig
 Moved = list[tuple[str, float]]                     # (kind of kernel, bytes): what is bound by memory
 
 # Of the time of a collective that runs beside matmuls, the share by which these become slower: NCCL takes up to 32 of 132
-# multiprocessors on NVLink, and their work is left to the others.
-BESIDE = 0.25
+# multiprocessors on NVLink, and a matmul cut for all of them needs a second wave. The one number here that is taken from steps:
+# from those with and without averaged gradients on 4 H200s, in buckets of 25 and 100 MB, which lost 0.54 to 0.85
+# (results/dp_h200.json). Overlapped linears and the ring, from which it was not taken, bear it out (tests/perf/test_steptime.py).
+BESIDE = 0.74
 
 
 @dataclass(frozen=True)

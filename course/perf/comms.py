@@ -95,7 +95,7 @@ def group_of(dims: Sequence[tuple[int, int]], hardware: Hardware,
         steps += math.ceil(math.log2(reached / inside)) * link.latency
         narrowest = min(narrowest, max(1, inside) * width)
         apart += (reached - inside) / width
-        if inside == 1 and reached == total and curves:                 # all on the innermost link, which was measured
+        if link is hardware.links[0] and reached == total and curves:   # all on the innermost link, which was measured
             fewer = [curve for ranks, curve in curves if ranks <= total]
             return Group(total, steps, narrowest, apart, (fewer or [curves[0][1]])[-1])
         inside = reached

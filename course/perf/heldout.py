@@ -30,7 +30,7 @@ from course.errors import CourseError
 from course.files import atomic
 from course.models import build_model
 from course.parallel import build_mesh, join, leave
-from course.perf import bench, blocktime, flops, hardware, harness, host_table, lanes, steptime
+from course.perf import bench, blocktime, flops, hardware, harness, host_table, lanes, memory, steptime
 from course.perf.command import command
 from course.perf.lanes import Row
 from course.perf.steptime import Time
@@ -131,6 +131,11 @@ def predicted(row: Row, plain_step: float = 0.0) -> Time:
     return steptime.time_of(replace(local, host=local.host.at(plain_step)) if plain_step else local)
 
 
+def predicted_gb(row: Row) -> float:
+    """GB that PyTorch is predicted to allocate at most on a rank of a configuration of a list."""
+    return memory.predict(configuration.load(row["preset"], row["settings"])).allocated / 1e9
+
+
 def drawn(seed: int) -> list[Row]:
     """A list: for each line of `AXES` the first that is possible."""
     generator = random.Random(seed)
@@ -173,9 +178,11 @@ def main(of: str, file: Path) -> None:
     """Measure a whole list, on as many GPUs at a time as each configuration needs, and write the rows."""
     gpus = lanes.gpus_of("python -m course.perf.heldout", False)
     todo = listed(of)
+    by_name = {row["name"]: row for row in todo}
     head = {**bench.machine(torch.device("cuda")), "command": f"python -m course.perf.heldout {of} FILE",
             "meaning": f"whole training steps of the configurations of {of}.json: milliseconds, peak GB of the fullest rank; "
-                       "plain_step: seconds of `host_table.plain_step`, measured by turns with them"}
+                       "plain_step: seconds of `host_table.plain_step`, measured by turns with them; predicted_ms, predicted_gb: "
+                       "by the code that measured"}
     rows = lanes.Rows(file, head, [row["name"] for row in todo], "name")
 
     def run(name: str, group: str) -> Row:
@@ -183,6 +190,9 @@ def main(of: str, file: Path) -> None:
         if "," in group:
             program = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={len(group.split(','))}", *program]
         row = {"name": name, **lanes.start(program, group, timeout=240)}
+        if "ms" in row:                              # what was said before anybody had looked
+            about = by_name[name]
+            row |= {"predicted_ms": 1e3 * predicted(about, row["plain_step"]).step, "predicted_gb": predicted_gb(about)}
         told = row.get("error") or f"{row['ms']:8.1f} ms {row['memory_gb']:6.1f} GB"
         print(f"{name} {told}", flush=True)
         return row

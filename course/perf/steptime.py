@@ -4,7 +4,8 @@
     time.step                            # seconds; the parts of `Time` add up to it
 
 The busiest rank's work is counted kernel by kernel (`blocktime.py`). Then what is done once a step and what waits is added: the
-optimizer, gradients on their way, a pipeline's bubble, the host (`host.py`), the loader. Nothing is fitted to measured steps.
+optimizer, gradients on their way, a pipeline's bubble, the host (`host.py`), the loader. Nothing is fitted to measured steps, but
+what collectives cost the matmuls beside them (`blocktime.BESIDE`).
 """
 
 import math

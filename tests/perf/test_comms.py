@@ -73,7 +73,8 @@ def test_measured_curves_stand_in_for_the_formula_on_the_innermost_link():
     assert comms.all_reduce(1e9, group) == pytest.approx(1e9 / 3e9)
     assert comms.all_reduce(1e3, group) == pytest.approx(1e-3)          # a small message takes what the smallest took
     assert comms.group_of([(1, 8)], TWO, curves).curve == curves[1][1]
-    assert comms.group_of([(1, 16)], TWO, curves).curve == ()           # over nodes the formula holds
+    assert comms.group_of([(1, 16)], TWO, curves).curve == ()           # over nodes the formula holds,
+    assert comms.group_of([(8, 2)], TWO, curves).curve == ()            # also where each node has one of the ranks
 
 
 BEGINNING = json.loads((kernels.RESULTS / "beginning_h200.json").read_text())

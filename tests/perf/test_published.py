@@ -11,12 +11,12 @@ STATED = {
         "1x1x1_8_768x12": 0.24, "1x8x1_16_1536x16": 0.08, "1x16x1_16_3072x16": -0.16, "1x32x1_16_3072x32": -0.32,
         "2x4x1_16_1536x16": 0.05, "4x2x1_16_1536x16": -0.08, "2x8x1_16_2304x24": -0.03, "4x8x1_32_2304x24": -0.04,
         "8x1x4_512_1536x16": 0.15, "1x8x4_512_2304x24": -0.20, "2x4x4_512_2304x24": -0.03, "2x8x2_512_2304x24": -0.02},
-    published.VIT: {"width 1024, dp 4, global batch 64": -0.21, "width 1024, tp 4, dp 4": 0.15, "width 384, fp16": -0.14,
+    published.VIT: {"width 1024, dp 4, global batch 64": -0.21, "width 1024, tp 4, dp 4": 0.13, "width 384, fp16": -0.14,
                     "width 384, fp16, compiled": 0.03, "width 384, TF32": -0.47},
     published.DIT: {"bf16": 0.11, "FP8": -0.02, "flash attention": 0.11, "fused attention": -0.01,
                     "fused attention, cp 2": -0.29},
-    published.MEGATRON_H100: {"1.7B": 0.14, "7.1B, tp 2": 0.12, "16B, tp 4": 0.05},
-    published.TORCHTITAN: {"8B": 0.20, "8B, compiled": 0.33, "8B, compiled, float8": 0.29},
+    published.MEGATRON_H100: {"1.7B": 0.11, "7.1B, tp 2": 0.07, "16B, tp 4": -0.02},
+    published.TORCHTITAN: {"8B": 0.14, "8B, compiled": 0.24, "8B, compiled, float8": 0.16},
     published.LLMC: {"GPT-2 124M": -0.01},
 }
 

@@ -1,5 +1,7 @@
 """Rows of the recorded results and the configurations that they stand for."""
 
+import statistics
+
 import pytest
 
 from course.errors import CourseError
@@ -41,3 +43,13 @@ def test_memory_of_models_on_one_gpu_is_predicted_too():
 def test_a_missing_file_gets_a_sentence():
     with pytest.raises(CourseError, match=r"there is no recorded result nothing_h200.json; there are .*gpt_h200.json"):
         recorded.rows("nothing_")
+
+
+def test_the_readme_says_how_far_off_recorded_steps_are():
+    off = [abs(step.error) for step in STEPS]
+    whole = [step for step in STEPS if step.kind == "step"]
+    near = sum(abs(memory.predict(step.config).allocated / 1e9 / step.memory_gb - 1) <= 0.05 for step in whole)
+    beyond = {2: "two", 3: "three", 4: "four"}[sum(error > 0.25 for error in off)]
+    said = " ".join((recorded.RESULTS.parents[2] / "README.md").read_text().split())
+    assert (f"the peak memory is within 5% for {near} of {len(whole)}, the time of {len(off)} rows off by "
+            f"{statistics.median(off):.1%} in the median, of {beyond} by more than 25%") in said

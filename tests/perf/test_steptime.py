@@ -172,13 +172,12 @@ def test_ten_thousands_of_gpus_take_a_millisecond():
 
 # of those that are 25% off or more, and why
 KNOWN = {
-    "cp_: cp 4: 16k causal ring": "its rounds of small kernels wait for the host, which attention alone does not show",
     "vit_: vit: one sample: compiled": "waits for a host whose speed nobody measured: 2.5 ms a block, where others took 1.1",
 }
 
 
 def test_recorded_steps_of_h200s():
-    """Nothing is fitted to these steps; the rules' rates are of kernels. `pytest -s` shows the list."""
+    """Nothing is fitted to these steps but `BESIDE`; the rules' rates are of kernels. `pytest -s` shows the list."""
     errors = {}
     for step in recorded.steps():
         name = f"{step.file}: {step.name}"
@@ -189,6 +188,26 @@ def test_recorded_steps_of_h200s():
     print(f"{len(off)} steps: median {statistics.median(off):.1%}, worst {off[-1]:.0%}")
     assert len(off) > 120 and statistics.median(off) < 0.08
     assert {name for name, error in errors.items() if abs(error) >= 0.25} == set(KNOWN)
+
+
+def test_what_is_hidden_costs_what_averaged_gradients_cost_four_h200s():
+    """`BESIDE`, from steps with and without averaged gradients. Overlapped linears and the ring, from which it was not taken, are
+    off by 2% in the median with it; with the 0.25 that an engineer would guess (32 of 132 multiprocessors) it was 9%."""
+    found = {step.name: step for step in recorded.data()}
+    shares = []
+    for step in found.values():
+        way = step.name.removeprefix("dp 4: ")
+        if way.startswith(("bucketed", "ddp")) and not way.startswith("ddp, compiled"):         # whose graph DDP cuts
+            alone = found[f"dp 4: none{', compiled' * ('compiled' in way)}, 25 MB"].ms / 1e3
+            shown = step.time.data - blocktime.BESIDE * step.time.hidden
+            shares.append((step.ms / 1e3 - alone - shown) / step.time.hidden)
+    assert len(shares) == 6 and min(shares) > 0.5 and max(shares) < 0.9
+    assert statistics.mean(shares) == pytest.approx(blocktime.BESIDE, abs=0.03)
+    others = [step for part in (recorded.tensor, recorded.tensor_vit, recorded.context) for step in part()
+              if step.gpus > 1 and ("overlap" in step.name or "ring" in step.name)]
+    for step in others:
+        print(f"{step.name:40s} {step.error:+.1%}")
+    assert len(others) == 9 and statistics.median(abs(step.error) for step in others) < 0.03
 
 
 # ---- with a table ----
