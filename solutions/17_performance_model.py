@@ -477,7 +477,7 @@ planning.told({name: 1e3 * step_seconds(run, told[name]) for name, run in runs.i
 
 # %% [markdown]
 # Within a few percent on one GPU and with tensor parallelism, 14% too long for the pipeline: seven lines of arithmetic, of which
-# none was fitted to a step. The library's model, with its many more, is within 2% of the first two, and still 9% too long for the
+# none was fitted to a step. The library's model, with its many more, is within 3% of the first two, and still 9% too long for the
 # third. The data sheet's own numbers were off by a third.
 #
 # > **Question.** Both models say that the pipeline takes longer than it did. Nothing in it is slower than computed. What could
@@ -498,7 +498,7 @@ planning.told({name: 1e3 * step_seconds(run, told[name]) for name, run in runs.i
 # configuration in about a millisecond.
 
 # %%
-lab.show("course.perf.blocktime.linear_time")
+lab.show("course.perf.local.linear_time")
 lab.show("course.perf.steptime.pipeline_time")
 
 # %%

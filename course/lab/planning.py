@@ -12,6 +12,7 @@ from course.errors import CourseError
 from course.lab.notebook import number
 from course.models import GPTConfig
 from course.perf import blocktime, recorded, steptime
+from course.perf.local import linears, local_of
 from course.perf.others import Sixteen, as_if
 
 
@@ -64,12 +65,12 @@ def runs() -> dict[str, Run]:
 def run_of(step: recorded.Step) -> Run:
     """A recorded GPT as a `Run`."""
     c = step.config
-    local = blocktime.local_of(c, recorded.h200(), 0)
+    local = local_of(c, recorded.h200(), 0)
     if step.kind == "stack":
         local = as_if(Sixteen, c, recorded.h200())
     m = c.model
     assert isinstance(m, GPTConfig)
-    weights = sum(linear.k * linear.n for linear in blocktime.linears(m)) / c.parallel.tp
+    weights = sum(linear.k * linear.n for linear in linears(m)) / c.parallel.tp
     moved = sum(size for _, size in [*blocktime.forward_bytes(local), *blocktime.backward_bytes(local)])
     moved += 12 * weights * (local.casts + (local.micros > 1))          # autocast's casts; gradients, added up
     update = 32 * steptime.parameters_of_rank(local, m.depth, True) if step.kind == "step" else 0.0

@@ -30,9 +30,10 @@ from course.errors import CourseError
 from course.files import atomic
 from course.models import build_model
 from course.parallel import build_mesh, join, leave
-from course.perf import bench, blocktime, flops, hardware, harness, host_table, lanes, memory, steptime
+from course.perf import bench, flops, hardware, harness, host_table, lanes, memory, steptime
 from course.perf.command import command
 from course.perf.lanes import Row
+from course.perf.local import local_of
 from course.perf.steptime import Time
 from course.report import memory_gb
 from course.train import assemble
@@ -127,7 +128,7 @@ def listed(name: str) -> list[Row]:
 
 def predicted(row: Row, plain_step: float = 0.0) -> Time:
     """What is predicted of a configuration of a list on H200s. plain_step: seconds of a plain step on their host, if measured."""
-    local = blocktime.local_of(configuration.load(row["preset"], row["settings"]), hardware.load("h200"), row["gpus"])
+    local = local_of(configuration.load(row["preset"], row["settings"]), hardware.load("h200"), row["gpus"])
     return steptime.time_of(replace(local, host=local.host.at(plain_step)) if plain_step else local)
 
 

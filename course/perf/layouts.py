@@ -15,7 +15,7 @@ from course.config import Config, check
 from course.errors import CourseError
 from course.models import DiTConfig, GPTConfig, ViTConfig
 from course.models.dit import Time
-from course.perf.blocktime import linears
+from course.perf.local import linears
 
 Model = ViTConfig | GPTConfig | DiTConfig
 MULTIPLE = 16                                       # what cuBLAS wants widths of FP8 to be divisible by (course/fp8.py)

@@ -3,8 +3,8 @@
 from dataclasses import fields
 
 from course.config import Config
-from course.perf.blocktime import Local, local_of
 from course.perf.hardware import Hardware
+from course.perf.local import Local, local_of
 
 
 class Sixteen(Local):

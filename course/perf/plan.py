@@ -177,10 +177,18 @@ def start_of(asked: Search, sizes: dict[str, int], precision: str) -> tuple[str,
     for chunks in schedules(asked, base):
         for others in rest(asked, base):
             config = changed(base, {**chunks, **others, "train.micro_batch": micros(asked, base)[0]})
-            if not (sentence := refusal(config)):
+            if not (sentence := refusal(config) or out_of_reach(asked, config)):
                 return "", config
             why = why or sentence
     return why, None
+
+
+def out_of_reach(asked: Search, config: Config) -> str:
+    """Why symmetric memory, which the user may have asked for, cannot join a layout's tp ranks; "" if it can."""
+    if not config.parallel.symmetric or together(asked, config):
+        return ""
+    return (f"parallel.overlap=symmetric joins GPUs of one node, and parallel.tp={config.parallel.tp} with parallel.order="
+            f"{config.parallel.order} goes beyond {asked.node}: use parallel.overlap=nccl there, or a smaller parallel.tp")
 
 
 def too_thin(config: Config) -> bool:
@@ -302,7 +310,7 @@ def everything(asked: Search, config: Config) -> Iterator[Config]:
 
 def reachable(asked: Search, candidates: Iterable[Config]) -> Iterator[Config]:
     """Those whose linears, where they go by symmetric memory, find it in their own node."""
-    return (one for one in candidates if not one.parallel.symmetric or together(asked, one))
+    return (one for one in candidates if not out_of_reach(asked, one))
 
 
 def best(asked: Search, candidates: Iterable[Config], found: Layout | None = None) -> Layout | None:

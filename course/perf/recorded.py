@@ -17,6 +17,7 @@ from course.config import Config, load
 from course.errors import CourseError
 from course.perf import blocktime, hardware, steptime
 from course.perf.hardware import Hardware
+from course.perf.local import local_of
 from course.perf.others import Sixteen, as_if
 from course.perf.rungs import LADDERS
 from course.perf.steptime import Time
@@ -81,7 +82,7 @@ def predicted(config: Config, kind: str = "step") -> Time:
     if kind == "stack":
         return replace(steptime.time_of(as_if(Sixteen, config, h200())), optimizer=0.0)
     if kind == "attention":
-        forward, backward, around, back, _ = blocktime.attention_time(blocktime.local_of(config, h200(), 0))
+        forward, backward, around, back, _ = blocktime.attention_time(local_of(config, h200(), 0))
         return Time(attention=forward + backward, context=around + back)
     found = steptime.predict(config, h200())
     return found if kind == "step" else replace(found, optimizer=0.0)

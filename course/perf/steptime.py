@@ -16,8 +16,9 @@ from course.config import Config
 from course.errors import CourseError
 from course.models import DiTConfig, GPTConfig, ViTConfig
 from course.perf import comms, flops
-from course.perf.blocktime import BESIDE, Local, block_time, ends_time, linears, local_of
+from course.perf.blocktime import BESIDE, block_time, ends_time
 from course.perf.hardware import Hardware
+from course.perf.local import Local, linears, local_of
 
 # bytes/s that loaders give on a host of 16 cores, by worker, and at most (results/loaders_h200.json: pairs of 41.5 MB; of native,
 # beginning_h200.json: 53 to 64 pairs/s whatever the workers)

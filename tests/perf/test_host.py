@@ -12,8 +12,9 @@ from course import cli
 from course.config import load
 from course.errors import CourseError
 from course.parallel import World
-from course.perf import blocktime, hardware, harness, host, host_table, steptime
+from course.perf import hardware, harness, host, host_table, steptime
 from course.perf.host import Cost, Host
+from course.perf.local import local_of
 
 CPU = World(device=torch.device("cpu"))
 FEW = ["data.source=mock", "train.global_batch=8", "train.micro_batch=2"]
@@ -106,7 +107,7 @@ def test_each_bucket_of_gradients_costs_the_same():
     ([], 1, 1), ([], 2, 19), (["parallel.bucket_mb=1e6"], 2, 1), (["parallel.bucket_mb=0"], 2, 144),
     (["parallel.data=naive"], 2, 1), (["parallel.cp=2"], 2, 19), (["parallel.zero=true", "parallel.bucket_mb=100"], 2, 5)])
 def test_buckets_are_counted(settings, gpus, number):
-    local = blocktime.local_of(load("gpt-124m", [*FEW, *settings]), hardware.load("h200"), gpus)
+    local = local_of(load("gpt-124m", [*FEW, *settings]), hardware.load("h200"), gpus)
     assert steptime.buckets_of(local, 124e6) == number
 
 

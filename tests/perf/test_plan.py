@@ -109,9 +109,11 @@ def test_layouts_fit_differ_and_are_sorted():
 @pytest.mark.parametrize(("node", "gpus"), [(8, 16), (2, 8)])       # more than plan.FEW, and not
 def test_symmetric_memory_is_for_one_node(node, gpus):
     nodes = replace(H100, links=(replace(H100.links[0], span=node), *H100.links[1:]))
-    bound = [one.config.parallel for one in search(load("gpt-1.3b"), nodes, gpus).layouts
-             if one.config.parallel.tp > 1 and one.config.parallel.sp and one.config.parallel.overlap == "symmetric"]
-    assert bound
+    asked = load("gpt-1.3b", ["parallel.sp=true", "parallel.overlap=symmetric"])
+    found = search(asked, nodes, gpus, ["parallel.sp", "parallel.overlap"])
+    bound = [one.config.parallel for one in found.layouts if one.config.parallel.symmetric]
+    said = rf"symmetric joins GPUs of one node, and parallel.tp=\d+ .* goes beyond {node}:"
+    assert bound and found.refused and all(re.search(said, why) for why in found.refused)
     for p in bound:
         grid = lay_out({axis: getattr(p, axis) for axis in plan.AXES}, p.order)
         assert all(len({rank // node for rank in line}) == 1 for line in groups(grid, 3).tolist())

@@ -1,0 +1,188 @@
+"""What one rank has of a configuration, as numbers: tokens, bytes, linears, and whom it talks to.
+
+    local = local_of(load("gpt-1.3b", ["parallel.tp=2"]), hardware.load("h200"), gpus=2)
+    linears(local.m)                     # of a block; `linear_time` says how long one takes
+
+Everything that `blocktime.py` and `steptime.py` compute is computed of a `Local`.
+"""
+
+import math
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from course.config import Config, Parallel
+from course.errors import CourseError
+from course.models import DiTConfig, GPTConfig, ViTConfig
+from course.perf import comms
+from course.perf.comms import Group
+from course.perf.hardware import Hardware
+from course.perf.host import Host, host_of
+from course.perf.kernels import BYTES, Kernels, kernels_of
+from course.precision import LOW
+
+Model = ViTConfig | GPTConfig | DiTConfig
+Moved = list[tuple[str, float]]                     # (kind of kernel, bytes): what is bound by memory
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A linear map k -> n of so many rows; tp cuts its output ("column"), its input ("row") or neither ("")."""
+
+    name: str
+    k: int
+    n: int
+    cut: str = ""
+    rows: float = 1.0                               # rows for each token: 1, or 1 / tokens where it works on samples
+
+
+@dataclass(frozen=True)
+class Local:
+    """What a rank has: the configuration as numbers, so that each term is one line."""
+
+    config: Config
+    kernels: Kernels
+    host: Host
+    dp: int
+    micro: int                                      # samples of a micro-batch on this rank
+    micros: int                                     # micro-batches of a step
+    groups: dict[str, Group]
+
+    @property
+    def p(self) -> Parallel:
+        return self.config.parallel
+
+    @property
+    def m(self) -> Model:
+        return self.config.model
+
+    @property
+    def length(self) -> int:
+        """Tokens of a sample."""
+        return self.m.context if isinstance(self.m, GPTConfig) else self.m.tokens
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of a micro-batch on this rank, within attention and MLP."""
+        return self.micro * math.ceil(self.length / self.p.cp)
+
+    @property
+    def rest(self) -> float:
+        """The same between them: sequence parallelism cuts these over tp."""
+        return self.micro * math.ceil(self.length / (self.p.cp * (self.p.tp if self.p.sp else 1)))
+
+    @property
+    def low(self) -> int:
+        """Bytes of a number within attention and MLP."""
+        return 2 if self.config.precision in LOW else BYTES[self.config.precision]
+
+    @property
+    def stream(self) -> int:
+        """Bytes of a number between blocks. DiT's stream is its first map's result, narrow anyway: 116.6 and 116.1 ms with a wide
+        and a narrow stream (results/dit_h200.json)."""
+        return self.low if self.config.stream == "narrow" or isinstance(self.m, DiTConfig) else max(4, self.low)
+
+    @property
+    def wide(self) -> int:
+        """Bytes of a number as norms take and give it."""
+        return max(4, self.low)
+
+    @property
+    def casts(self) -> bool:
+        """Whether autocast casts weights: not those of which ZeRO keeps copies in 16 bits."""
+        return self.low == 2 and not (self.p.zero and self.dp * self.p.cp > 1)
+
+    @property
+    def gradient(self) -> int:
+        """Bytes of a number of the gradients that are averaged."""
+        return max(4, self.low)
+
+    @property
+    def message(self) -> float:
+        """Bytes of what a rank of a pipeline sends to the next of a micro-batch."""
+        return self.stream * self.rest * self.m.dim
+
+    @property
+    def backend(self) -> str:
+        """What computes attention."""
+        chosen = self.config.attention
+        return chosen if chosen != "default" else default_backend(self.kernels.hardware)
+
+    @property
+    def hidden(self) -> int:
+        """The MLP's width."""
+        return self.m.hidden if isinstance(self.m, GPTConfig) else int(self.m.dim * self.m.mlp_ratio)
+
+    @property
+    def bias(self) -> bool:
+        return self.m.bias if isinstance(self.m, GPTConfig) else True
+
+    def precision_of(self, name: str) -> str:
+        """The format of a linear's matmuls."""
+        c = self.config
+        if c.precision == "fp8":
+            return "bf16" if any(fnmatchcase(name, pattern) for pattern in c.fp8.keep) else "fp8"
+        return c.precision
+
+    def seconds(self, moved: Moved) -> float:
+        """Time of what is bound by memory."""
+        return sum(self.kernels.memory(kind, size) for kind, size in moved)
+
+
+def local_of(config: Config, hardware: Hardware, gpus: int) -> Local:
+    """The part of one rank."""
+    p, t = config.parallel, config.train
+    others = p.pp * p.cp * p.tp
+    dp = p.dp or max(1, gpus // others)
+    if gpus and dp * others != gpus:
+        raise CourseError(f"parallel: pp={p.pp} x dp={dp} x cp={p.cp} x tp={p.tp} = {dp * others}, but there are {gpus} GPUs: "
+                          f"change an axis, or predict for {dp * others}")
+    if t.global_batch % dp:
+        raise CourseError(f"train.global_batch={t.global_batch} is not divisible by parallel.dp={dp}: choose a multiple of it")
+    hardware.peak(config.precision)
+    share = t.global_batch // dp
+    micro = min(t.micro_batch or share, share)
+    kernels = kernels_of(hardware)
+    return Local(config, kernels, host_of(hardware), dp, micro, -(-share // micro),
+                 comms.groups(p.order, p.pp, dp, p.cp, p.tp, hardware, kernels.curves))
+
+
+def default_backend(hardware: Hardware) -> str:
+    """What PyTorch takes by itself: cuDNN's kernels on Hopper and Blackwell, flash on Ampere, before that the efficient one."""
+    if "fp8" in hardware.peaks:
+        return "cudnn"
+    return "flash" if "bf16" in hardware.peaks else "efficient"
+
+
+def linears(m: Model) -> list[Linear]:
+    """The linears of a block, serially (course/models)."""
+    D = m.dim
+    if isinstance(m, GPTConfig):
+        qkv, up, hidden = D + 2 * m.groups * (D // m.heads), m.hidden * (2 if m.mlp == "swiglu" else 1), m.hidden
+    else:
+        qkv, up = 3 * D, int(D * m.mlp_ratio)
+        hidden = up
+    found = [Linear("blocks.attn.qkv", D, qkv, "column"), Linear("blocks.attn.out", D, D, "row"),
+             Linear("blocks.mlp.up", D, up, "column"), Linear("blocks.mlp.down", hidden, D, "row")]
+    if isinstance(m, DiTConfig):
+        found.append(Linear("blocks.ada", D, 6 * D, rows=1 / m.tokens))
+    return found
+
+
+def linear_time(local: Local, linear: Linear, first: bool = False) -> tuple[float, float, float, float]:
+    """(seconds of y = x W'; of dx = dy W; of dW = dy' x; of casts) of one linear. first: its input needs no gradient.
+
+    Casts: autocast reads a weight in 4 bytes and writes it in 2, and its gradient the other way; FP8 by hand writes input, weight
+    and gradient in both memory orders, a byte each. ZeRO's 16-bit copies need none.
+    """
+    tp = local.p.tp
+    k, n = linear.k // (tp if linear.cut == "row" else 1), linear.n // (tp if linear.cut == "column" else 1)
+    rows, precision = linear.rows * local.tokens, local.precision_of(linear.name)
+    matmul = local.kernels.matmul
+    times = matmul(rows, k, n, precision), 0.0 if first else matmul(rows, n, k, precision), matmul(n, rows, k, precision)
+    if precision == "fp8":
+        casts = [("cast", rows * k * (local.low + 2)), ("cast", k * n * 6.0), ("cast", rows * n * (local.low + 2))]
+    elif local.casts:
+        casts = [("elementwise", k * n * 6.0), ("elementwise", k * n * 6.0)]
+    else:
+        casts = []
+    return *times, local.seconds(casts)
