@@ -320,7 +320,8 @@ class Scaling:
 
 
 def convert(model: nn.Module, config: "Config", mesh: Mesh) -> Scaling:
-    """Put an FP8 matmul in every linear of a serial model but those that `fp8.keep` names; tensor parallelism keeps it.
+    """Put an FP8 matmul in every `layers.Linear` of a serial model but those that `fp8.keep` names; tensor parallelism keeps it.
+    Other linears, such as PyTorch's own, have no place for one and stay as they are.
 
     Without precision=fp8, or with Transformer Engine's, the model stays as it is. Raises `CourseError` where the device cannot
     multiply FP8.

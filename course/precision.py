@@ -50,8 +50,9 @@ def narrow(model: Any, precision: str) -> nn.Module:
     if model.embed is not None:                     # of a pipeline, the first stage's
         model.embed.register_forward_hook(to_low)
     for block in model.blocks.values():
-        for branch in (block.attn, block.mlp):
-            branch.register_forward_hook(to_low)
+        for branch in block.children():
+            if any(parameter.dim() > 1 for parameter in branch.parameters()):           # no norm
+                branch.register_forward_hook(to_low)
     return model
 
 

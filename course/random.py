@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from course.errors import CourseError
+
 GOLDEN = 0x9E3779B97F4A7C15 - 2**64                # 64-bit constants as the signed integers torch computes with
 MIX1 = 0xBF58476D1CE4E5B9 - 2**64
 MIX2 = 0x94D049BB133111EB - 2**64
@@ -80,8 +82,12 @@ def initialize(model: nn.Module, seed: int, device: torch.device, dtype: torch.d
     """Give every parameter of a model built on the meta device its memory and its first value.
 
     The model's `init_plan()` maps patterns of serial names to a standard deviation, "ones" or "zeros";
-    the first pattern that fits counts. A parameter's `placement` says which box of it is here.
+    the first pattern that fits counts. A parameter's `placement` says which box of it is here. Raises `CourseError` for a
+    parameter without a rule, and for buffers, which no layout and no checkpoint knows.
     """
+    for name, _ in model.named_buffers():
+        raise CourseError(f"{type(model).__name__} has a buffer, {name}, and layouts know parameters alone: compute it in "
+                          "forward, or make it a parameter with requires_grad_(False)")
     plan = model.init_plan()                       # type: ignore[operator]
     made: dict[nn.Parameter, nn.Parameter] = {}    # tied weights stay one
     for module in model.modules():
@@ -90,7 +96,8 @@ def initialize(model: nn.Module, seed: int, device: torch.device, dtype: torch.d
                 place = old.placement              # type: ignore[attr-defined]
                 rule = next((rule for pattern, rule in plan.items() if fnmatchcase(place.name, pattern)), None)
                 if rule is None:
-                    raise KeyError(f"no rule in {type(model).__name__}.init_plan() fits parameter {place.name}")
+                    raise CourseError(f"no rule in {type(model).__name__}.init_plan() fits parameter {place.name}: add one, "
+                                      f"such as '{place.name}': 0.02")
                 value = _first_value(rule, key(seed, "weights", place.name), place, device)
                 made[old] = nn.Parameter(value.view(old.shape).to(dtype), old.requires_grad)
                 made[old].placement = place        # type: ignore[attr-defined]

@@ -1,8 +1,8 @@
 """Activation checkpointing: keep less from the forward pass, compute it again in the backward pass.
 
     full        keep each block's input alone: a third more FLOPs (Chen et al. 2016, arXiv:1604.06174)
-    selective   keep what matmuls and attention put out, which is dear to compute; compute norms, GELU, dropout and sums
-                again, which is cheap (in the spirit of Korthikanti et al. 2022, arXiv:2205.05198, section 5)
+    selective   keep what matmuls, convolutions and attention put out, which is dear to compute (`DEAR`); compute norms, GELU,
+                dropout and sums again, which is cheap (in the spirit of Korthikanti et al. 2022, arXiv:2205.05198, section 5)
 
 Dropout is a function of the sample's key, so the second pass drops the same without any saved generator state.
 """
@@ -14,8 +14,8 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-# by the beginning of the operator's name: matmuls, fused attention, and those with communication beside them
-DEAR = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_mm", "aten::_scaled_dot_product",
+# by the beginning of the operator's name: matmuls, convolutions, fused attention, and those with communication beside them
+DEAR = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_mm", "aten::convolution", "aten::_scaled_dot_product",
         "course::gather_linear", "course::linear_scatter", "course::ring", "symm_mem::fused")
 
 

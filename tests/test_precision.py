@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from course import config, verify
+from course import config, precision, verify
 from course.errors import CourseError
 from course.launch import ranks
 from course.parallel import build_mesh, join
@@ -58,3 +58,18 @@ def test_narrow_layouts_can_be_verified():
 def test_narrow_without_16_bits_is_a_sentence():
     with pytest.raises(CourseError, match="stream=narrow is for 16-bit matmuls, and precision=tf32 has none"):
         config.load("vit-demo", ["stream=narrow", "precision=tf32"])
+
+
+def test_narrow_takes_every_branch_of_a_block_whatever_it_is_called():
+    """A block of another model may have more than attention and MLP; norms put out what autocast gives them."""
+    class Block(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.attn, self.cross = torch.nn.LayerNorm(4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    model = torch.nn.Module()
+    model.embed, model.blocks = torch.nn.Embedding(3, 4), torch.nn.ModuleDict({"0": Block()})
+    precision.narrow(model, "bf16")
+    block, x = model.blocks["0"], torch.zeros(1, 2, 4)
+    assert [block.norm(x).dtype, block.attn(x).dtype, block.cross(x).dtype, model.embed(torch.zeros(1, 2).long()).dtype] == [
+        torch.float32, torch.bfloat16, torch.bfloat16, torch.bfloat16]

@@ -3,6 +3,7 @@ import pytest
 import torch
 
 from course import random
+from course.errors import CourseError
 from course.models import ViTConfig, build_model
 from course.parallel import place_serial
 
@@ -79,3 +80,23 @@ def test_initialize_is_a_function_of_seed_and_name(model):
     for name, p in make(depth=1).named_parameters():                            # another depth: the same weights by name
         assert torch.equal(p, deeper[name])
     assert not torch.equal(make(seed=8).embed.proj.weight, model.embed.proj.weight)
+
+
+def test_what_cannot_be_given_a_first_value_is_named():
+    """No layout cuts a buffer and no checkpoint has it; a parameter needs a rule."""
+    model = place_serial(build_model(ViTConfig(depth=1)))
+    model.embed.register_buffer("scale", torch.ones(3))
+    with pytest.raises(CourseError, match=r"ViT has a buffer, embed\.scale.* compute it in forward, or make it a parameter"):
+        random.initialize(model, 0, torch.device("cpu"))
+    bare = place_serial(build_model(ViTConfig(depth=1)))
+    bare.init_plan = lambda: {"head*": 0.02}
+    with pytest.raises(CourseError, match=r"no rule in ViT\.init_plan\(\) fits parameter embed\..*: add one, such as 'embed\."):
+        random.initialize(bare, 0, torch.device("cpu"))
+
+
+def test_a_model_that_is_none_of_the_courses_is_not_taken_for_a_vit():
+    class DuoConfig:
+        kind = "duo"
+
+    with pytest.raises(CourseError, match=r"build_model knows no DuoConfig: add a line for it here.*contributors\.md"):
+        build_model(DuoConfig())

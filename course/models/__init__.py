@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from course.errors import CourseError
 from course.models.dit import DiT, DiTConfig
 from course.models.gpt import GPT, GPTConfig
 from course.models.vit import ViT, ViTConfig
@@ -18,5 +19,7 @@ def build_model(config: ViTConfig | GPTConfig | DiTConfig, seed: int = 0) -> nn.
                 return GPT(config, seed)
             case DiTConfig():
                 return DiT(config, seed)
-            case _:
+            case ViTConfig():
                 return ViT(config, seed)
+    raise CourseError(f"build_model knows no {type(config).__name__}: add a line for it here, and to Model and KINDS of "
+                      "course/config.py (docs/contributors.md, A model)")

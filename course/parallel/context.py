@@ -74,6 +74,9 @@ class GroupedAllToAllAttend(AllToAllAttend):
     """The same where a head of keys and values serves a group of queries' heads: it goes with these, in one exchange."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:       # (B, h, T / cp, d), 2 x (B, g, T / cp, d)
+        if q.shape[1] % self.tokens.cp.size or k.shape[1] % self.tokens.cp.size:
+            raise CourseError(f"parallel.context=all_to_all shares heads over parallel.cp={self.tokens.cp.size}, which does not "
+                              f"divide {q.shape[1]} of queries and {k.shape[1]} of keys: use parallel.context=ring")
         if q.shape[1] == k.shape[1]:
             return super().forward(q, k, v)
         cp, total = self.tokens.cp, self.tokens.total

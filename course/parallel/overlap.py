@@ -26,6 +26,7 @@ from torch.autograd import Function
 
 from course.parallel import mappings
 from course.parallel.mesh import Axis, axis_of, group_of
+from course.parallel.sequence import whole_samples
 
 PARTS = 2                                           # of a batch, one after the other: more cost the host more than they hide
 Pending = Callable[[], Tensor]                      # a result that is under way: call it to have it
@@ -208,7 +209,7 @@ def padded(x: Tensor, tokens: int) -> Tensor:
 
 def gather_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, n: int) -> Tensor:
     """Column linear of gathered tokens, (B, T/tp, D) -> (B, T, F/tp); n = T. Bias may be None."""
-    x, weight, bias = cast(x, weight, bias)
+    x, weight, bias = cast(whole_samples(x), weight, bias)
     with torch.autocast(x.device.type, enabled=False):                  # what a linear computes is cast by now
         return GatherLinear.apply(x, weight, bias, group_of(axis).group_name, n)
 

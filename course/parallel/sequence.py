@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from course.errors import CourseError
 from course.parallel import mappings
 from course.parallel.mesh import Axis
 from course.parallel.placement import place, placement
@@ -36,12 +37,17 @@ class SplitTokens(nn.Module):
         super().__init__()
         self.plan, self.cp, self.tp, self.zigzag = plan, cp, tp, zigzag
         self.overlap = overlap                      # how the linears gather and scatter over tp
+        self.hides = True                           # whether attention sees no token after its own, so no padding
         self.total = 0                              # tokens of a sample, set by the batch that is cut
         self.here = 0                               # of these, on this context-parallel rank
 
     def cut(self, batch: Batch) -> Batch:
         self.total = batch["position"].shape[1]
         self.here = self.lengths()[self.cp.rank]
+        for name, x in batch.items():
+            if name in self.plan and x.shape[1] != self.total:
+                raise CourseError(f"token_plan cuts {name} of {x.shape[1]} tokens as position of {self.total}: layouts know one "
+                                  "length of sequences; leave it out of token_plan, and every rank has it whole")
         return {name: self._piece(name, x) if name in self.plan else x for name, x in batch.items()}
 
     def _piece(self, name: str, x: Tensor) -> Tensor:
@@ -54,6 +60,10 @@ class SplitTokens(nn.Module):
 
     def _padded(self, x: Tensor, value: float) -> Tensor:
         missing = -x.shape[1] % (2 * self.cp.size) if self.zigzag else 0
+        if missing and not self.hides:
+            raise CourseError(f"{x.shape[1]} tokens have to be padded to {x.shape[1] + missing} for causal attention over "
+                              f"parallel.cp={self.cp.size}, and attention that is not causal would see the padding: take a "
+                              f"multiple of {2 * self.cp.size} tokens, or parallel.context=all_to_all")
         return torch.cat([x, x.new_full((len(x), missing, *x.shape[2:]), value)], 1) if missing else x
 
     def order(self, device: torch.device) -> tuple[Tensor, ...]:
@@ -102,6 +112,7 @@ def split_tokens(model: nn.Module, cp: Axis, tp: Axis, zigzag: bool, overlap: st
     """Cut what the model's `token_plan` names over cp, and over tp if that is an axis of more than one rank."""
     plan: Mapping[str, str] = model.token_plan      # type: ignore[assignment]
     tokens = SplitTokens(plan, cp, tp, zigzag, overlap)
+    tokens.hides = all(module.causal for module in model.modules() if getattr(module, "seam", None) == "attend")
     model.tokens = tokens
     total = SplitTotal(cp, tp if plan["target"] == "sequence" else Axis("tp"))
     fill(model, "total", lambda old: total)
@@ -129,7 +140,15 @@ def matmul_of(linear: nn.Module, axis: Axis) -> Callable[..., Tensor]:
 
 def enter(x: Tensor, axis: Axis, tokens: SplitTokens | None) -> Tensor:
     """Where each rank begins to compute a part: everyone's tokens, which with sequence parallelism have to be gathered."""
-    return mappings.copy(x, axis) if tokens is None else mappings.gather(x, 1, axis, tokens.here)
+    return mappings.copy(x, axis) if tokens is None else mappings.gather(whole_samples(x), 1, axis, tokens.here)
+
+
+def whole_samples(x: Tensor) -> Tensor:
+    """x, which has to be (B, T, D): with sequence parallelism a rank has its tokens of every sample, in order."""
+    if x.dim() != 3:
+        raise CourseError("with sequence parallelism a column linear gathers the tokens of samples, (B, T, D), and here it "
+                          f"meets {tuple(x.shape)}: give it all tokens of a sample, or set parallel.sp=false")
+    return x
 
 
 def leave(x: Tensor, axis: Axis, tokens: SplitTokens | None) -> Tensor:

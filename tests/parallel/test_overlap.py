@@ -79,6 +79,7 @@ def test_of_the_librarys_operators_selective_recomputation_keeps_those_that_are_
     dear = {name: keep_dear(None, getattr(torch.ops.course, name).default) == CheckpointPolicy.MUST_SAVE
             for name in ("gather_linear", "linear_scatter", "ring", "quantize")}
     assert dear == {"gather_linear": True, "linear_scatter": True, "ring": True, "quantize": False}
+    assert keep_dear(None, torch.ops.aten.convolution.default) == CheckpointPolicy.MUST_SAVE
 
 
 @pytest.mark.parametrize("samples", [4, 16])

@@ -1,0 +1,49 @@
+"""What a model from outside must keep to where samples are cut into tokens, and what it is told where it does not."""
+
+import pytest
+import torch
+
+from course.errors import CourseError
+from course.parallel.context import GroupedAllToAllAttend
+from course.parallel.mesh import Axis
+from course.parallel.sequence import SplitTokens, enter
+
+TWO = Axis("cp", 2, 1, (0, 1))
+PLAN = {"position": "context", "frames": "context", "target": "context"}
+
+
+def split(zigzag=False, hides=True):
+    tokens = SplitTokens(PLAN, TWO, Axis("tp"), zigzag)
+    tokens.hides = hides
+    return tokens
+
+
+def batch(**lengths):
+    return {name: torch.arange(length).expand(3, length) for name, length in lengths.items()}
+
+
+def test_all_that_is_cut_has_the_tokens_of_position():
+    cut = split().cut({**batch(position=12, frames=12), "image": torch.zeros(3, 16)})
+    assert cut["frames"].tolist() == [list(range(6, 12))] * 3 and cut["image"].shape == (3, 16)
+    with pytest.raises(CourseError, match=r"token_plan cuts frames of 16 tokens as position of 12.*leave it out of token_plan"):
+        split().cut(batch(position=12, frames=16))
+
+
+def test_padding_is_for_causal_attention_alone():
+    """A causal zigzag of 11 tokens over two ranks has one more, which attention to all tokens would see."""
+    assert split(zigzag=True).cut(batch(position=11))["position"].tolist() == [[3, 4, 5, 6, 7, 8]] * 3
+    assert split(zigzag=True, hides=False).cut(batch(position=12))["position"].shape == (3, 6)
+    with pytest.raises(CourseError, match=r"11 tokens have to be padded to 12 .* would see the padding: take a multiple of 4"):
+        split(zigzag=True, hides=False).cut(batch(position=11))
+
+
+def test_what_is_gathered_are_tokens_of_samples():
+    with pytest.raises(CourseError, match=r"\(B, T, D\), and here it meets \(5, 8\)"):
+        enter(torch.zeros(5, 8), TWO, split())
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(3, 3), (4, 1)])
+def test_heads_that_are_not_shared_out_are_refused_before_anything_is_sent(queries, keys):
+    q, k = torch.zeros(1, queries, 6, 8), torch.zeros(1, keys, 6, 8)
+    with pytest.raises(CourseError, match=f"does not divide {queries} of queries and {keys} of keys"):
+        GroupedAllToAllAttend(True, split())(q, k, k)
