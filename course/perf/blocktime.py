@@ -7,6 +7,7 @@ collectives by the bytes that they move (`comms.py`), less what overlaps.
 import math
 from collections.abc import Callable
 
+from course.compilation import attention_leaves
 from course.models import DiTConfig, GPTConfig, ViTConfig
 from course.perf import comms
 from course.perf.local import Linear, Local, Moved, linear_time, linears
@@ -29,12 +30,12 @@ def block_time(local: Local) -> dict[str, float]:
     attend, attend_back, around, around_back, hidden = attention_time(local)
     kept, gone = (local.seconds(moved) for moved in (forward_bytes(local), backward_bytes(local)))
     comm, comm_back, beside = tensor_time(local, each)
-    again = 0.0
-    if local.config.train.recompute == "full":
+    again, how = 0.0, local.config.train.recompute
+    if how == "selective":                          # which keeps what overlapped linears and a ring put out
+        again = kept + (0.0 if local.p.overlapped else comm) + (0.0 if local.p.context == "ring" else around)
+    if how == "full" or (how == "selective" and local.config.compile and attention_leaves(local.config)):
         spare = 0.0 if isinstance(local.m, DiTConfig) or local.config.precision == "fp8" else each[3][0]
-        again = forward_mm - spare + attend + around + kept + casts / 2 + comm
-    elif local.config.train.recompute == "selective":
-        again = kept + (0.0 if local.p.overlapped else comm)            # an overlapped linear's result is kept, a scatter's not
+        again = forward_mm - spare + around + kept + casts / 2 + comm + (attend if how == "full" else 0.0)
     return {"matmul": forward_mm + backward_mm, "attention": attend + attend_back, "memory": kept + gone + casts,
             "recompute": again, "tensor": comm + comm_back, "context": around + around_back, "hidden": beside + hidden,
             "forward": forward_mm + attend + around + kept + casts / 2 + comm,

@@ -112,9 +112,21 @@ def members(dims: Sequence[tuple[int, int]], span: int) -> int:
     return math.prod(max(1, min(size, span // stride)) for stride, size in dims)
 
 
-def link_between(stride: int, hardware: Hardware) -> Link:
-    """What joins most ranks to those `stride` further on."""
-    return next((link for link in hardware.links if not link.span or stride < link.span), hardware.links[-1])
+def send_along(size: float, stride: int, count: int, hardware: Hardware) -> float:
+    """Seconds of one message between neighbours of `count` ranks, each `stride` after the one before: the mean, since some of
+    them may be on different nodes and others not."""
+    links = borders(stride, count, hardware)
+    return sum(number * send(size, link) for link, number in links) / sum(number for _, number in links)
+
+
+@cache
+def borders(stride: int, count: int, hardware: Hardware) -> list[tuple[Link, int]]:
+    """How many neighbours of such ranks each link joins, the first of which is rank 0."""
+    found = dict.fromkeys(hardware.links, 0)
+    for here in range(0, (count - 1) * stride, stride):
+        joins = (link for link in hardware.links if not link.span or here // link.span == (here + stride) // link.span)
+        found[next(joins, hardware.links[-1])] += 1
+    return list(found.items())
 
 
 def strides(order: str, sizes: Mapping[str, int]) -> dict[str, int]:

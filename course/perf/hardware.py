@@ -6,6 +6,7 @@
 Nothing here is measured on the machine that asks; see `course bench ceilings`, `kernels` and `host` for that.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
@@ -41,6 +42,7 @@ class Hardware:
     links: tuple[Link, ...]                         # innermost first
     table: str = ""                                 # kernels measured on it, a file of `course bench kernels`; "": see kernels.py
     host: str = ""                                  # what its host needs, a file of `course bench host`; "": as the H200's
+    storage: float = math.inf                       # bytes/s that a node reads of its files; without it: from the page cache
 
     def peak(self, precision: str) -> float:
         """FLOP/s in a format. Raises `CourseError` if its tensor cores do not know it."""
@@ -69,7 +71,7 @@ def load(name: str) -> Hardware:
     base = values.pop("base", None)
     if base is not None:
         values = merge(preset(str(base)), values)
-    missing = [key for key in keys if key not in ("name", "table", "host", *values)]
+    missing = [key for key in keys if key not in ("name", "table", "host", "storage", *values)]
     if missing:
         raise CourseError(f"hardware {path} does not say its {', '.join(missing)}: add them, or `base:` and the name of a preset")
     return check(build(Hardware, {"name": path.stem, **values}, f"hardware {path}"))
@@ -102,12 +104,19 @@ def check(hardware: Hardware) -> Hardware:
     for key, value in numbers.items():
         if not 0 < value < float("inf"):
             raise CourseError(f"hardware {h.name}: {key}={value} must be a number above 0, in bytes, bytes/s or FLOP/s")
+    if not h.storage > 0:
+        raise CourseError(f"hardware {h.name}: storage={h.storage} must be a number above 0, in bytes/s of a node; leave it out "
+                          "for files in the page cache")
     if not all(0 <= link.latency < float("inf") for link in h.links):
         raise CourseError(f"hardware {h.name}: the links' latency is in seconds, 0 or more")
     spans = [link.span or float("inf") for link in h.links]
     if min(spans) < 1 or spans != sorted(set(spans)):
         raise CourseError(f"hardware {h.name}: links go from inside out, each span larger than the one before, such as 8, 256 "
                           f"and 0 for any number; these are {', '.join(str(link.span) for link in h.links)}")
+    for key, value in numbers.items():
+        if value < 1e6:
+            raise CourseError(f"hardware {h.name}: {key}={value:g} is in bytes, bytes/s or FLOP/s, not in multiples of them: "
+                              "write 80e9 for 80 GB")
     return hardware
 
 
@@ -123,10 +132,13 @@ def table_file(hardware: Hardware, file: str, kind: str) -> Path:
 def of_device(device: str) -> Hardware | None:
     """The preset of a GPU by PyTorch's name for it, such as "NVIDIA H100 80GB HBM3"; None if there is none.
 
-    Where a chip comes with more or less memory the first is meant: they compute alike.
+    Where a chip comes with more or less memory the first is meant: they compute alike. H100s and H200s for PCIe do not, and
+    have no preset.
     """
     chips = {name.split("-")[0].upper(): name for name in reversed(list(_presets())) if name != "perlmutter"}
     words = device.replace("-", " ").upper().split()
+    if {"PCIE", "NVL"} & {*words} and {"H100", "H200"} & {*words}:
+        return None
     return next((load(name) for chip, name in chips.items() if chip in words), None)
 
 

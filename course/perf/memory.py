@@ -31,7 +31,7 @@ from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from functools import cached_property, lru_cache
 
-from course.compilation import leaves_within
+from course.compilation import attention_leaves
 from course.config import Config
 from course.models import DiTConfig, GPTConfig
 from course.models.dit import Time
@@ -475,11 +475,11 @@ def dropped(rank: Rank) -> Terms:
 
 def selective(rank: Rank) -> Terms:
     """With train.recompute=selective: the input and the results of matmuls and attention; of linears that overlap with their
-    communication what they scatter. Of a block that leaves the compiler the checkpoint sees attention alone."""
+    communication what they scatter. Of a compiled block whose attention leaves the compiler the checkpoint sees that alone."""
     c, n, s, D, M = rank.config, rank.n, rank.s, rank.config.model.dim, hidden(rank.config)
     q, kv = widths(c)
     kept: Terms = {"input": s * D * stream(c), "answer": n * q * low(c), "log-sum-exp": n * c.model.heads / c.parallel.tp * 4}
-    if c.compile and leaves_within(c):
+    if c.compile and attention_leaves(c):
         return kept
     put_out = s if c.parallel.overlapped else n
     kept |= {"qkv": n * (q + kv) * low(c), "attention's branch": put_out * D * low(c), "up": gated(c) * n * M * low(c)}

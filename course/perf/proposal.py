@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.box import SIMPLE
 from rich.console import Console
@@ -17,9 +18,10 @@ from course.config import Config
 from course.errors import CourseError
 from course.files import atomic
 from course.models import GPTConfig
+from course.perf import flops, host, kernels, steptime
 from course.perf import hardware as hardware_presets
-from course.perf import host, kernels, steptime
-from course.perf.plan import FREE, KEYS, Layout, Misfit, Plan, as_plain, changed, search, settings
+from course.perf.layouts import refusal
+from course.perf.plan import FREE, KEYS, PEAKS, Layout, Misfit, Plan, as_plain, changed, plain, search, settings
 
 HIDDEN = 0.03                                       # the share of a step below which a part is not named
 LIMIT = 0.1                                         # the share of a step, or of its rate, from which on something limits it
@@ -105,9 +107,9 @@ def show(plan: Plan, top: int) -> None:
     if len(plan.layouts) > top:
         print(f"{len(plan.layouts) - top} more layouts fit (--top).")
     if plan.free:
-        print(f"Each layout leaves {plan.free:.0%} of a GPU's memory free at least (--free): of 102 measured peaks 89 are within "
-              "5% of what is predicted.")
-    for line in (*reasons(plan), *limits(plan)):
+        print(f"Each layout leaves {plan.free:.0%} of a GPU's memory free at least (--free): of {PEAKS[0]} measured peaks "
+              f"{PEAKS[1]} are within 5% of what is predicted.")
+    for line in (*reasons(plan), *limits(plan), *masked(plan)):
         print(line)
 
 
@@ -115,12 +117,16 @@ def limits(plan: Plan) -> list[str]:
     """What holds the fastest layout back that no layout can change: the host, the loader, the global batch."""
     first, lines = plan.layouts[0], []
     if first.time.launch > LIMIT * first.time.step:
-        lines.append("The GPUs wait for the host's launches: compile=true, and without a pipeline graphs=true, shorten that.")
+        lines.append(f"The GPUs wait for the host's launches during {first.time.launch / first.time.step:.0%} of a step"
+                     + cured(plan, first, [{"compile": True}, {"graphs": True}, {"compile": True, "graphs": True}]))
+    elif not first.config.compile and (cure := cured(plan, first, [{"compile": True}])) != ".":
+        lines.append(f"Kernels that memory limits take {first.time.memory / first.time.step:.0%} of a step" + cure)
     if first.time.loading > LIMIT * first.time.step:
         d = first.config.data
         lines.append(f"Loading is the limit: layout 1 waits for data.loader={d.loader} with data.workers={d.workers} during "
-                     f"{first.time.loading / first.time.step:.0%} of a step. More workers, or data.loader=threads, read faster; "
-                     "course bench loaders measures them.")
+                     f"{first.time.loading / first.time.step:.0%} of a step"
+                     + cured(plan, first, [{"data.workers": 2 * max(1, d.workers)}, {"data.loader": "threads"}])
+                     + " course bench loaders measures them.")
     batch, dp = plan.config.train.global_batch, first.config.parallel.dp
     twice = steptime.predict(changed(first.config, {"train.global_batch": 2 * batch}), plan.hardware, plan.gpus)
     gain = twice.samples_per_s / first.time.samples_per_s - 1
@@ -130,6 +136,29 @@ def limits(plan: Plan) -> list[str]:
         lines.append(f"The global batch of {batch} is a limit: {', and '.join(filter(None, (largest, more)))}. A larger "
                      "train.global_batch also changes what is learned (lesson 08).")
     return lines
+
+
+def cured(plan: Plan, layout: Layout, changes: Sequence[dict[str, Any]]) -> str:
+    """": compile=true would make it 19 ms instead of 23.", with the change that is predicted to help most; "." if none does."""
+    now = found = layout.time.step
+    words = ""
+    for change in changes:
+        config = changed(layout.config, change)
+        if config != layout.config and not refusal(config):
+            step = steptime.predict(config, plan.hardware, plan.gpus).step
+            if step < found * (1 - LIMIT):
+                found, words = step, " ".join(f"{key}={plain(value)}" for key, value in change.items())
+    return f": {words} would make it {found * 1e3:,.0f} ms instead of {now * 1e3:,.0f}." if words else "."
+
+
+def masked(plan: Plan) -> list[str]:
+    """What is to be known of the MFU of long causal samples."""
+    m = plan.config.model
+    if not isinstance(m, GPTConfig):
+        return []
+    half = 6 * m.depth * m.context**2 * m.dim / flops.step(m, 1)        # of 12·T²·D a block, with the backward pass
+    return [f"MFU counts causal attention whole, as is usual: {half:.0%} of its FLOPs are masked, and kernels leave them out."
+            ] if half > LIMIT else []
 
 
 def network(plan: Plan) -> str:
@@ -150,7 +179,7 @@ def speed(plan: Plan, layout: Layout) -> float:
 
 def short(number: float) -> str:
     """Three digits and a unit."""
-    for size, unit in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
+    for size, unit in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
         if number >= size:
             return f"{number / size:.3g}{unit}"
     return f"{number:.3g}"
@@ -219,8 +248,7 @@ def training(plan: Plan, layout: Layout, samples: float) -> dict[str, float]:
 def duration(plan: Plan, layout: Layout, number: int, samples: float) -> str:
     """The same in a sentence."""
     found, m = training(plan, layout, samples), plan.config.model
-    what = (f"{samples * m.context / 1e9:,.4g} billion tokens" if isinstance(m, GPTConfig) else
-            f"{samples / 1e6:,.4g} million samples")
+    what = (f"{short(samples * m.context)} tokens" if isinstance(m, GPTConfig) else f"{short(samples)} samples")
     time = f"{found['days']:,.1f} days" if found["days"] >= 2 else f"{found['days'] * 24:,.1f} hours"
     return (f"{what} are {found['steps']:,} steps: {time}, {found['gpu_hours']:,.0f} GPU-hours in layout {number}, if nothing "
             "interrupts it.")

@@ -80,8 +80,9 @@ def time_of(local: Local) -> Time:
     c, p = local.config, local.p
     layers = shares(local.m.depth, p.pp, p.chunks)
     block, ends = block_time(local), ends_time(local)
-    ranks = [rank_time(block, layers[rank], ends[:rank == 0] + ends[1:] * (rank == p.pp - 1))
-             for rank in sorted({0, p.pp // 2, p.pp - 1})]              # the first, one in the middle, the last
+    inner = {count: rank_time(block, count, []) for count in set(layers[1:-1])}         # ranks with as many blocks are alike
+    first, last = (rank_time(block, layers[0], ends[:1]), rank_time(block, layers[-1], ends[1:]))
+    ranks = [first, *(inner[count] for count in layers[1:-1]), last] if p.pp > 1 else [rank_time(block, layers[0], ends)]
     busiest = max(ranks, key=lambda parts: parts["forward"] + parts["backward"])
     one = busiest["forward"] + busiest["backward"]
     total = {name: local.micros * value for name, value in busiest.items()}
@@ -218,12 +219,9 @@ def pipeline_time(local: Local, busiest: float, ranks: list[dict[str, float]]) -
     p = local.p
     if p.pp == 1:
         return 0.0, 0.0
-    first, middle, last = (ranks + ranks)[0], ranks[len(ranks) // 2], ranks[-1]
-    around = [first, *[middle] * (p.pp - 2), last]
-    whole = sum(parts["forward"] + parts["backward"] for parts in around)
+    whole = sum(parts["forward"] + parts["backward"] for parts in ranks)
     step = comms.strides(p.order, {"pp": p.pp, "dp": local.dp, "cp": p.cp, "tp": p.tp})["pp"]
-    link = comms.link_between(step, local.kernels.hardware)
-    message = comms.send(local.message, link)
+    message = comms.send_along(local.message, step, p.pp, local.kernels.hardware)
     return waits(p.schedule, p.pp, local.micros, p.chunks) * message, (whole - busiest) / p.chunks
 
 
@@ -248,5 +246,5 @@ def loading_time(local: Local) -> float:
     each, most = LOADERS[c.data.loader]
     node = local.kernels.hardware.links[0].span or 1
     sharing = min(node, local.dp * local.p.cp * local.p.tp * local.p.pp)
-    rate = min(max(1, c.data.workers) * each, most / sharing)
+    rate = min(max(1, c.data.workers) * each, min(most, local.kernels.hardware.storage) / sharing)
     return local.micro * local.micros * 2 * 4 * m.channels * math.prod(m.grid) / rate

@@ -48,8 +48,15 @@ def test_the_order_decides_which_links_an_axis_uses():
     assert comms.strides("pp-dp-cp-tp", {"pp": 2, "dp": 4, "cp": 1, "tp": 8}) == {"tp": 1, "cp": 8, "dp": 8, "pp": 32}
 
 
-def test_messages_take_the_link_that_joins_most_neighbours():
-    assert comms.link_between(1, TWO) is NODE and comms.link_between(4, TWO) is NODE and comms.link_between(8, TWO) is NET
+def test_messages_of_a_pipeline_take_the_links_that_join_its_neighbours():
+    """Nodes of 8: neighbours 4 apart are on one node and on two by turns."""
+    def joined(stride, count):
+        return {link.name: number for link, number in comms.borders(stride, count, TWO) if number}
+
+    assert joined(1, 8) == {NODE.name: 7} and joined(1, 16) == {NODE.name: 14, NET.name: 1}
+    assert joined(4, 32) == {NODE.name: 16, NET.name: 15} and joined(8, 4) == {NET.name: 3}
+    near, far = comms.send(1e8, NODE), comms.send(1e8, NET)
+    assert comms.send_along(1e8, 4, 32, TWO) == pytest.approx((16 * near + 15 * far) / 31)
 
 
 def test_three_levels():

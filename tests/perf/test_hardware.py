@@ -34,6 +34,8 @@ def test_an_own_file_changes_a_preset(tmp_path):
     ("base: h10", "there is no hardware 'h10'"),
     ("base: h100-80\npeaks: {bf61: 1e15}", "no format 'bf61' in peaks (did you mean 'bf16'?)"),
     ("base: h100-80\nmemory: -1", "memory=-1.0 must be a number above 0"),
+    ("base: h100-80\nmemory: 80", "memory=80 is in bytes, bytes/s or FLOP/s, not in multiples of them: write 80e9 for 80 GB"),
+    ("base: h100-80\nstorage: 0", "storage=0.0 must be a number above 0, in bytes/s of a node"),
     ("base: h100-80\nlaunch: 23e-6", "there is no key 'launch'"),
     ("base: h100-80\nlinks: [{name: a, span: 0, latency: -1.0, bandwidth: 1.0}]", "latency is in seconds, 0 or more"),
     ("base: h100-80\nlinks: []", "at least one entry in links"),
@@ -61,7 +63,8 @@ def test_unknown_names_and_formats():
 
 @pytest.mark.parametrize(("device", "name"), [
     ("NVIDIA H200", "h200"), ("NVIDIA H20", "h20"), ("NVIDIA H100 80GB HBM3", "h100-80"), ("NVIDIA A100-SXM4-80GB", "a100-40"),
-    ("Tesla V100-SXM2-16GB", "v100-16"), ("NVIDIA B200", "b200"), ("NVIDIA GeForce RTX 4090", None)])
+    ("Tesla V100-SXM2-16GB", "v100-16"), ("NVIDIA B200", "b200"), ("NVIDIA GeForce RTX 4090", None),
+    ("NVIDIA H100 PCIe", None), ("NVIDIA H100 NVL", None), ("NVIDIA A100-PCIE-40GB", "a100-40")])
 def test_a_device_is_known_by_its_name(device, name):
     found = hardware.of_device(device)
     assert (found and found.name) == name

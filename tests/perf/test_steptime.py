@@ -116,8 +116,45 @@ def test_the_bubble_is_that_of_the_schedule_played_through(name, p, m, v):
     c = gpt(f"parallel.pp={p}", f"parallel.schedule={name}", f"parallel.chunks={v}", "model.depth=16", f"train.global_batch={m}",
             "train.micro_batch=1")
     rank = {"forward": 1.0, "backward": 2.0}
-    _, bubble = steptime.pipeline_time(local_of(c, H200, p), 3.0, [rank, rank, rank])
+    _, bubble = steptime.pipeline_time(local_of(c, H200, p), 3.0, [rank] * p)
     assert 3.0 * m + bubble == pytest.approx(played)
+
+
+def test_the_bubble_of_an_uneven_pipeline_counts_every_rank():
+    """18 blocks over 8 ranks: two of them have three. The first waits for all others, once."""
+    c = gpt("parallel.pp=8", "model.depth=18", "train.global_batch=16", "train.micro_batch=1")
+    local = local_of(c, H200, 8)
+    block, ends = blocktime.block_time(local), blocktime.ends_time(local)
+    each = [layers * (block["forward"] + block["backward"]) for layers in steptime.shares(18, 8, 1)]
+    each[0] += ends[0]["forward"] + ends[0]["backward"]
+    each[-1] += ends[1]["forward"] + ends[1]["backward"]
+    assert steptime.time_of(local).bubble == pytest.approx(sum(each) - max(each))
+
+
+def test_a_pipeline_over_nodes_waits_for_the_network():
+    """Two ranks of tp: of a pipeline of eight on nodes of 8 every fourth border is one of nodes."""
+    def send(bandwidth, order):
+        h = replace(H200, links=(H200.links[0], replace(H200.links[1], bandwidth=bandwidth)))
+        return predict(gpt("parallel.tp=2", "parallel.pp=8", f"parallel.order={order}", "train.global_batch=16",
+                           "train.micro_batch=1", "model.depth=16"), h, 16).send
+
+    assert send(1e9, "dp-pp-cp-tp") > 5 * send(50e9, "dp-pp-cp-tp")
+
+
+def test_selective_recomputation_gathers_and_exchanges_again():
+    """Keys of all ranks, heads for tokens: no such result is kept (`recompute.DEAR`), a ring's is. Where attention leaves the
+    compiler, a compiled block's linears are computed again, too."""
+    def again(context, *settings):
+        c = gpt("parallel.cp=2", f"parallel.context={context}", "train.recompute=selective", "train.global_batch=4", *settings)
+        return predict(c, H200, 2).recompute
+
+    plain = again("ring")
+    for context in ("gather", "all_to_all"):
+        none = predict(gpt("parallel.cp=2", f"parallel.context={context}", "train.global_batch=4"), H200, 2)
+        assert plain < again(context) < plain + none.context
+    full = predict(gpt("parallel.cp=2", "parallel.context=gather", "train.recompute=full", "compile=true",
+                       "train.global_batch=4"), H200, 2)
+    assert 0.5 * full.recompute < again("gather", "compile=true") < full.recompute
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved"])
