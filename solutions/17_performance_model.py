@@ -700,12 +700,12 @@ print(f"the fastest: tp={fastest.config.parallel.tp} pp={fastest.config.parallel
 lab.beside("MFU", my_mfu, 100 * fastest.time.mfu, "%", "the library's")
 
 # %% [markdown]
-# **What you should see:** hardly any tp, two ranks or none. Compiled, and with ZeRO-1, a model of 7 billion parameters fits
-# into 80 GB without being cut at all, just so: not quite 5% would stay free. Predictions of memory may err by more, and a
-# run that lacks a gigabyte is not slow, it ends. So the planner keeps 5% free (`--free`), and then this layout has to compute
-# something again, which costs more than tp = 2 does. What need not be cut should not be: tp's messages are seen, dp's are
-# hidden. But the first lines differ by a few percent, which is less than the model's error. Choose between them by what the
-# model does not know: the one with more memory to spare, or the one that you have run before.
+# **What you should see:** no tp, or two ranks of it. Compiled, and with ZeRO-1, a model of 7 billion parameters fits into 80 GB
+# without being cut at all, just so: not quite 5% would stay free. Predictions of memory may err by more, and a run that lacks a
+# gigabyte is not slow, it ends. So the planner keeps 5% free (`--free`), and then this layout has to compute something again,
+# which still costs less than tp = 2 does. What need not be cut should not be: tp's messages are many and seen, dp's are few and
+# mostly hidden. But the first lines differ by a few percent, which is less than the model's error. Choose between them by what
+# the model does not know: the one with more memory to spare, or the one that you have run before.
 #
 # > **Question.** The same on A100s with 40 GB. What becomes of the list?
 
@@ -714,8 +714,8 @@ proposal.main("gpt-7b", FAST, 64, "a100-40", top=3)
 
 # %% [markdown]
 # With tp = pp = 1 nothing fits, whatever is recomputed: weights, gradients and work space alone are too much, since ZeRO-1
-# shares out states only. So tp = 2 is the fastest now; tp = 4, hardly slower, leaves far more memory free. For what does not fit
-# the planner says by which term, and what would fit.
+# shares out states only. So tp = 2 is the fastest now; pp = 2 alone and tp = 4 are within 3% of it. For what does not fit the
+# planner says by which term, and what would fit.
 #
 # ### How long?
 #
@@ -770,10 +770,10 @@ slider = widgets.explore(figures_plan.explained, start=figures_plan.START, **fig
 
 # %% [markdown]
 # <details><summary>Answers</summary>
-# (1) dp = 8 with ZeRO-1, 180 samples/s; without it every rank updates all weights, 120; tp = 2 has 120 to 130: its messages are
-# seen, and its kernels are so short that the host is the limit: the grey piece (lesson 06 has the cure). (2) Within 4%
-# on one GPU and with tp alone; "sp, overlapped" on four GPUs is 12% too short, as overlap is wont to be. (3) 8192 tokens,
-# then activations do not fit. With <code>recompute</code> selective 16,384, full 131,072: one sample of that length on one
+# (1) With ZeRO-1 they are even, at 135 samples/s: dp = 8 has more gradients to send than the backward pass of one sample can
+# hide, tp = 2 has messages that are seen. Without it every rank updates all its weights: 100 and 120. With "sp, overlapped" tp's
+# kernels are so short that the host is the limit: the grey piece (lesson 06 has the cure). (2) Within 5%, on one GPU, with tp
+# alone, and with "sp, overlapped", which was 12% too short before the model knew what hiding costs. (3) 8192 tokens, then activations do not fit. With <code>recompute</code> selective 16,384, full 131,072: one sample of that length on one
 # GPU, at a price in time that the lower bar shows.
 # </details>
 #
