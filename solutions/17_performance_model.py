@@ -773,8 +773,9 @@ slider = widgets.explore(figures_plan.explained, start=figures_plan.START, **fig
 # (1) With ZeRO-1 they are even, at 135 samples/s: dp = 8 has more gradients to send than the backward pass of one sample can
 # hide, tp = 2 has messages that are seen. Without it every rank updates all its weights: 100 and 120. With "sp, overlapped" tp's
 # kernels are so short that the host is the limit: the grey piece (lesson 06 has the cure). (2) Within 5%, on one GPU, with tp
-# alone, and with "sp, overlapped", which was 12% too short before the model knew what hiding costs. (3) 8192 tokens, then activations do not fit. With <code>recompute</code> selective 16,384, full 131,072: one sample of that length on one
-# GPU, at a price in time that the lower bar shows.
+# alone, and with "sp, overlapped", which was 12% too short before the model knew what hiding costs. (3) 8192 tokens, then
+# activations do not fit. With <code>recompute</code> selective 16,384, full 131,072: one sample of that length on one GPU, at a
+# price in time that the lower bar shows.
 # </details>
 #
 # ## What you know now
