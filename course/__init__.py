@@ -31,11 +31,12 @@
                         measurements; profile, account, looks and their picture, where a step's time goes; ladder, one GPU's,
                         with its rungs, side by side in lanes; curves and alignment, losses in every format; convergence, the
                         runs behind lesson 08; grid, the cases of a Megatron-LM reproduction; command, how they are started;
-                        memory, and hardware, comms, kernels and host (with kernel_table and host_table, which measure them), of
-                        which blocktime predicts a block, as local says what a rank has of it, and steptime a step; recorded
-                        and published, steps that were measured here and by others (who compute as in others), and what is
-                        predicted of them; heldout, what it is tested on; layouts, those that a run takes, of which plan finds
-                        the fastest; proposal, `course plan`; planned, whether it was right; catalogue, `course presets`
+                        memory (with weights and activations), and hardware, comms, kernels and host (with kernel_table and
+                        host_table, which measure them), of which blocktime predicts a block, as local says what a rank has of
+                        it, and steptime a step; recorded and published, steps that were measured here and by others (who
+                        compute as in others), and what is predicted of them; heldout, what it is tested on; layouts, those that
+                        a run takes, of which plan finds the fastest; proposal, `course plan`; planned, whether it was right;
+                        catalogue, `course presets`
     launch, worker      a function, even of a notebook's cell, on several ranks of this machine; meet, who waits for whom
     doctor, cli         what this machine has; the `course` command
     lab                 lessons, exercises, checks and grading, on top of all this

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from course.compilation import attention_leaves
 from course.models import DiTConfig, GPTConfig, ViTConfig
 from course.perf import comms
+from course.perf.activations import chunked
 from course.perf.local import Linear, Local, Moved, linear_time, linears
-from course.perf.memory import chunked
 
 # Of the time of a collective that runs beside matmuls, the share by which these become slower: NCCL takes up to 32 of 132
 # multiprocessors on NVLink, and a matmul cut for all of them needs a second wave. The one number here that is taken from steps:

@@ -16,7 +16,7 @@ from course.models import build_model
 from course.parallel import World, build_mesh, join, parallelize
 from course.parallel.schedule import alive, passes_of
 from course.parallel.zero import castable
-from course.perf import memory
+from course.perf import activations, memory, weights
 from course.reshard import pretended
 from course.step import autocast
 from course.train import assemble
@@ -37,7 +37,7 @@ def small(kind: str, *settings: str) -> Config:
     return configuration.load(preset, [*tiny, "train.device=cpu", *settings])
 
 
-def rank_of(c: Config, stage: int = 0) -> memory.Rank:
+def rank_of(c: Config, stage: int = 0) -> weights.Rank:
     return list(memory.ranks(c))[stage]
 
 
@@ -59,7 +59,7 @@ def test_every_parameter_of_every_stage_is_counted(kind, spec):
             model = parallelize(build_model(c.model), mesh, c.parallel)
             cast = sum(parameter.numel() for parameter in castable(model))
             every = sum(parameter.numel() for parameter in model.parameters())
-        assert memory.count(rank_of(c, stage)) == (cast, every - cast)
+        assert weights.count(rank_of(c, stage)) == (cast, every - cast)
 
 
 def as_on_a_gpu(x, shape, weight=None, bias=None, eps=1e-5):
@@ -101,7 +101,7 @@ def test_an_eager_block_keeps_what_is_predicted(kind, precision):
     rank = rank_of(c)
     with mock.patch("torch.nn.functional.layer_norm", as_on_a_gpu if precision != "fp32" else F.layer_norm):
         found = kept_by(c)
-    predicted = sum(memory.block(rank).values()) + memory.copies(rank, 1)
+    predicted = sum(activations.block(rank).values()) + weights.copies(rank, 1)
     assert predicted == pytest.approx(found, rel=0.02)              # norms' statistics, biases' casts, DiT's SiLU
 
 
@@ -124,7 +124,7 @@ def test_a_compiled_block_keeps_what_is_predicted(kind, spec):
     rank = rank_of(c)
     with mock.patch("torch.nn.Module.compile", compile_by_partitioner):
         found = kept_by(c)
-    predicted = sum(memory.block(rank).values()) + memory.copies(rank, 1)
+    predicted = sum(activations.block(rank).values()) + weights.copies(rank, 1)
     assert predicted == pytest.approx(found, rel=0.02)
 
 
@@ -214,8 +214,8 @@ def test_a_head_in_fp8_puts_out_all_logits(kept):
     c = small("gpt", "precision=fp8", f'fp8.keep=["{kept}"]')
     model = build_model(c.model)
     fp8.convert(model, c, build_mesh(c.parallel, World()))
-    assert memory.chunked(c) == (model.get_submodule("head.proj").matmul is F.linear)
-    assert memory.chunked(replace(c, fp8=replace(c.fp8, by="te")))       # whose modules are the blocks' alone
+    assert activations.chunked(c) == (model.get_submodule("head.proj").matmul is F.linear)
+    assert activations.chunked(replace(c, fp8=replace(c.fp8, by="te")))       # whose modules are the blocks' alone
 
 
 def test_selective_recomputation_keeps_what_linears_by_symmetric_memory_put_out():

@@ -1,0 +1,220 @@
+"""Bytes of a rank's parameters and of what belongs to each of them: gradient, states, average, copies in 16 bits.
+
+`memory.py` adds them to what a step keeps on its way (`activations.py`). A `Rank` is what one rank of a layout has to do.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from course.config import Config
+from course.models import DiTConfig, GPTConfig
+from course.models.dit import Time
+from course.precision import LOW
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What a rank of a layout has to do: its share of the model and of the samples."""
+
+    config: Config
+    stage: int                                      # its place along pp
+    shares: tuple[int, ...]                         # blocks of each of its chunks
+    samples: int                                    # B, of a micro-batch
+    micros: int                                     # micro-batches of a step
+    whole: int                                      # T, tokens of a sample
+    tokens: int                                     # of these, over cp
+    local: int                                      # and with sequence parallelism over tp
+
+    @property
+    def first(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def last(self) -> bool:
+        return self.stage == self.config.parallel.pp - 1
+
+    @property
+    def n(self) -> int:
+        """Tokens of a micro-batch that its matmuls see."""
+        return self.samples * self.tokens
+
+    @property
+    def s(self) -> int:
+        """Tokens of a micro-batch that its norms see."""
+        return self.samples * self.local
+
+    @property
+    def blocks(self) -> int:
+        return sum(self.shares)
+
+    @cached_property
+    def weights(self) -> tuple[int, int]:
+        """`count` of it, which many terms need."""
+        return count(self)
+
+
+# ---- formats
+
+def low(c: Config) -> int:
+    """Bytes of a number that matmuls and attention multiply."""
+    return 2 if c.precision in LOW else wide(c)
+
+
+def wide(c: Config) -> int:
+    """Bytes of a parameter, a gradient, a state, and of sums and norms."""
+    return 8 if c.precision == "fp64" else 4
+
+
+def stream(c: Config) -> int:
+    """Bytes of a number that flows between blocks. DiT's is its first map's result, in the format of the matmuls anyway."""
+    return low(c) if c.stream == "narrow" or isinstance(c.model, DiTConfig) else wide(c)
+
+
+# ---- parameters and what belongs to them
+
+def hidden(c: Config) -> int:
+    """M, the MLP's width on a rank."""
+    m = c.model
+    return (m.hidden if isinstance(m, GPTConfig) else int(m.dim * m.mlp_ratio)) // c.parallel.tp
+
+
+def widths(c: Config) -> tuple[int, int]:
+    """(features of the queries, of keys and values together) on a rank."""
+    m = c.model
+    groups = m.groups if isinstance(m, GPTConfig) else m.heads
+    return m.dim // c.parallel.tp, 2 * groups * (m.dim // m.heads) // c.parallel.tp
+
+
+def patch(c: Config) -> int:
+    """P, values of a patch."""
+    m = c.model
+    return 0 if isinstance(m, GPTConfig) else (m.latent[0] if isinstance(m, DiTConfig) else m.channels) * m.patch**2
+
+
+def gated(c: Config) -> int:
+    """How many maps lead into the MLP's hidden units: 2 with gates."""
+    return 2 if isinstance(c.model, GPTConfig) and c.model.mlp == "swiglu" else 1
+
+
+def norm_weights(c: Config) -> int:
+    """Numbers of a norm's weights."""
+    m = c.model
+    return 0 if isinstance(m, DiTConfig) else m.dim if isinstance(m, GPTConfig) and m.norm == "rms" else 2 * m.dim
+
+
+def block_weights(c: Config) -> tuple[int, int]:
+    """(weights of a block's linears that tp cuts, those that it does not): D·(D + K) for queries, keys and values with K features
+    of the latter two, D² out, 2·D·M for the MLP (3 with gates), over tp; DiT's modulation, 6·D², whole."""
+    D, (q, kv), M = c.model.dim, widths(c), hidden(c)
+    return D * (q + kv) + q * D + (gated(c) + 1) * D * M, 6 * D * D if isinstance(c.model, DiTConfig) else 0
+
+
+def block_parameters(c: Config) -> int:
+    """All parameters of a block: the linears' weights, their biases, two norms."""
+    D, (q, kv) = c.model.dim, widths(c)
+    biases = q + kv + D + gated(c) * hidden(c) + D + (6 * D if isinstance(c.model, DiTConfig) else 0)
+    has = c.model.bias if isinstance(c.model, GPTConfig) else True
+    return sum(block_weights(c)) + biases * has + 2 * norm_weights(c)
+
+
+def embedding(c: Config) -> tuple[int, int]:
+    """(weights of linears before the blocks, all other parameters there)."""
+    m, D, P = c.model, c.model.dim, patch(c)
+    match m:
+        case GPTConfig():
+            return 0, m.vocab * D // c.parallel.tp + (m.context * D if m.position == "learned" else 0)
+        case DiTConfig():
+            return P * D + Time.WAVES * D + D * D, 3 * D + (m.classes + 1) * D
+        case _:
+            return P * D, D + m.tokens * D
+
+
+def head(c: Config) -> tuple[int, int]:
+    """(weights of linears after the blocks, all other parameters there). GPT's map to logits counts here even if it is tied."""
+    m, D, P = c.model, c.model.dim, patch(c)
+    if isinstance(m, GPTConfig):
+        return m.vocab * D // c.parallel.tp, norm_weights(c)
+    return (D * P, norm_weights(c) + P) if not isinstance(m, DiTConfig) else (D * P + 2 * D * D, P + 2 * D)
+
+
+def count(rank: Rank) -> tuple[int, int]:
+    """(weights that only linears use and autocast would cast, all other parameters) of a rank.
+
+    ZeRO-1 keeps 16-bit copies of the former (`zero.castable`); with sequence parallelism those that tp does not cut have
+    gradients in parts, which are completed in float32, and count as the others.
+    """
+    c = rank.config
+    cut, uncut = block_weights(c)
+    linear, every = rank.blocks * (cut + uncut), rank.blocks * block_parameters(c)
+    partial = rank.blocks * uncut if c.parallel.sp and c.parallel.tp > 1 else 0
+    tied = isinstance(c.model, GPTConfig) and c.model.tied
+    for here, (weights, others) in ((rank.first, embedding(c)), (rank.last, head(c))):
+        if here:
+            linear += weights
+            every += weights + others
+            partial += weights if c.parallel.sp and c.parallel.tp > 1 and not isinstance(c.model, GPTConfig) else 0
+    if tied and rank.last:
+        linear -= head(c)[0]
+        every -= head(c)[0] if rank.first else 0     # on one rank the weight is there once
+    return linear - partial, every - linear + partial
+
+
+def replicas(c: Config) -> int:
+    """Ranks over which gradients are averaged, and ZeRO-1 cuts."""
+    return max(c.parallel.dp, 1) * c.parallel.cp
+
+
+def sharded(c: Config) -> int:
+    """Over how many ranks states are cut."""
+    return replicas(c) if c.parallel.zero else 1
+
+
+def narrow_weights(c: Config) -> bool:
+    """Whether the rank computes with 16-bit copies and has masters of its share: ZeRO-1 in bf16 or fp16."""
+    return sharded(c) > 1 and c.precision in ("bf16", "fp16")
+
+
+def parameters(rank: Rank) -> float:
+    """4 bytes a parameter; with ZeRO-1 and 16-bit matmuls 2 for a linear's weight (`course/parallel/zero.py`)."""
+    linear, others = rank.weights
+    return linear * (2 if narrow_weights(rank.config) else wide(rank.config)) + others * wide(rank.config)
+
+
+def gradients(rank: Rank, done: float) -> float:
+    """4 bytes a parameter. Buckets hold them from the start, a second micro-batch finds them; otherwise they come in backward."""
+    c = rank.config
+    always = (replicas(c) > 1 and c.parallel.data in ("bucketed", "ddp")) or rank.micros > 1
+    return sum(rank.weights) * wide(c) * (1.0 if always else done)
+
+
+def states(rank: Rank) -> float:
+    """Adam's two, 8 bytes a parameter, over the ranks of ZeRO-1; and the rank's share of float32 masters (Rajbhandari et al.
+    2020, arXiv:1910.02054, section 3.1). SGD has one with momentum."""
+    c, (linear, others) = rank.config, rank.weights
+    each = 2 if c.optim.name == "adam" else 1 if c.optim.momentum else 0
+    masters = linear if narrow_weights(c) else 0
+    return (each * (linear + others) + masters) * wide(c) / sharded(c)
+
+
+def average(rank: Rank) -> float:
+    """4 bytes of each parameter that this rank updates, with optim.ema."""
+    return sum(rank.weights) * wide(rank.config) / sharded(rank.config) if rank.config.optim.ema else 0.0
+
+
+def copies(rank: Rank, live: float) -> float:
+    """Casts of the blocks' weights, kept for backward: 2 bytes a weight, for each micro-batch under way, whose forward pass makes
+    its own. live: how many blocks' activations there are, over all micro-batches.
+
+    FP8 by hand keeps the transpose, 1 byte. Compiled blocks that compute again cast again; eager ones have autocast's cache of
+    all casts until the forward pass ends. With ZeRO-1's 16-bit copies nothing is cast.
+    """
+    c = rank.config
+    if c.precision not in LOW:
+        return 0.0
+    cut, uncut = block_weights(c)
+    casts = 0 if narrow_weights(c) else 2
+    if c.train.recompute != "none":
+        return min(live, rank.blocks) * casts * (cut + uncut) if not c.compile and c.precision != "fp8" else 0.0
+    if c.precision == "fp8":
+        return live * (cut * (1 if c.fp8.by == "hand" else 2) + 2 * uncut)      # the modulation stays in bf16, fp8.keep
+    return live * casts * (cut + uncut)
