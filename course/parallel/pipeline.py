@@ -28,7 +28,8 @@ def split_stages(model: Any, mesh: Mesh, schedule: str, chunks: int) -> nn.Modul
     """Keep this rank's share of the blocks, the embedding on the first stage, the head on the last.
 
     `model.chunks` are models of this rank's stages one by one, which share its modules; `model.pipeline` runs them. Blocks
-    are shared out as `tensor_split` does; the depth need not divide. Raises `CourseError` where a stage would have none.
+    are shared out as `tensor_split` does; the depth need not divide. A module without parameters beside these three is on every
+    stage. Raises `CourseError` where a stage would have no block, and for parameters that are not on one stage (`check_stages`).
     """
     pp = mesh.pp
     names, stages = list(model.blocks), pp.size * chunks
@@ -37,6 +38,7 @@ def split_stages(model: Any, mesh: Mesh, schedule: str, chunks: int) -> nn.Modul
         raise CourseError(f"{pp.size} pipeline ranks with {chunks} chunks each need {stages} blocks, but the model has "
                           f"{len(names)}: use a smaller parallel.pp or parallel.chunks")
     shares = [[names[i] for i in share] for share in torch.arange(len(names)).tensor_split(stages)]
+    check_stages(model, shares)
     mine = [shares[chunk * pp.size + pp.rank] for chunk in range(chunks)]
     model.chunks = [part_of(model, share, first=pp.rank == chunk == 0,
                             last=pp.rank == pp.size - 1 and chunk == chunks - 1) for chunk, share in enumerate(mine)]
@@ -46,6 +48,27 @@ def split_stages(model: Any, mesh: Mesh, schedule: str, chunks: int) -> nn.Modul
     if tied := ends[0] & ends[1]:
         tie_ends(model, tied, mesh)
     return model
+
+
+def check_stages(model: nn.Module, shares: list[list[str]]) -> None:
+    """Raise `CourseError` for a parameter that belongs to no stage, or to several: every rank would train a copy of its own.
+
+    shares: the blocks of each stage. Embedding and head alone may share theirs (`tie_ends`).
+    """
+    parts = [(stage, f"blocks.{name}") for stage, share in enumerate(shares) for name in share]
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        if name.partition(".")[0] not in ("embed", "blocks", "head"):
+            raise CourseError(f"{name} is in none of model.embed, model.blocks and model.head, which parallel.pp shares out: "
+                              "move it into one of them, or use parallel.pp=1")
+    holders: dict[str, tuple[int, str]] = {}        # of each parameter: the first stage that has it, and where there
+    for stage, part in [(0, "embed"), *parts, (len(shares) - 1, "head")]:
+        for parameter in model.get_submodule(part).parameters():
+            name = placement(parameter).name
+            first, holder = holders.setdefault(name, (stage, part))
+            if stage != first and (holder, part) != ("embed", "head"):
+                raise CourseError(f"{name} is shared by {holder} and {part}, which are on stages {first} and {stage} of the "
+                                  "pipeline, and between stages embed and head alone may share: use parallel.pp=1, or a smaller "
+                                  "parallel.pp or parallel.chunks that keeps the two on one stage")
 
 
 def part_of(model: Any, names: list[str], first: bool, last: bool) -> Any:
