@@ -91,8 +91,15 @@ class Message:
     single: bool                                    # a tensor, not a tuple
 
     @classmethod
-    def of(cls, out: Any) -> "Message":
-        parts = as_tuple(out)
+    def of(cls, out: Any, samples: int) -> "Message":
+        """That of an output; raises `CourseError` if it is not of one, or several, tensors whose dim 0 is the sample."""
+        parts = tuple(out) if isinstance(out, (tuple, list)) else (out,)
+        for x in parts:
+            if not isinstance(x, Tensor) or x.shape[:1] != (samples,):
+                what = f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+                raise CourseError(f"parallel.pp: a stage puts out {what} for {samples} samples: the model's forward must return, "
+                                  "where it has no head, a tensor or a tuple of tensors with the sample as dim 0; what is of no "
+                                  "sample (a table of positions) every stage must compute for itself")
         return cls(tuple(tuple(x.shape[1:]) for x in parts), tuple(x.dtype for x in parts),
                    tuple(x.requires_grad for x in parts), isinstance(out, Tensor))
 
@@ -104,6 +111,9 @@ class Message:
 
 class Pipeline:
     """The stages of this rank and its wires to its neighbours.
+
+    A stage but the last puts out a tensor or a tuple of tensors, whose dim 0 is the sample: a table that is of no sample is
+    computed by each stage. The next one need not use all of them; what it leaves has a gradient of zeros.
 
     Each wire has a group of its own, so that what is sent on one does not wait for what is awaited on another (NCCL
     does the calls of a group one after the other).
@@ -139,7 +149,7 @@ class Pipeline:
             else:
                 x, out = kept.pop((work.chunk, work.micro))
                 torch.autograd.backward([part for part in as_tuple(out) if part.requires_grad], given or None)
-                self._send(work, [part.grad for part in as_tuple(x) if part.requires_grad])     # type: ignore[misc]
+                self._send(work, [gradient(part) for part in as_tuple(x) if part.requires_grad])
             if after is not None:                                   # asked for early, so that it arrives beside the work before
                 coming = self._receive(after, samples)
         self._finish()
@@ -174,7 +184,8 @@ class Pipeline:
                     given = self.messages[stage - 1].empty(samples, self.device) if stage else []
                     with self.rehearsal():
                         kept.append(forward(work.chunk, 0, self._as_input(work, [x.zero_() for x in given])))
-                found = [Message.of(kept[-1])]                      # type: ignore[list-item]
+                if stage < self.pp.size * self.chunks - 1:          # what the last one puts out is sent to nobody
+                    found = [Message.of(kept[-1], samples)]         # type: ignore[list-item]
             dist.broadcast_object_list(found, owner, group=self.pp.group, device=torch.device("cpu"))
             self.messages[stage] = found[0]                         # type: ignore[assignment]
         if self.device.type == "cuda":
@@ -220,6 +231,11 @@ class Pipeline:
 def as_tuple(x: Any) -> Tensors:
     """A tensor, a tuple of them, or None, as a tuple."""
     return () if x is None else (x,) if isinstance(x, Tensor) else tuple(x)
+
+
+def gradient(x: Tensor) -> Tensor:
+    """The gradient of what a stage was given; zeros of what it did not use."""
+    return torch.zeros_like(x) if x.grad is None else x.grad
 
 
 def arrive(works: list[Any], parts: list[Tensor]) -> list[Tensor]:

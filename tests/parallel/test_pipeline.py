@@ -1,4 +1,4 @@
-"""What a pipeline cannot share out is refused before anything is trained."""
+"""What a pipeline cannot share out is refused before anything is trained; what a stage leaves unused has a gradient of zeros."""
 
 import pytest
 import torch
@@ -8,6 +8,7 @@ from course.config import Parallel
 from course.errors import CourseError
 from course.models import ViTConfig, build_model
 from course.parallel import World, build_mesh, parallelize
+from course.parallel.pipeline import Message, Pipeline
 from course.reshard import pretended
 
 
@@ -82,3 +83,38 @@ def test_what_one_stage_shares_and_modules_without_parameters_stay():
     model = cut(change)
     assert list(model.blocks) == ["0", "1", "2"] and model.blocks["1"].mlp is model.blocks["0"].mlp
     assert isinstance(model.noise, nn.Identity) and model.head is None
+
+
+@pytest.mark.parametrize(("out", "words"), [
+    ((torch.ones(3, 2), torch.ones(12, 16)), r"a tensor of shape \(12, 16\) for 3 samples"),
+    (torch.ones(()), r"a tensor of shape \(\)"), ((torch.ones(3), None), "a NoneType"), ({"x": torch.ones(3)}, "a dict")])
+def test_a_message_that_is_of_no_samples_is_refused(out, words):
+    with pytest.raises(CourseError, match=words):
+        Message.of(out, 3)
+
+
+def test_a_stage_may_leave_a_part_of_what_it_is_given(monkeypatch):
+    """The last of two stages is given three tensors of ones and uses the second: its rank sends a gradient of each."""
+    sent = []
+    monkeypatch.setattr(torch.distributed, "irecv", lambda part, *_: Arrived(part.fill_(1)))
+    monkeypatch.setattr(torch.distributed, "isend", lambda part, *_: sent.append(part.tolist()) or Arrived())
+    weight = torch.tensor(2.0, requires_grad=True)
+    with pretended(1, 2):
+        pipeline = Pipeline(build_mesh(Parallel(pp=2, dp=1), World(1, 2, torch.device("cpu"))), "1f1b", 1)
+        pipeline.messages[0] = Message(((1,),) * 3, (torch.float32,) * 3, (True,) * 3, False)
+        losses = pipeline.train(lambda chunk, micro, x: (x[1] * weight).sum(), [2, 1])
+    assert [loss.item() for loss in losses] == [4, 2] and weight.grad.item() == 3
+    assert sent == [[[0], [0]], [[2], [2]], [[0], [0]], [[0]], [[2]], [[0]]]
+
+
+class Arrived:
+    """A message that is there."""
+
+    def __init__(self, part=None):
+        self.part = part
+
+    def wait(self):
+        pass
+
+    def is_completed(self):
+        return True
