@@ -17,6 +17,7 @@ import math
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,13 +52,18 @@ class NotSaved(CourseError):
     """A checkpoint that could not be written; those before it are whole."""
 
 
+class Misplaced(CourseError):
+    """A checkpoint that would not be whole, nor would any later one: two ranks own the same part of a tensor, or none owns it."""
+
+
 def save(folder: Path, optimizer: torch.optim.Optimizer, state: dict[str, Any], config: dict[str, Any], everyone: Axis,
          more: Mapping[str, Tensor] | None = None) -> Path:
     """Write `folder/step_N` (N is state["step"]): the optimizer's parameters and states.
 
     Every rank calls it and writes the pieces that it owns. more: tensors by name that every rank has, whole and the same.
 
-    Raises `NotSaved` on every rank if any of them cannot write; nothing of it stays, earlier checkpoints are untouched.
+    Raises `NotSaved` on every rank if any of them cannot write, `Misplaced` if what they own is not all of every tensor once;
+    nothing of it stays, earlier checkpoints are untouched.
     """
     final = folder / f"step_{state['step']:06d}"
     shared = (more or {}) if everyone.rank == 0 else {}
@@ -67,9 +73,12 @@ def save(folder: Path, optimizer: torch.optim.Optimizer, state: dict[str, Any], 
     sizes = together(everyone, lambda: sum(tensor.nbytes for _, tensor, _ in mine))
     try:
         entries = together(everyone, lambda: write_pieces(temporary(final), everyone.rank, pieces, (x for _, x, _ in mine)))
+        check_whole(joined(entry["tensors"] for entry in entries))      # on every rank: all know that none will succeed
         together(everyone, lambda: publish(final, entries, state, config) if everyone.rank == 0 else None)
     except CourseError as error:                     # the same on all ranks: none of them is writing any more
         room = together(everyone, lambda: make_room(final) if everyone.rank == 0 else None)[0]
+        if isinstance(error, Misplaced):
+            raise Misplaced(f"{final} was not written: {error}") from error
         raise NotSaved(f"{final} was not written. It takes {sum(sizes) / 1e6:.1f} MB, and {room / 1e6:.1f} MB are free in "
                        f"{folder} without it. {error}") from error
     return final
@@ -154,7 +163,7 @@ def write_pieces(folder: Path, rank: int, pieces: Sequence[Piece], tensors: Iter
     name = f"rank{rank:05d}.safetensors"
     with atomic(folder / name) as file:
         stream(file, [(piece.name, piece.dtype, piece.shape) for piece in pieces], tensors)
-    return {"tensors": {piece.name: entry(name, piece) for piece in pieces},
+    return {"tensors": joined({piece.name: entry(name, piece)} for piece in pieces),
             "files": {name: {"bytes": (folder / name).stat().st_size, "sha256": sha256(folder / name)}}}
 
 
@@ -166,12 +175,44 @@ def entry(file: str, piece: Piece) -> dict[str, Any]:
                         "flat": list(where.flat) if where.flat else None}]}
 
 
-def publish(final: Path, entries: list[dict[str, Any]], state: dict[str, Any], config: dict[str, Any]) -> None:
-    """Join the ranks' entries to the index and give the folder its name."""
+def joined(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """One index of tensors from several: each tensor with all of its pieces."""
     tensors: dict[str, Any] = {}
-    for entry in entries:
-        for key, found in entry["tensors"].items():
-            tensors.setdefault(key, {**found, "pieces": []})["pieces"] += found["pieces"]
+    for part in parts:
+        for name, found in part.items():
+            tensors.setdefault(name, {**found, "pieces": []})["pieces"] += found["pieces"]
+    return tensors
+
+
+def check_whole(tensors: dict[str, Any]) -> None:
+    """Raise `Misplaced` for a tensor of which a number is in no piece, or in two: it could not be read back."""
+    for name, found in tensors.items():
+        if not found["shape"]:                       # all that own a part have a number of their own
+            continue
+        total, (numbers, twice) = math.prod(found["shape"]), count(found["pieces"])
+        if numbers != total or twice:
+            more = ", some of them twice" * twice
+            raise Misplaced(f"the ranks own {numbers} numbers of {name}, which has {total}{more}; nobody could read it back: "
+                            "correct its placement (course/parallel/placement.py) in this layout, or train in another one")
+
+
+def count(pieces: list[dict[str, Any]]) -> tuple[int, bool]:
+    """(how many numbers pieces have together, whether any of these is in two); boxes are the same or have nothing in common."""
+    ranges: dict[Box, list[tuple[int, int]]] = {}    # of each box, in order
+    for piece in pieces:
+        box = tuple((start, stop) for start, stop in piece["box"])
+        first, end = piece["flat"] or (0, math.prod(box_shape(box)))
+        ranges.setdefault(box, []).append((first, end))
+    twice = any(end > first for parts in ranges.values() for (_, end), (first, _) in pairwise(sorted(parts)))
+    meet = any(all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(one, other, strict=False))
+               for one, other in combinations(ranges, 2))
+    return sum(end - first for parts in ranges.values() for first, end in parts), twice or meet
+
+
+def publish(final: Path, entries: list[dict[str, Any]], state: dict[str, Any], config: dict[str, Any]) -> None:
+    """Join the ranks' entries to the index and give the folder its name, if all of every tensor is there once (`Misplaced`)."""
+    tensors = joined(entry["tensors"] for entry in entries)
+    check_whole(tensors)
     index = {"format": FORMAT, "state": state, "config": config, "tensors": tensors,
              "files": {name: found for entry in entries for name, found in entry["files"].items()}}
     index["sha256"] = checksum(json.loads(json.dumps(index)))

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from course import checkpoint, random
-from course.checkpoint import Damaged
+from course.checkpoint import Damaged, Misplaced
 from course.errors import CourseError
 from course.lab.meter import Meter
 from course.launch import ranks
 from course.models import ViTConfig, build_model
-from course.parallel import Axis, place_serial
+from course.parallel import Axis, Placement, place_serial
 
 ALONE = Axis("all")
 STATE = {"step": 7, "samples": 28}
@@ -263,6 +263,57 @@ def test_a_full_disk_loses_nothing(tmp_path, monkeypatch, where):
     assert checkpoint.newest(tmp_path, print)[0] == old
     checkpoint.save(tmp_path, optimizer, STATE | {"step": 10}, {}, ALONE)   # with space again it works
     assert [p.name for p in checkpoint.steps(tmp_path)] == ["step_000005", "step_000010"]
+
+
+FIRST, SECOND, WHOLE = ((0, 3), (0, 2)), ((3, 6), (0, 2)), ((0, 6), (0, 2))
+NOT_WHOLE = {                                        # the pieces of a tensor of (6, 2): a box and a range of it each
+    "two owners": [(WHOLE, None), (WHOLE, None)],
+    "no owner of the rest": [(FIRST, None)],
+    "two of a half, none of the other": [(FIRST, None), (FIRST, None)],
+    "boxes that meet, and a gap": [(FIRST, None), (((2, 5), (0, 2)), None)],
+    "a range twice": [(WHOLE, (0, 8)), (WHOLE, (6, 12))],
+    "a range twice, and a gap": [(WHOLE, (0, 6)), (WHOLE, (5, 11))],
+    "a range and the whole": [(FIRST, None), (SECOND, (0, 6)), (SECOND, (0, 3))],
+}
+
+
+def written(folder, pieces):
+    """The entries of ranks that have written the pieces of a tensor."""
+    tensors = [torch.zeros(stop - start if flat else [b - a for a, b in box]) for box, flat in pieces
+               for start, stop in [flat or (0, 0)]]
+    made = [checkpoint.Piece("w", Placement("w", (6, 2), box, flat=flat), torch.float32) for box, flat in pieces]
+    return [checkpoint.write_pieces(folder, rank, [piece], [tensor])
+            for rank, (piece, tensor) in enumerate(zip(made, tensors, strict=True))]
+
+
+@pytest.mark.parametrize("name", NOT_WHOLE)
+def test_what_could_not_be_read_back_is_not_published_and_replaces_nothing(tmp_path, name):
+    old, *_ = save(tmp_path)
+    partial = checkpoint.temporary(old)
+    partial.mkdir()
+    with pytest.raises(Misplaced, match=r"the ranks own \d+ numbers of w, which has 12"):
+        checkpoint.publish(old, written(partial, NOT_WHOLE[name]), STATE, {})
+    assert checkpoint.newest(tmp_path, print)[0] == old
+
+
+@pytest.mark.parametrize("pieces", [[(WHOLE, None)], [(SECOND, None), (FIRST, None)], [(WHOLE, (7, 12)), (WHOLE, (0, 7))],
+                                    [(FIRST, (2, 6)), (SECOND, None), (FIRST, (0, 2)), (((6, 6), (0, 2)), None)]])
+def test_what_is_whole_is_published(tmp_path, pieces):
+    final = tmp_path / "step_000001"
+    checkpoint.temporary(final).mkdir()
+    checkpoint.publish(final, written(checkpoint.temporary(final), pieces), STATE, {})
+    assert torch.equal(checkpoint.read_box(final, checkpoint.read_index(final), "w", WHOLE), torch.zeros(6, 2))
+
+
+def test_a_run_that_cannot_save_stops_at_once_and_leaves_nothing(tmp_path):
+    """Unlike where the disk is full, the next save would not do better."""
+    old, *_ = save(tmp_path, 5)
+    model, optimizer = make()
+    a, b = model.blocks["0"].norm1.weight, model.blocks["1"].norm1.weight
+    b.placement = a.placement                        # two parameters of one name: the second's numbers would be lost
+    with pytest.raises(Misplaced, match=r"step_000010 was not .* 32 numbers of blocks.0.norm1.weight, which has 16, some"):
+        checkpoint.save(tmp_path, optimizer, STATE | {"step": 10}, {}, ALONE)
+    assert list(tmp_path.iterdir()) == [old]
 
 
 def test_an_error_without_words_is_an_error(tmp_path):

@@ -28,7 +28,8 @@ def split_stages(model: Any, mesh: Mesh, schedule: str, chunks: int) -> nn.Modul
     """Keep this rank's share of the blocks, the embedding on the first stage, the head on the last.
 
     `model.chunks` are models of this rank's stages one by one, which share its modules; `model.pipeline` runs them. Blocks
-    are shared out as `tensor_split` does; the depth need not divide. Raises `CourseError` where a stage would have none.
+    are shared out as `tensor_split` does; the depth need not divide. A module without parameters beside these three is on every
+    stage. Raises `CourseError` where a stage would have no block, and for parameters that are not on one stage (`check_stages`).
     """
     pp = mesh.pp
     names, stages = list(model.blocks), pp.size * chunks
@@ -37,6 +38,7 @@ def split_stages(model: Any, mesh: Mesh, schedule: str, chunks: int) -> nn.Modul
         raise CourseError(f"{pp.size} pipeline ranks with {chunks} chunks each need {stages} blocks, but the model has "
                           f"{len(names)}: use a smaller parallel.pp or parallel.chunks")
     shares = [[names[i] for i in share] for share in torch.arange(len(names)).tensor_split(stages)]
+    check_stages(model, shares)
     mine = [shares[chunk * pp.size + pp.rank] for chunk in range(chunks)]
     model.chunks = [part_of(model, share, first=pp.rank == chunk == 0,
                             last=pp.rank == pp.size - 1 and chunk == chunks - 1) for chunk, share in enumerate(mine)]
@@ -46,6 +48,27 @@ def split_stages(model: Any, mesh: Mesh, schedule: str, chunks: int) -> nn.Modul
     if tied := ends[0] & ends[1]:
         tie_ends(model, tied, mesh)
     return model
+
+
+def check_stages(model: nn.Module, shares: list[list[str]]) -> None:
+    """Raise `CourseError` for a parameter that belongs to no stage, or to several: every rank would train a copy of its own.
+
+    shares: the blocks of each stage. Embedding and head alone may share theirs (`tie_ends`).
+    """
+    parts = [(stage, f"blocks.{name}") for stage, share in enumerate(shares) for name in share]
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        if name.partition(".")[0] not in ("embed", "blocks", "head"):
+            raise CourseError(f"{name} is in none of model.embed, model.blocks and model.head, which parallel.pp shares out: "
+                              "move it into one of them, or use parallel.pp=1")
+    holders: dict[str, tuple[int, str]] = {}        # of each parameter: the first stage that has it, and where there
+    for stage, part in [(0, "embed"), *parts, (len(shares) - 1, "head")]:
+        for parameter in model.get_submodule(part).parameters():
+            name = placement(parameter).name
+            first, holder = holders.setdefault(name, (stage, part))
+            if stage != first and (holder, part) != ("embed", "head"):
+                raise CourseError(f"{name} is shared by {holder} and {part}, which are on stages {first} and {stage} of the "
+                                  "pipeline, and between stages embed and head alone may share: use parallel.pp=1, or a smaller "
+                                  "parallel.pp or parallel.chunks that keeps the two on one stage")
 
 
 def part_of(model: Any, names: list[str], first: bool, last: bool) -> Any:
@@ -68,8 +91,15 @@ class Message:
     single: bool                                    # a tensor, not a tuple
 
     @classmethod
-    def of(cls, out: Any) -> "Message":
-        parts = as_tuple(out)
+    def of(cls, out: Any, samples: int) -> "Message":
+        """That of an output; raises `CourseError` if it is not of one, or several, tensors whose dim 0 is the sample."""
+        parts = tuple(out) if isinstance(out, (tuple, list)) else (out,)
+        for x in parts:
+            if not isinstance(x, Tensor) or x.shape[:1] != (samples,):
+                what = f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+                raise CourseError(f"parallel.pp: a stage puts out {what} for {samples} samples: the model's forward must return, "
+                                  "where it has no head, a tensor or a tuple of tensors with the sample as dim 0; what is of no "
+                                  "sample (a table of positions) every stage must compute for itself")
         return cls(tuple(tuple(x.shape[1:]) for x in parts), tuple(x.dtype for x in parts),
                    tuple(x.requires_grad for x in parts), isinstance(out, Tensor))
 
@@ -81,6 +111,9 @@ class Message:
 
 class Pipeline:
     """The stages of this rank and its wires to its neighbours.
+
+    A stage but the last puts out a tensor or a tuple of tensors, whose dim 0 is the sample: a table that is of no sample is
+    computed by each stage. The next one need not use all of them; what it leaves has a gradient of zeros.
 
     Each wire has a group of its own, so that what is sent on one does not wait for what is awaited on another (NCCL
     does the calls of a group one after the other).
@@ -116,7 +149,7 @@ class Pipeline:
             else:
                 x, out = kept.pop((work.chunk, work.micro))
                 torch.autograd.backward([part for part in as_tuple(out) if part.requires_grad], given or None)
-                self._send(work, [part.grad for part in as_tuple(x) if part.requires_grad])     # type: ignore[misc]
+                self._send(work, [gradient(part) for part in as_tuple(x) if part.requires_grad])
             if after is not None:                                   # asked for early, so that it arrives beside the work before
                 coming = self._receive(after, samples)
         self._finish()
@@ -151,7 +184,8 @@ class Pipeline:
                     given = self.messages[stage - 1].empty(samples, self.device) if stage else []
                     with self.rehearsal():
                         kept.append(forward(work.chunk, 0, self._as_input(work, [x.zero_() for x in given])))
-                found = [Message.of(kept[-1])]                      # type: ignore[list-item]
+                if stage < self.pp.size * self.chunks - 1:          # what the last one puts out is sent to nobody
+                    found = [Message.of(kept[-1], samples)]         # type: ignore[list-item]
             dist.broadcast_object_list(found, owner, group=self.pp.group, device=torch.device("cpu"))
             self.messages[stage] = found[0]                         # type: ignore[assignment]
         if self.device.type == "cuda":
@@ -197,6 +231,11 @@ class Pipeline:
 def as_tuple(x: Any) -> Tensors:
     """A tensor, a tuple of them, or None, as a tuple."""
     return () if x is None else (x,) if isinstance(x, Tensor) else tuple(x)
+
+
+def gradient(x: Tensor) -> Tensor:
+    """The gradient of what a stage was given; zeros of what it did not use."""
+    return torch.zeros_like(x) if x.grad is None else x.grad
 
 
 def arrive(works: list[Any], parts: list[Tensor]) -> list[Tensor]:
