@@ -357,7 +357,7 @@ assert equal
 # short: for each pass, wait for what it needs, compute, send.
 
 # %%
-print(getsource(Pipeline.train).replace("     # type: ignore[misc]", ""))
+print(getsource(Pipeline.train))
 
 # %% [markdown]
 # > **Question.** In `train`, the receive for the *next* pass is begun at the end of each turn of the loop. On a CPU that is when
