@@ -109,11 +109,14 @@ def split_tokens(model: nn.Module, cp: Axis, tp: Axis, zigzag: bool, overlap: st
 
 
 def fill(model: nn.Module, seam: str, make: Callable[[nn.Module], nn.Module]) -> None:
-    """Put `make(module)` in the place of every module at the named seam."""
-    for name, module in list(model.named_modules()):
+    """Put `make(module)` in the place of every module at the named seam, one for each module, wherever that is used."""
+    made: dict[nn.Module, nn.Module] = {}
+    for name, module in list(model.named_modules(remove_duplicate=False)):
         if getattr(module, "seam", None) == seam:
             owner, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(owner), leaf, make(module))
+            if module not in made:
+                made[module] = make(module)
+            setattr(model.get_submodule(owner), leaf, made[module])
 
 
 def matmul_of(linear: nn.Module, axis: Axis) -> Callable[..., Tensor]:

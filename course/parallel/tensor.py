@@ -10,6 +10,7 @@ from typing import Any, TypeGuard
 
 from torch import Tensor, nn
 
+from course.errors import CourseError
 from course.parallel import overlap, symmetric
 from course.parallel.mesh import Axis
 from course.parallel.placement import cut, place, placement
@@ -111,16 +112,19 @@ def tensor_parallel(model: nn.Module, axis: Axis, tokens: SplitTokens | None = N
     tokens: with sequence parallelism, how they are cut between those linears.
 
     Takes a model on the meta device with its placements. Raises `CourseError` where heads, hidden units or the
-    vocabulary are not divisible by the size of the axis.
+    vocabulary are not divisible by the size of the axis, and where two uses of one weight would be cut differently.
     """
     if axis.size == 1:
         return model
-    for name, module in list(model.named_modules()):
+    made: dict[tuple[nn.Module, str], nn.Module] = {}                   # one that several modules share stays one
+    for name, module in list(model.named_modules(remove_duplicate=False)):
         style = next((style for end, style in model.tensor_plan.items() if name.endswith(end)), None)    # type: ignore[union-attr, operator]
         if style is not None and isinstance(module, (nn.Linear, nn.Embedding)):
+            if (module, style) not in made:
+                bias = getattr(module, "bias", None) is not None
+                made[module, style] = style_of(style, tokens, bias)(module, axis, tokens)
             owner, _, leaf = name.rpartition(".")
-            bias = getattr(module, "bias", None) is not None
-            setattr(model.get_submodule(owner), leaf, style_of(style, tokens, bias)(module, axis, tokens))
+            setattr(model.get_submodule(owner), leaf, made[module, style])
     fill(model, "cross_entropy", lambda old: VocabularyCrossEntropy(axis))
     fill(model, "enter", lambda old: VocabularyEnter(axis, tokens))
     tie(model)
@@ -132,8 +136,16 @@ def tensor_parallel(model: nn.Module, axis: Axis, tokens: SplitTokens | None = N
 
 
 def tie(model: nn.Module) -> None:
-    """Make parameters of one serial name one parameter again: weights that were tied before each use of them was cut."""
+    """Make parameters of one serial name one parameter again: weights that were tied before each use of them was cut.
+
+    Raises `CourseError` where the uses need different parts of it.
+    """
     kept: dict[str, nn.Parameter] = {}
-    for module in model.modules():
+    for path, module in model.named_modules():
         for leaf, parameter in list(module.named_parameters(recurse=False)):
-            setattr(module, leaf, kept.setdefault(placement(parameter).name, parameter))
+            where = placement(parameter)
+            one = kept.setdefault(where.name, parameter)
+            if placement(one).box != where.box:
+                raise CourseError(f"{where.name} has several uses, and {path}.{leaf} needs another part of it than those before: "
+                                  f"give all of them the same style in {type(model).__name__}.tensor_plan, or use parallel.tp=1")
+            setattr(module, leaf, one)
