@@ -58,16 +58,17 @@ class Naive:
 
     def __init__(self, model: nn.Module, axis: Axis, bucket_mb: float = 0.0):
         self.axis = axis
-        self.members = list(model.parameters())     # what gets gradients
-        self.parameters = self.members              # what the optimizer updates
+        self.members = [p for p in model.parameters() if p.requires_grad]               # what gets gradients
+        self.parameters = list(model.parameters())  # what the optimizer has; it leaves alone what is frozen: that has no gradient
 
     def begin(self, passes: int) -> None:
         """Backward passes of a step are about to begin."""
 
     def finish(self) -> None:
-        """Complete the gradients of `parameters`."""
-        add_partial_gradients(self.parameters)
-        average_gradients(self.parameters, self.axis)
+        """Complete the gradients of `members`."""
+        add_partial_gradients(self.members)
+        if self.members:                            # a pipeline's stage may be frozen
+            average_gradients(self.members, self.axis)
 
     def clear(self) -> None:
         """Forget the gradients."""
@@ -89,7 +90,7 @@ class Off(Naive):
     """No averaging."""
 
     def finish(self) -> None:
-        add_partial_gradients(self.parameters)
+        add_partial_gradients(self.members)
 
 
 class DDP(Naive):

@@ -1,9 +1,11 @@
 """Models that are unlike the course's own: every layout trains them as one process does, or refuses with a sentence."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from course.errors import CourseError
 from course.launch import ranks
@@ -82,3 +84,60 @@ def share_an_uncut_weight(model: Any) -> None:
 def test_a_weight_of_which_two_uses_need_different_parts_is_refused():
     with pytest.raises(CourseError, match=r"blocks.0.mlp.up.weight has several uses, and head.more.weight needs another part of it"):
         cut(share_an_uncut_weight, TP)
+
+
+def freeze(model: Any) -> None:
+    """The embedding, which is the head's weight too, the first block, and parts of others, cut and whole."""
+    for part in (model.embed, model.blocks["0"], model.blocks["1"].attn.qkv, model.blocks["2"].norm1):
+        part.requires_grad_(False)
+
+
+EACH = [f"parallel.dp=2 {more}" for more in ("", "parallel.data=naive", "parallel.data=ddp", "parallel.zero=true",
+                                             "parallel.zero=true train.micro_batch=1 train.recompute=full")] + [
+    f"{TP} optim.clip=0.05", f"{SP} optim.weight_decay=0.1", f"{SP} parallel.overlap=none train.recompute=selective", CP,
+    "parallel.pp=2 train.micro_batch=2"]
+
+
+def test_what_is_frozen_stays_frozen_in_every_layout():
+    assert_right(freeze, *EACH)
+
+
+def freeze_a_stage(model: Any) -> None:
+    """All that the first of two ranks has; the head's weight is another."""
+    for part in (model.embed, model.blocks["0"], model.blocks["1"]):
+        part.requires_grad_(False)
+
+
+def test_a_pipelines_stage_may_be_frozen():
+    assert_right(freeze_a_stage, "model.tied=false parallel.pp=2 train.micro_batch=2", "model.tied=false parallel.dp=2 parallel.zero=true")
+
+
+def go_on(folder: Path, layout: str, steps: list[int]) -> tuple[list[float], dict[str, Any]]:
+    """Train from the checkpoint that is there, if there is one, and save: losses, and values and averages of what is frozen."""
+    from unittest import mock
+
+    from course import checkpoint, config, train, verify
+    from course.average import average_of
+    from course.parallel import build_mesh, join, placement
+
+    c = config.load("gpt-demo", [*verify.DEFAULTS, *SMALL, "optim.name=adam", "optim.lr=0.01", "optim.ema=0.5", *layout.split()])
+    mesh = build_mesh(c.parallel, join("cpu"))
+    with mock.patch("course.train.build_model", changed(freeze)):
+        training = train.assemble(c, mesh)
+    if found := checkpoint.newest(folder, print, mesh.all):
+        checkpoint.load(*found, training.model, training.optimizer)
+        training.progress.restore(found[1]["state"])
+    losses = [verify.one_step(training, number).item() for number in steps]
+    checkpoint.save(folder, training.optimizer, training.progress.state() | {"samples": 0}, {}, mesh.all)
+    average = average_of(training.optimizer)
+    return losses, {placement(p).name: (p.detach(), average[p]) for p in training.gradients.parameters if not p.requires_grad}
+
+
+@pytest.mark.parametrize("layout", ["parallel.dp=2 parallel.zero=true", SP])
+def test_checkpoints_hold_what_is_frozen(layout, tmp_path):
+    """Two steps in a layout and two in one process: as four in one process. The average of a frozen weight is the weight."""
+    whole, _ = go_on(tmp_path / "whole", "", [1, 2, 3, 4])
+    first, _ = ranks(2)(go_on, tmp_path / "cut", layout, [1, 2])[0]
+    then, values = go_on(tmp_path / "cut", "", [3, 4])
+    assert first + then == pytest.approx(whole, rel=1e-9)
+    assert "embed.token.weight" in values and all(torch.equal(value, average) for value, average in values.values())
