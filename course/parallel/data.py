@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+from course.errors import CourseError
 from course.parallel.mesh import Axis
 from course.parallel.placement import placement
 
@@ -53,6 +54,14 @@ def add_partial_gradients(parameters: Iterable[nn.Parameter]) -> None:
             gradient.copy_(whole)
 
 
+def count_as_zero(parameters: Iterable[nn.Parameter]) -> None:
+    """Give zeros to parameters that this rank's samples gave no gradient: other samples may have, and an optimizer that decays
+    weights or has momentum moves such a parameter, in every layout alike."""
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+
+
 class Naive:
     """One all-reduce at the end."""
 
@@ -66,6 +75,7 @@ class Naive:
 
     def finish(self) -> None:
         """Complete the gradients of `members`."""
+        count_as_zero(self.members)
         add_partial_gradients(self.members)
         if self.members:                            # a pipeline's stage may be frozen
             average_gradients(self.members, self.axis)
@@ -90,6 +100,7 @@ class Off(Naive):
     """No averaging."""
 
     def finish(self) -> None:
+        count_as_zero(self.members)
         add_partial_gradients(self.members)
 
 
@@ -115,6 +126,12 @@ class DDP(Naive):
         return self.ddp.module(*inputs)
 
     def finish(self) -> None:
+        try:
+            self.ddp._check_reducer_finalized()
+        except RuntimeError as error:
+            missing = ", ".join(placement(p).name for p in self.members if p.grad is None) or "one of them"
+            raise CourseError("parallel.data=ddp needs a gradient of every parameter in each last backward pass of a step, and "
+                              f"{missing} got none: use parallel.data=bucketed, or freeze what no sample uses") from error
         add_partial_gradients(self.members)         # a sum of averages is the average of the sums
 
 

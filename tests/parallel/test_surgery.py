@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from course.errors import CourseError
-from course.launch import ranks
+from course.launch import RankError, ranks
 
 SMALL = ["model.vocab=24", "model.context=8", "model.dim=16", "model.depth=3", "model.heads=4", "train.global_batch=4",
          "train.steps=2", "train.device=cpu", "parallel.bucket_mb=0.01"]
@@ -141,3 +141,28 @@ def test_checkpoints_hold_what_is_frozen(layout, tmp_path):
     then, values = go_on(tmp_path / "cut", "", [3, 4])
     assert first + then == pytest.approx(whole, rel=1e-9)
     assert "embed.token.weight" in values and all(torch.equal(value, average) for value, average in values.values())
+
+
+def leave_unused(model: Any) -> None:
+    """A parameter that no sample needs, and a map that half of the samples skip."""
+    embed, more = model.embed, torch.nn.Linear(16, 16, bias=False, device="meta")
+    embed.mask, embed.more = torch.nn.Parameter(torch.empty(3, 16, device="meta")), more
+    original = embed.forward
+
+    def forward(batch: Any) -> Any:
+        x, odd = original(batch), batch["sample"] % 4 == 3
+        return x.index_add(0, odd.nonzero()[:, 0], more(x[odd])) if odd.any() else x
+
+    embed.forward = forward
+
+
+def test_what_got_no_gradient_counts_as_zero_in_every_layout():
+    """One rank has the sample that needs the map, or one micro-batch."""
+    sgd, adam = "optim.weight_decay=0.1 optim.momentum=0.9", "optim.name=adam optim.lr=0.01"
+    assert_right(leave_unused, f"{EACH[0]} {adam}", f"{EACH[1]} {sgd}", f"{EACH[4]} {sgd}", f"{EACH[-1]} {sgd}")
+
+
+
+def test_ddp_refuses_what_got_no_gradient():
+    with pytest.raises(RankError, match="parallel.data=ddp needs a gradient of every parameter .* and embed.mask.* got none"):
+        ranks(2)(wrong, leave_unused, [f"{EACH[2]} train.steps=1"])
