@@ -129,8 +129,8 @@ class DDP(Naive):
         try:
             self.ddp._check_reducer_finalized()
         except RuntimeError as error:
-            missing = ", ".join(placement(p).name for p in self.members if p.grad is None) or "one of them"
-            raise CourseError("parallel.data=ddp needs a gradient of every parameter in each last backward pass of a step, and "
+            missing = next((placement(p).name for p in self.members if p.grad is None), "one of them")
+            raise CourseError("parallel.data=ddp needs a gradient of every parameter in the last backward pass of a step, and "
                               f"{missing} got none: use parallel.data=bucketed, or freeze what no sample uses") from error
         add_partial_gradients(self.members)         # a sum of averages is the average of the sums
 

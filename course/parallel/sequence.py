@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from course.errors import CourseError
 from course.parallel import mappings
 from course.parallel.mesh import Axis
 from course.parallel.placement import place, placement
@@ -117,6 +118,12 @@ def fill(model: nn.Module, seam: str, make: Callable[[nn.Module], nn.Module]) ->
             if module not in made:
                 made[module] = make(module)
             setattr(model.get_submodule(owner), leaf, made[module])
+
+
+def require(model: nn.Module, seam: str, why: str) -> None:
+    """Raise `CourseError` if no module is at the named seam; why: what would come of it, and what to do."""
+    if not any(getattr(module, "seam", None) == seam for module in model.modules()):
+        raise CourseError(f'{type(model).__name__} has no module whose `seam` is "{seam}": {why}')
 
 
 def matmul_of(linear: nn.Module, axis: Axis) -> Callable[..., Tensor]:
