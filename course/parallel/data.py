@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+from course.errors import CourseError
 from course.parallel.mesh import Axis
 from course.parallel.placement import placement
 
@@ -53,21 +54,31 @@ def add_partial_gradients(parameters: Iterable[nn.Parameter]) -> None:
             gradient.copy_(whole)
 
 
+def count_as_zero(parameters: Iterable[nn.Parameter]) -> None:
+    """Give zeros to parameters that this rank's samples gave no gradient: other samples may have, and an optimizer that decays
+    weights or has momentum moves such a parameter, in every layout alike."""
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+
+
 class Naive:
     """One all-reduce at the end."""
 
     def __init__(self, model: nn.Module, axis: Axis, bucket_mb: float = 0.0):
         self.axis = axis
-        self.members = list(model.parameters())     # what gets gradients
-        self.parameters = self.members              # what the optimizer updates
+        self.members = [p for p in model.parameters() if p.requires_grad]               # what gets gradients
+        self.parameters = list(model.parameters())  # what the optimizer has; it leaves alone what is frozen: that has no gradient
 
     def begin(self, passes: int) -> None:
         """Backward passes of a step are about to begin."""
 
     def finish(self) -> None:
-        """Complete the gradients of `parameters`."""
-        add_partial_gradients(self.parameters)
-        average_gradients(self.parameters, self.axis)
+        """Complete the gradients of `members`."""
+        count_as_zero(self.members)
+        add_partial_gradients(self.members)
+        if self.members:                            # a pipeline's stage may be frozen
+            average_gradients(self.members, self.axis)
 
     def clear(self) -> None:
         """Forget the gradients."""
@@ -89,7 +100,8 @@ class Off(Naive):
     """No averaging."""
 
     def finish(self) -> None:
-        add_partial_gradients(self.parameters)
+        count_as_zero(self.members)
+        add_partial_gradients(self.members)
 
 
 class DDP(Naive):
@@ -114,6 +126,12 @@ class DDP(Naive):
         return self.ddp.module(*inputs)
 
     def finish(self) -> None:
+        try:
+            self.ddp._check_reducer_finalized()
+        except RuntimeError as error:
+            missing = next((placement(p).name for p in self.members if p.grad is None), "one of them")
+            raise CourseError("parallel.data=ddp needs a gradient of every parameter in the last backward pass of a step, and "
+                              f"{missing} got none: use parallel.data=bucketed, or freeze what no sample uses") from error
         add_partial_gradients(self.members)         # a sum of averages is the average of the sums
 
 

@@ -68,4 +68,4 @@ def cut(parameter: Tensor, dim: int, axis: Axis) -> nn.Parameter:
     box = tuple(mappings.bounds(size, axis.size, axis.rank) if d == dim else side for d, side in enumerate(where.box))
     shape = box_shape(box)
     part = parameter.new_empty(shape).reshape(-1, *shape[len(shape) + 1 - parameter.dim():])        # rows are one dim of it
-    return place(nn.Parameter(part), replace(where, box=box, axis=axis))
+    return place(nn.Parameter(part, parameter.requires_grad), replace(where, box=box, axis=axis))

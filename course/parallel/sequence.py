@@ -120,11 +120,20 @@ def split_tokens(model: nn.Module, cp: Axis, tp: Axis, zigzag: bool, overlap: st
 
 
 def fill(model: nn.Module, seam: str, make: Callable[[nn.Module], nn.Module]) -> None:
-    """Put `make(module)` in the place of every module at the named seam."""
-    for name, module in list(model.named_modules()):
+    """Put `make(module)` in the place of every module at the named seam, one for each module, wherever that is used."""
+    made: dict[nn.Module, nn.Module] = {}
+    for name, module in list(model.named_modules(remove_duplicate=False)):
         if getattr(module, "seam", None) == seam:
             owner, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(owner), leaf, make(module))
+            if module not in made:
+                made[module] = make(module)
+            setattr(model.get_submodule(owner), leaf, made[module])
+
+
+def require(model: nn.Module, seam: str, why: str) -> None:
+    """Raise `CourseError` if no module is at the named seam; why: what would come of it, and what to do."""
+    if not any(getattr(module, "seam", None) == seam for module in model.modules()):
+        raise CourseError(f'{type(model).__name__} has no module whose `seam` is "{seam}": {why}')
 
 
 def matmul_of(linear: nn.Module, axis: Axis) -> Callable[..., Tensor]:

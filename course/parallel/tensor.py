@@ -10,10 +10,11 @@ from typing import Any, TypeGuard
 
 from torch import Tensor, nn
 
+from course.errors import CourseError
 from course.parallel import overlap, symmetric
 from course.parallel.mesh import Axis
 from course.parallel.placement import cut, place, placement
-from course.parallel.sequence import SplitTokens, enter, fill, leave, matmul_of
+from course.parallel.sequence import SplitTokens, enter, fill, leave, matmul_of, require
 from course.parallel.vocabulary import VocabularyCrossEntropy, VocabularyEmbedding, VocabularyEnter, VocabularyHead
 
 
@@ -111,18 +112,24 @@ def tensor_parallel(model: nn.Module, axis: Axis, tokens: SplitTokens | None = N
     tokens: with sequence parallelism, how they are cut between those linears.
 
     Takes a model on the meta device with its placements. Raises `CourseError` where heads, hidden units or the
-    vocabulary are not divisible by the size of the axis.
+    vocabulary are not divisible by the size of the axis, where two uses of one weight would be cut
+    differently, and where the plan does not fit the model.
     """
     if axis.size == 1:
         return model
-    for name, module in list(model.named_modules()):
-        style = next((style for end, style in model.tensor_plan.items() if name.endswith(end)), None)    # type: ignore[union-attr, operator]
+    check_plan(model, sp=tokens is not None)
+    made: dict[tuple[nn.Module, str], nn.Module] = {}                   # one that several modules share stays one
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        style = planned(model, name)
         if style is not None and isinstance(module, (nn.Linear, nn.Embedding)):
+            if (module, style) not in made:
+                bias = getattr(module, "bias", None) is not None
+                made[module, style] = style_of(style, tokens, bias)(module, axis, tokens)
             owner, _, leaf = name.rpartition(".")
-            bias = getattr(module, "bias", None) is not None
-            setattr(model.get_submodule(owner), leaf, style_of(style, tokens, bias)(module, axis, tokens))
-    fill(model, "cross_entropy", lambda old: VocabularyCrossEntropy(axis))
-    fill(model, "enter", lambda old: VocabularyEnter(axis, tokens))
+            setattr(model.get_submodule(owner), leaf, made[module, style])
+    if "vocabulary_head" in model.tensor_plan.values():                 # type: ignore[operator]
+        fill(model, "cross_entropy", lambda old: VocabularyCrossEntropy(axis))
+        fill(model, "enter", lambda old: VocabularyEnter(axis, tokens))
     tie(model)
     for parameter in model.parameters():
         where = placement(parameter)
@@ -131,9 +138,51 @@ def tensor_parallel(model: nn.Module, axis: Axis, tokens: SplitTokens | None = N
     return model
 
 
+def planned(model: Any, name: str) -> str | None:
+    """The style that the model's `tensor_plan` gives a module, by the end of its name."""
+    return next((style for end, style in model.tensor_plan.items() if name.endswith(end)), None)
+
+
+def check_plan(model: Any, sp: bool) -> None:
+    """Raise `CourseError` if an entry of the `tensor_plan` fits nothing, or if what the entries need is missing in the model."""
+    kind, plan = type(model).__name__, model.tensor_plan
+    modules = dict(model.named_modules(remove_duplicate=False))
+    linears = {name: planned(model, name) for name, module in modules.items() if isinstance(module, (nn.Linear, nn.Embedding))}
+    for end in plan:
+        if not any(name.endswith(end) for name in linears):
+            raise CourseError(f'"{end}" in {kind}.tensor_plan fits no nn.Linear or nn.Embedding of the model: correct the '
+                              "name, or leave it out")
+    if "vocabulary_head" in plan.values():
+        require(model, "enter", "the gradient of what goes into the head would be of one rank's part of the vocabulary; pass it "
+                "through course.models.gpt.Enter")
+        require(model, "cross_entropy", "the loss would see one rank's part of the vocabulary; compute it in "
+                "course.models.gpt.CrossEntropy")
+    for name, module in modules.items():
+        if sp and getattr(module, "seam", None) == "attend" and "column" not in around(name, linears):
+            raise CourseError(f'{kind}.tensor_plan calls no linear beside {name} "column", so with parallel.sp=true that would '
+                              "see the tokens of one rank alone: name its linears in the plan, or use parallel.sp=false")
+
+
+def around(name: str, linears: dict[str, str | None]) -> list[str | None]:
+    """The styles of the linears in the innermost module around the named one that has any."""
+    found: list[str | None] = []
+    while name and not found:
+        name = name.rpartition(".")[0]
+        found = [style for linear, style in linears.items() if linear.startswith(f"{name}." if name else "")]
+    return found
+
+
 def tie(model: nn.Module) -> None:
-    """Make parameters of one serial name one parameter again: weights that were tied before each use of them was cut."""
+    """Make parameters of one serial name one parameter again: weights that were tied before each use of them was cut.
+
+    Raises `CourseError` where the uses need different parts of it.
+    """
     kept: dict[str, nn.Parameter] = {}
-    for module in model.modules():
+    for path, module in model.named_modules():
         for leaf, parameter in list(module.named_parameters(recurse=False)):
-            setattr(module, leaf, kept.setdefault(placement(parameter).name, parameter))
+            where = placement(parameter)
+            one = kept.setdefault(where.name, parameter)
+            if placement(one).box != where.box:
+                raise CourseError(f"{where.name} has several uses, and {path}.{leaf} needs another part of it than those before: "
+                                  f"give all of them the same style in {type(model).__name__}.tensor_plan, or use parallel.tp=1")
+            setattr(module, leaf, one)

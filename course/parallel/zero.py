@@ -100,10 +100,10 @@ class Zero(Bucketed):
         # one format a bucket: what stays in float32 is little, and has the last buckets for itself
         super().__init__(nn.ParameterList(sorted(model.parameters(), key=lambda p: p in self.masters)), axis, bucket_mb)
         self.masters.clear()                        # each rank keeps its share of them
-        self.parameters = [segment for bucket in self.buckets for segment, _ in bucket.segments]
+        self.parameters = [segment for bucket in self.buckets for segment, _ in bucket.segments] + frozen(model, axis)
         home = {parameter: bucket for bucket in self.buckets for parameter in bucket.parameters}
         for module in units(model):
-            needed = list(dict.fromkeys(home[p] for p in module.parameters()))
+            needed = list(dict.fromkeys(home[p] for p in module.parameters() if p in home))
             module.register_forward_pre_hook(lambda module, inputs, needed=needed: wait_for(needed))
 
     def make_bucket(self, parameters: Sequence[nn.Parameter]) -> Shared:
@@ -150,13 +150,20 @@ class Zero(Bucketed):
 def castable(model: nn.Module) -> list[nn.Parameter]:
     """The parameters that autocast casts wherever they are used: weights of linears that nothing else uses.
 
-    Without those of whose gradient other ranks have a part: it is completed in float32.
+    Without those of whose gradient other ranks have a part: it is completed in float32. And without frozen ones, which are
+    nobody's share: their values would be lost.
     """
     held = [(p, name == "weight" and hasattr(module, "matmul")) for module in model.modules()
             for name, p in module.named_parameters(recurse=False)]
     others = {p for p, multiplied in held if not multiplied}
     linear = {p for p, multiplied in held if multiplied}
-    return [p for p in model.parameters() if p in linear - others and placement(p).partial_over is None]
+    return [p for p in model.parameters() if p in linear - others and p.requires_grad and placement(p).partial_over is None]
+
+
+def frozen(model: nn.Module, axis: Axis) -> list[nn.Parameter]:
+    """The parameters that training leaves alone, whole on every rank, of which the first speaks for them."""
+    found = [p for p in model.parameters() if not p.requires_grad]
+    return [place(p, replace(placement(p), owner=placement(p).owner and axis.rank == 0)) for p in found]
 
 
 def units(model: nn.Module) -> list[nn.Module]:
