@@ -144,7 +144,7 @@ def take_in(folder: Path, graded: Sequence[Graded], out: Path) -> list[scale.Cla
         if not found:
             kept.unlink(missing_ok=True)
             continue
-        claim = scale.judge(found[-1], s.learner, s.lesson, s.path, one.verdicts)
+        claim = scale.lasting(scale.judge(found[-1], s.learner, s.lesson, s.path, one.verdicts), claimed(kept))
         with atomic(kept) as temporary:
             temporary.write_text(json.dumps(asdict(claim), indent=1))
     claims = list(filter(None, map(claimed, sorted((out / "claims").glob("*.json")))))
@@ -155,9 +155,11 @@ def take_in(folder: Path, graded: Sequence[Graded], out: Path) -> list[scale.Cla
             writer = csv.writer(file)
             writer.writerow(heads)
             for claim in claims:
-                hardware = f"{'confirmed' if claim.confirmed else 'claimed'}: {claim.devices}"
+                also = sorted({other.learner for other in claims if other.learner != claim.learner and other.job == claim.job
+                               and claim.job and not (other.refused or claim.refused)})
+                said = "; ".join([note(claim), *(["its job is also claimed by " + ", ".join(also)] if also else [])])
                 row = [claim.learner, claim.lesson, claim.file, "refused" if claim.refused else "taken", claim.job,
-                       "" if claim.refused else "claimed", "" if claim.refused else hardware, claim.numbers, note(claim),
+                       "" if claim.refused else "claimed", "" if claim.refused else hardware(claim), claim.numbers, said,
                        claim.runs]
                 writer.writerow(list(map(harmless, row)))
         print(f"{len(claims)} result files of jobs, {sum(bool(claim.refused) for claim in claims)} refused, "
@@ -171,6 +173,11 @@ def claimed(path: Path) -> scale.Claim | None:
         return scale.Claim(**json.loads(path.read_text()))
     except (OSError, ValueError, TypeError):
         return None
+
+
+def hardware(claim: scale.Claim) -> str:
+    """What is known of the hardware that a job had; without exercises on ranks the file names no device."""
+    return ("confirmed" if claim.confirmed else "claimed") + (f": {claim.devices}" if claim.devices else "")
 
 
 def note(claim: scale.Claim) -> str:
@@ -321,8 +328,7 @@ def feedback(learner: str, graded: Sequence[Graded], path: Path, claims: Sequenc
         parts += [present.html(verdict, graded=True) for verdict in one.verdicts]
         for claim in claims:
             if (claim.learner, claim.lesson) == (learner, one.submission.lesson):
-                known = "confirmed" if claim.confirmed else "claimed"
-                state = "not taken in" if claim.refused else f"taken in; {known}: {claim.devices}"
+                state = "not taken in" if claim.refused else f"taken in; {hardware(claim)}"
                 parts.append(f"<p>Result file {escape(present.printable(claim.file))}: {escape(present.printable(state))}. "
                              f"{escape(present.printable(note(claim)))}. {escape(present.printable(claim.numbers))}</p>")
                 parts += [f"<p>{escape(present.printable(claim.runs))}</p>"] if claim.runs else []
