@@ -49,9 +49,11 @@ def main(folder: Path, out: Path, only: Sequence[str] = (), jobs: int = 0, seed:
     All three hold whatever was ever graded into `out`: other lessons and other folders, too.
     """
     submissions, notes = collect(folder)
+    only = [lesson.zfill(2) for lesson in only]
     submissions = [s for s in submissions if not only or s.lesson in only]
     if not submissions:
-        raise CourseError("\n".join([f"{folder} holds no notebook of a lesson that has exercises", *notes]))
+        which = f"lesson {' or '.join(only)}" if only else "a lesson that has exercises"
+        raise CourseError("\n".join([f"{folder} holds no notebook of {which}", *notes]))
     late = {submission: why for submission in submissions if (why := outdated(submission, out))}
     submissions, notes = [s for s in submissions if s not in late], [*notes, *late.values()]
     seed = settle_seed(out, seed)

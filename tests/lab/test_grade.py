@@ -118,7 +118,9 @@ def test_the_gradebook_of_one_lesson_grows_into_that_of_the_course(tmp_path, mon
     assert {name: (row["points"], row["out_of"]) for name, row in whole.items()} == \
         {"ann": ("9", "9"), "bob": ("2", "9"), "eve": ("7", "9")}
     assert whole["bob"]["01 accumulate (3)"] == "" and whole["eve"]["00 roofline (1)"] == ""
-    grade.main(tmp_path / "00_start_here", out, only=["00"])
+    grade.main(tmp_path / "00_start_here", out, only=["0"])
+    with pytest.raises(CourseError, match="no notebook of lesson 09"):
+        grade.main(tmp_path / "00_start_here", out, only=["9"])
     assert marks(out) == whole
     page = (out / "feedback" / f"{grade.slug('ann')}.html").read_text()
     assert "Lesson 00" in page and "Lesson 01" in page and len(ElementTree.parse(out / "junit.xml").getroot()) == 4
