@@ -60,7 +60,7 @@ def load(path: Path) -> Any:
 
     if path.suffix not in (".ipynb", ".py"):
         raise CourseError(f"{path}: give a notebook (.ipynb) or a script in percent format (.py)")
-    warnings.filterwarnings("ignore", category=nbformat.warnings.MissingIDFieldWarning)      # other programs write no ids of cells
+    warnings.filterwarnings("ignore", category=nbformat.warnings.MissingIDFieldWarning)     # other programs write no ids of cells
     try:
         if not path.is_file():
             raise CourseError(f"{path}: there is no such file")

@@ -125,8 +125,8 @@ def outdated(submission: Submission, out: Path) -> str:
     kept, date = result(kept_at(submission, out)), submission.path.stat().st_mtime
     if not kept or date >= kept[0]["date"] or kept[0]["notebook"] == sha256(submission.path):
         return ""
-    return (f"{submission.learner}, lesson {submission.lesson}: {submission.path.name} of {day(date)} is left out, since an earlier "
-            f"run graded one of {day(kept[0]['date'])}; to let it count, delete {kept_at(submission, out)}")
+    return (f"{submission.learner}, lesson {submission.lesson}: {submission.path.name} of {day(date)} is left out, since an "
+            f"earlier run graded one of {day(kept[0]['date'])}; to let it count, delete {kept_at(submission, out)}")
 
 
 def day(date: float) -> str:
@@ -207,7 +207,8 @@ def keep_seed(out: Path, seed: int) -> None:
 def grade(submission: Submission, out: Path, seed: int) -> Graded:
     """Grade one submission and keep the result."""
     verdicts = tuple(safely(exercise, submission, seed) for exercise in of_lesson(submission.lesson))
-    record = {**key(submission, seed), "date": submission.path.stat().st_mtime, "verdicts": [asdict(verdict) for verdict in verdicts]}
+    record = {**key(submission, seed), "date": submission.path.stat().st_mtime,
+              "verdicts": [asdict(verdict) for verdict in verdicts]}
     with atomic(kept_at(submission, out)) as temporary:
         temporary.write_text(json.dumps(record, indent=1))
     return Graded(submission, verdicts)

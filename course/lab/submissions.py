@@ -92,11 +92,11 @@ def collect(folder: Path) -> tuple[list[Submission], list[str]]:
             told = lesson_of(path, cells.load(path))
         except CourseError:
             told = lesson
-            notes.append(f"{name} cannot be read, and {'counts as such' if lesson else 'its name says no lesson: left out'}")
+            notes.append(f"{name} cannot be read{': none of its exercises counts' if lesson else ', and its name says no lesson: left out'}")
             if not lesson:
                 continue
         if lesson and told != lesson:
-            notes.append(f"{name} is of lesson {told}, as its metadata say, and has no exercise of lesson {lesson}: taken for {told}")
+            notes.append(f"{name} is of lesson {told}, as its metadata say, and has no exercise of lesson {lesson}")
         lesson = told
         if not of_lesson(lesson):
             notes.append(f"{name} is of no lesson that has exercises: left out")
@@ -106,7 +106,8 @@ def collect(folder: Path) -> tuple[list[Submission], list[str]]:
         newest[learner, lesson] = Submission(learner, lesson, path)
     came = {learner for learner, _ in newest}
     folders = (path.name for path in sorted(folder.iterdir()) if path.is_dir() and not path.name.startswith((".", "__MACOSX")))
-    notes += [f"{learner}: no notebook of a lesson" for learner in map(owner, (Path(name, "any") for name in folders)) if learner not in came]
+    learners = [owner(Path(name, "any")) for name in folders]
+    notes += [f"{learner}: no notebook of a lesson" for learner in learners if learner not in came]
     return sorted(newest.values(), key=lambda s: (s.learner, s.lesson)), notes
 
 
