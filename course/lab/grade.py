@@ -157,8 +157,8 @@ def take_in(folder: Path, graded: Sequence[Graded], out: Path) -> list[scale.Cla
             writer = csv.writer(file)
             writer.writerow(heads)
             for claim in claims:
-                also = sorted({other.learner for other in claims if other.learner != claim.learner and other.job == claim.job
-                               and claim.job and not (other.refused or claim.refused)})
+                also = sorted({other.learner for other in claims if claim.job and other.learner != claim.learner
+                               and (other.job, other.place) == (claim.job, claim.place)})
                 said = "; ".join([note(claim), *(["its job is also claimed by " + ", ".join(also)] if also else [])])
                 row = [claim.learner, claim.lesson, claim.file, "refused" if claim.refused else "taken", claim.job,
                        "" if claim.refused else "claimed", "" if claim.refused else hardware(claim), claim.numbers, said,

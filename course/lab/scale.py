@@ -235,6 +235,7 @@ class Claim:
     runs: str = ""                                   # what is confirmed and what is claimed of the runs that a report names
     sha: str = ""                                    # of the result file
     day: str = ""                                    # on which it was judged so
+    place: str = ""                                  # cluster, user and nodes: numbers of jobs are a cluster's own
 
 
 def result_files(folder: Path, learner: str, lesson: str) -> list[Path]:
@@ -279,7 +280,8 @@ def judge(path: Path, learner: str, lesson: str, notebook: Path, verdicts: Seque
         return Claim(learner, lesson, path.name, "", wrong, confirmed, why, f"{told.get('id', '')}"[:20],
                      "; ".join(map(str, about["devices"]))[:300], numbers(found, dict(result["measured"])),
                      evidence.judge(result.get("runs", {}), str(told.get("user", "")), lambda n: (described(n), restarts(n))),
-                     sha256(path), f"{datetime.now():%Y-%m-%d}")
+                     sha256(path), f"{datetime.now():%Y-%m-%d}",
+                     " ".join(str(told.get(name, "")) for name in ("cluster", "user", "nodes"))[:300])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, ArithmeticError):
         return refused("it is damaged: it is no result file of submit/check.sh")
 

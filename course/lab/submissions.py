@@ -92,7 +92,8 @@ def collect(folder: Path) -> tuple[list[Submission], list[str]]:
             told = lesson_of(path, cells.load(path))
         except CourseError:
             told = lesson
-            notes.append(f"{name} cannot be read{': none of its exercises counts' if lesson else ', and its name says no lesson: left out'}")
+            notes.append(f"{name} cannot be read" + (": all its exercises fail" if lesson else
+                                                     ", and its name says no lesson: left out"))
             if not lesson:
                 continue
         if lesson and told != lesson:

@@ -160,6 +160,8 @@ def test_what_slurm_confirmed_it_may_forget_and_a_job_of_two_learners_is_named(h
     handed_in[1].write_text(json.dumps(result | {"measured": {"a": 1}}))          # another file: it says other things of the job
     ann, bob = rows((False, scale.FORGOTTEN))
     assert ",confirmed" not in ann and ",confirmed: GPU," in bob
+    handed_in[1].write_text(json.dumps(result | {"job": JOB | {"user": "eve"}}))  # job 7 of another cluster, or of another user
+    assert not any("also claimed" in row for row in rows((False, scale.FORGOTTEN)))
 
 
 @pytest.mark.slow
