@@ -459,11 +459,13 @@ def start_cluster(folder: OfCluster = None,
                   nodes: Annotated[int, typer.Option(min=1, help="how many nodes")] = 2,
                   cpus: Annotated[int, typer.Option(min=1, help="of each; may be more than the machine has")] = 8,
                   gpus: Annotated[int, typer.Option(min=0, help="of each, simulated: Slurm shares them out, no program sees one")]
-                  = 0) -> None:
+                  = 0,
+                  partition: Annotated[str, typer.Option(envvar="SBATCH_PARTITION", help="its name, as a site's profile has it")]
+                  = "course") -> None:
     """Start Slurm here. eval "$(course cluster start)" also makes this shell's sbatch, squeue and scontrol mean it."""
     from course.lab import cluster as starter
 
-    starter.begin(folder or starter.default_folder(), nodes, cpus, gpus)
+    starter.begin(folder or starter.default_folder(), nodes, cpus, gpus, partition)
 
 
 @cluster.command("stop")

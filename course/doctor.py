@@ -330,7 +330,9 @@ def cure_for(answer: dict, otherwise: str) -> str:
 def tool_rows() -> list[Row]:
     """Slurm, the profiler, what isolates learners' code, and what torch.compile needs on a CPU."""
     slurm, nsys, bubblewrap = command("sinfo", "--version"), command("nsys", "--version"), command("bwrap", "--version")
-    return [Row("Slurm", slurm or "not installed", bool(slurm) or None, need="slurm"),
+    idle = not slurm and bool(shutil.which("sinfo"))             # its programs fail where they find no slurm.conf
+    return [Row("Slurm", slurm or ("installed, not configured" if idle else "not installed"), bool(slurm) or None,
+                'two nodes on this machine alone: eval "$(course cluster start)"' if idle else "", need="slurm"),
             Row("Nsight Systems", nsys.splitlines()[-1] if nsys else "not installed (the PyTorch profiler serves)",
                 bool(nsys) or None, need="nsys"),
             Row("bubblewrap", bubblewrap or "not installed (checks run with limits alone; `course grade` wants it)",

@@ -47,6 +47,7 @@ if [ -n "${SLURM_JOB_ID:-}" ]; then
             "sbatch --ntasks-per-node=$tasks --cpus-per-task=NUMBER"
     fi
     cpus=${SLURM_CPUS_PER_TASK:-$((${SLURM_CPUS_ON_NODE:-$tasks} / tasks))}
+    echo "job $SLURM_JOB_ID: nodes ${SLURM_JOB_NODELIST:-unknown}, tasks on each: $tasks"
 else
     nodes=1
     gpus=${GPUS:-$({ nvidia-smi -L 2> /dev/null || true; } | wc -l)}

@@ -103,6 +103,23 @@ def test_timetables_have_lessons_in_order_and_add_up():
         assert sum(found[number][1] for number in named.split(", ")) == int(minutes) <= 330, named
 
 
+def test_what_may_stand_in_a_timetables_place_has_its_lessons_and_adds_up():
+    found, text = lessons(), (ROOT / "docs/instructors.md").read_text()
+    before = {"00", "01", "02", "03", "04", "05", "06", "07", "09", "10"}         # days 1 to 3 of four
+    swaps = re.findall(r"(\d\d) in place of\s+(\d\d)(?: and (\d\d))?(?: \((\d+) minutes\))?", text)
+    days = [([*sorted({"12", "13", "17"} - {*gone} | {new})], minutes) for new, *gone, minutes in swaps]
+    shorter = re.findall(r"((?:\d\d, )+\d\d) \((\d+) minutes\)", text)
+    assert len(swaps) == len(shorter) == 2
+    for named, minutes in [*days, *((named.split(", "), minutes) for named, minutes in shorter)]:
+        assert all(set(found[number][0]) <= before | {*named[:place]} for place, number in enumerate(named)), named
+        assert sum(found[number][1] for number in named) == int(minutes), named
+
+
+def test_jobs_that_an_instructor_submits_one_after_another_are_runs_of_their_own():
+    jobs = re.findall(r"^sbatch .*submit/train\.sh vit-demo.*$", (ROOT / "docs/instructors.md").read_text(), re.MULTILINE)
+    assert len({re.search(r"log\.name=(\S+)", job)[1] for job in jobs}) == len(jobs) == 3
+
+
 def test_the_glossary_is_sorted_and_names_modules_and_lessons_that_exist():
     terms = re.findall(r"^- \*\*(.+?)\*\* \((\d\d), `(.+?)`\): \S", LEARNERS, re.MULTILINE)
     assert 40 <= len(terms) == LEARNERS.partition("## Glossary")[2].count("\n- ")

@@ -50,6 +50,19 @@ def test_the_same_formats_can_be_needed_with_and_without_a_gpu(monkeypatch):
     assert doctor.missing(without, ["tf32", "bf16"]) == ["TF32: needs a GPU of compute capability 8.0 or more"]
 
 
+@pytest.mark.parametrize(("script", "told"), [("", "not installed"), ("echo slurm 99", "slurm 99"),
+                                              ("exit 1", "installed, not configured")])
+def test_slurm_without_a_cluster_is_not_called_missing(monkeypatch, tmp_path, script, told):
+    """Its programs fail, whatever they are asked, where they find no slurm.conf."""
+    if script:
+        (tmp_path / "sinfo").write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "sinfo").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    row, *_ = doctor.tool_rows()
+    assert row.found == told and row.ok is (True if "99" in told else None)
+    assert ("cluster start" in row.cure) == ("exit" in script)
+
+
 def test_only_what_is_asked_for_can_be_missing():
     rows = [Row("A", "there", True, need="a"), Row("B", "broken", False, "mend it", "b"), Row("C", "absent", None, need="c")]
     assert doctor.missing(rows, []) == [] == doctor.missing(rows, ["a"])

@@ -135,6 +135,7 @@ def ranks_of(tmp_path, site: str, script: str = "train.sh", **environment: str) 
     done = subprocess.run(["bash", SUBMIT / script, "vit-demo", "log.name=a b"], cwd=tmp_path, env=job,
                           capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("job 4: nodes node1, tasks on each: 2\n")      # the log's first line
     return (tmp_path / "words").read_text().splitlines()
 
 

@@ -5,6 +5,7 @@ import dis
 import inspect
 import json
 import re
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,11 +54,13 @@ def load(path: Path) -> Any:
     try:
         import jupytext  # slow to import, and only where there are notebooks
         import nbformat
+        import nbformat.warnings
     except ImportError as error:
         raise CourseError("reading notebooks needs JupyterLab's packages: pip install 'course[lab]'") from error
 
     if path.suffix not in (".ipynb", ".py"):
         raise CourseError(f"{path}: give a notebook (.ipynb) or a script in percent format (.py)")
+    warnings.filterwarnings("ignore", category=nbformat.warnings.MissingIDFieldWarning)     # other programs write no ids of cells
     try:
         if not path.is_file():
             raise CourseError(f"{path}: there is no such file")
@@ -148,6 +151,16 @@ def definitions(cells: Iterable[str], wanted: Sequence[str]) -> Answer:
     keep |= {index for index, (node, _) in enumerate(statements)
              if isinstance(node, ast.ImportFrom) and (node.module == "__future__" or node.names[0].name == "*")}
     return Answer(tuple(statements[index][1] for index in sorted(keep)))
+
+
+def imported(answer: Answer, objects: Sequence[str]) -> str:
+    """Which of these objects of the library (dotted names) an answer takes from there and does not write; "" if none."""
+    bound: dict[str, str] = {}                       # a name to what it was bound to last: an object of the library, or ""
+    for node in ast.parse(answer.source).body:
+        bound |= dict.fromkeys(binds(node), "")
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            bound |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    return next((name for name in objects if bound.get(name.rpartition(".")[2]) == name), "").rpartition(".")[2]
 
 
 def called(cell: str, wanted: Sequence[str]) -> str:

@@ -76,8 +76,9 @@ MinJobAge=86400
 FirstJobId={first_job}
 GresTypes=gpu
 NodeName=n[1-{nodes}] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{ports}] CPUs={cpus} {gres} State=UNKNOWN
-PartitionName=course Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+PartitionName={partition} Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
+PARTITION = "course"
 
 
 @dataclass(frozen=True)
@@ -167,12 +168,14 @@ def missing() -> str:
     return f"Slurm is not installed here (no {', '.join(absent)}): apt-get install slurm-wlm munge" if absent else ""
 
 
-def start(folder: Path, nodes: int = 2, cpus: int = 8, gpus: int = 0, timeout: int = 15) -> Cluster:
-    """Start `nodes` nodes n1, n2, ... of `cpus` CPUs (and so many simulated GPUs) each, and wait until all are idle.
+def start(folder: Path, nodes: int = 2, cpus: int = 8, gpus: int = 0, timeout: int = 15, partition: str = PARTITION) -> Cluster:
+    """Start `nodes` nodes n1, n2, ... of `cpus` CPUs (and so many simulated GPUs) each, in a partition; wait until all are idle.
 
     `folder` is for this Slurm alone, and removed by `stop`. `timeout` is SlurmdTimeout: seconds until a node that does not
     answer is lost. Raises `CourseError` where Slurm is not installed or does not come up; nothing is left running then.
     """
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", partition):
+        raise CourseError(f"{partition!r} cannot be a partition here: name one, with letters, digits, dots, - and _")
     if reason := missing():
         raise CourseError(reason)
     cluster = Cluster(folder.resolve())
@@ -182,7 +185,7 @@ def start(folder: Path, nodes: int = 2, cpus: int = 8, gpus: int = 0, timeout: i
                                                    or folder.stat().st_uid != os.getuid())):
         raise CourseError(f"{folder} is not an empty folder of yours: name one that is, or none, since all of it goes when this "
                           "Slurm is stopped")
-    prepare(cluster, nodes, cpus, gpus, timeout)
+    prepare(cluster, nodes, cpus, gpus, timeout, partition)
     try:
         munge = cluster.folder / "munge"
         cluster.run("munged", "--force", "--num-threads=2", f"--key-file={munge}/key", f"--socket={munge}/socket",
@@ -200,7 +203,7 @@ def start(folder: Path, nodes: int = 2, cpus: int = 8, gpus: int = 0, timeout: i
     return cluster
 
 
-def prepare(cluster: Cluster, nodes: int, cpus: int, gpus: int, timeout: int) -> None:
+def prepare(cluster: Cluster, nodes: int, cpus: int, gpus: int, timeout: int, partition: str) -> None:
     """Write the folders, the key and the configuration."""
     folder = cluster.folder
     for name in ("munge", "state", *(f"n{i}" for i in range(1, nodes + 1))):
@@ -219,7 +222,7 @@ def prepare(cluster: Cluster, nodes: int, cpus: int, gpus: int, timeout: int) ->
     cluster.configuration.write_text(CONFIGURATION.format(
         host=socket.gethostname().split(".")[0], user=psutil.Process().username(), folder=folder, controller=controller,
         ports=f"{first}-{first + nodes - 1}", nodes=nodes, cpus=cpus, gres=f"Gres=gpu:{gpus}" if gpus else "", timeout=timeout,
-        first_job=controller % 120 * 100 + 1))
+        first_job=controller % 120 * 100 + 1, partition=partition))
 
 
 def newer_than_22() -> bool:
@@ -304,11 +307,12 @@ def default_folder() -> Path:
     return Path(tempfile.gettempdir()) / f"course-slurm-{os.getuid()}"
 
 
-def begin(folder: Path, nodes: int, cpus: int, gpus: int) -> None:
+def begin(folder: Path, nodes: int, cpus: int, gpus: int, partition: str = PARTITION) -> None:
     """`course cluster start`: prints what makes a shell talk to the new Slurm, fit for eval."""
-    cluster = start(folder, nodes, cpus, gpus)
-    print(f"# Slurm runs on this machine: {nodes} nodes of {cpus} CPUs. With the next line in a shell, sbatch and squeue mean\n"
-          f"# it; `course cluster stop` ends it.\nexport SLURM_CONF={shlex.quote(str(cluster.configuration))}")
+    cluster = start(folder, nodes, cpus, gpus, partition=partition)
+    print(f"# Slurm runs on this machine: {nodes} nodes of {cpus} CPUs, partition {partition}. With the next line in a shell,\n"
+          "# sbatch and squeue mean it; `course cluster stop` ends it.\n"
+          f"export SLURM_CONF={shlex.quote(str(cluster.configuration))}")
 
 
 def end(folder: Path, force: bool = False) -> None:

@@ -15,6 +15,7 @@ import secrets
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -25,6 +26,8 @@ from course.lab import cells, present, sandbox, scale
 from course.lab.check import Fact, Verdict, reference
 from course.lab.exercise import Exercise, all_exercises, find
 from course.lab.submissions import Submission, collect, judge, of_lesson
+
+Kept = tuple[dict[str, Any], tuple[Verdict, ...]]    # a result as it lies in results/, and its verdicts
 
 
 @dataclass(frozen=True)
@@ -46,9 +49,13 @@ def main(folder: Path, out: Path, only: Sequence[str] = (), jobs: int = 0, seed:
     All three hold whatever was ever graded into `out`: other lessons and other folders, too.
     """
     submissions, notes = collect(folder)
+    only = [lesson.zfill(2) for lesson in only]
     submissions = [s for s in submissions if not only or s.lesson in only]
     if not submissions:
-        raise CourseError("\n".join([f"{folder} holds no notebook of a lesson that has exercises", *notes]))
+        which = f"lesson {' or '.join(only)}" if only else "a lesson that has exercises"
+        raise CourseError("\n".join([f"{folder} holds no notebook of {which}", *notes]))
+    late = {submission: why for submission in submissions if (why := outdated(submission, out))}
+    submissions, notes = [s for s in submissions if s not in late], [*notes, *late.values()]
     seed = settle_seed(out, seed)
     known = [one for one in (recall(submission, out, seed) for submission in submissions) if one]
     new = [s for s in submissions if s not in {one.submission for one in known}]
@@ -89,7 +96,7 @@ def protection(trust: bool) -> str:
 def grade_all(submissions: Sequence[Submission], out: Path, jobs: int, seed: int) -> list[Graded]:
     """Grade some submissions at a time, telling of each as it is done."""
     keep_seed(out, seed)
-    graded = []
+    graded, before = [], {submission: result(kept_at(submission, out)) for submission in submissions}
     exercises = [exercise for lesson in sorted({s.lesson for s in submissions}) for exercise in of_lesson(lesson)]
     with ThreadPoolExecutor(jobs or max(1, (os.cpu_count() or 2) // 2)) as pool:
         list(pool.map(lambda job: reference(*job), [(e.name, seed, True, size) for e in exercises for size in e.sizes]))
@@ -98,8 +105,33 @@ def grade_all(submissions: Sequence[Submission], out: Path, jobs: int, seed: int
             graded.append(task.result())
             last = graded[-1]
             print(f"{len(graded)}/{len(tasks)} {present.printable(last.submission.learner)}, lesson {last.submission.lesson}: "
-                  f"{last.points} of {sum(e.points for e in of_lesson(last.submission.lesson))} points", flush=True)
+                  f"{last.points} of {sum(e.points for e in of_lesson(last.submission.lesson))} points"
+                  f"{replaced(last, before[last.submission])}", flush=True)
     return graded
+
+
+def replaced(new: Graded, kept: Kept | None) -> str:
+    """What becomes of the mark that an earlier run gave, as the end of a sentence; nothing if there is none or it stays."""
+    if not kept:
+        return ""
+    old = Graded(new.submission, tuple(v for v in kept[1] if v.exercise in all_exercises())).points
+    if kept[0]["notebook"] != sha256(new.submission.path):
+        return f" (replaces the notebook of {day(kept[0]['date'])}: {old} -> {new.points})"
+    return f" (the checks or their inputs are others now: {old} -> {new.points})" if old != new.points else ""
+
+
+def outdated(submission: Submission, out: Path) -> str:
+    """Why a notebook does not count: an earlier run graded a newer one; "" if it counts."""
+    kept, date = result(kept_at(submission, out)), submission.path.stat().st_mtime
+    if not kept or date >= kept[0]["date"] or kept[0]["notebook"] == sha256(submission.path):
+        return ""
+    return (f"{submission.learner}, lesson {submission.lesson}: {submission.path.name} of {day(date)} is left out, since an "
+            f"earlier run graded one of {day(kept[0]['date'])}; to let it count, delete {kept_at(submission, out)}")
+
+
+def day(date: float) -> str:
+    """A file's date in words; of marks that were kept without one, that."""
+    return datetime.fromtimestamp(date).strftime("%Y-%m-%d %H:%M") if date else "an unknown date"
 
 
 def take_in(folder: Path, graded: Sequence[Graded], out: Path) -> list[scale.Claim]:
@@ -114,7 +146,7 @@ def take_in(folder: Path, graded: Sequence[Graded], out: Path) -> list[scale.Cla
         if not found:
             kept.unlink(missing_ok=True)
             continue
-        claim = scale.judge(found[-1], s.learner, s.lesson, s.path, one.verdicts)
+        claim = scale.lasting(scale.judge(found[-1], s.learner, s.lesson, s.path, one.verdicts), claimed(kept))
         with atomic(kept) as temporary:
             temporary.write_text(json.dumps(asdict(claim), indent=1))
     claims = list(filter(None, map(claimed, sorted((out / "claims").glob("*.json")))))
@@ -125,9 +157,11 @@ def take_in(folder: Path, graded: Sequence[Graded], out: Path) -> list[scale.Cla
             writer = csv.writer(file)
             writer.writerow(heads)
             for claim in claims:
-                hardware = f"{'confirmed' if claim.confirmed else 'claimed'}: {claim.devices}"
+                also = sorted({other.learner for other in claims if claim.job and other.learner != claim.learner
+                               and (other.job, other.place) == (claim.job, claim.place)})
+                said = "; ".join([note(claim), *(["its job is also claimed by " + ", ".join(also)] if also else [])])
                 row = [claim.learner, claim.lesson, claim.file, "refused" if claim.refused else "taken", claim.job,
-                       "" if claim.refused else "claimed", "" if claim.refused else hardware, claim.numbers, note(claim),
+                       "" if claim.refused else "claimed", "" if claim.refused else hardware(claim), claim.numbers, said,
                        claim.runs]
                 writer.writerow(list(map(harmless, row)))
         print(f"{len(claims)} result files of jobs, {sum(bool(claim.refused) for claim in claims)} refused, "
@@ -141,6 +175,11 @@ def claimed(path: Path) -> scale.Claim | None:
         return scale.Claim(**json.loads(path.read_text()))
     except (OSError, ValueError, TypeError):
         return None
+
+
+def hardware(claim: scale.Claim) -> str:
+    """What is known of the hardware that a job had; without exercises on ranks the file names no device."""
+    return ("confirmed" if claim.confirmed else "claimed") + (f": {claim.devices}" if claim.devices else "")
 
 
 def note(claim: scale.Claim) -> str:
@@ -168,7 +207,8 @@ def keep_seed(out: Path, seed: int) -> None:
 def grade(submission: Submission, out: Path, seed: int) -> Graded:
     """Grade one submission and keep the result."""
     verdicts = tuple(safely(exercise, submission, seed) for exercise in of_lesson(submission.lesson))
-    record = {**key(submission, seed), "verdicts": [asdict(verdict) for verdict in verdicts]}
+    record = {**key(submission, seed), "date": submission.path.stat().st_mtime,
+              "verdicts": [asdict(verdict) for verdict in verdicts]}
     with atomic(kept_at(submission, out)) as temporary:
         temporary.write_text(json.dumps(record, indent=1))
     return Graded(submission, verdicts)
@@ -204,12 +244,14 @@ def earlier(out: Path, submissions: Sequence[Submission]) -> list[Graded]:
     return [one for one in found if one.verdicts]
 
 
-def result(path: Path) -> tuple[dict[str, Any], tuple[Verdict, ...]] | None:
+def result(path: Path) -> Kept | None:
     """A kept result, whole, with its verdicts; None if it is missing or damaged."""
     try:
         kept = json.loads(path.read_text())
         verdicts = tuple(Verdict(**{**v, "facts": tuple(Fact(**fact) for fact in v["facts"])}) for v in kept["verdicts"])
-        return {**kept, "learner": str(kept["learner"]), "lesson": str(kept["lesson"])}, verdicts
+        told = {"learner": str(kept["learner"]), "lesson": str(kept["lesson"]), "notebook": str(kept.get("notebook", "")),
+                "date": float(kept.get("date", 0))}
+        return kept | told, verdicts
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -289,8 +331,7 @@ def feedback(learner: str, graded: Sequence[Graded], path: Path, claims: Sequenc
         parts += [present.html(verdict, graded=True) for verdict in one.verdicts]
         for claim in claims:
             if (claim.learner, claim.lesson) == (learner, one.submission.lesson):
-                known = "confirmed" if claim.confirmed else "claimed"
-                state = "not taken in" if claim.refused else f"taken in; {known}: {claim.devices}"
+                state = "not taken in" if claim.refused else f"taken in; {hardware(claim)}"
                 parts.append(f"<p>Result file {escape(present.printable(claim.file))}: {escape(present.printable(state))}. "
                              f"{escape(present.printable(note(claim)))}. {escape(present.printable(claim.numbers))}</p>")
                 parts += [f"<p>{escape(present.printable(claim.runs))}</p>"] if claim.runs else []

@@ -49,13 +49,20 @@ def masters(names: list[str], root: Path = ROOT) -> list[Path]:
 
 
 def build(names: list[str], root: Path = ROOT, force: bool = False) -> None:
-    """Write the notebooks of these lessons, executing those that are stale."""
+    """Write the notebooks of these lessons, executing those that are stale or whose cells somebody edited.
+
+    What nbgrader is told, points among it, is written into the others as they are: their outputs stay.
+    """
     for master in masters(names, root):
         write(learners(master), root / "notebooks" / f"{master.stem}.ipynb")
-        target = root / "solutions" / f"{master.stem}.ipynb"
-        if force or stale(master, target):
+        target, made = root / "solutions" / f"{master.stem}.ipynb", instructors(master)
+        there = None if force or stale(master, target) else cells.load(target)
+        if there is None or texts(there) != texts(made):
             print(f"executing {master.name}", flush=True)
-            write(execute(instructors(master), root / "notebooks"), target)
+            there = execute(made, root / "notebooks")
+        for cell, new in zip(there.cells, made.cells, strict=True):
+            cell.metadata = new.metadata
+        write(there, target)
         print(f"{master.stem}: up to date")
 
 
@@ -67,9 +74,12 @@ def verify(names: list[str], root: Path = ROOT) -> list[str]:
             path = root / folder / f"{master.stem}.ipynb"
             if stale(master, path):
                 found.append(f"{folder}/{path.name} is stale: run `course lessons build {master.stem}`")
-            elif sources(cells.load(path)) != sources(wanted):
+            elif texts(there := cells.load(path)) != texts(wanted):
                 found.append(f"{folder}/{path.name} was edited: edit solutions/{master.name} instead, and run "
                              f"`course lessons build {master.stem}`")
+            elif graded(there) != graded(wanted):
+                found.append(f"{folder}/{path.name} has other points, or other metadata for nbgrader, than its exercises: run "
+                             f"`course lessons build {master.stem}`, which keeps its outputs")
         path = root / "notebooks" / f"{master.stem}.ipynb"
         if path.is_file():
             found += [f"notebooks/{path.name} {leak}" for leak in leaks(cells.load(path), instructors(master))]
@@ -163,9 +173,14 @@ def stale(master: Path, notebook: Path) -> bool:
     return cells.load(notebook).metadata.get("course", {}).get("source") != digest(master)
 
 
-def sources(notebook: Any) -> list[tuple[str, str, dict[str, Any]]]:
-    """What the builder decides about each cell; outputs, which contain timings, are left aside."""
-    return [(cell.cell_type, cell.source, cell.metadata.get("nbgrader", {})) for cell in notebook.cells]
+def texts(notebook: Any) -> list[tuple[str, str]]:
+    """Each cell's kind and source; outputs, which contain timings, are left aside."""
+    return [(cell.cell_type, cell.source) for cell in notebook.cells]
+
+
+def graded(notebook: Any) -> list[dict[str, Any]]:
+    """What nbgrader is told of each cell."""
+    return [cell.metadata.get("nbgrader", {}) for cell in notebook.cells]
 
 
 def leaks(notebook: Any, solved: Any) -> Iterator[str]:

@@ -16,7 +16,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,9 @@ SCHEMA = 1
 SUFFIX = ".result.json"
 LARGEST = 1_000_000                                  # bytes of a result file
 LAPS = 3                                             # of which the median counts
+FORGOTTEN = "no Slurm here knows the job"
+ASKED = ", asked on "
+CONFIRMED = ": confirmed: "                          # so begins what `evidence.judge` says of a run that Slurm knows
 STAMP = "%Y-%m-%dT%H:%M:%S"                          # as Slurm writes times
 
 
@@ -230,6 +233,9 @@ class Claim:
     devices: str = ""
     numbers: str = ""                                # seconds on ranks, and what the learner measured
     runs: str = ""                                   # what is confirmed and what is claimed of the runs that a report names
+    sha: str = ""                                    # of the result file
+    day: str = ""                                    # on which it was judged so
+    place: str = ""                                  # cluster, user and nodes: numbers of jobs are a cluster's own
 
 
 def result_files(folder: Path, learner: str, lesson: str) -> list[Path]:
@@ -264,6 +270,8 @@ def judge(path: Path, learner: str, lesson: str, notebook: Path, verdicts: Seque
         found = {name: dict(result["exercises"][name]) for name in result["exercises"]}
         if stale := [e.name for e in of_lesson(lesson) if e.name not in found or found[e.name].get("version") != e.version]:
             return refused(f"its checks are of another version of the course ({', '.join(stale)}): check the notebook again")
+        if odd := [name for name, one in found.items() if one["passed"] != Verdict(name, held(one["facts"])).passed]:
+            return refused(f"its verdicts contradict its facts, so somebody changed it ({', '.join(odd)})")
         told, about = dict(result["job"] or {}), dict(result["hardware"])
         passed = {verdict.exercise: verdict.passed for verdict in verdicts}
         wrong = tuple(name for name, one in found.items() if one.get("passed") is True and passed.get(name) is False)
@@ -271,9 +279,27 @@ def judge(path: Path, learner: str, lesson: str, notebook: Path, verdicts: Seque
             False, "it was no job of Slurm")
         return Claim(learner, lesson, path.name, "", wrong, confirmed, why, f"{told.get('id', '')}"[:20],
                      "; ".join(map(str, about["devices"]))[:300], numbers(found, dict(result["measured"])),
-                     evidence.judge(result.get("runs", {}), str(told.get("user", "")), lambda n: (described(n), restarts(n))))
+                     evidence.judge(result.get("runs", {}), str(told.get("user", "")), lambda n: (described(n), restarts(n))),
+                     sha256(path), f"{datetime.now():%Y-%m-%d}",
+                     " ".join(str(told.get(name, "")) for name in ("cluster", "user", "nodes"))[:300])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, ArithmeticError):
         return refused("it is damaged: it is no result file of submit/check.sh")
+
+
+def held(facts: Sequence[Mapping[str, Any]]) -> tuple[Fact, ...]:
+    """The facts of a result file."""
+    return tuple(Fact(fact["held"] is True, str(fact["text"])) for fact in facts)
+
+
+def lasting(new: Claim, kept: Claim | None) -> Claim:
+    """A claim with what Slurm confirmed of this very file before it forgot the job."""
+    if new.refused or not kept or not new.sha or new.sha != kept.sha:
+        return new
+    if kept.confirmed and not new.confirmed and new.why == FORGOTTEN:
+        new = replace(new, confirmed=True, day=kept.day, why=f"{kept.why.removesuffix(ASKED + kept.day)}{ASKED}{kept.day}")
+    if kept.runs.count(CONFIRMED) > new.runs.count(CONFIRMED):
+        new = replace(new, runs=kept.runs)
+    return new
 
 
 def numbers(exercises: Mapping[str, Mapping[str, Any]], own: Mapping[Any, Any]) -> str:
@@ -292,7 +318,7 @@ def confirm(told: dict[str, Any]) -> tuple[bool, str]:
     number, checked = int(told["id"]), datetime.strptime(str(told["checked"]), STAMP)
     known = described(number)
     if not known:
-        return False, "no Slurm here knows the job"
+        return False, FORGOTTEN
     begin, end = (datetime.strptime(known[key], STAMP) if known.get(key, "")[:1].isdigit() else None
                   for key in ("StartTime", "EndTime"))
     same = [known.get("NodeList") == told.get("nodes"), known.get("UserId", "").split("(")[0] == told.get("user"),

@@ -54,6 +54,9 @@ def judge(exercise: Exercise, notebook: Any, seed: int, hidden: bool, **how: Any
     answer = cells.definitions(cells.code(notebook), exercise.names)
     if answer.problem:
         return unread(exercise, answer.problem, (GRADED if hidden else LEARNER)[answer.broken], seed)
+    if name := cells.imported(answer, exercise.objects):
+        return unread(exercise, f"{name} is only imported, from the library, where it is blank while your answer is checked",
+                      "write it in the exercise's cell, run the cell, and check again", seed)
     return examine(exercise, answer.pieces, seed, hidden, **how)
 
 
@@ -63,11 +66,18 @@ def of_lesson(lesson: str) -> list[Exercise]:
 
 
 def lesson_of(path: Path, notebook: Any = None) -> str:
-    """The number of the lesson, from the file's name or else from the notebook's metadata; "" if neither says."""
-    if found := LESSON.match(path.stem):
-        return found["lesson"]
+    """The number of the lesson, from the file's name or else from the notebook's metadata; "" if neither says.
+
+    The metadata also win where nothing in the notebook is of the lesson that its name says: somebody misnamed it.
+    """
+    found = LESSON.match(path.stem)
+    named = found["lesson"] if found else ""
     about = notebook.metadata.get("course", {}) if notebook is not None else {}
-    return str(about.get("lesson", "")) if isinstance(about, dict) else ""
+    told = str(about.get("lesson", "")) if isinstance(about, dict) else ""
+    if not named or (of_lesson(told) and not any(cells.defined(cell, exercise.names) for exercise in of_lesson(named)
+                                                 for cell in cells.code(notebook))):
+        return told
+    return named
 
 
 def collect(folder: Path) -> tuple[list[Submission], list[str]]:
@@ -77,22 +87,28 @@ def collect(folder: Path) -> tuple[list[Submission], list[str]]:
     notes: list[str] = []
     newest: dict[tuple[str, str], Submission] = {}
     for path in sorted(notebooks(folder, notes), key=order):
-        learner, lesson = owner(path.relative_to(folder)), lesson_of(path)
-        if not lesson:
-            try:
-                lesson = lesson_of(path, cells.load(path))
-            except CourseError:
-                notes.append(f"{path.relative_to(folder)} cannot be read, and its name says no lesson: left out")
+        name, learner, lesson = path.relative_to(folder), owner(path.relative_to(folder)), lesson_of(path)
+        try:
+            told = lesson_of(path, cells.load(path))
+        except CourseError:
+            told = lesson
+            notes.append(f"{name} cannot be read" + (": all its exercises fail" if lesson else
+                                                     ", and its name says no lesson: left out"))
+            if not lesson:
                 continue
+        if lesson and told != lesson:
+            notes.append(f"{name} is of lesson {told}, as its metadata say, and has no exercise of lesson {lesson}")
+        lesson = told
         if not of_lesson(lesson):
-            notes.append(f"{path.relative_to(folder)} is of no lesson that has exercises: left out")
+            notes.append(f"{name} is of no lesson that has exercises: left out")
             continue
         if earlier := newest.get((learner, lesson)):
-            notes.append(f"{earlier.path.relative_to(folder)} is replaced by the later {path.relative_to(folder)}")
+            notes.append(f"{earlier.path.relative_to(folder)} is replaced by the later {name}")
         newest[learner, lesson] = Submission(learner, lesson, path)
     came = {learner for learner, _ in newest}
     folders = (path.name for path in sorted(folder.iterdir()) if path.is_dir() and not path.name.startswith((".", "__MACOSX")))
-    notes += [f"{learner}: no notebook" for learner in map(owner, (Path(name, "any") for name in folders)) if learner not in came]
+    learners = [owner(Path(name, "any")) for name in folders]
+    notes += [f"{learner}: no notebook of a lesson" for learner in learners if learner not in came]
     return sorted(newest.values(), key=lambda s: (s.learner, s.lesson)), notes
 
 

@@ -4,7 +4,9 @@ import socket
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from course.cli import app
 from course.errors import CourseError
 from course.lab import cluster
 
@@ -30,6 +32,19 @@ def test_ports_are_neighbours_and_free():
         taken.bind(("", first + 1))
         again = cluster.free_ports(3)
         assert not first <= again <= first + 1 and again + 2 != first + 1
+
+
+def test_its_partition_is_that_of_the_site_that_is_rehearsed(monkeypatch, tmp_path):
+    monkeypatch.setattr(cluster, "newer_than_22", lambda: False)
+    monkeypatch.setattr(cluster, "idle", lambda *_: True)
+    monkeypatch.setattr(cluster, "missing", lambda: "")
+    monkeypatch.setattr(cluster.Cluster, "run", lambda *_, **more: "")
+    monkeypatch.setenv("SBATCH_PARTITION", "a100")
+    done = CliRunner().invoke(app, ["cluster", "start", "--folder", str(tmp_path / "slurm")])
+    assert done.exit_code == 0 and "partition a100" in done.stdout
+    assert "PartitionName=a100 Nodes=ALL" in (tmp_path / "slurm/slurm.conf").read_text()
+    with pytest.raises(CourseError, match="cannot be a partition"):
+        cluster.start(tmp_path / "other", partition="a b")
 
 
 def test_a_command_that_hangs_is_told_in_a_sentence(tmp_path):

@@ -2,8 +2,10 @@
 
 import csv
 import json
+import os
 import socket
 from pathlib import Path
+from unittest import mock
 from xml.etree import ElementTree
 
 import pytest
@@ -36,8 +38,9 @@ def test_whose_a_file_is(path, learner):
 def test_collect_takes_the_last_of_each_and_notes_the_rest(tmp_path):
     blank = classroom.notebook("00")
     for path in ("ann_1_7_00_start_here.ipynb", "ann_1_8_00_start_here-1.ipynb", "bob/.ipynb_checkpoints/00_start_here.ipynb",
-                 "bob/work.ipynb", "bob/99_other.ipynb"):
+                 "bob/work.ipynb"):
         classroom.hand_in(tmp_path / path, blank)
+    classroom.hand_in(tmp_path / "bob/99_other.ipynb", classroom.nbformat.v4.new_notebook())
     for name in ("erin/essay", "Al Gore_12_assignsubmission_file_", ".git", "__MACOSX"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "erin/essay/work.pdf").write_text("")
@@ -49,9 +52,22 @@ def test_collect_takes_the_last_of_each_and_notes_the_rest(tmp_path):
     text = "\n".join(notes)
     assert "replaced by the later" in text and "symbolic link" in text and "notes.ipynb cannot be read" in text
     assert "99_other.ipynb is of no lesson" in text and len(notes) == 6
-    assert {"erin: no notebook", "Al Gore_12: no notebook"} < set(notes)
+    assert {"erin: no notebook of a lesson", "Al Gore_12: no notebook of a lesson"} < set(notes)
     with pytest.raises(CourseError, match="not a folder"):
         collect(tmp_path / "nowhere")
+
+
+def test_a_misnamed_notebook_is_of_the_lesson_that_is_in_it_and_a_damaged_one_is_named(tmp_path):
+    classroom.hand_in(tmp_path / "eve/01_baseline_mine.ipynb", classroom.notebook("00"))
+    both = classroom.notebook("00")
+    both.cells += classroom.solved("01").cells                                    # what its name says is in it
+    classroom.hand_in(tmp_path / "fay/01_baseline.ipynb", both)
+    (tmp_path / "gil").mkdir()
+    (tmp_path / "gil/01_baseline.ipynb").write_text("{")
+    found, notes = collect(tmp_path)
+    assert [(one.learner, one.lesson) for one in found] == [("eve", "00"), ("fay", "01"), ("gil", "01")]
+    assert len(notes) == 2 and "01_baseline_mine.ipynb is of lesson 00, as its metadata say" in notes[0]
+    assert "gil/01_baseline.ipynb cannot be read" in notes[1]
 
 
 def test_refuses_to_run_others_code_without_isolation(tmp_path, monkeypatch):
@@ -102,7 +118,9 @@ def test_the_gradebook_of_one_lesson_grows_into_that_of_the_course(tmp_path, mon
     assert {name: (row["points"], row["out_of"]) for name, row in whole.items()} == \
         {"ann": ("9", "9"), "bob": ("2", "9"), "eve": ("7", "9")}
     assert whole["bob"]["01 accumulate (3)"] == "" and whole["eve"]["00 roofline (1)"] == ""
-    grade.main(tmp_path / "00_start_here", out, only=["00"])
+    grade.main(tmp_path / "00_start_here", out, only=["0"])
+    with pytest.raises(CourseError, match="no notebook of lesson 09"):
+        grade.main(tmp_path / "00_start_here", out, only=["9"])
     assert marks(out) == whole
     page = (out / "feedback" / f"{grade.slug('ann')}.html").read_text()
     assert "Lesson 00" in page and "Lesson 01" in page and len(ElementTree.parse(out / "junit.xml").getroot()) == 4
@@ -111,6 +129,27 @@ def test_the_gradebook_of_one_lesson_grows_into_that_of_the_course(tmp_path, mon
     (out / f"results/{grade.slug('bob')}-00.json").unlink()                         # how to forget a mark
     grade.main(tmp_path / "01_baseline", out)
     assert set(marks(out)) == {"ann", "eve"}
+
+
+def test_an_older_notebook_replaces_no_mark_and_a_newer_one_says_so(tmp_path, monkeypatch, capsys):
+    """Between runs only dates tell which is the last; counters begin anew with every folder."""
+    monkeypatch.setattr(grade, "reference", lambda *_: ())
+    monkeypatch.setattr(sandbox, "layers", lambda: sandbox.Layers(True, False))
+    monkeypatch.setattr(grade, "judge", lambda exercise, notebook, *_, **how: grade.Verdict(
+        exercise.name, (grade.Fact("max(" in str(notebook), "it holds"),)))
+    right, blank, out = classroom.solved("00"), classroom.notebook("00"), tmp_path / "out"
+
+    def graded(week: str, content, date: int) -> tuple[str, str]:
+        os.utime(classroom.hand_in(tmp_path / week / "fay/00_start_here.ipynb", content), (date, date))
+        grade.main(tmp_path / week, out)
+        return marks(out)["fay"]["points"], capsys.readouterr().out
+
+    assert graded("week1", right, 2_000_000_000) == ("2", mock.ANY)
+    points, told = graded("week4", blank, 1_577_880_000)
+    assert points == "2" and "00_start_here.ipynb of 2020-01-01" in told and "0 to grade" in told
+    assert "-00.json" in told and "earlier run graded one of 2033-05-18" in told
+    points, told = graded("week5", blank, 2_000_000_100)
+    assert points == "0" and "fay, lesson 00: 0 of 2 points (replaces the notebook of 2033-05-18" in told and "2 -> 0)" in told
 
 
 @pytest.mark.parametrize(("layers", "words"), [

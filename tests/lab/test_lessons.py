@@ -1,6 +1,7 @@
 """One master, two notebooks: what is generated, what is stale, what leaks; and the lessons themselves run."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import nbformat
@@ -103,6 +104,32 @@ def test_an_edited_notebook_is_found(root):
     path.write_text(path.read_text().replace("Some words", "My words"))
     found, = lessons.verify([], root)
     assert "was edited" in found and "solutions/42_answer.py" in found
+
+
+def test_new_points_reach_both_notebooks_and_outputs_stay(root, monkeypatch):
+    put(root)
+    path = root / "solutions/42_answer.ipynb"
+    solved = nbformat.read(path, as_version=4)
+    solved.cells[1].outputs = [nbformat.v4.new_output("stream", text="ran, and measured\n")]
+    lessons.write(solved, path)
+    real, before = lessons.exercises.find, path.read_text()
+    monkeypatch.setattr(lessons, "execute", lambda *_: pytest.fail("nothing that a lesson shows has changed"))
+    lessons.build([], root)
+    assert path.read_text() == before
+    monkeypatch.setattr(lessons.exercises, "find", lambda name: replace(real(name), points=7))
+    assert [line.partition(" has other points")[0] for line in lessons.verify([], root)] == \
+        ["notebooks/42_answer.ipynb", "solutions/42_answer.ipynb"]
+    lessons.build([], root)
+    assert lessons.verify([], root) == [] and "ran, and measured" in path.read_text() and '"points": 7' in path.read_text()
+
+
+def test_an_executed_notebook_that_was_edited_is_made_again(root, monkeypatch):
+    put(root)
+    path = root / "solutions/42_answer.ipynb"
+    path.write_text(path.read_text().replace("Some words", "My words"))
+    monkeypatch.setattr(lessons, "execute", lambda notebook, _: notebook)
+    lessons.build([], root)
+    assert lessons.verify([], root) == []
 
 
 def test_a_missing_notebook_is_stale(root):

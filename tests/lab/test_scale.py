@@ -88,6 +88,15 @@ def test_one_version_of_one_check_is_enough_to_refuse(handed_in):
     assert "(copy-reduce)" in judged(handed_in, exercises=exercises).refused
 
 
+def test_a_verdict_that_contradicts_its_facts_is_refused(handed_in):
+    exercises = json.loads(handed_in[1].read_text())["exercises"]
+    name = scale.with_ranks(handed_in[0])[1]
+    exercises[name]["passed"] = True                 # and the fact that held: false stays
+    assert f"contradict its facts, so somebody changed it ({name})" in judged(handed_in, exercises=exercises).refused
+    exercises[name]["facts"] = []
+    assert "contradict" in judged(handed_in, exercises=exercises).refused
+
+
 @pytest.mark.parametrize("content", ["", "[]", "{", '{"schema": 1}', "[" * 100_000, " " * 2_000_000])
 def test_a_damaged_file_is_refused_and_does_no_harm(handed_in, content):
     notebook, path = handed_in
@@ -127,6 +136,32 @@ def test_a_result_is_found_beside_its_notebook_however_a_platform_names_files(tm
     (path,) = scale.result_files(tmp_path, "bob_4711", "10")
     assert path.name == "bob_4711_816_10_tensor_parallel.result.json"
     assert not scale.result_files(tmp_path, "eve", "10")
+
+
+def test_what_slurm_confirmed_it_may_forget_and_a_job_of_two_learners_is_named(handed_in, tmp_path, monkeypatch):
+    folder, out = handed_in[0].parents[1], tmp_path / "out"
+    shutil.copytree(folder / "ann", folder / "bob")
+    result = json.loads(handed_in[1].read_text()) | {"hardware": {"devices": []}}
+    handed_in[1].write_text(json.dumps(result))
+    graded = [grade.Graded(Submission(name, "10", folder / name / "10_tensor_parallel.ipynb"), ()) for name in ("ann", "bob")]
+
+    def rows(known: tuple[bool, str]) -> list[str]:
+        monkeypatch.setattr(scale, "confirm", lambda told: known)
+        grade.take_in(folder, graded, out)
+        return (out / "claims.csv").read_text().splitlines()[1:]
+
+    for known in ((True, "Slurm knows job 7"), (False, scale.FORGOTTEN), (False, scale.FORGOTTEN)):
+        ann, bob = rows(known)
+        assert ",claimed,confirmed," in ann and ",confirmed: GPU," in bob and "Slurm knows job 7" in ann
+        assert "also claimed by bob" in ann and "also claimed by ann" in bob
+    assert ann.count("asked on") == 1
+    assert all(",confirmed" not in row for row in rows((False, "Slurm's job 7 is another one")))
+    rows((True, "Slurm knows job 7"))
+    handed_in[1].write_text(json.dumps(result | {"measured": {"a": 1}}))          # another file: it says other things of the job
+    ann, bob = rows((False, scale.FORGOTTEN))
+    assert ",confirmed" not in ann and ",confirmed: GPU," in bob
+    handed_in[1].write_text(json.dumps(result | {"job": JOB | {"user": "eve"}}))  # job 7 of another cluster, or of another user
+    assert not any("also claimed" in row for row in rows((False, scale.FORGOTTEN)))
 
 
 @pytest.mark.slow

@@ -28,3 +28,13 @@ def test_a_learners_file_is_told_the_cell_and_the_line(tmp_path):
     found, = check_file(path, ["roofline"], 5, lambda verdict: None)
     assert found.facts[0].text.startswith("the cell with `def roofline_seconds` is not valid Python: line 4, `retrun max")
     assert "hand it in" not in found.hint and "check again" in found.hint
+
+
+def test_an_import_of_the_librarys_own_is_no_answer_and_told_so(monkeypatch):
+    monkeypatch.setattr("course.lab.submissions.examine", lambda *_, **how: "examined")
+    own = "from course.lab.exercises.start import roofline_seconds"
+    found = judge(find("roofline"), classroom.notebook("00", roofline=own), 5, True)
+    assert found.facts[0].text.startswith("roofline_seconds is only imported") and not found.passed
+    for written in (f"{own} as theirs\nroofline_seconds = theirs", f"{own}\n{classroom.answer('roofline')}",
+                    "from mine import roofline_seconds"):
+        assert judge(find("roofline"), classroom.notebook("00", roofline=written), 5, True) == "examined"

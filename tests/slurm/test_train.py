@@ -35,7 +35,7 @@ def test_ranks_on_two_nodes_train_as_one_process_does_and_arguments_arrive_as_th
     for name in (odd.removeprefix("log.name="), "away"):
         close = [abs(a - b) <= 1e-5 * b for a, b in zip(losses(runs / name), losses(alone), strict=True)]
         assert len(close) == 12 and all(close)
-    assert "4 x CPU" in cluster.log(here)
+    assert "4 x CPU" in cluster.log(here) and cluster.log(here).startswith(f"job {here}: nodes n[1-2], tasks on each: 2\n")
 
 
 def test_a_preempted_run_saves_goes_back_into_the_queue_and_resumes_to_the_same_losses(cluster, submit, tiny_run, tmp_path):
