@@ -42,7 +42,9 @@ from course.lab import figures, figures_gpt, figures_plan, planning, widgets
 from course.lab import notebook as lab
 from course.lab.notebook import check
 from course.lab.planning import Rates, Run
-from course.perf import comms, flops, hardware, heldout, kernels, memory, plan, proposal, published, recorded, steptime
+from course.perf import (
+    activations, comms, flops, hardware, heldout, kernels, memory, plan, proposal, published, recorded, steptime,
+)
 
 lab.begin("17")
 h200 = hardware.load("h200")
@@ -234,7 +236,7 @@ fewer = activation_bytes(4096, 4096, 16384, 8, False) / activation_bytes(4096, 4
 lab.beside("times fewer bytes with sequence parallelism, tp = 8", my_times_fewer, fewer, "times", "counted")
 for sp in ("false", "true"):
     c = config.load("gpt-7b", ["model.context=4096", "parallel.tp=8", f"parallel.sp={sp}", "train.global_batch=1"])
-    kept = memory.block(next(memory.ranks(c)))
+    kept = activations.block(next(memory.ranks(c)))
     mine = activation_bytes(4096, 4096, 16384, 8, sp == "true")
     print(f"sp={sp:5}: you count {mine / 1e6:6.1f} MB a block, the library {sum(kept.values()) / 1e6:6.1f} MB")
 
