@@ -108,7 +108,7 @@ def again(runs, first):
 def cause(log: str) -> list[str]:
     """A job's lines from the first that says what is wrong, without the rank that srun puts before them."""
     lines = [line.split(": ", 1)[-1] if line[:1].isdigit() else line for line in log.splitlines()]
-    return [line for line in lines if not line.startswith(("step ", "vit-demo: ", "srun: cluster configuration"))]
+    return [line for line in lines if not line.startswith(("job ", "step ", "vit-demo: ", "srun: cluster configuration"))]
 
 
 def test_without_a_fault_the_run_ends_well(first, runs):
