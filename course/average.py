@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from course import adam
+
 
 class Average:
     """Follows what an optimizer updates, as the last act of each of its steps. values: the average of each parameter."""
@@ -27,8 +29,14 @@ class Average:
             p: p.detach().clone() for group in optimizer.param_groups for p in group["params"]}
         for parameter, value in self.values.items():
             value.grad = parameter.detach()         # the same memory: maximize turns its sign, weight_decay adds the average
-        self.follow = torch.optim.SGD(self.values.values(), 1 - decay, weight_decay=1.0, maximize=True, fused=True)
-        optimizer.register_step_post_hook(self.after)
+        others = list(self.values)
+        if isinstance(optimizer, adam.Adam):        # of large parameters it takes the average along
+            optimizer.values, optimizer.follow = self.values, 1 - decay
+            others = [p for p in others if not adam.by_hand(p)]
+        if others:
+            self.follow = torch.optim.SGD([self.values[p] for p in others], 1 - decay, weight_decay=1.0, maximize=True,
+                                          fused=True)
+            optimizer.register_step_post_hook(self.after)
 
     def after(self, optimizer: Any, *_: Any) -> None:
         """Move towards the weights, unless the optimizer has left them as they were."""

@@ -188,6 +188,9 @@ class Config:
     profile: Profile = field(default_factory=Profile)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     attention: Literal["default", "cudnn", "flash", "efficient", "math"] = "default"     # see course/attention.py
+    # what blocks do between their matmuls, and Adam: as PyTorch or its compiler does it, or by kernels written here, which are
+    # in course/between.py and course/adam.py
+    kernels: Literal["pytorch", "hand"] = "pytorch"
     compile: bool = False                           # torch.compile, see course/compilation.py
     graphs: bool = False                            # capture the step in a CUDA graph
 

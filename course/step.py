@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from course import adam
 from course.average import Average
 from course.config import Config
 from course.data import Batch
@@ -214,8 +215,8 @@ def build_optimizer(parameters: Sequence[nn.Parameter], progress: Progress, conf
     if o.name == "sgd":
         optimizer = torch.optim.SGD(parameters, progress.lr, o.momentum, weight_decay=o.weight_decay, fused=True)
     else:
-        optimizer = torch.optim.Adam(parameters, progress.lr, o.betas, o.eps, o.weight_decay, fused=True,
-                                     capturable=config.graphs)
+        kind = adam.Adam if config.kernels == "hand" else torch.optim.Adam
+        optimizer = kind(parameters, progress.lr, o.betas, o.eps, o.weight_decay, fused=True, capturable=config.graphs)
     if o.ema:
         optimizer.average = Average(optimizer, o.ema)
     return optimizer

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from course import attention, checkpoint, fp8, random, te
+from course import attention, between, checkpoint, fp8, random, te
 from course import config as configuration
 from course.compilation import compile_parts, compile_within, compiled_inside
 from course.config import Config
@@ -85,6 +85,8 @@ def assemble(config: Config, mesh: Mesh) -> Training:
     te.convert(model, config, mesh)
     if config.stream == "narrow":
         narrow(model, config.precision)
+    if config.kernels == "hand":
+        between.fuse(model)
     within = compiled_inside(config)
     if within:
         compile_within(model)

@@ -1,11 +1,11 @@
-"""The three steps that a DiT's block has between its matmuls, unfused and fused: `python -m course.perf.fused FILE`.
+"""A DiT's steps between its matmuls, in PyTorch's kernels, its compiler's and ours: `python -m course.perf.fused FILE`.
 
     modulated LayerNorm                     norm(x) · (1 + scale) + shift
     gate, add and modulated LayerNorm       x + gate · y, and of that the same
     gate and add                            x + gate · y
 
-Each forward and backward, in bf16, with torch.compile and without; on a CPU tiny, with --small. Bytes: what a kernel has to read
-and write at least, in both directions.
+Each forward and backward, in bf16, without torch.compile, with it, and by `course.between`; on a CPU tiny, with --small. Bytes:
+what a kernel has to read and write at least, in both directions. Timed in a CUDA graph, so that no launch is waited for.
 """
 
 import json
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from course import between
 from course.files import atomic
 from course.models.dit import modulate, plain_norm
 from course.parallel import join, leave
@@ -45,6 +46,36 @@ def steps(width: int) -> dict[str, tuple[Step, int]]:
     return {"modulated LayerNorm": (first, 2 + 3), "gate, add, modulated LayerNorm": (second, 4 + 6), "gate, add": (third, 3 + 3)}
 
 
+def by_hand(width: int) -> dict[str, Step]:
+    """The same steps by `course.between`."""
+    eps = plain_norm(width).eps
+
+    def first(x: Tensor, y: Tensor, shift: Tensor, scale: Tensor, gate: Tensor) -> tuple[Tensor, ...]:
+        return between.add_norm(x, None, None, scale, shift, eps, 1.0)[1:]
+
+    def second(x: Tensor, y: Tensor, shift: Tensor, scale: Tensor, gate: Tensor) -> tuple[Tensor, ...]:
+        return between.add_norm(x, y, gate, scale, shift, eps, 1.0)
+
+    def third(x: Tensor, y: Tensor, shift: Tensor, scale: Tensor, gate: Tensor) -> tuple[Tensor, ...]:
+        return (between.Add.apply(x, y, gate),)
+
+    return dict(zip(steps(width), (first, second, third), strict=True))
+
+
+def timed(run: Callable[[], object], device: torch.device) -> float:
+    """Seconds of a step, on a GPU replayed from a CUDA graph."""
+    if device.type == "cpu":
+        return bench.seconds(run, device)
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        for _ in range(3):
+            run()
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return bench.seconds(graph.replay, device)
+
+
 def both_ways(step: Step, inputs: list[Tensor]) -> Callable[[], object]:
     """Forward and backward of a step."""
     grads = [torch.randn_like(out) for out in step(*inputs)]
@@ -63,14 +94,16 @@ def measure(device: torch.device, small: bool) -> list[dict[str, Any]]:
         for name, (step, moves) in steps(width).items():
             inputs = [torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True)
                       for shape in [(samples, tokens, width)] * 2 + [(samples, width)] * 3]
-            eager = bench.seconds(both_ways(step, inputs), device)
+            eager, hand = (timed(both_ways(way, inputs), device) for way in (step, by_hand(width)[name]))
             torch._dynamo.reset()
-            compiled = bench.seconds(both_ways(torch.compile(step, backend=backend), inputs), device)
+            compiled = timed(both_ways(torch.compile(step, backend=backend), inputs), device)
             size = 2 * samples * tokens * width * moves
             rows.append({"case": name, "samples": samples, "tokens": tokens, "dim": width, "eager_ms": 1e3 * eager,
-                         "compiled_ms": 1e3 * compiled, "bytes": size, "gb_per_s": size / compiled / 1e9})
+                         "compiled_ms": 1e3 * compiled, "hand_ms": 1e3 * hand, "bytes": size, "gb_per_s": size / compiled / 1e9,
+                         "hand_gb_per_s": size / hand / 1e9})
             print(f"{name:32s} {samples} x {tokens} x {width}: {1e3 * eager:7.3f} ms, compiled {1e3 * compiled:7.3f} ms, "
-                  f"{rows[-1]['gb_per_s']:6.0f} GB/s", flush=True)
+                  f"{rows[-1]['gb_per_s']:6.0f} GB/s, by hand {1e3 * hand:7.3f} ms, "
+                  f"{rows[-1]['hand_gb_per_s']:6.0f} GB/s", flush=True)
     return rows
 
 
@@ -79,7 +112,8 @@ def main(file: Path, small: bool) -> None:
     world = join("cpu" if small else "auto")
     try:
         found = {**bench.machine(world.device), "command": "python -m course.perf.fused FILE" + " --small" * small,
-                 "meaning": "steps of a DiT's block between matmuls, forward and backward, bf16; bytes: the least to be moved",
+                 "meaning": "steps of a DiT's block between matmuls, forward and backward, bf16, in a CUDA graph; bytes: the least "
+                            "to be moved",
                  "rows": measure(world.device, small)}
     finally:
         leave()

@@ -28,6 +28,7 @@ class Ladder:
 MOCK = ("data.source=mock",)
 FAST = ("precision=bf16", "compile=true")
 NARROW = (*FAST, "stream=narrow")
+HAND = ("kernels=hand", "graphs=true")
 FP8 = ("precision=fp8", "compile=true", "stream=narrow")
 TE = ("precision=fp8", "fp8.by=te", "stream=narrow")
 # 12 layers of width 768 on 256 tokens, one sample: hundreds of kernels, each shorter than its launch
@@ -44,6 +45,7 @@ VIT: dict[str, tuple[str, ...]] = {
     "bf16, on the device": ("precision=bf16", *MOCK),
     "bf16, compiled": (*FAST, *MOCK),
     "bf16, compiled, narrow stream": (*NARROW, *MOCK),
+    "bf16, compiled, narrow stream, kernels by hand": (*NARROW, "kernels=hand", *MOCK),
     "bf16, compiled, in a graph": (*FAST, "graphs=true", *MOCK),
     "bf16, compiled, flash attention": (*FAST, "attention=flash", *MOCK),
     "fp8, compiled": ("precision=fp8", "compile=true", *MOCK),
@@ -69,7 +71,9 @@ for words, preset, batch in (("124M", "gpt-124m", 64), ("350M", "gpt-350m", 32),
     GPT |= {f"{words}: bf16": Rung(preset, ("precision=bf16", *whole)),
             f"{words}: bf16, compiled": Rung(preset, (*FAST, *whole)),
             f"{words}: bf16, compiled, narrow stream": Rung(preset, (*NARROW, *whole)),
+            f"{words}: bf16, compiled, narrow stream, kernels by hand, in a graph": Rung(preset, (*NARROW, *HAND, *whole)),
             f"{words}: fp8, compiled, narrow stream": Rung(preset, (*FP8, *whole)),
+            f"{words}: fp8, compiled, narrow stream, kernels by hand, in a graph": Rung(preset, (*FP8, *HAND, *whole)),
             f"{words}: Hugging Face's GPT-2, bf16, compiled": Rung(preset, whole, "transformers")}
 GPT["124M: bf16, compiled, narrow stream, in a graph"] = Rung("gpt-124m", (*NARROW, "graphs=true", "train.global_batch=64",
                                                                            "train.micro_batch=0"))
@@ -77,6 +81,8 @@ GPT["124M: bf16, compiled, narrow stream, all logits"] = Rung("gpt-124m", (*NARR
                                                                            "train.micro_batch=0"))
 GPT["124M: bf16, compiled, narrow stream, selective recomputation"] = Rung("gpt-124m", (
     *NARROW, "train.recompute=selective", "train.global_batch=64", "train.micro_batch=0"))
+GPT["124M: bf16, compiled, narrow stream, selective recomputation, kernels by hand, in a graph"] = Rung("gpt-124m", (
+    *NARROW, *HAND, "train.recompute=selective", "model.loss_chunk=2048", "train.global_batch=64", "train.micro_batch=0"))
 GPT["124M: bf16, compiled, narrow stream, full recomputation"] = Rung("gpt-124m", (
     *NARROW, "train.recompute=full", "train.global_batch=64", "train.micro_batch=0"))
 GPT["1.3B: fp8 by Transformer Engine"] = Rung("gpt-1.3b", (*TE, "train.global_batch=8", "train.micro_batch=0"))
@@ -88,7 +94,9 @@ for words, preset, batch in (("256 px", "dit-xl", 64), ("512 px", "dit-xl-512", 
             f"{words}: bf16, compiled": Rung(preset, (*FAST, *whole)),
             f"{words}: bf16, compiled, narrow stream": Rung(preset, (*NARROW, *whole)),
             f"{words}: bf16, compiled, narrow stream, flash attention": Rung(preset, (*NARROW, "attention=flash", *whole)),
+            f"{words}: bf16, compiled, narrow stream, kernels by hand, in a graph": Rung(preset, (*NARROW, *HAND, *whole)),
             f"{words}: fp8, compiled, narrow stream": Rung(preset, (*FP8, *whole)),
+            f"{words}: fp8, compiled, narrow stream, kernels by hand, in a graph": Rung(preset, (*FP8, *HAND, *whole)),
             f"{words}: fp8, current scaling, compiled, narrow stream": Rung(preset, (*FP8, "fp8.recipe=current", *whole)),
             f"{words}: fp8 by Transformer Engine": Rung(preset, (*TE, *whole))}
 DIT["256 px: bf16, compiled, narrow stream, no moving average"] = Rung("dit-xl", (*NARROW, "optim.ema=0", "train.global_batch=64",

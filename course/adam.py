@@ -1,0 +1,71 @@
+"""Adam that follows the weights with their average in the same pass, with `kernels=hand`.
+
+It updates parameters as PyTorch's fused Adam does (Kingma and Ba 2014, arXiv:1412.6980) and `course.average` after it, and has
+their states, so that checkpoints of either go on with the other. Large float32 parameters on a GPU have a kernel of their own,
+`adam_kernel.py`; the rest, many and short, are PyTorch's, in a few kernels for all.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.adam import adam
+
+LARGE = 2**18                                       # numbers from which on a parameter's own kernel is worth its launch
+
+
+class Adam(torch.optim.Adam):
+    """PyTorch's fused Adam; of the parameters that are `by_hand` it takes the average along.
+
+    The step sets `grad_scale` and `found_inf`, on the device, as for PyTorch's. values, follow: the average of each parameter
+    and the share of the way to the weights that it goes (`Average` sets them).
+    """
+
+    grad_scale: Tensor
+    found_inf: Tensor
+    values: dict[nn.Parameter, Tensor] | None = None
+    follow = 0.0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:                        # type: ignore[override]
+        """One update of all parameters that have a gradient."""
+        for group in self.param_groups:
+            held = [p for p in group["params"] if p.grad is not None]
+            for p in held:
+                self.begin(p)
+            self.update([p for p in held if by_hand(p)], group)
+            self.rest([p for p in held if not by_hand(p)], group)
+
+    def begin(self, p: nn.Parameter) -> None:
+        """A parameter's states, at its first update: PyTorch's names and formats."""
+        if not self.state[p]:
+            self.state[p] |= {"step": torch.zeros((), dtype=torch.float32, device=p.device), "exp_avg": torch.zeros_like(p),
+                              "exp_avg_sq": torch.zeros_like(p)}
+
+    def update(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
+        """Large parameters, each in one kernel."""
+        if not parameters:
+            return
+        from course import adam_kernel  # imports Triton, which only machines with GPUs have
+
+        steps = [self.state[p]["step"] for p in parameters]
+        torch._foreach_add_(steps, 1 - self.found_inf)
+        for p in parameters:
+            own = self.state[p]
+            adam_kernel.update(p, p.grad.contiguous(), own["exp_avg"], own["exp_avg_sq"],               # type: ignore[union-attr]
+                               self.values[p] if self.values else None, own["step"], group["lr"], self.grad_scale,
+                               self.found_inf, group["betas"], group["eps"], group["weight_decay"], self.follow)
+
+    def rest(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
+        """The others, as PyTorch updates them."""
+        own = [self.state[p] for p in parameters]
+        first, second, steps = ([states[name] for states in own] for name in ("exp_avg", "exp_avg_sq", "step"))
+        if parameters:
+            adam([*parameters], [p.grad for p in parameters], first, second, [], steps, fused=True,     # type: ignore[misc]
+                 grad_scale=self.grad_scale, found_inf=self.found_inf, amsgrad=False, beta1=group["betas"][0],
+                 beta2=group["betas"][1], lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"], maximize=False)
+
+
+def by_hand(p: Tensor) -> bool:
+    """Whether a parameter has a kernel of its own."""
+    return p.is_cuda and p.dtype == torch.float32 and p.numel() >= LARGE and p.is_contiguous()

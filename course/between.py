@@ -1,0 +1,256 @@
+"""What a block does between its matmuls, by hand: add a branch to the stream, and normalise the sum for the next branch.
+
+    z = x + gate · y                                            the residual sum
+    n = (z - mean z) / std z · (offset + weight) + bias         its LayerNorm
+
+gate, weight and bias are a sample's own, (B, D): then this is adaLN, weight its scale and bias its shift, with an offset of 1;
+or weight and bias are a LayerNorm's, (1, D), with an offset of 0, and there is no gate. A block has three such steps: a norm;
+a sum and a norm; a sum.
+
+Nothing here computes much: each step takes as long as its tensors take to read and write. So forward is one pass over x and y
+that writes z and n. Backward is one over the gradients of both, over z and y, that writes those of x and y and adds up those of
+gate, weight and bias. That is what kernels in `between_kernel.py` do on a GPU; here the same is in plain operations, for CPUs.
+
+`fuse` puts them into the blocks of a model, with `kernels=hand`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from course.models import dit, gpt, layers
+from course.models.dit import AdaBlock
+from course.models.layers import Batch, Block
+from course.parallel.tensor import ColumnLinear
+
+
+def add_norm_plain(x: Tensor, y: Tensor | None, gate: Tensor | None, weight: Tensor, bias: Tensor, eps: float, offset: float,
+                   out: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(z, n in the format `out`, and of each token the mean and 1 / std, (B, T)): 2 x (B, T, D), 3 x (B or 1, D).
+
+    Without y z is x, and comes out empty. Sums are in float32, or float64 where x is.
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    z = x
+    if y is not None:
+        z = (x.to(wide) + y.to(wide) * gated(gate, wide)).to(torch.promote_types(x.dtype, y.dtype))     # (B, T, D)
+    spread, mean = torch.var_mean(z.to(wide), -1, correction=0, keepdim=True)           # 2 x (B, T, 1)
+    rstd = (spread + eps).rsqrt()                                                       # (B, T, 1)
+    n = (z.to(wide) - mean) * rstd * (offset + weight[:, None].to(wide)) + bias[:, None].to(wide)       # (B, T, D)
+    return x.new_empty(0) if y is None else z.contiguous(), n.to(out).contiguous(), mean.squeeze(-1), rstd.squeeze(-1)
+
+
+def add_norm_backward_plain(dz: Tensor | None, dn: Tensor | None, z: Tensor | None, y: Tensor | None, gate: Tensor | None,
+                            weight: Tensor | None, mean: Tensor | None, rstd: Tensor | None, offset: float,
+                            to_x: torch.dtype, to_y: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of x and y in the formats `to_x` and `to_y`, and, one under the other, those of weight, bias and gate.
+
+    They follow from those of z and n. Without dn there was no norm: weight and bias have none, and x's is dz. Without a gate
+    there is none of it, and y's is x's. What is not there, or is another, is empty.
+    """
+    given = dn if dn is not None else dz
+    assert given is not None
+    wide, none, sums = torch.promote_types(given.dtype, torch.float32), given.new_empty(0), []
+    grad = torch.zeros_like(given, dtype=wide) if dz is None else dz.to(wide)           # (B, T, D)
+    if dn is not None and z is not None and mean is not None and rstd is not None and weight is not None:
+        over = [0, 1] if len(weight) == 1 else [1]                                      # a weight of all samples, or of each
+        unit = (z.to(wide) - mean[..., None]) * rstd[..., None]                         # (B, T, D)
+        sums = [(dn.to(wide) * unit).sum(over), dn.to(wide).sum(over)]                  # 2 x (B, D) or (D,)
+        out = dn.to(wide) * (offset + weight[:, None].to(wide))                         # (B, T, D)
+        grad = grad + rstd[..., None] * (out - out.mean(-1, keepdim=True) - unit * (out * unit).mean(-1, keepdim=True))
+    dx, dy = none if dn is None else grad.to(to_x).contiguous(), none
+    if gate is not None and y is not None:
+        dy = (grad * gated(gate, wide)).to(to_y).contiguous()                       # (B, T, D)
+        sums.append((grad * y.to(wide)).sum(1))                                         # (B, D)
+    return dx, dy, torch.stack(sums).view(len(sums), -1, given.shape[-1])
+
+
+def gated(gate: Tensor | None, wide: torch.dtype) -> Any:
+    """What to multiply each token of a sample with."""
+    return 1 if gate is None else gate[:, None].to(wide)                                # (B, 1, D)
+
+
+def add_norm_fused(*given: Any) -> tuple[Tensor, ...]:
+    """`add_norm_plain` in one kernel."""
+    from course import between_kernel  # imports Triton, which only machines with GPUs have
+
+    return between_kernel.add_norm(*given)
+
+
+def add_norm_backward_fused(*given: Any) -> tuple[Tensor, ...]:
+    """`add_norm_backward_plain` in one kernel, and a sum of the programs' parts."""
+    from course import between_kernel
+
+    return between_kernel.add_norm_backward(*given)
+
+
+def gelu_plain(x: Tensor, tanh: bool) -> Tensor:
+    """GELU, exact or its approximation through tanh."""
+    return nn.functional.gelu(x, approximate="tanh" if tanh else "none").contiguous()
+
+
+def gelu_backward_plain(x: Tensor, dy: Tensor, tanh: bool) -> tuple[Tensor, Tensor]:
+    """The gradient of x, (..., F), from that of its GELU, and its sum over all but the last dim, (F,) in float32 or 64."""
+    dx = torch.ops.aten.gelu_backward(dy, x, approximate="tanh" if tanh else "none").contiguous()
+    return dx, dx.flatten(0, -2).sum(0, dtype=torch.promote_types(x.dtype, torch.float32))
+
+
+def gelu_fused(x: Tensor, tanh: bool) -> Tensor:
+    """`gelu_plain` in one kernel."""
+    from course import between_kernel
+
+    return between_kernel.gelu(x, tanh)
+
+
+def gelu_backward_fused(x: Tensor, dy: Tensor, tanh: bool) -> tuple[Tensor, Tensor]:
+    """`gelu_backward_plain` in one kernel, and a sum of the programs' parts."""
+    from course import between_kernel
+
+    return between_kernel.gelu_backward_(x, dy, tanh)
+
+
+# operators of PyTorch's, so that torch.compile takes each as it is: one for each device, and the plain one tells their shapes
+torch.library.define("course::add_norm", "(Tensor x, Tensor? y, Tensor? gate, Tensor weight, Tensor bias, float eps, "
+                     "float offset, ScalarType out) -> (Tensor, Tensor, Tensor, Tensor)")
+torch.library.define("course::add_norm_backward", "(Tensor? dz, Tensor? dn, Tensor? z, Tensor? y, Tensor? gate, Tensor? weight, "
+                     "Tensor? mean, Tensor? rstd, float offset, ScalarType to_x, ScalarType to_y) -> (Tensor, Tensor, Tensor)")
+torch.library.define("course::gelu", "(Tensor x, bool tanh) -> Tensor")
+torch.library.define("course::gelu_backward", "(Tensor x, Tensor dy, bool tanh) -> (Tensor, Tensor)")
+for name, plain, kernel in (("course::add_norm", add_norm_plain, add_norm_fused),
+                            ("course::add_norm_backward", add_norm_backward_plain, add_norm_backward_fused),
+                            ("course::gelu", gelu_plain, gelu_fused),
+                            ("course::gelu_backward", gelu_backward_plain, gelu_backward_fused)):
+    torch.library.impl(name, "cpu", plain)
+    torch.library.impl(name, "cuda", kernel)
+    torch.library.register_fake(name, plain)
+
+
+class AddNorm(Function):
+    """(z, n) as above | the gradients of all that they are of. Without y z is x, whose gradient from elsewhere is added here."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor | None, gate: Tensor | None, weight: Tensor, bias: Tensor, eps: float,
+                offset: float, out: torch.dtype) -> tuple[Tensor, Tensor]:
+        z, n, mean, rstd = torch.ops.course.add_norm(x, y, gate, weight, bias, eps, offset, out)
+        z = x.view_as(x) if y is None else z                            # (B, T, D)
+        ctx.save_for_backward(z, y if gate is not None else None, gate, weight, mean, rstd)
+        ctx.offset, ctx.kinds = offset, [x.dtype, x.dtype if y is None else y.dtype]
+        ctx.kind_of_bias, ctx.has_y = bias.dtype, y is not None
+        return z, n
+
+    @staticmethod
+    def backward(ctx: Any, dz: Tensor | None, dn: Tensor | None) -> tuple[Tensor | None, ...]:
+        z, y, gate, weight, mean, rstd = ctx.saved_tensors
+        dx, dy, sums = torch.ops.course.add_norm_backward(dz, dn, z, y, gate, weight, mean, rstd, ctx.offset, *ctx.kinds)
+        if gate is None:
+            dy = dx.to(ctx.kinds[1]) if ctx.has_y else None
+        return (dx, dy, None if gate is None else sums[2].to(gate.dtype), sums[0].to(weight.dtype),
+                sums[1].to(ctx.kind_of_bias), None, None, None)
+
+
+class Add(Function):
+    """x + gate · y | the gradients of all three: (B, T, D) twice, (B, D)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
+        ctx.save_for_backward(y, gate)
+        ctx.kinds = [x.dtype, y.dtype]
+        return x + gate[:, None] * y                                    # (B, T, D)
+
+    @staticmethod
+    def backward(ctx: Any, dz: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        y, gate = ctx.saved_tensors
+        _, dy, sums = torch.ops.course.add_norm_backward(dz, None, None, y, gate, None, None, None, 1.0, *ctx.kinds)
+        return dz.to(ctx.kinds[0]), dy, sums[0].to(gate.dtype)
+
+
+class Gelu(Function):
+    """GELU(x) | the gradients of x and of a bias that is already in x, (F,): the sum of x's over all tokens, in the same pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.tanh, ctx.bias = tanh, None if bias is None else bias.dtype
+        return torch.ops.course.gelu(x, tanh)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        dx, dbias = torch.ops.course.gelu_backward(ctx.saved_tensors[0], dy, ctx.tanh)
+        return dx, dbias.to(ctx.bias) if ctx.bias else None, None
+
+
+def add_norm(x: Tensor, y: Tensor | None, gate: Tensor | None, weight: Tensor, bias: Tensor, eps: float,
+             offset: float) -> tuple[Tensor, Tensor]:
+    """(z, n) as above, (B, T, D), n in the format of the matmul that takes it: (B, T, D) twice, (B or 1, D) three times."""
+    kind = x.device.type
+    out = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    return AddNorm.apply(x, y, gate, weight, bias, eps, offset, out)
+
+
+def ada_forward(block: AdaBlock, x: Tensor, c: Tensor) -> Tensor:       # (B, T, D), (B, D)
+    """`AdaBlock.forward` with its steps fused."""
+    shift1, scale1, gate1, shift2, scale2, gate2 = block.ada(nn.functional.silu(c)).chunk(6, 1)         # 6 x (B, D)
+    x, n = add_norm(x, None, None, scale1, shift1, block.norm1.eps, 1.0)                # (B, T, D) twice
+    x, n = add_norm(x, block.attn(n), gate1, scale2, shift2, block.norm2.eps, 1.0)      # (B, T, D) twice
+    return Add.apply(x, block.mlp(n), gate2)                                            # (B, T, D)
+
+
+def vit_forward(block: Block, x: Tensor, batch: Batch) -> Tensor:       # (B, T, D)
+    """`layers.Block.forward` with its norms fused with what is around them."""
+    def normed(x: Tensor, y: Tensor | None, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
+        return add_norm(x, y, None, norm.weight[None], norm.bias[None], norm.eps, 0.0)
+
+    x, n = normed(x, None, block.norm1)                                                 # (B, T, D) twice
+    x, n = normed(x, block.path1(block.drop1(block.attn(n), batch), batch), block.norm2)
+    return x + block.path2(block.drop2(block.mlp(n), batch), batch)                     # (B, T, D)
+
+
+def gpt_forward(block: gpt.Block, x: Tensor, batch: Batch) -> Tensor:    # (B, T, D)
+    """`gpt.Block.forward` with its norms fused with what is around them."""
+    def normed(x: Tensor, y: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
+        return add_norm(x, y, None, norm.weight[None], norm.bias[None], norm.eps, 0.0)
+
+    x, n = normed(x, None, block.norm1)                                                 # (B, T, D) twice
+    x, n = normed(x, block.drop1(block.attn(n, batch), batch), block.norm2)
+    return x + block.drop2(block.mlp(n), batch)                                         # (B, T, D)
+
+
+class BiasApart(nn.Module):
+    """The product of a linear, `matmul`; the gradient of its bias is computed elsewhere."""
+
+    def __init__(self, matmul: Callable[..., Tensor]):
+        super().__init__()
+        self.matmul = matmul
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:                 # (..., K) -> (..., N)
+        return self.matmul(x, weight, None if bias is None else bias.detach())
+
+
+def mlp_forward(mlp: Any, x: Tensor) -> Tensor:                         # (B, T, D)
+    """An MLP with GELU, whose backward also gives the gradient of the bias before it."""
+    up, tanh = mlp.up, isinstance(mlp, dit.MLP) or getattr(mlp, "approximate", "") == "tanh"
+    bias = up.bias if isinstance(up.matmul, BiasApart) else None
+    return mlp.down(Gelu.apply(up(x), bias, tanh))                      # (B, T, D)
+
+
+FUSED: dict[type, Callable[..., Tensor]] = {AdaBlock: ada_forward, Block: vit_forward, gpt.Block: gpt_forward}
+
+
+def fuse(model: Any) -> nn.Module:
+    """Let the blocks of a model compute so, after it is cut and before they are compiled or checkpointed.
+
+    Blocks of other kinds, those whose norms are no LayerNorms, and MLPs of other kinds stay as they are.
+    """
+    for block in model.blocks.values():
+        fused = FUSED.get(type(block))
+        if fused is not None and all(type(norm) is nn.LayerNorm for norm in (block.norm1, block.norm2)):
+            block.forward = fused.__get__(block)
+        mlp: Any = getattr(block, "mlp", None)
+        if type(mlp) in (layers.MLP, dit.MLP, layers.GeluMLP):
+            if type(mlp.up) in (layers.Linear, ColumnLinear) and mlp.up.bias is not None:
+                mlp.up.matmul = BiasApart(mlp.up.matmul)
+            mlp.forward = mlp_forward.__get__(mlp)
+    return model

@@ -1,0 +1,84 @@
+"""The steps between a block's matmuls, fused: what they compute, and blocks and whole trainings with them."""
+
+from unittest import mock
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from course import between, config, models
+from course.parallel import build_mesh, join
+from course.train import assemble
+from tests.test_compilation import losses_and_graphs
+
+torch.manual_seed(0)
+
+
+def drawn(*shape):
+    return torch.randn(shape, dtype=torch.float64, requires_grad=True)
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+@pytest.mark.parametrize("branch", ["none", "plain", "gated"])
+def test_the_sum_and_its_norm_are_the_formulas_and_so_are_their_gradients(samples, branch):
+    x, weight, bias, offset = drawn(3, 5, 8), drawn(samples, 8), drawn(samples, 8), float(samples > 1)
+    y, gate = drawn(3, 5, 8) if branch != "none" else None, drawn(3, 8) if branch == "gated" and samples > 1 else None
+    given = [t for t in (x, y, gate, weight, bias) if t is not None]
+    whole = x if y is None else x + (y if gate is None else gate[:, None] * y)
+    normed = F.layer_norm(whole, (8,), eps=1e-5) * (offset + weight[:, None]) + bias[:, None]
+    z, n = between.add_norm(x, y, gate, weight, bias, 1e-5, offset)
+    torch.testing.assert_close((z, n), (whole, normed), rtol=1e-12, atol=1e-12)
+    to_z, to_n = torch.randn_like(z), torch.randn_like(n)
+    wanted = torch.autograd.grad((whole, normed), given, (to_z, to_n))
+    torch.testing.assert_close(torch.autograd.grad((z, n), given, (to_z, to_n)), wanted, rtol=1e-11, atol=1e-12)
+
+
+def test_the_last_sum_has_the_gradients_of_its_formula():
+    x, y, gate = drawn(3, 5, 8), drawn(3, 5, 8), drawn(3, 8)
+    z, to_z = between.Add.apply(x, y, gate), torch.randn(3, 5, 8, dtype=torch.float64)
+    torch.testing.assert_close(z, x + gate[:, None] * y)
+    wanted = torch.autograd.grad(x + gate[:, None] * y, (x, y, gate), to_z)
+    torch.testing.assert_close(torch.autograd.grad(z, (x, y, gate), to_z), wanted)
+
+
+def test_the_norm_is_in_the_format_of_the_matmul_that_takes_it():
+    x, weight = torch.randn(2, 3, 8), torch.ones(1, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        z, n = between.add_norm(x, x.bfloat16(), None, weight, weight, 1e-5, 0.0)
+    assert z.dtype == torch.float32 and n.dtype == torch.bfloat16
+
+
+SETTINGS = {"vit": ("vit-demo", "model.depth=3", "model.dropout=0.1", "model.drop_path=0.1"),
+            "gpt": ("gpt-124m", "model.vocab=64", "model.context=16", "model.dim=32", "model.depth=3", "model.heads=2",
+                    "model.dropout=0.1"),
+            "dit": ("dit-xl", "model.latent=[4,8,8]", "model.dim=32", "model.depth=3", "model.heads=2", "optim.ema=0")}
+
+
+def losses(kind, *settings):
+    preset, *changes = SETTINGS[kind]
+    c = config.load(preset, [*changes, "data.source=mock", "precision=fp64", "train.device=cpu", "train.global_batch=2",
+                             "train.micro_batch=0", "optim.schedule=constant", "optim.warmup=0", "optim.lr=1e-2", *settings])
+    training = assemble(c, build_mesh(c.parallel, join("cpu")))
+    batch = {name: x.double() if x.is_floating_point() else x
+             for name, x in training.model.example(2, torch.device("cpu")).items()}
+    return [training.step(batch)[0].item() for _ in range(4)]
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_training_is_the_same(kind, recompute):
+    with mock.patch("course.between.add_norm", wraps=between.add_norm) as called:
+        mine = losses(kind, "kernels=hand", f"train.recompute={recompute}")
+    assert called.call_count >= 2 * 3 * 4           # two a block and step
+    assert mine == pytest.approx(losses(kind), rel=1e-11) and mine[0] != pytest.approx(mine[-1], rel=1e-3)
+
+
+def test_all_blocks_run_the_code_of_the_first_when_compiled():
+    (eager, _), (compiled, graphs) = losses_and_graphs("kernels=hand"), losses_and_graphs("kernels=hand", "compile=true")
+    assert compiled == pytest.approx(eager, rel=1e-12) and graphs == 4
+
+
+def test_blocks_whose_norms_are_others_stay_as_they_are():
+    c = config.load("gpt-124m", ["model.norm=rms", "model.depth=1", "model.dim=32", "model.heads=2", "model.vocab=64"])
+    block = between.fuse(models.build_model(c.model)).blocks["0"]
+    assert "forward" not in vars(block)
