@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from torch import nn
 
 from course.errors import CourseError
 from course.parallel.context import GroupedAllToAllAttend
 from course.parallel.mesh import Axis
-from course.parallel.sequence import SplitTokens, enter
+from course.parallel.sequence import SplitTokens, at_seam, enter, fill
 
 TWO = Axis("cp", 2, 1, (0, 1))
 PLAN = {"position": "context", "frames": "context", "target": "context"}
@@ -27,6 +28,19 @@ def test_all_that_is_cut_has_the_tokens_of_position():
     assert cut["frames"].tolist() == [list(range(6, 12))] * 3 and cut["image"].shape == (3, 16)
     with pytest.raises(CourseError, match=r"token_plan cuts frames of 16 tokens as position of 12.*leave it out of token_plan"):
         split().cut(batch(position=12, frames=16))
+
+
+class Sum(nn.Module):
+    seam = "total"
+
+
+def test_a_module_at_a_seam_has_a_name_for_each_place_in_which_it_stands():
+    """As surgery needs it, which puts something in each of them; a module without a seam, or at another one, is none of them."""
+    total = Sum()
+    model = nn.ModuleDict({"one": nn.Sequential(nn.Linear(2, 2), total), "two": nn.Sequential(total)})
+    assert at_seam(model, "total") == {"one.1": total, "two.0": total} and not at_seam(model, "attend")
+    fill(model, "total", lambda old: nn.Identity())
+    assert not at_seam(model, "total") and model["one"][1] is model["two"][0]
 
 
 def test_padding_is_for_causal_attention_alone():
