@@ -3,7 +3,7 @@
     default     PyTorch's order of preference: on Hopper cuDNN's, else flash
     cudnn       cuDNN's fused attention, 16 bits
     flash       FlashAttention-2 (Dao 2023, arXiv:2307.08691), 16 bits; on a CPU PyTorch's own kernel of that kind, any format
-    efficient   memory-efficient attention (Rabe and Staats 2021, arXiv:2112.05682), on GPUs
+    efficient   memory-efficient attention (Rabe and Staats 2021, arXiv:2112.05682), on GPUs; in 16 bits no groups of heads
     math        plain matmuls and a softmax: the scores are in memory, (B, h, T, T)
 """
 

@@ -375,6 +375,7 @@ def check(config: Config) -> Config:
         raise CourseError(f"parallel.zero=true has buckets of its own: use parallel.data=bucketed, not {p.data}")
     if config.model.kind == "gpt":
         check_groups(config.model, p)
+        check_efficient(config.model, config)
     if config.precision == "fp8":
         check_fp8(config)
     if config.stream == "narrow" and config.precision not in LOW:
@@ -457,6 +458,18 @@ def check_groups(c: GPTConfig, p: Parallel) -> None:
         who = f"parallel.tp={p.tp}" + (f" times parallel.cp={p.cp} of context=all_to_all" if ulysses > 1 else "")
         raise CourseError(f"{who} does not divide model.kv_heads={c.kv_heads} (of model.heads={c.heads}), and each rank needs "
                           f"whole ones: choose divisors of {c.kv_heads}" + (", or parallel.context=ring" if ulysses > 1 else ""))
+
+
+def check_efficient(c: GPTConfig, config: Config) -> None:
+    """Refuse PyTorch's memory-efficient attention of grouped heads: it knows none, and in 16 bits `attend` spreads none.
+
+    A ring computes its blocks by other kernels (course/parallel/blocks.py).
+    """
+    p = config.parallel
+    ring = p.cp > 1 and p.context == "ring"
+    if config.attention == "efficient" and c.groups != c.heads and config.precision in LOW and not ring:
+        raise CourseError(f"attention=efficient knows no groups of heads in {config.precision}, and model.kv_heads={c.kv_heads} "
+                          f"of model.heads={c.heads} makes some: use attention=default, cudnn or flash")
 
 
 def check_model(c: ViTConfig | GPTConfig | DiTConfig) -> None:

@@ -222,6 +222,7 @@ def resume(run: Path, training: Training) -> tuple[int, int]:
     if found and not config.checkpoint.resume:
         raise CourseError(f"{run} exists and checkpoint.resume=false: choose another log.name, or remove the folder")
     if found:
+        check_state(*found, training.progress)
         checkpoint.load(*found, training.model, training.optimizer)
         training.scaling.restore(checkpoint.read_more(*found, training.scaling.state()))
     if not found:
@@ -234,6 +235,13 @@ def resume(run: Path, training: Training) -> tuple[int, int]:
     for change in configuration.differences(index["config"], configuration.as_plain(config)):
         speak(mesh, f"  changed since then: {change}")
     return index["state"]["step"], index["state"]["samples"]
+
+
+def check_state(path: Path, index: dict[str, Any], progress: Progress) -> None:
+    """Raise `CourseError` if a checkpoint does not say all that a run goes on from, as one of an older version may not."""
+    if missing := [name for name in (*progress.state(), "samples") if name not in index["state"]]:
+        raise CourseError(f"the state in {path}/index.json says nothing of {', '.join(missing)}, so another version wrote it: go "
+                          "on with that version, or start again under another log.name")
 
 
 def compare_files(config: Config, before: dict[str, int]) -> None:

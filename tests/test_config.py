@@ -102,6 +102,8 @@ def test_save_and_load_give_the_same(tmp_path, preset):
     ("gpt-demo", "model.kv_heads=3", ["model.heads=4 is not divisible by model.kv_heads=3"]),
     ("gpt-demo", "model.heads=64 model.position=rotary", ["heads of 1 have an odd one"]),
     ("gpt-demo", "model.kv_heads=2 parallel.tp=4", ["parallel.tp=4 does not divide model.kv_heads=2 (of model.heads=4)"]),
+    ("gpt-demo", "attention=efficient model.kv_heads=2 precision=bf16",
+     ["attention=efficient knows no groups of heads in bf16, and model.kv_heads=2 of model.heads=4 makes some", "flash"]),
     ("gpt-demo", "model.kv_heads=2 parallel.tp=2 parallel.cp=2 parallel.context=all_to_all",
      ["parallel.tp=2 times parallel.cp=2 of context=all_to_all does not divide model.kv_heads=2", "parallel.context=ring"]),
     ("gpt-demo", "model.mlp_width=-1", ["model.mlp_width=-1 is negative"]),
@@ -125,6 +127,12 @@ def test_bad_settings_are_explained(preset, override, words):
         config.load(preset, override.split())
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("fits", ["model.kv_heads=2 precision=tf32", "model.kv_heads=4 precision=bf16", "precision=bf16",
+                                  "model.kv_heads=2 precision=bf16 parallel.cp=2 parallel.context=ring"])
+def test_efficient_attention_is_refused_for_groups_in_16_bits_alone(fits):
+    assert config.load("gpt-demo", ["attention=efficient", *fits.split()]).attention == "efficient"
 
 
 @pytest.mark.parametrize("text", ["train: [", "- a\n- b", "base: base.yaml", "\x00"])

@@ -98,6 +98,21 @@ def test_an_old_run_is_never_overwritten(tiny):
     assert (folder / "config.yaml").read_text() == before
 
 
+@pytest.mark.parametrize(("lost", "sentence"), [
+    (("good_steps", "samples"), r"step_000012/index\.json says nothing of good_steps, samples, so another version wrote it"),
+    ((), "every checkpoint in .* is damaged: restore one, or start again")])
+def test_a_checkpoint_of_a_version_that_knew_less_is_not_gone_on_from(tiny, lost, sentence):
+    """It has no checksum of its index, either. lost: what its state lacks; (): there is none."""
+    folder = run([*tiny, "checkpoint.keep=1"])
+    file = folder / "checkpoints" / "step_000012" / "index.json"
+    index = json.loads(file.read_text())
+    for name in lost or ("state",):
+        del (index["state"] if lost else index)[name]
+    file.write_text(json.dumps({key: value for key, value in index.items() if key != "sha256"}))
+    with pytest.raises(CourseError, match=sentence):
+        run([*tiny, "train.steps=14"])
+
+
 def test_ten_bad_steps_in_a_row_stop_the_run(tiny, own_data):
     with h5py.File(own_data / "train" / "1979.h5", "r+") as file:
         file["fields"][:, 3] = float("nan")

@@ -154,13 +154,14 @@ def definitions(cells: Iterable[str], wanted: Sequence[str]) -> Answer:
 
 
 def imported(answer: Answer, objects: Sequence[str]) -> str:
-    """Which of these objects of the library (dotted names) an answer takes from there and does not write; "" if none."""
+    """What is wrong with an answer that takes one of these objects (dotted names) from the library; "" if it writes them all."""
     bound: dict[str, str] = {}                       # a name to what it was bound to last: an object of the library, or ""
     for node in ast.parse(answer.source).body:
         bound |= dict.fromkeys(binds(node), "")
         if isinstance(node, ast.ImportFrom) and not node.level:
             bound |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
-    return next((name for name in objects if bound.get(name.rpartition(".")[2]) == name), "").rpartition(".")[2]
+    name = next((name for name in objects if bound.get(name.rpartition(".")[2]) == name), "").rpartition(".")[2]
+    return f"{name} is only imported, from the library, where it is blank while your answer is checked" if name else ""
 
 
 def called(cell: str, wanted: Sequence[str]) -> str:

@@ -22,6 +22,7 @@ from course.lab import exercise as exercises
 RESULTS = blank.PACKAGE / "perf" / "results"
 MISSING = "write the cell of the exercise, run it, then this one"
 BROKEN = "mend that line, run the cell, then this one"
+IMPORTED = "define it in this notebook, in the exercise's cell, instead of importing it; run that cell, then this one"
 _passed: set[str] = set()                            # exercises, since the kernel was started
 BUILDING = "COURSE_BUILDS_LESSONS"                   # set while the builder executes a lesson
 
@@ -58,6 +59,8 @@ def check(name: str, seed: int | None = None) -> None:
     answer = cells.definitions(written(), exercise.names)
     if answer.problem:
         verdict = checks.unread(exercise, answer.problem, BROKEN if answer.broken else MISSING)
+    elif problem := cells.imported(answer, exercise.objects):
+        verdict = checks.unread(exercise, problem, IMPORTED)
     else:
         verdict = checks.examine(exercise, answer.pieces, secrets.randbits(31) if seed is None else seed)
     display({"text/html": present.html(verdict)}, present.text(verdict, sys.stdout.isatty()))

@@ -54,9 +54,8 @@ def judge(exercise: Exercise, notebook: Any, seed: int, hidden: bool, **how: Any
     answer = cells.definitions(cells.code(notebook), exercise.names)
     if answer.problem:
         return unread(exercise, answer.problem, (GRADED if hidden else LEARNER)[answer.broken], seed)
-    if name := cells.imported(answer, exercise.objects):
-        return unread(exercise, f"{name} is only imported, from the library, where it is blank while your answer is checked",
-                      "write it in the exercise's cell, run the cell, and check again", seed)
+    if problem := cells.imported(answer, exercise.objects):
+        return unread(exercise, problem, "write it in the exercise's cell, run the cell, and check again", seed)
     return examine(exercise, answer.pieces, seed, hidden, **how)
 
 

@@ -16,7 +16,7 @@ from course.errors import CourseError
 from course.parallel import mappings
 from course.parallel.placement import placement
 from course.parallel.ring import RingAttend
-from course.parallel.sequence import SplitTokens, fill
+from course.parallel.sequence import SplitTokens, at_seam, fill
 
 
 class GatherAttend(nn.Module):
@@ -109,5 +109,4 @@ def context_parallel(model: nn.Module, tokens: SplitTokens, method: str) -> nn.M
 
 def needs_zigzag(model: nn.Module, method: str) -> bool:
     """Causal attention is balanced by a zigzag; all_to_all has all tokens of a head anyway."""
-    return method != "all_to_all" and any(getattr(module, "seam", None) == "attend" and module.causal
-                                          for module in model.modules())
+    return method != "all_to_all" and any(module.causal for module in at_seam(model, "attend").values())

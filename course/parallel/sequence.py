@@ -112,27 +112,31 @@ def split_tokens(model: nn.Module, cp: Axis, tp: Axis, zigzag: bool, overlap: st
     """Cut what the model's `token_plan` names over cp, and over tp if that is an axis of more than one rank."""
     plan: Mapping[str, str] = model.token_plan      # type: ignore[assignment]
     tokens = SplitTokens(plan, cp, tp, zigzag, overlap)
-    tokens.hides = all(module.causal for module in model.modules() if getattr(module, "seam", None) == "attend")
+    tokens.hides = all(module.causal for module in at_seam(model, "attend").values())
     model.tokens = tokens
     total = SplitTotal(cp, tp if plan["target"] == "sequence" else Axis("tp"))
     fill(model, "total", lambda old: total)
     return tokens
 
 
+def at_seam(model: nn.Module, seam: str) -> dict[str, nn.Module]:
+    """The modules at the named seam, by name; one that stands in several places has several names."""
+    return {name: module for name, module in model.named_modules(remove_duplicate=False) if getattr(module, "seam", None) == seam}
+
+
 def fill(model: nn.Module, seam: str, make: Callable[[nn.Module], nn.Module]) -> None:
     """Put `make(module)` in the place of every module at the named seam, one for each module, wherever that is used."""
     made: dict[nn.Module, nn.Module] = {}
-    for name, module in list(model.named_modules(remove_duplicate=False)):
-        if getattr(module, "seam", None) == seam:
-            owner, _, leaf = name.rpartition(".")
-            if module not in made:
-                made[module] = make(module)
-            setattr(model.get_submodule(owner), leaf, made[module])
+    for name, module in at_seam(model, seam).items():
+        owner, _, leaf = name.rpartition(".")
+        if module not in made:
+            made[module] = make(module)
+        setattr(model.get_submodule(owner), leaf, made[module])
 
 
 def require(model: nn.Module, seam: str, why: str) -> None:
     """Raise `CourseError` if no module is at the named seam; why: what would come of it, and what to do."""
-    if not any(getattr(module, "seam", None) == seam for module in model.modules()):
+    if not at_seam(model, seam):
         raise CourseError(f'{type(model).__name__} has no module whose `seam` is "{seam}": {why}')
 
 

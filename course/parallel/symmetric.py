@@ -13,6 +13,7 @@ from torch.autograd import Function
 
 from course.parallel import mappings, overlap
 from course.parallel.mesh import Axis, group_of
+from course.parallel.sequence import whole_samples
 
 
 class GatherLinear(Function):
@@ -67,8 +68,8 @@ def gather_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, n:
     """Column linear of gathered tokens, (B, T/tp, D) -> (B, T, F/tp); n = T. Bias may be None."""
     if not x.is_cuda or n % axis.size:
         return overlap.gather_linear(x, weight, bias, axis, n)
+    x, weight, bias = overlap.cast(whole_samples(x), weight, bias)
     operators()
-    x, weight, bias = overlap.cast(x, weight, bias)
     with torch.autocast(x.device.type, enabled=False):                  # it would widen the sums of symmetric memory
         return GatherLinear.apply(x, weight, bias, axis)
 

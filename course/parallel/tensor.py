@@ -14,7 +14,7 @@ from course.errors import CourseError
 from course.parallel import overlap, symmetric
 from course.parallel.mesh import Axis
 from course.parallel.placement import cut, place, placement
-from course.parallel.sequence import SplitTokens, enter, fill, leave, matmul_of, require
+from course.parallel.sequence import SplitTokens, at_seam, enter, fill, leave, matmul_of, require
 from course.parallel.vocabulary import VocabularyCrossEntropy, VocabularyEmbedding, VocabularyEnter, VocabularyHead
 
 
@@ -146,8 +146,8 @@ def planned(model: Any, name: str) -> str | None:
 def check_plan(model: Any, sp: bool) -> None:
     """Raise `CourseError` if an entry of the `tensor_plan` fits nothing, or if what the entries need is missing in the model."""
     kind, plan = type(model).__name__, model.tensor_plan
-    modules = dict(model.named_modules(remove_duplicate=False))
-    linears = {name: planned(model, name) for name, module in modules.items() if isinstance(module, (nn.Linear, nn.Embedding))}
+    linears = {name: planned(model, name) for name, module in model.named_modules(remove_duplicate=False)
+               if isinstance(module, (nn.Linear, nn.Embedding))}
     for end in plan:
         if not any(name.endswith(end) for name in linears):
             raise CourseError(f'"{end}" in {kind}.tensor_plan fits no nn.Linear or nn.Embedding of the model: correct the '
@@ -157,8 +157,8 @@ def check_plan(model: Any, sp: bool) -> None:
                 "through course.models.gpt.Enter")
         require(model, "cross_entropy", "the loss would see one rank's part of the vocabulary; compute it in "
                 "course.models.gpt.CrossEntropy")
-    for name, module in modules.items():
-        if sp and getattr(module, "seam", None) == "attend" and "column" not in around(name, linears):
+    for name in at_seam(model, "attend") if sp else ():
+        if "column" not in around(name, linears):
             raise CourseError(f'{kind}.tensor_plan calls no linear beside {name} "column", so with parallel.sp=true that would '
                               "see the tokens of one rank alone: name its linears in the plan, or use parallel.sp=false")
 

@@ -221,7 +221,10 @@ def write(file: Path, found: dict[str, dict[str, Row]], small: bool) -> None:
 
 def jobs_of(arguments: list[str], small: bool) -> list[str]:
     """`models=a,b` and `runs=a;b`, without them all, as "model | run"."""
-    given = dict(argument.split("=", 1) for argument in arguments if "=" in argument and not argument.startswith("--"))
+    given = {key: names for key, _, names in (argument.partition("=") for argument in arguments)}
+    for key in given:
+        if key not in ("models", "runs"):
+            raise CourseError(f"there is no {key!r}{configuration.nearest(key, ('models', 'runs'))}: give models=A,B or runs=A;B")
     models = given["models"].split(",") if "models" in given else [*(TINY if small else MODELS)]
     gpu_alone = ("bf16, flash attention", "fp8 Transformer Engine") if small else ()
     runs = given["runs"].split(";") if "runs" in given else [run for run in RUNS if run not in gpu_alone]

@@ -8,12 +8,10 @@ from typing import Literal
 
 import torch
 
-from course.config import Config
+from course.config import Config, Model
 from course.models import DiTConfig, GPTConfig, ViTConfig
 from course.models.dit import Time
 from course.perf import hardware
-
-Model = ViTConfig | GPTConfig | DiTConfig
 
 
 def step(c: Model, samples: int) -> int:

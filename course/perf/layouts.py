@@ -11,13 +11,12 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from functools import lru_cache
 
-from course.config import Config, check
+from course.config import Config, Model, check
 from course.errors import CourseError
-from course.models import DiTConfig, GPTConfig, ViTConfig
+from course.models import DiTConfig, GPTConfig
 from course.models.dit import Time
 from course.perf.local import linears
 
-Model = ViTConfig | GPTConfig | DiTConfig
 MULTIPLE = 16                                       # what cuBLAS wants widths of FP8 to be divisible by (course/fp8.py)
 AXES = ("pp", "dp", "cp", "tp")
 

@@ -10,9 +10,9 @@ import math
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from course.config import Config, Parallel
+from course.config import Config, Model, Parallel
 from course.errors import CourseError
-from course.models import DiTConfig, GPTConfig, ViTConfig
+from course.models import DiTConfig, GPTConfig
 from course.perf import comms
 from course.perf.comms import Group
 from course.perf.hardware import Hardware
@@ -20,7 +20,6 @@ from course.perf.host import Host, host_of
 from course.perf.kernels import BYTES, Kernels, kernels_of
 from course.precision import LOW
 
-Model = ViTConfig | GPTConfig | DiTConfig
 Moved = list[tuple[str, float]]                     # (kind of kernel, bytes): what is bound by memory
 
 

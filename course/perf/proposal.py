@@ -18,7 +18,7 @@ from course.config import Config
 from course.errors import CourseError
 from course.files import atomic
 from course.models import GPTConfig
-from course.perf import flops, host, kernels, steptime
+from course.perf import flops, host, kernels, memory, steptime
 from course.perf import hardware as hardware_presets
 from course.perf.layouts import refusal
 from course.perf.plan import FREE, KEYS, PEAKS, Layout, Misfit, Plan, as_plain, changed, plain, search, settings
@@ -26,6 +26,7 @@ from course.perf.plan import FREE, KEYS, PEAKS, Layout, Misfit, Plan, as_plain, 
 HIDDEN = 0.03                                       # the share of a step below which a part is not named
 LIMIT = 0.1                                         # the share of a step, or of its rate, from which on something limits it
 OWN_CPUS = 4                                        # of a rank beside its loader's: the step's threads, backward's, NCCL's
+GRAPHS: tuple[dict[str, Any], ...] = ({"graphs": True}, {"compile": True, "graphs": True})
 WIDTH = 132                                         # of the table, where no terminal says
 
 
@@ -118,7 +119,8 @@ def limits(plan: Plan) -> list[str]:
     first, lines = plan.layouts[0], []
     if first.time.launch > LIMIT * first.time.step:
         lines.append(f"The GPUs wait for the host's launches during {first.time.launch / first.time.step:.0%} of a step"
-                     + cured(plan, first, [{"compile": True}, {"graphs": True}, {"compile": True, "graphs": True}]))
+                     + cured(plan, first, [{"compile": True}, *GRAPHS]))
+        lines += unpiped(plan)
     elif not first.config.compile and (cure := cured(plan, first, [{"compile": True}])) != ".":
         lines.append(f"Kernels that memory limits take {first.time.memory / first.time.step:.0%} of a step" + cure)
     if first.time.loading > LIMIT * first.time.step:
@@ -140,15 +142,34 @@ def limits(plan: Plan) -> list[str]:
 
 def cured(plan: Plan, layout: Layout, changes: Sequence[dict[str, Any]]) -> str:
     """": compile=true would make it 19 ms instead of 23.", with the change that is predicted to help most; "." if none does."""
-    now = found = layout.time.step
+    now = layout.time.step
+    step, words = helped(plan, layout, changes, now)
+    return f": {words} would make it {step * 1e3:,.0f} ms instead of {now * 1e3:,.0f}." if words else "."
+
+
+def unpiped(plan: Plan) -> list[str]:
+    """Where the fastest layout is a pipeline, which no graph captures: one without that a graph makes faster, if there is any."""
+    first, lines = plan.layouts[0], list[str]()
+    step, _ = helped(plan, first, [{"compile": True}], first.time.step)
+    for number, layout in enumerate(plan.layouts, 1):
+        if first.config.parallel.pp > 1 == layout.config.parallel.pp:
+            step, words = helped(plan, layout, GRAPHS, step)
+            if words:
+                lines = [f"No graph captures a pipeline: layout {number}, which is none, would take {step * 1e3:,.0f} ms with "
+                         f"{words}; ask with that for its best variant."]
+    return lines
+
+
+def helped(plan: Plan, layout: Layout, changes: Sequence[dict[str, Any]], now: float) -> tuple[float, str]:
+    """(seconds of a step, "compile=true") with the change that is predicted to help most, if it fits; (now, "") if none does."""
     words = ""
     for change in changes:
         config = changed(layout.config, change)
-        if config != layout.config and not refusal(config):
+        if config != layout.config and not refusal(config) and memory.predict(config).total <= plan.room:
             step = steptime.predict(config, plan.hardware, plan.gpus).step
-            if step < found * (1 - LIMIT):
-                found, words = step, " ".join(f"{key}={plain(value)}" for key, value in change.items())
-    return f": {words} would make it {found * 1e3:,.0f} ms instead of {now * 1e3:,.0f}." if words else "."
+            if step < now * (1 - LIMIT):
+                now, words = step, " ".join(f"{key}={plain(value)}" for key, value in change.items())
+    return now, words
 
 
 def masked(plan: Plan) -> list[str]:

@@ -80,6 +80,17 @@ def test_check_of_a_script_shows_and_raises(monkeypatch, tmp_path, capsys):
     assert "matmul_cost is not defined" in capsys.readouterr().out
 
 
+def test_an_answer_that_the_notebook_only_imports_is_to_be_defined_there(monkeypatch, capsys):
+    own = "from course.lab.exercises.start import roofline_seconds"
+    monkeypatch.setattr(notebook, "written", lambda: [own])
+    with pytest.raises(notebook.CheckFailed):
+        notebook.check("roofline")
+    text = capsys.readouterr().out
+    assert "roofline_seconds is only imported" in text and "define it in this notebook" in text and "not written yet" not in text
+    monkeypatch.setattr(notebook, "written", lambda: [own, "def roofline_seconds(f, m, p, b):\n    return max(f / p, m / b)"])
+    notebook.check("roofline")
+
+
 def test_the_answer_is_shown_once_it_has_been_found(monkeypatch, capsys):
     monkeypatch.setattr(notebook, "_passed", set())
     monkeypatch.setattr(notebook, "written", lambda: ["def roofline_seconds(f, m, p, b):\n    return max(f / p, m / b)"])

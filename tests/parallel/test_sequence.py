@@ -2,11 +2,14 @@
 
 import pytest
 import torch
+from torch import nn
+from torch._subclasses import FakeTensorMode
 
 from course.errors import CourseError
+from course.parallel import symmetric
 from course.parallel.context import GroupedAllToAllAttend
 from course.parallel.mesh import Axis
-from course.parallel.sequence import SplitTokens, enter
+from course.parallel.sequence import SplitTokens, at_seam, enter, fill
 
 TWO = Axis("cp", 2, 1, (0, 1))
 PLAN = {"position": "context", "frames": "context", "target": "context"}
@@ -29,6 +32,19 @@ def test_all_that_is_cut_has_the_tokens_of_position():
         split().cut(batch(position=12, frames=16))
 
 
+class Sum(nn.Module):
+    seam = "total"
+
+
+def test_a_module_at_a_seam_has_a_name_for_each_place_in_which_it_stands():
+    """As surgery needs it, which puts something in each of them; a module without a seam, or at another one, is none of them."""
+    total = Sum()
+    model = nn.ModuleDict({"one": nn.Sequential(nn.Linear(2, 2), total), "two": nn.Sequential(total)})
+    assert at_seam(model, "total") == {"one.1": total, "two.0": total} and not at_seam(model, "attend")
+    fill(model, "total", lambda old: nn.Identity())
+    assert not at_seam(model, "total") and model["one"][1] is model["two"][0]
+
+
 def test_padding_is_for_causal_attention_alone():
     """A causal zigzag of 11 tokens over two ranks has one more, which attention to all tokens would see."""
     assert split(zigzag=True).cut(batch(position=11))["position"].tolist() == [[3, 4, 5, 6, 7, 8]] * 3
@@ -40,6 +56,14 @@ def test_padding_is_for_causal_attention_alone():
 def test_what_is_gathered_are_tokens_of_samples():
     with pytest.raises(CourseError, match=r"\(B, T, D\), and here it meets \(5, 8\)"):
         enter(torch.zeros(5, 8), TWO, split())
+
+
+def test_so_are_those_that_symmetric_memory_gathers():
+    """On a GPU, which nobody needs to see a shape: the tensor is said to be on one."""
+    with FakeTensorMode():
+        x, weight = torch.empty(5, 8, device="cuda"), torch.empty(6, 8, device="cuda")
+        with pytest.raises(CourseError, match=r"\(B, T, D\), and here it meets \(5, 8\)"):
+            symmetric.gather_linear(x, weight, None, TWO, 10)
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(3, 3), (4, 1)])

@@ -52,6 +52,14 @@ def test_a_name_that_there_is_not_is_refused_with_those_that_there_are(argument,
     assert alignment.jobs_of(["models=dit-xl", "runs=bf16, seed 1"], small) == ["dit-xl | bf16, seed 1"]
 
 
+@pytest.mark.parametrize(("argument", "sentence"), [("modles=dit-xl", r"no 'modles' \(did you mean 'models'\?\): give models="),
+                                                    ("run=bf16, seed 1", r"no 'run' \(did you mean 'runs'\?\): give models="),
+                                                    ("dit-xl", "no 'dit-xl': give models=")])
+def test_what_chooses_nothing_is_refused_before_everything_is_run(argument, sentence):
+    with pytest.raises(CourseError, match=sentence):
+        alignment.jobs_of([argument], False)
+
+
 def test_all_runs_are_configurations_from_the_same_weights():
     from course import config, random
     from course.models import build_model

@@ -256,6 +256,21 @@ def test_a_cure_is_one_that_helps_and_is_not_taken_yet():
     assert steptime.predict(one, H100, 8).step < 0.5 * size / 1e9
 
 
+def test_a_layout_without_a_pipeline_is_named_where_a_graph_would_make_it_the_fastest():
+    """Asked with that, the search finds one as fast at least; nothing is said where there is none, or where it would not fit."""
+    batch = ["data.source=mock", "train.global_batch=8"]
+    piped = search(load("gpt-124m", batch), H100, 8)
+    said = re.search(r"No graph captures a pipeline: layout (\d+), which is none, would take (\d+) ms with (.*graphs=true);",
+                     " ".join(proposal.limits(piped)))
+    named = piped.layouts[int(said[1]) - 1]
+    again = search(load("gpt-124m", [*batch, *said[3].split()]), H100, 8).layouts[0]
+    assert piped.layouts[0].config.parallel.pp > 1 == named.config.parallel.pp == again.config.parallel.pp
+    assert again.time.step * 1e3 < int(said[2]) + 0.5 < 0.9 * piped.layouts[0].time.step * 1e3
+    assert proposal.unpiped(search(load("gpt-124m", [*batch, "parallel.pp=2"]), H100, 8, ["parallel.pp"])) == []
+    assert proposal.unpiped(replace(piped, layouts=(named,))) == []
+    assert proposal.unpiped(replace(piped, hardware=replace(H100, memory=0))) == []
+
+
 def test_what_the_mfu_of_long_causal_samples_counts_is_said():
     long = search(load("gpt-1.3b", ["model.context=65536", "train.global_batch=8"]), H100, 8)
     (told,) = proposal.masked(long)
