@@ -112,8 +112,8 @@ def main(file: Path, small: bool) -> None:
     world = join("cpu" if small else "auto")
     try:
         found = {**bench.machine(world.device), "command": "python -m course.perf.fused FILE" + " --small" * small,
-                 "meaning": "steps of a DiT's block between matmuls, forward and backward, bf16, in a CUDA graph; bytes: the least "
-                            "to be moved",
+                 "meaning": "steps of a DiT's block between matmuls, forward and backward, bf16, in a CUDA graph; bytes: the "
+                            "least to be moved",
                  "rows": measure(world.device, small)}
     finally:
         leave()
