@@ -49,12 +49,13 @@ class Adam(torch.optim.Adam):
         from course import adam_kernel  # imports Triton, which only machines with GPUs have
 
         steps = [self.state[p]["step"] for p in parameters]
-        torch._foreach_add_(steps, 1 - self.found_inf)
+        torch._foreach_add_(steps, 1)
         for p in parameters:
             own = self.state[p]
             adam_kernel.update(p, p.grad.contiguous(), own["exp_avg"], own["exp_avg_sq"],               # type: ignore[union-attr]
                                self.values[p] if self.values else None, own["step"], group["lr"], self.grad_scale,
                                self.found_inf, group["betas"], group["eps"], group["weight_decay"], self.follow)
+        torch._foreach_sub_(steps, [self.found_inf] * len(steps))       # a list: one tensor would be read on the host
 
     def rest(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
         """The others, as PyTorch updates them."""
