@@ -13,9 +13,11 @@
                         data and zero (dp), tensor, sequence, overlap, symmetric and vocabulary (tp), context, ring and blocks
                         (cp), schedule and pipeline (pp), trace (which collective each rank is in)
     precision           number formats and the loss scale; fp8, FP8 by hand (its kernel in fp8_kernel), and te,
-                        Transformer Engine behind the same seam; attention, its implementations
-    step                one optimizer step, for every layout; average, of its weights; recompute, activations that are not kept;
-                        compilation, torch.compile; graphs, the whole step as one CUDA graph
+                        Transformer Engine behind the same seam; attention, its implementations; between, what blocks do
+                        between matmuls, by hand (in between_kernel)
+    step                one optimizer step, for every layout; average, of its weights, and adam, which follows them in one pass
+                        (adam_kernel); recompute, activations that are not kept; compilation, torch.compile; graphs, the whole
+                        step as one CUDA graph
     train               a run: build, resume, fit, log, save
     verify              is this layout's training that of one process?
     validate, evaluate  how good the model is, while training and after; baselines and metrics to compare with

@@ -381,6 +381,9 @@ def check(config: Config) -> Config:
     if config.stream == "narrow" and config.precision not in LOW:
         raise CourseError(f"stream=narrow is for 16-bit matmuls, and precision={config.precision} has none: use bf16, fp16 or "
                           "fp8, or stream=wide")
+    if config.kernels == "hand" and config.precision == "fp8" and config.fp8.by == "te":
+        raise CourseError("kernels=hand is for the course's own layers, and fp8.by=te puts Transformer Engine's in their place, "
+                          "which have kernels of their own: use kernels=pytorch or fp8.by=hand")
     if config.graphs:
         if p.pp > 1:
             raise CourseError("graphs=true cannot capture a pipeline, whose stages meet on the host: set graphs=false or "

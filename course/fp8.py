@@ -173,7 +173,7 @@ class Product(Function):
         g8, g8t, inverse_g = cast(grad.contiguous(), ctx.how.gradients, ctx.how, True, *ctx.slot)       # (M, N), (N, M16)
         dx = multiply(g8, w8t.t(), inverse_g, inverse_w, to_x) if ctx.needs_input_grad[0] else None # (M, K)
         dw = multiply(g8t, x8t.t(), inverse_g, inverse_x, to_weight)                                # (N, K)
-        db = grad.sum(0, dtype=to_bias) if ctx.needs_input_grad[2] else None                                        # (N,)
+        db = grad.sum(0, dtype=to_bias) if ctx.needs_input_grad[2] else None                        # (N,)
         return dx, dw, db, None, *[None] * 9
 
 

@@ -494,7 +494,8 @@ print(f"kept for the backward pass: {kept_with_mine / kept_its:.0%} of what the 
 # In float64 they agree to rounding. On the GPU your class alone would not be faster, as each of its lines is still a kernel:
 # the fused kernel itself has to be written, in Triton or CUDA, or by a compiler. `torch.compile` takes your class as it is,
 # and follows both of its methods. Libraries have such kernels by hand (Transformer Engine, Apex, Liger). Look for them
-# before you write one.
+# before you write one. This course has some too, in `course/between_kernel.py`: `kernels=hand` puts them into a model's blocks,
+# and lesson 15 shows what they buy.
 #
 # ## A graph with breaks
 #

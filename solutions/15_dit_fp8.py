@@ -624,6 +624,27 @@ lab.recorded("dit_fused_h200", {f"{row['case']}, {row['samples']} x {row['tokens
 # *slower* compiled: it ends at a quarter of a millisecond, as the next larger one does, which is about what the host takes to
 # call a compiled function forward and backward. Inside a compiled block, where the three steps are a part of one call, this is
 # paid once. (More than 2.4 is no contradiction: backward has passes of its own to save.)
+#
+# 0.9 to 2.6 TB/s: a copy on this GPU reaches 4.3. The compiler's kernels are not the last word. For a width of 1152, which is no
+# power of two, they read a row twice, and each sum over tokens, for the gradients of shift, scale and gate, reads the tensors
+# once more. `kernels=hand` puts kernels in their place that read each tensor once (`course/between.py`, and GELU and Adam with
+# the weights' average besides).
+#
+# > **Predict.** A step of DiT-XL/2 at 256 pixels took 117 ms with the compiler's kernels. How long does it take with these?
+
+# %%
+my_step = 100.0                  # your prediction, ms
+
+# %%
+rungs = {row["rung"]: row for row in lab.results("dit_h200")["rows"]}
+hand = rungs["256 px: bf16, compiled, narrow stream, kernels by hand, in a graph"]
+hand8 = rungs["256 px: fp8, compiled, narrow stream, kernels by hand, in a graph"]
+lab.beside("a step with kernels by hand", my_step, hand["ms"], "ms", "recorded on an H200")
+print(f"{hand['compilers_ms'] / hand['ms']:.2f} times as fast; and FP8 is {hand['ms'] / hand8['ms']:.2f} times as fast as that")
+
+# %% [markdown]
+# The matrix multiplications and attention are three quarters of that step and were left as they are. What FP8 gains is more now:
+# it makes the multiplications shorter and nothing else, so the less else there is, the larger is its part (Amdahl).
 
 # %% [markdown]
 # ## A curve that is a little worse

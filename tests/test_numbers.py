@@ -102,6 +102,29 @@ def test_gpt_and_dit(label: str, file: str, prefix: str, beside: list[str]) -> N
     assert [d for cell, values in zip(said, wanted, strict=True) for d in differences(cell, values)] == []
 
 
+@pytest.mark.parametrize(("label", "file", "prefix"), [(f"the same, {label}", file, prefix) for label, file, prefix, _ in MODELS])
+def test_gpt_and_dit_by_hand(label: str, file: str, prefix: str) -> None:
+    bf16 = row(file, f"{prefix}: {NARROW}, kernels by hand, in a graph")
+    unit = "tokens_per_s" if "tokens_per_s" in bf16 else "samples_per_s"
+    scale = 1000 if unit == "tokens_per_s" else 1
+    wanted = [[bf16[unit] / scale], [bf16["memory_gb"]], [100 * bf16["mfu"]], [], []]
+    name = f"{prefix}: fp8, compiled, narrow stream, kernels by hand, in a graph"
+    if any(r["rung"] == name for r in results(file)["rows"]):
+        fp8 = row(file, name)
+        wanted[3:] = [[fp8[unit] / scale, bf16["ms"] / fp8["ms"]], [fp8["memory_gb"]]]
+    said = cells(label, "`kernels=hand` takes what blocks do")
+    assert [d for cell, values in zip(said, wanted, strict=True) for d in differences(cell, values)] == []
+
+
+def test_what_is_beside_the_kernels_by_hand() -> None:
+    text = README.partition("`kernels=hand` takes what blocks do")[2].partition("| kernels by hand")[0].replace("GPT 124M", "")
+    gpt, dit = (row(file, f"{prefix}: {NARROW}, kernels by hand, in a graph") for file, prefix in
+                (("gpt_h200", "124M"), ("dit_h200", "256 px")))
+    for number in (f"{64 * 1024 / gpt['compilers_ms']:.0f} (", f"{64e3 / dit['compilers_ms']:.0f} (DiT",
+                   f"takes {dit['ms']:.0f} by hand and {dit['compilers_ms']:.0f} by the compiler"):
+        assert number in text.replace("\n", " ")
+
+
 # --- in parallel: the label's first words, then in the order in which the numbers stand: file, case, which GPUs and field
 LAYOUTS: list[tuple[str, list[tuple[str, str, dict[str, Any], str]]]] = [
     ("tensor and sequence parallel, 8 layers of hidden 4096, tp=4", [

@@ -70,7 +70,9 @@ def everything(rank: Rank) -> Terms:
         kept["answer, FP8"] = n * widths(c)[0]      # what attention itself keeps is the answer in 16 bits
     if gated(c) == 2 and not c.compile:
         kept["gate"] = n * M * low(c)               # after SiLU; compiled, computed again
-    if c.compile:
+    if fused(c):
+        kept |= {"input": s * D * stream(c), "sum": s * D * stream(c)}
+    elif c.compile:
         kept |= {"input": s * D * stream(c), "attention's branch": s * D * low(c)}
     else:
         kept |= {"input": s * D * normed_from(c), "sum": s * D * normed_from(c)}
@@ -79,16 +81,23 @@ def everything(rank: Rank) -> Terms:
     return kept | dropped(rank)
 
 
+def fused(c: Config) -> bool:
+    """Whether norms and residual sums are by hand (`course/between.py`)."""
+    return c.kernels == "hand" and getattr(c.model, "norm", "layer") == "layer"
+
+
 def normed_from(c: Config) -> int:
     """Bytes of a number of an eager norm's input: autocast computes norms in float32, of a copy if the stream is narrow."""
     return wide(c)
 
 
 def modulated(rank: Rank) -> Terms:
-    """What DiT's modulation keeps more: what the gates multiply (compiled, of attention's branch it is kept anyway) and, eager,
-    what the scales multiply, in float32."""
+    """What DiT's modulation keeps more: what the gates multiply (compiled, of attention's branch it is kept anyway, and the sum
+    computed again; by hand both are kept) and, eager, what the scales multiply, in float32."""
     c, size = rank.config, rank.s * rank.config.model.dim
     few: Terms = {"conditions": rank.samples * c.model.dim * 6 * low(c)}
+    if fused(c):
+        return few | {"attention's branch": size * low(c), "MLP's branch": size * low(c)}
     if c.compile:
         return few | {"MLP's branch": size * low(c)}
     return few | {"attention's branch": size * low(c), "MLP's branch": size * low(c), "before scales": 2 * size * wide(c)}

@@ -65,7 +65,7 @@ MODELS: dict[str, tuple[str, ...]] = {              # presets, with batches that
 # a DiT and a GPT that a CPU trains in seconds, whose FP8 it emulates
 TINY: dict[str, tuple[str, ...]] = {
     "dit-xl": ("model.latent=[4,8,8]", "model.dim=32", "model.depth=2", "model.heads=2", "data.path=data/digits-4x8x8",
-               "optim.lr=2e-3"),
+               "optim.lr=5e-3"),
     "gpt-1.3b": (f"model.vocab={TINY_VOCABULARY}", "model.context=32", "model.dim=32", "model.depth=2", "model.heads=2",
                  "optim.lr=5e-3", "data.path=data/python-512", "train.global_batch=16", "optim.warmup=20")}
 SMALL = ("compile=false", "train.device=cpu", "train.threads=1", "data.workers=0", "train.steps=160")

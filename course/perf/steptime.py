@@ -140,18 +140,20 @@ def optimizer_time(local: Local, weights: float) -> float:
     """Seconds of the update, with what belongs to it.
 
     Fused Adam reads weight, gradient and two states and writes all but the gradient, 28 bytes a parameter (SGD 12, with momentum
-    20); the norm reads gradients once; the average reads the weight and reads and writes itself, 12. ZeRO-1 does its share.
+    20); the norm reads gradients once; the average reads the weight and reads and writes itself, 12; by hand, in one pass with
+    Adam, 8 (`course/adam.py`). ZeRO-1 does its share.
     The step's few numbers (weight of the batch, norm, flags) are all-reduces of nothing but latency.
     """
     o, c = local.config.optim, local.config
     ranks = local.dp * local.p.cp
     mine = weights / ranks if local.p.zero else weights
-    each = (28 if o.name == "adam" else 20 if o.momentum else 12) + (12 if o.ema else 0)
+    hand = o.name == "adam" and c.kernels == "hand"
+    each = (28 if o.name == "adam" else 20 if o.momentum else 12) + ((8 if hand else 12) if o.ema else 0)
     calls = 3 * comms.all_reduce(8, local.groups["all"])
     history = 0.0
     if c.precision == "fp8" and c.fp8.recipe == "delayed":              # of three tensors of each linear, moved by one step
         history = local.seconds([("elementwise", 3 * 4 * local.m.depth * 3 * 4 * c.fp8.history)])
-    return local.seconds([("adam", each * mine), ("elementwise", 4 * mine)]) + calls + history
+    return local.seconds([("fused" if hand else "adam", each * mine), ("elementwise", 4 * mine)]) + calls + history
 
 
 def buckets_of(local: Local, weights: float) -> int:

@@ -167,6 +167,15 @@ def test_parity_of_llama(spec, extra):
     assert_equal_to_serial(*layout(spec), extra, "llama")
 
 
+@pytest.mark.parametrize(("kind", "spec"), [
+    pytest.param(kind, spec, marks=[] if spec == "tp=2 sp=true" and kind == "dit" else pytest.mark.slow)
+    for kind in ("vit", "gpt", "dit") for spec in ("tp=2 sp=true", "pp=2 tp=2 micro=2", "cp=2 tp=2 sp=true", EIGHT[0])])
+def test_parity_of_fused_steps(kind, spec):
+    """What blocks do between matmuls by hand, in a layout, against one process that does it by PyTorch."""
+    size, settings = layout(spec)
+    assert_equal_to_serial(size, [*settings, "kernels=hand"], (), kind)
+
+
 def swapped(tokens: Any, device: torch.device) -> tuple[torch.Tensor, ...]:
     """A zigzag in which each rank has its back piece first."""
     pieces = torch.arange(tokens.total + -tokens.total % (2 * tokens.cp.size), device=device).chunk(2 * tokens.cp.size)

@@ -77,13 +77,18 @@ def test_all_runs_are_configurations_from_the_same_weights():
 
 @pytest.mark.slow
 def test_emulated_fp8_agrees_with_bf16_and_frozen_scales_do_not(tmp_path, monkeypatch):
-    """A GPT learns the source text of Python's library: recipes within the spread of three seeds, frozen scales outside."""
+    """A DiT learns digits: recipes within half the spread of three seeds or so, frozen scales ten times outside and more.
+
+    A tiny GPT at this pace would not do: after some steps its FP8 run is to bf16 as another seed is, and whether it is within the
+    spread of three is luck, other luck on another processor.
+    """
     monkeypatch.chdir(tmp_path)
     names = [*alignment.SEEDS, "fp8 delayed, 1024 max", "fp8 current", alignment.FROZEN, alignment.TOKENS_APART]
-    alignment.main(tmp_path / "found.json", [f"gpt-1.3b | {name}" for name in names], small=True)
-    found = json.loads((tmp_path / "found.json").read_text())["models"]["gpt-1.3b"]
+    alignment.main(tmp_path / "found.json", [f"dit-xl | {name}" for name in names], small=True)
+    found = json.loads((tmp_path / "found.json").read_text())["models"]["dit-xl"]
     assert [len(row["losses"]) for row in found["runs"].values()] == [160] * len(names)
     assert found["within"] == {"fp8 delayed, 1024 max": True, "fp8 current": True, alignment.FROZEN: False}
+    assert found["gap"][alignment.FROZEN] > 10 * found["spread"]
     assert found["gap"][alignment.TOKENS_APART] < found["spread"] / 2                   # bf16 over two ranks is no other training
 
 
