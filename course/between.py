@@ -5,11 +5,12 @@
 
 gate, weight and bias are a sample's own, (B, D): then this is adaLN, weight its scale and bias its shift, with an offset of 1;
 or weight and bias are a LayerNorm's, (1, D), with an offset of 0, and there is no gate. A block has three such steps: a norm;
-a sum and a norm; a sum.
+a sum and a norm; a sum. And one between the matmuls of its MLP, GELU, whose backward adds up the gradient of the bias before it.
 
 Nothing here computes much: each step takes as long as its tensors take to read and write. So forward is one pass over x and y
 that writes z and n. Backward is one over the gradients of both, over z and y, that writes those of x and y and adds up those of
-gate, weight and bias. That is what kernels in `between_kernel.py` do on a GPU; here the same is in plain operations, for CPUs.
+gate, weight and bias. That is what kernels in `between_kernel.py` do on a GPU; here the same is in plain operations, for CPUs,
+in each format the formula with which the kernels are compared.
 
 `fuse` puts them into the blocks of a model, with `kernels=hand`.
 """
