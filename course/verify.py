@@ -27,7 +27,7 @@ from course.train import Training, assemble, global_loss
 
 DEFAULTS = ["data.source=mock", "precision=fp64", "optim.name=sgd", "optim.schedule=constant", "optim.warmup=0", "optim.lr=0.1",
             "train.steps=3", "train.global_batch=8"]
-EXACT = 1e-10                                       # what rounding may leave in float64, of the largest value of a parameter
+EXACT = 1e-10                                       # what rounding may leave in float64, of a parameter's largest change
 ROUNDING = 4.0                                      # how many times the serial run's own rounding error a layout may differ
 
 
@@ -88,12 +88,14 @@ def compare_in(config: Config, world: World, known: tuple[list[Snapshot], dict[s
         loss = one_step(training, number)
         found = differences(training, loss, {name: (serial[number][name], serial[0][name]) for name in serial[0]}
                             if serial else {})
-        gaps += [Gap(number, name, size, rounding.get(name, EXACT)) for name, size in found.items()]
-    return gaps if world.rank == 0 else []
+        if serial:
+            gaps += [Gap(number, name, size, rounding.get(name) or resolution(serial[number][name], serial[0][name]))
+                     for name, size in found.items()]
+    return gaps
 
 
 def references(config: Config, world: World) -> tuple[list[Snapshot], dict[str, float]]:
-    """The serial run at the start and after every step, and how much rounding may leave in each parameter (else `EXACT`).
+    """The serial run at the start and after every step, and how much rounding may leave in each parameter (not in float64).
 
     Two runs that round differently are about as far apart as each is from the exact one. A parameter that was lucky in these
     few steps may differ as much as half of all do.
@@ -173,6 +175,14 @@ def shared(value: Any, everyone: Axis) -> Any:
 def change(now: Tensor, start: Tensor) -> float:
     """The largest change of a parameter since the start; 1 if it never moved."""
     return (now.double() - start.double()).abs().max().item() or 1.0
+
+
+def resolution(now: Tensor, start: Tensor) -> float:
+    """How much rounding may leave in float64, relative to the largest change since the start.
+
+    `EXACT`, unless training hardly moved the parameter: 0.09 that changed by 1e-8 is stored to 1e-9 of that change.
+    """
+    return max(EXACT, ROUNDING * torch.finfo(torch.float64).eps * now.abs().max().item() / change(now, start))
 
 
 def gap(a: Tensor, b: Tensor, scale: float) -> float:

@@ -3,6 +3,7 @@
 from unittest import mock
 
 import pytest
+import torch
 
 from course import config, verify
 from course.errors import CourseError
@@ -19,9 +20,18 @@ def test_an_equal_layout(precision, capsys):
     assert "equal: this layout trains as one process does" in said and "step 3:" in said
 
 
-@pytest.mark.parametrize("precision", ["fp64", "bf16"])
-def test_a_mistake_is_named(precision, capsys):
-    settings = config.load("vit-demo", [*verify.DEFAULTS, *SMALL, "parallel.tp=2", "parallel.sp=true", f"precision={precision}"])
+def test_the_last_digit_of_what_hardly_moved():
+    start = torch.tensor([0.5, -0.1], dtype=torch.float64)
+    assert verify.resolution(start + 0.1, start) == verify.EXACT == verify.resolution(start, start)
+    here = start + 1e-8                             # a head that starts at 0 hardly moves the blocks at first
+    there = torch.nextafter(here, start)            # a sum that rounded the other way: one of a million weights does
+    bound, size = verify.resolution(here, start), verify.gap(there, here, verify.change(here, start))
+    assert verify.EXACT < size < bound < 10 * size
+
+
+@pytest.mark.parametrize("settings", ["precision=fp64", "precision=bf16", "optim.lr=1e-3"])
+def test_a_mistake_is_named(settings, capsys):
+    settings = config.load("vit-demo", [*verify.DEFAULTS, *SMALL, "parallel.tp=2", "parallel.sp=true", settings])
 
     def forgetful(settings):                        # with sequence parallelism norms and the head see a rank's own tokens
         with mock.patch("course.parallel.data.add_partial_gradients", lambda parameters: None):
