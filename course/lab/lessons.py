@@ -24,7 +24,7 @@ from course.files import atomic
 from course.lab import blank, cells, given
 from course.lab import exercise as exercises
 from course.lab.exercise import Exercise
-from course.lab.notebook import BUILDING
+from course.lab.notebook import BUILDING, RESULTS
 
 ROOT = blank.PACKAGE.parent                          # where notebooks/ and solutions/ lie, in a clone
 BROUGHT = blank.PACKAGE / "given"                    # what a wheel has instead
@@ -158,11 +158,12 @@ def grading(name: str, solution: bool) -> dict[str, Any]:
 
 
 def digest(master: Path) -> str:
-    """Of everything that a lesson shows: its master, its exercises' answers, the objects that it shows, this builder."""
+    """Of all that a lesson shows: its master, answers, library objects, the recorded results that it names; and this builder."""
     text = master.read_text()
     marked = [exercises.find(name).objects for name in re.findall(r'^# %%.*exercise="([\w-]+)"', text, re.MULTILINE)]
     shown = sorted({dotted for objects in marked for dotted in objects} | set(SHOW.findall(text)))
-    parts = [EDITION, text, *(blank.shown(dotted) for dotted in shown)]
+    recorded = (path.read_text() for path in sorted(RESULTS.glob("*.json")) if f'"{path.stem}"' in text)
+    parts = [EDITION, text, *(blank.shown(dotted) for dotted in shown), *recorded]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 

@@ -199,6 +199,7 @@ def test_pages_do_not_give_hidden_inputs_away(tmp_path):
 
 @pytest.mark.slow
 @isolated
+@pytest.mark.filterwarnings("ignore::nbformat.warnings.DuplicateCellId")       # handed in by some of them
 def test_a_class_of_thirty_some_of_them_hostile(tmp_path):
     """The right marks for all in one command, and nothing left running, written or sent."""
     listener = socket.create_server(("127.0.0.1", 0))

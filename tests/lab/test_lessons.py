@@ -98,6 +98,20 @@ def test_changed_library_code_that_it_shows_makes_it_stale(root, monkeypatch):
     assert len(lessons.verify([], root)) == 2
 
 
+def test_a_result_measured_again_that_it_names_makes_it_stale(root, tmp_path, monkeypatch):
+    results = tmp_path / "results"
+    results.mkdir()
+    monkeypatch.setattr(lessons, "RESULTS", results)
+    master(root).write_text(MASTER.replace("Some words.", 'Some words of "fast_h200".'))
+    for name in ("fast_h200", "other_h200"):
+        (results / f"{name}.json").write_text("{}")
+    put(root)
+    (results / "other_h200.json").write_text('{"rows": []}')
+    assert lessons.verify([], root) == []
+    (results / "fast_h200.json").write_text('{"rows": []}')
+    assert len(lessons.verify([], root)) == 2
+
+
 def test_an_edited_notebook_is_found(root):
     put(root)
     path = root / "notebooks/42_answer.ipynb"
