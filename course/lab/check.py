@@ -248,8 +248,9 @@ def described(exercise: Exercise, key: str, expected: Tensor, got: Tensor | None
     if exercise.cases and got.shape == expected.shape:
         wrong = [i for i in range(len(expected)) if differ(expected[i], got[i], exercise.tolerance)]
         first = wrong[0]                             # each within the tolerance: so are all
+        asked = exercise.cases(inputs)
         came, correct = told_apart(got[first], expected[first])
-        return (f"{exercise.cases(inputs)[first]} gave {came}; {correct} is right "
+        return (f"{(asked[key] if isinstance(asked, dict) else asked)[first]} gave {came}; {correct} is right "
                 f"({len(wrong)} of {len(expected)} cases are wrong)")
     if max(expected.numel(), got.numel()) <= FEW and expected.ndim <= 1:
         return "it is {}; it should be {}".format(*told_apart(got, expected))

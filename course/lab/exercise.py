@@ -17,6 +17,7 @@ from course.lab import blank, exercises
 from course.lab.watchdog import Limits
 
 Tensors = dict[str, Tensor]
+Cases = list[str] | dict[str, list[str]]             # what was asked, for each number of all outputs, or of each by name
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Exercise:
     program: Callable[[Tensors], Tensors]
     claims: dict[str, str]                           # name of an output -> what holds if it is right, in a sentence
     flags: dict[str, str] = field(default_factory=dict)      # of outputs that are 1.0 if the claim holds: what it means if not
-    cases: Callable[[Tensors], list[str]] | None = None      # what was asked, in words, for each number of an output
+    cases: Callable[[Tensors], Cases] | None = None  # what was asked, in words, for each number of an output
     tolerance: float = 1e-9                          # relative, in the 2-norm: float64 and a few hundred additions
     why_tolerance: str = "rounding in float64"
     sizes: tuple[int, ...] = (1,)                    # numbers of ranks it is run on, each in turn

@@ -1,5 +1,6 @@
 """Checks: what they say of answers that stop, hide, spy or make two mistakes at once; test_answers.py has whole ones."""
 
+import re
 import time
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 from course.lab import blank, cells, check, present
 from course.lab.exercise import Exercise, all_exercises, find, known_mistakes, right, wrong
+from course.lab.exercises import model
 
 EXERCISES = all_exercises()
 
@@ -165,6 +167,23 @@ def test_annotations_of_the_future_are_for_all_cells():
     mine = "def roofline_seconds(f: No, m: Such, p, b) -> Name:\n    return f"
     answer = cells.definitions(["from __future__ import annotations", mine], ["roofline_seconds"])
     assert "gave" in check.examine(find("roofline"), answer.pieces, 5).facts[0].text
+
+
+@pytest.mark.parametrize("name", [name for name in EXERCISES if find(name).cases])
+def test_what_was_asked_is_said_for_each_number(name):
+    exercise = find(name)
+    inputs = exercise.draw(5, False)
+    asked, found = exercise.cases(inputs), exercise.program(inputs)
+    for key in exercise.claims.keys() - exercise.flags.keys():
+        assert len(found[key]) == len(asked[key] if isinstance(asked, dict) else asked), key
+
+
+def test_what_was_asked_can_be_asked_again():
+    """A call as it is shown, and the number that is said to be right."""
+    source = "def pipeline_seconds(stages, micros, chunks):\n    return float(micros)\n"
+    for fact in verdict("pipeline-seconds", source).facts[:3]:
+        call, wrong, right = re.search(r"(pipeline_seconds\(.*\)) gave (\S+); (\S+) is right", fact.text).groups()
+        assert float(wrong) != float(right) == pytest.approx(eval(call, {"pipeline_seconds": model.pipeline_seconds}), rel=1e-5)
 
 
 def test_few_numbers_are_shown_with_what_was_asked_but_never_hidden_ones():

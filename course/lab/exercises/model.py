@@ -106,9 +106,10 @@ def count_activations(inputs: Tensors) -> Tensors:
             for name, sp in (("tensor", False), ("sequence", True))}
 
 
-def activations_asked(inputs: Tensors) -> list[str]:
-    """Each block as a call, with either value of the last argument."""
-    return ["activation_bytes(tokens={}, dim={}, hidden={}, tp={}, sp)".format(*shape) for shape in inputs["blocks"].tolist()]
+def activations_asked(inputs: Tensors) -> dict[str, list[str]]:
+    """Each block as a call."""
+    return {name: ["activation_bytes(tokens={}, dim={}, hidden={}, tp={}, sp={})".format(*shape, sp)
+                   for shape in inputs["blocks"].tolist()] for name, sp in (("tensor", False), ("sequence", True))}
 
 
 def draw_rings(seed: int, hidden: bool) -> Tensors:
@@ -123,21 +124,23 @@ def draw_rings(seed: int, hidden: bool) -> Tensors:
     return {"rings": torch.stack([size, ranks, latency, bandwidth], 1)}
 
 
+def rings(inputs: Tensors) -> dict[str, list[tuple[float, int, float, float]]]:
+    """The arguments of each ring, and those of the same bytes where a step takes no time, or a link any number of bytes."""
+    given = [(size, int(n), latency, bandwidth) for size, n, latency, bandwidth in inputs["rings"].tolist()]
+    return {"seconds": given, "bytes": [(size, n, 0.0, bandwidth) for size, n, _, bandwidth in given],
+            "steps": [(0.0, n, latency, bandwidth) for _, n, latency, bandwidth in given]}
+
+
 def reduce_all(inputs: Tensors) -> Tensors:
-    """The seconds of each ring, and those of the same bytes where a step takes no time, or a link any number of bytes."""
-    def seconds(rings: list[list[float]]) -> torch.Tensor:
-        return torch.tensor([returned.number(all_reduce_seconds(size, int(ranks), latency, bandwidth), "all_reduce_seconds")
-                             for size, ranks, latency, bandwidth in rings], dtype=torch.float64)
-
-    rings = inputs["rings"].tolist()
-    return {"seconds": seconds(rings), "bytes": seconds([[size, n, 0.0, bandwidth] for size, n, _, bandwidth in rings]),
-            "steps": seconds([[0.0, n, latency, bandwidth] for _, n, latency, bandwidth in rings])}
+    """The seconds of each ring."""
+    return {name: torch.tensor([returned.number(all_reduce_seconds(*ring), "all_reduce_seconds") for ring in given],
+                               dtype=torch.float64) for name, given in rings(inputs).items()}
 
 
-def rings_asked(inputs: Tensors) -> list[str]:
+def rings_asked(inputs: Tensors) -> dict[str, list[str]]:
     """Each ring as a call."""
-    return [f"all_reduce_seconds(size={size:.6g}, ranks={int(n)}, latency={latency:.4g}, bandwidth={bandwidth:.4g})"
-            for size, n, latency, bandwidth in inputs["rings"].tolist()]
+    return {name: ["all_reduce_seconds(size={:.6g}, ranks={}, latency={:.4g}, bandwidth={:.4g})".format(*ring) for ring in given]
+            for name, given in rings(inputs).items()}
 
 
 def draw_stages(seed: int, hidden: bool) -> Tensors:
@@ -151,17 +154,27 @@ def draw_stages(seed: int, hidden: bool) -> Tensors:
             "seconds": 0.1 + torch.rand(count, most, generator=generator, dtype=torch.float64)}
 
 
+def pipelines(inputs: Tensors) -> dict[str, list[tuple[list[float], int, int]]]:
+    """The arguments of each pipeline, with ranks that are alike, with ranks that are not, and interleaved."""
+    rows = list(zip(*(inputs[name].tolist() for name in ("ranks", "micros", "chunks", "seconds")), strict=True))
+    return {"alike": [(seconds[:1] * p, micros, 1) for p, micros, _, seconds in rows],
+            "unequal": [(seconds[:p], micros, 1) for p, micros, _, seconds in rows],
+            "interleaved": [(seconds[:p], micros, chunks) for p, micros, chunks, seconds in rows]}
+
+
 def go_through(inputs: Tensors) -> Tensors:
-    """Each pipeline with ranks that are alike, with ranks that are not, and interleaved; and whether a list stays as it is."""
-    found: dict[str, list[float]] = {"alike": [], "unequal": [], "interleaved": []}
-    for p, micros, chunks, seconds in zip(*(inputs[name].tolist() for name in ("ranks", "micros", "chunks", "seconds")),
-                                          strict=True):
-        for name, stages, v in (("alike", seconds[:1] * p, 1), ("unequal", seconds[:p], 1), ("interleaved", seconds[:p], chunks)):
-            found[name].append(returned.number(pipeline_seconds(list(stages), micros, v), "pipeline_seconds"))
+    """The seconds of each pipeline; and whether a list stays as it is."""
+    found = {name: torch.tensor([returned.number(pipeline_seconds(*one), "pipeline_seconds") for one in given],
+                                dtype=torch.float64) for name, given in pipelines(inputs).items()}
     given = [3.0, 1.0, 2.0]
     pipeline_seconds(given, 4, 1)
-    return {name: torch.tensor(values, dtype=torch.float64) for name, values in found.items()} | {
-        "kept": torch.tensor(float(given == [3.0, 1.0, 2.0]))}
+    return found | {"kept": torch.tensor(float(given == [3.0, 1.0, 2.0]))}
+
+
+def pipelines_asked(inputs: Tensors) -> dict[str, list[str]]:
+    """Each pipeline as a call."""
+    return {name: [f"pipeline_seconds(stages=[{', '.join(f'{x:.6g}' for x in stages)}], micros={micros}, chunks={chunks})"
+                   for stages, micros, chunks in given] for name, given in pipelines(inputs).items()}
 
 
 RATES = (6e14, 4e14, 2.5e12, 1e-5, 3e11)             # around which rates are drawn
@@ -186,15 +199,26 @@ def draw_runs(seed: int, hidden: bool) -> Tensors:
     return {"runs": torch.tensor(rows, dtype=torch.float64), "rates": spread * torch.tensor(RATES, dtype=torch.float64)}
 
 
-def add_up(inputs: Tensors) -> Tensors:
-    """The seconds of each run, kind by kind."""
+def runs(inputs: Tensors) -> dict[str, list[tuple[Run, Rates]]]:
+    """The arguments of each run, kind by kind."""
     found = []
     for row, rates in zip(inputs["runs"].tolist(), inputs["rates"].tolist(), strict=True):
         whole = [int(value) for value in row[:10]]
         run = Run(*whole[:7], bool(whole[7]), *whole[8:], *row[10:])    # type: ignore[arg-type, call-arg]
-        found.append(returned.number(step_seconds(run, Rates(*rates)), "step_seconds"))
-    parts = torch.tensor(found, dtype=torch.float64).chunk(4)
-    return dict(zip(("one", "tensor", "pipeline", "both"), parts, strict=True))
+        found.append((run, Rates(*(float(f"{rate:.4g}") for rate in rates))))           # as many digits as are shown
+    each = len(found) // 4
+    return {name: found[i * each:(i + 1) * each] for i, name in enumerate(("one", "tensor", "pipeline", "both"))}
+
+
+def add_up(inputs: Tensors) -> Tensors:
+    """The seconds of each run."""
+    return {name: torch.tensor([returned.number(step_seconds(*one), "step_seconds") for one in given], dtype=torch.float64)
+            for name, given in runs(inputs).items()}
+
+
+def runs_asked(inputs: Tensors) -> dict[str, list[str]]:
+    """Each run as a call."""
+    return {name: [f"step_seconds({run}, {rates})" for run, rates in given] for name, given in runs(inputs).items()}
 
 
 EXERCISES = [
@@ -213,10 +237,10 @@ EXERCISES = [
         "unequal": "they are where one rank is slower than the others",
         "interleaved": "they are with several chunks on each rank",
         "kept": "the stages that were given stay as they are"}, flags={
-        "kept": "the list is not what it was"}, limits=QUICK),
+        "kept": "the list is not what it was"}, cases=pipelines_asked, limits=QUICK),
     Exercise("step-seconds", "17", (f"{__name__}.step_seconds",), draw_runs, add_up, {
         "one": "the seconds of a step on one GPU are right",
         "tensor": "they are with tensor parallelism",
         "pipeline": "they are with a pipeline",
-        "both": "they are with both"}, points=2, limits=QUICK),
+        "both": "they are with both"}, cases=runs_asked, points=2, limits=QUICK),
 ]
