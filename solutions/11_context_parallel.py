@@ -37,7 +37,7 @@ from course.lab import notebook as lab
 from course.lab.notebook import check
 from course.launch import ranks
 from course.parallel import Axis, blocks, build_mesh, ring
-from course.parallel.sequence import SplitTokens
+from course.parallel.sequence import SplitTokens, permuted  # noqa: F401
 
 lab.begin("11")
 
@@ -106,7 +106,10 @@ lab.show("course.parallel.context.context_parallel")
 # - `tokens.order(device)` is a tuple: for each rank the positions of its tokens, in the order in which it has them;
 # - `tokens.cp` is the axis, and `mappings.gather(x, dim, axis, n)` your gather of lesson 10. Pieces need not be equally long:
 #   n is the number of all tokens;
-# - `tokens.zigzag` says whether the pieces are in another order than that of time. If not, leave them as they come.
+# - `tokens.zigzag` says whether the pieces are in another order than that of time. If not, leave them as they come;
+# - `permuted(x, dim, index)` is `x.index_select(dim, index)` for an index that has every place once. Either is right. But
+#   `index_select` cannot know that no place comes twice, so on a GPU it adds gradients up, atomically, number by number;
+#   `permuted` copies them back by the inverse.
 #
 # > **Question, before you write.** Two ranks, order `[0, 1, 6, 7]` and `[2, 3, 4, 5]`. The gathered keys stand as 0 1 6 7 2
 # > 3 4 5. Which index brings them into the order of time?
@@ -479,8 +482,9 @@ lab.recorded("cp_h200", scaling.table(rows, lambda case: " ".join([*case.split()
 # %% [markdown]
 # **What you should see:** all three gain with the length, because arithmetic grows with its square and bytes do not. On four GPUs
 # of one node all-to-all is the fastest in every row: its bytes are few, and each head stays one large kernel. Causal, the plain
-# gather falls behind (two calls with a mask in place of one), and the ring, which starts a kernel for each round and merges, is
-# ahead of PyTorch's in every row.
+# gather falls behind: two calls with a mask in place of one, and when this was measured its gradients were added up by
+# `index_select` (`permuted` has not been measured yet). The ring, which starts a kernel for each round and merges, is ahead of
+# PyTorch's in every row.
 #
 # And the memory? Of the three the ring has the largest peak here. But this is *one* attention, and its peak counts what is on
 # its way, blocks and their gradients in float32, which is gone when the layer is done. What counts in a model of many layers is

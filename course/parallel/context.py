@@ -16,7 +16,7 @@ from course.errors import CourseError
 from course.parallel import mappings
 from course.parallel.placement import placement
 from course.parallel.ring import RingAttend
-from course.parallel.sequence import SplitTokens, at_seam, fill
+from course.parallel.sequence import SplitTokens, at_seam, fill, permuted
 
 
 class GatherAttend(nn.Module):
@@ -43,7 +43,7 @@ def gather_in_order(pairs: Tensor, tokens: SplitTokens) -> Tensor:
     """The keys and values of all ranks, in the order of time: (2, B, h, T / cp, d) -> (2, B, h, T, d)."""
     order = torch.cat(tokens.order(pairs.device))                       # (T,) the positions, as gathered
     pairs = mappings.gather(pairs, 3, tokens.cp, len(order))
-    return pairs.index_select(3, order.argsort()) if tokens.zigzag else pairs
+    return permuted(pairs, 3, order.argsort()) if tokens.zigzag else pairs
 
 
 @mappings.uncompiled                                 # which cannot make this mask

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import Function
 
 from course.errors import CourseError
 from course.parallel import mappings
@@ -89,6 +90,29 @@ def zigzag(total: int, size: int, device: torch.device) -> tuple[Tensor, ...]:
     """The positions of each rank's tokens: of 2 * size equal pieces, rank r has number r and number 2 * size - 1 - r."""
     pieces = torch.arange(total, device=device).chunk(2 * size)
     return tuple(torch.cat([pieces[rank], pieces[-1 - rank]]) for rank in range(size))
+
+
+class Permute(Function):
+    """x.index_select(dim, order) | the same of the gradient, by the inverse: `order` has every index once."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, order: Tensor) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.dim = dim
+        return x.index_select(dim, order)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        order, = ctx.saved_tensors
+        return grad.index_select(ctx.dim, order.argsort()), None, None
+
+
+def permuted(x: Tensor, dim: int, order: Tensor) -> Tensor:
+    """x.index_select(dim, order) for an order that has every index once, such as (2, 0, 1): its gradient is copied.
+
+    That of index_select, which may have an index twice, is added up, atomically on a GPU, one number after another.
+    """
+    return Permute.apply(x, dim, order)
 
 
 class SplitTotal(nn.Module):

@@ -9,7 +9,7 @@ from course.errors import CourseError
 from course.parallel import symmetric
 from course.parallel.context import GroupedAllToAllAttend
 from course.parallel.mesh import Axis
-from course.parallel.sequence import SplitTokens, at_seam, enter, fill
+from course.parallel.sequence import SplitTokens, at_seam, enter, fill, permuted
 
 TWO = Axis("cp", 2, 1, (0, 1))
 PLAN = {"position": "context", "frames": "context", "target": "context"}
@@ -71,3 +71,21 @@ def test_heads_that_are_not_shared_out_are_refused_before_anything_is_sent(queri
     q, k = torch.zeros(1, queries, 6, 8), torch.zeros(1, keys, 6, 8)
     with pytest.raises(CourseError, match=f"does not divide {queries} of queries and {keys} of keys"):
         GroupedAllToAllAttend(True, split())(q, k, k)
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_a_permutations_gradient_is_copied_back(dim):
+    x = torch.arange(64, dtype=torch.float64).view(4, 4, 4).requires_grad_()
+    order, weight = torch.tensor([2, 0, 3, 1]), torch.randn(4, 4, 4, dtype=torch.float64)
+    y = permuted(x, dim, order)
+    assert torch.equal(y, x.index_select(dim, order))
+    assert torch.equal(torch.autograd.grad(y, x, weight)[0], torch.autograd.grad(x.index_select(dim, order), x, weight)[0])
+    assert "index_add" not in traced(lambda: torch.autograd.grad(permuted(x, dim, order), x, weight))
+    assert "index_add" in traced(lambda: torch.autograd.grad(x.index_select(dim, order), x, weight))
+
+
+def traced(work) -> str:
+    """The names of the operators that ran."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
+        work()
+    return " ".join(event.name for event in found.events())
