@@ -56,7 +56,8 @@ def test_gelu_and_its_gradients_are_those_of_float64(tanh, dtype, bound):
 
 
 @pytest.mark.parametrize("ema", [0.0, 0.9])
-def test_adam_updates_as_pytorchs_does_and_the_average_follows(ema):
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.0, 0.5)])
+def test_adam_updates_as_pytorchs_does_and_the_average_follows(ema, betas):
     """Large and small parameters, a step that is skipped, a gradient with a scale; states and averages, too."""
     found = []
     for kind in (torch.optim.Adam, adam.Adam):
@@ -64,7 +65,7 @@ def test_adam_updates_as_pytorchs_does_and_the_average_follows(ema):
         held = [torch.nn.Parameter(drawn(*shape, dtype=torch.float32)) for shape in ((1024, 1000), (7,), (512, 513))]
         assert [adam.by_hand(p) for p in held] == [True, False, True]
         lr = torch.tensor(1e-2, device="cuda")
-        optimizer = kind(held, lr, (0.9, 0.999), 1e-8, 0.1, fused=True, capturable=True)
+        optimizer = kind(held, lr, betas, 1e-8, 0.1, fused=True, capturable=True)
         average = Average(optimizer, ema) if ema else None
         for number in range(5):
             for p in held:
