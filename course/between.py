@@ -57,16 +57,16 @@ def add_norm_backward_plain(dz: Tensor | None, dn: Tensor | None, z: Tensor | No
     wide, none, sums = torch.promote_types(given.dtype, torch.float32), given.new_empty(0), []
     grad = torch.zeros_like(given, dtype=wide) if dz is None else dz.to(wide)           # (B, T, D)
     if dn is not None and z is not None and mean is not None and rstd is not None and weight is not None:
-        over = [0, 1] if len(weight) == 1 else [1]                                      # a weight of all samples, or of each
+        over = [0, 1] if weight.shape[0] == 1 else [1]                                  # a weight of all samples, or of each
         unit = (z.to(wide) - mean[..., None]) * rstd[..., None]                         # (B, T, D)
-        sums = [(dn.to(wide) * unit).sum(over), dn.to(wide).sum(over)]                  # 2 x (B, D) or (D,)
+        sums = [x.sum(over).view_as(weight) for x in (dn.to(wide) * unit, dn.to(wide))] # 2 x (B or 1, D)
         out = dn.to(wide) * (offset + weight[:, None].to(wide))                         # (B, T, D)
         grad = grad + rstd[..., None] * (out - out.mean(-1, keepdim=True) - unit * (out * unit).mean(-1, keepdim=True))
     dx, dy = none if dn is None else grad.to(to_x).contiguous(), none
     if gate is not None and y is not None:
         dy = (grad * gated(gate, wide)).to(to_y).contiguous()                       # (B, T, D)
         sums.append((grad * y.to(wide)).sum(1))                                         # (B, D)
-    return dx, dy, torch.stack(sums).view(len(sums), -1, given.shape[-1])
+    return dx, dy, torch.stack(sums)                                                    # (1 to 3, B or 1, D)
 
 
 def gated(gate: Tensor | None, wide: torch.dtype) -> Any:
