@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from course.models import dit, gpt, layers
 from course.models.dit import AdaBlock
@@ -143,6 +144,7 @@ class AddNorm(Function):
         return z, n
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dz: Tensor | None, dn: Tensor | None) -> tuple[Tensor | None, ...]:
         z, y, gate, weight, mean, rstd = ctx.saved_tensors
         dx, dy, sums = torch.ops.course.add_norm_backward(dz, dn, z, y, gate, weight, mean, rstd, ctx.offset, *ctx.kinds)
@@ -162,6 +164,7 @@ class Add(Function):
         return x + gate[:, None] * y                                    # (B, T, D)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dz: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         y, gate = ctx.saved_tensors
         _, dy, sums = torch.ops.course.add_norm_backward(dz, None, None, y, gate, None, None, None, 1.0, *ctx.kinds)
@@ -178,6 +181,7 @@ class Gelu(Function):
         return torch.ops.course.gelu(x, tanh)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None]:
         dx, dbias = torch.ops.course.gelu_backward(ctx.saved_tensors[0], dy, ctx.tanh)
         return dx, dbias.to(ctx.bias) if ctx.bias else None, None

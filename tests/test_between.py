@@ -42,6 +42,17 @@ def test_the_last_sum_has_the_gradients_of_its_formula():
     torch.testing.assert_close(torch.autograd.grad(z, (x, y, gate), to_z), wanted)
 
 
+@pytest.mark.parametrize("step", [lambda x, w: between.add_norm(x, None, None, w, w, 1e-5, 0.0)[1],
+                                  lambda x, w: between.Add.apply(x, x, w.expand(2, 8)),
+                                  lambda x, w: between.Gelu.apply(x, None, True)], ids=["add_norm", "add", "gelu"])
+def test_a_gradient_of_a_gradient_is_an_error(step):
+    """And no number that lacks a part."""
+    x, weight = drawn(2, 5, 8), drawn(1, 8)
+    grad, = torch.autograd.grad(step(x, weight).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        grad.square().sum().backward()
+
+
 def test_blocks_are_compiled_once_for_all_batches():
     """Once for the first number of samples, and once for any: one sample apart."""
     torch._dynamo.reset()
