@@ -75,20 +75,6 @@ def gated(gate: Tensor | None, wide: torch.dtype) -> Any:
     return 1 if gate is None else gate[:, None].to(wide)                                # (B, 1, D)
 
 
-def add_norm_fused(*given: Any) -> tuple[Tensor, ...]:
-    """`add_norm_plain` in one kernel."""
-    from course import between_kernel  # imports Triton, which only machines with GPUs have
-
-    return between_kernel.add_norm(*given)
-
-
-def add_norm_backward_fused(*given: Any) -> tuple[Tensor, ...]:
-    """`add_norm_backward_plain` in one kernel, and a sum of the programs' parts."""
-    from course import between_kernel
-
-    return between_kernel.add_norm_backward(*given)
-
-
 def gelu_plain(x: Tensor, tanh: bool) -> Tensor:
     """GELU, exact or its approximation through tanh."""
     return nn.functional.gelu(x, approximate="tanh" if tanh else "none").contiguous()
@@ -100,18 +86,16 @@ def gelu_backward_plain(x: Tensor, dy: Tensor, tanh: bool) -> tuple[Tensor, Tens
     return dx, dx.flatten(0, -2).sum(0, dtype=torch.promote_types(x.dtype, torch.float32))
 
 
-def gelu_fused(x: Tensor, tanh: bool) -> Tensor:
-    """`gelu_plain` in one kernel."""
-    from course import between_kernel
+def fused(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+    """The same as `plain` in a kernel, and a sum of its programs' parts. float64, which kernels do not know, stays plain."""
+    def run(*given: Any) -> Any:
+        if any(isinstance(x, Tensor) and x.dtype == torch.float64 for x in given):
+            return plain(*given)
+        from course import between_kernel  # imports Triton, which only machines with GPUs have
 
-    return between_kernel.gelu(x, tanh)
+        return getattr(between_kernel, name)(*given)
 
-
-def gelu_backward_fused(x: Tensor, dy: Tensor, tanh: bool) -> tuple[Tensor, Tensor]:
-    """`gelu_backward_plain` in one kernel, and a sum of the programs' parts."""
-    from course import between_kernel
-
-    return between_kernel.gelu_backward_(x, dy, tanh)
+    return run
 
 
 # operators of PyTorch's, so that torch.compile takes each as it is: one for each device, and the plain one tells their shapes
@@ -121,13 +105,11 @@ torch.library.define("course::add_norm_backward", "(Tensor? dz, Tensor? dn, Tens
                      "Tensor? mean, Tensor? rstd, float offset, ScalarType to_x, ScalarType to_y) -> (Tensor, Tensor, Tensor)")
 torch.library.define("course::gelu", "(Tensor x, bool tanh) -> Tensor")
 torch.library.define("course::gelu_backward", "(Tensor x, Tensor dy, bool tanh) -> (Tensor, Tensor)")
-for name, plain, kernel in (("course::add_norm", add_norm_plain, add_norm_fused),
-                            ("course::add_norm_backward", add_norm_backward_plain, add_norm_backward_fused),
-                            ("course::gelu", gelu_plain, gelu_fused),
-                            ("course::gelu_backward", gelu_backward_plain, gelu_backward_fused)):
-    torch.library.impl(name, "cpu", plain)
-    torch.library.impl(name, "cuda", kernel)
-    torch.library.register_fake(name, plain)
+for name, plain in (("add_norm", add_norm_plain), ("add_norm_backward", add_norm_backward_plain),
+                    ("gelu", gelu_plain), ("gelu_backward", gelu_backward_plain)):
+    torch.library.impl(f"course::{name}", "cpu", plain)
+    torch.library.impl(f"course::{name}", "cuda", fused(name, plain))
+    torch.library.register_fake(f"course::{name}", plain)
 
 
 class AddNorm(Function):

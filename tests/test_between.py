@@ -53,6 +53,12 @@ def test_a_gradient_of_a_gradient_is_an_error(step):
         grad.square().sum().backward()
 
 
+def test_in_float64_a_gpu_computes_by_plain_operations():
+    x, weight = drawn(2, 5, 8), drawn(1, 8)
+    given = (x, None, None, weight, weight, 1e-5, 0.0, torch.float64)
+    torch.testing.assert_close(between.fused("add_norm", between.add_norm_plain)(*given), between.add_norm_plain(*given))
+
+
 def test_blocks_are_compiled_once_for_all_batches():
     """Once for the first number of samples, and once for any: one sample apart."""
     torch._dynamo.reset()
