@@ -185,21 +185,20 @@ def ada_forward(block: AdaBlock, x: Tensor, c: Tensor) -> Tensor:       # (B, T,
     return Add.apply(x, block.mlp(n), gate2)                                            # (B, T, D)
 
 
+def normed(x: Tensor, y: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
+    """`add_norm` with a LayerNorm: (B, T, D) twice -> (B, T, D) twice."""
+    return add_norm(x, y, None, norm.weight[None], norm.bias[None], norm.eps, 0.0)
+
+
 def vit_forward(block: Block, x: Tensor, batch: Batch) -> Tensor:       # (B, T, D)
     """`layers.Block.forward` with its norms fused with what is around them."""
-    def normed(x: Tensor, y: Tensor | None, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
-        return add_norm(x, y, None, norm.weight[None], norm.bias[None], norm.eps, 0.0)
-
     x, n = normed(x, None, block.norm1)                                                 # (B, T, D) twice
     x, n = normed(x, block.path1(block.drop1(block.attn(n), batch), batch), block.norm2)
     return x + block.path2(block.drop2(block.mlp(n), batch), batch)                     # (B, T, D)
 
 
-def gpt_forward(block: gpt.Block, x: Tensor, batch: Batch) -> Tensor:    # (B, T, D)
+def gpt_forward(block: gpt.Block, x: Tensor, batch: Batch) -> Tensor:   # (B, T, D)
     """`gpt.Block.forward` with its norms fused with what is around them."""
-    def normed(x: Tensor, y: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
-        return add_norm(x, y, None, norm.weight[None], norm.bias[None], norm.eps, 0.0)
-
     x, n = normed(x, None, block.norm1)                                                 # (B, T, D) twice
     x, n = normed(x, block.drop1(block.attn(n, batch), batch), block.norm2)
     return x + block.drop2(block.mlp(n), batch)                                         # (B, T, D)
@@ -232,9 +231,9 @@ def fuse(model: Any) -> nn.Module:
     Blocks of other kinds, those whose norms are no LayerNorms, and MLPs of other kinds stay as they are.
     """
     for block in model.blocks.values():
-        fused = FUSED.get(type(block))
-        if fused is not None and all(type(norm) is nn.LayerNorm for norm in (block.norm1, block.norm2)):
-            block.forward = fused.__get__(block)
+        forward = FUSED.get(type(block))
+        if forward is not None and all(type(norm) is nn.LayerNorm for norm in (block.norm1, block.norm2)):
+            block.forward = forward.__get__(block)
         mlp: Any = getattr(block, "mlp", None)
         if type(mlp) in (layers.MLP, dit.MLP, layers.GeluMLP):
             if type(mlp.up) in (layers.Linear, ColumnLinear) and mlp.up.bias is not None:
