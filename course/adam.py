@@ -35,6 +35,9 @@ class Adam(torch.optim.Adam):
                 self.begin(p)
             self.update([p for p in held if by_hand(p)], group)
             self.rest([p for p in held if not by_hand(p)], group)
+            for p in group["params"]:
+                if self.values and p.grad is None and by_hand(p):       # frozen, and its average may not be there yet
+                    self.values[p].lerp_(p, self.follow * (1 - self.found_inf))
 
     def begin(self, p: nn.Parameter) -> None:
         """A parameter's states, at its first update: PyTorch's names and formats."""

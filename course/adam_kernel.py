@@ -1,8 +1,7 @@
 """The kernel behind `course.adam` on a GPU: Adam, and the weights' average, in one pass over memory.
 
 Each number of a parameter is read with its gradient, both moments and its average, and all but the gradient are written: 36
-bytes.
-PyTorch's fused Adam also writes the gradient, with its scale taken out, and the average takes a pass of its own: 44 bytes.
+bytes. PyTorch's fused Adam also writes the gradient, with its scale taken out, and the average takes a pass of its own: 44 bytes.
 """
 
 import math
@@ -28,8 +27,8 @@ def adam(weight, grad, first, second, average, step, rate, scale, found, rest1, 
         w = tl.load(weight + at, mask=inside, other=0.0)
         g = tl.load(grad + at, mask=inside, other=0.0) / by + decay * w
         m, v = tl.load(first + at, mask=inside, other=0.0), tl.load(second + at, mask=inside, other=0.0)
-        m += rest1 * (g - m)
-        v += rest2 * (g * g - v)
+        m = (1 - rest1) * m + rest1 * g             # m + rest1 · (g - m) loses a small g where beta is 0
+        v = (1 - rest2) * v + rest2 * g * g
         w -= pace * m / (tl.sqrt(v) / root + eps)
         tl.store(first + at, m, mask=inside)
         tl.store(second + at, v, mask=inside)
@@ -42,7 +41,8 @@ def adam(weight, grad, first, second, average, step, rate, scale, found, rest1, 
 def update(weight: Tensor, grad: Tensor, first: Tensor, second: Tensor, average: Tensor | None, step: Tensor, rate: Tensor,
            scale: Tensor, found: Tensor, betas: tuple[float, float], eps: float, decay: float, follow: float) -> None:
     """One step of a parameter in place, and of its average where there is one, by `follow` of the way."""
-    count, (beta1, beta2) = weight.numel(), betas
+    count, rests = weight.numel(), [1 - beta for beta in betas]
+    logs = [math.log(beta) if beta else -math.inf for beta in betas]
     adam[(triton.cdiv(count, BLOCK),)](
-        weight, grad, first, second, average, step, rate, scale, found, 1 - beta1, 1 - beta2, math.log(beta1), math.log(beta2),
-        eps, decay, follow, count, average is not None, BLOCK, num_warps=WARPS)
+        weight, grad, first, second, average, step, rate, scale, found, *rests, *logs, eps, decay, follow, count,
+        average is not None, BLOCK, num_warps=WARPS)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from course.models import dit, gpt, layers
 from course.models.dit import AdaBlock
@@ -57,35 +58,21 @@ def add_norm_backward_plain(dz: Tensor | None, dn: Tensor | None, z: Tensor | No
     wide, none, sums = torch.promote_types(given.dtype, torch.float32), given.new_empty(0), []
     grad = torch.zeros_like(given, dtype=wide) if dz is None else dz.to(wide)           # (B, T, D)
     if dn is not None and z is not None and mean is not None and rstd is not None and weight is not None:
-        over = [0, 1] if len(weight) == 1 else [1]                                      # a weight of all samples, or of each
+        over = [0, 1] if weight.shape[0] == 1 else [1]                                  # a weight of all samples, or of each
         unit = (z.to(wide) - mean[..., None]) * rstd[..., None]                         # (B, T, D)
-        sums = [(dn.to(wide) * unit).sum(over), dn.to(wide).sum(over)]                  # 2 x (B, D) or (D,)
+        sums = [x.sum(over).view_as(weight) for x in (dn.to(wide) * unit, dn.to(wide))] # 2 x (B or 1, D)
         out = dn.to(wide) * (offset + weight[:, None].to(wide))                         # (B, T, D)
         grad = grad + rstd[..., None] * (out - out.mean(-1, keepdim=True) - unit * (out * unit).mean(-1, keepdim=True))
     dx, dy = none if dn is None else grad.to(to_x).contiguous(), none
     if gate is not None and y is not None:
         dy = (grad * gated(gate, wide)).to(to_y).contiguous()                       # (B, T, D)
         sums.append((grad * y.to(wide)).sum(1))                                         # (B, D)
-    return dx, dy, torch.stack(sums).view(len(sums), -1, given.shape[-1])
+    return dx, dy, torch.stack(sums)                                                    # (1 to 3, B or 1, D)
 
 
 def gated(gate: Tensor | None, wide: torch.dtype) -> Any:
     """What to multiply each token of a sample with."""
     return 1 if gate is None else gate[:, None].to(wide)                                # (B, 1, D)
-
-
-def add_norm_fused(*given: Any) -> tuple[Tensor, ...]:
-    """`add_norm_plain` in one kernel."""
-    from course import between_kernel  # imports Triton, which only machines with GPUs have
-
-    return between_kernel.add_norm(*given)
-
-
-def add_norm_backward_fused(*given: Any) -> tuple[Tensor, ...]:
-    """`add_norm_backward_plain` in one kernel, and a sum of the programs' parts."""
-    from course import between_kernel
-
-    return between_kernel.add_norm_backward(*given)
 
 
 def gelu_plain(x: Tensor, tanh: bool) -> Tensor:
@@ -99,18 +86,16 @@ def gelu_backward_plain(x: Tensor, dy: Tensor, tanh: bool) -> tuple[Tensor, Tens
     return dx, dx.flatten(0, -2).sum(0, dtype=torch.promote_types(x.dtype, torch.float32))
 
 
-def gelu_fused(x: Tensor, tanh: bool) -> Tensor:
-    """`gelu_plain` in one kernel."""
-    from course import between_kernel
+def fused(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+    """The same as `plain` in a kernel, and a sum of its programs' parts. float64, which kernels do not know, stays plain."""
+    def run(*given: Any) -> Any:
+        if any(isinstance(x, Tensor) and x.dtype == torch.float64 for x in given):
+            return plain(*given)
+        from course import between_kernel  # imports Triton, which only machines with GPUs have
 
-    return between_kernel.gelu(x, tanh)
+        return getattr(between_kernel, name)(*given)
 
-
-def gelu_backward_fused(x: Tensor, dy: Tensor, tanh: bool) -> tuple[Tensor, Tensor]:
-    """`gelu_backward_plain` in one kernel, and a sum of the programs' parts."""
-    from course import between_kernel
-
-    return between_kernel.gelu_backward_(x, dy, tanh)
+    return run
 
 
 # operators of PyTorch's, so that torch.compile takes each as it is: one for each device, and the plain one tells their shapes
@@ -120,13 +105,11 @@ torch.library.define("course::add_norm_backward", "(Tensor? dz, Tensor? dn, Tens
                      "Tensor? mean, Tensor? rstd, float offset, ScalarType to_x, ScalarType to_y) -> (Tensor, Tensor, Tensor)")
 torch.library.define("course::gelu", "(Tensor x, bool tanh) -> Tensor")
 torch.library.define("course::gelu_backward", "(Tensor x, Tensor dy, bool tanh) -> (Tensor, Tensor)")
-for name, plain, kernel in (("course::add_norm", add_norm_plain, add_norm_fused),
-                            ("course::add_norm_backward", add_norm_backward_plain, add_norm_backward_fused),
-                            ("course::gelu", gelu_plain, gelu_fused),
-                            ("course::gelu_backward", gelu_backward_plain, gelu_backward_fused)):
-    torch.library.impl(name, "cpu", plain)
-    torch.library.impl(name, "cuda", kernel)
-    torch.library.register_fake(name, plain)
+for name, plain in (("add_norm", add_norm_plain), ("add_norm_backward", add_norm_backward_plain),
+                    ("gelu", gelu_plain), ("gelu_backward", gelu_backward_plain)):
+    torch.library.impl(f"course::{name}", "cpu", plain)
+    torch.library.impl(f"course::{name}", "cuda", fused(name, plain))
+    torch.library.register_fake(f"course::{name}", plain)
 
 
 class AddNorm(Function):
@@ -143,6 +126,7 @@ class AddNorm(Function):
         return z, n
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dz: Tensor | None, dn: Tensor | None) -> tuple[Tensor | None, ...]:
         z, y, gate, weight, mean, rstd = ctx.saved_tensors
         dx, dy, sums = torch.ops.course.add_norm_backward(dz, dn, z, y, gate, weight, mean, rstd, ctx.offset, *ctx.kinds)
@@ -162,6 +146,7 @@ class Add(Function):
         return x + gate[:, None] * y                                    # (B, T, D)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dz: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         y, gate = ctx.saved_tensors
         _, dy, sums = torch.ops.course.add_norm_backward(dz, None, None, y, gate, None, None, None, 1.0, *ctx.kinds)
@@ -178,6 +163,7 @@ class Gelu(Function):
         return torch.ops.course.gelu(x, tanh)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None]:
         dx, dbias = torch.ops.course.gelu_backward(ctx.saved_tensors[0], dy, ctx.tanh)
         return dx, dbias.to(ctx.bias) if ctx.bias else None, None
@@ -199,21 +185,20 @@ def ada_forward(block: AdaBlock, x: Tensor, c: Tensor) -> Tensor:       # (B, T,
     return Add.apply(x, block.mlp(n), gate2)                                            # (B, T, D)
 
 
+def normed(x: Tensor, y: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
+    """`add_norm` with a LayerNorm: (B, T, D) twice -> (B, T, D) twice."""
+    return add_norm(x, y, None, norm.weight[None], norm.bias[None], norm.eps, 0.0)
+
+
 def vit_forward(block: Block, x: Tensor, batch: Batch) -> Tensor:       # (B, T, D)
     """`layers.Block.forward` with its norms fused with what is around them."""
-    def normed(x: Tensor, y: Tensor | None, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
-        return add_norm(x, y, None, norm.weight[None], norm.bias[None], norm.eps, 0.0)
-
     x, n = normed(x, None, block.norm1)                                                 # (B, T, D) twice
     x, n = normed(x, block.path1(block.drop1(block.attn(n), batch), batch), block.norm2)
     return x + block.path2(block.drop2(block.mlp(n), batch), batch)                     # (B, T, D)
 
 
-def gpt_forward(block: gpt.Block, x: Tensor, batch: Batch) -> Tensor:    # (B, T, D)
+def gpt_forward(block: gpt.Block, x: Tensor, batch: Batch) -> Tensor:   # (B, T, D)
     """`gpt.Block.forward` with its norms fused with what is around them."""
-    def normed(x: Tensor, y: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
-        return add_norm(x, y, None, norm.weight[None], norm.bias[None], norm.eps, 0.0)
-
     x, n = normed(x, None, block.norm1)                                                 # (B, T, D) twice
     x, n = normed(x, block.drop1(block.attn(n, batch), batch), block.norm2)
     return x + block.drop2(block.mlp(n), batch)                                         # (B, T, D)
@@ -246,9 +231,9 @@ def fuse(model: Any) -> nn.Module:
     Blocks of other kinds, those whose norms are no LayerNorms, and MLPs of other kinds stay as they are.
     """
     for block in model.blocks.values():
-        fused = FUSED.get(type(block))
-        if fused is not None and all(type(norm) is nn.LayerNorm for norm in (block.norm1, block.norm2)):
-            block.forward = fused.__get__(block)
+        forward = FUSED.get(type(block))
+        if forward is not None and all(type(norm) is nn.LayerNorm for norm in (block.norm1, block.norm2)):
+            block.forward = forward.__get__(block)
         mlp: Any = getattr(block, "mlp", None)
         if type(mlp) in (layers.MLP, dit.MLP, layers.GeluMLP):
             if type(mlp.up) in (layers.Linear, ColumnLinear) and mlp.up.bias is not None:

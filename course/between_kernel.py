@@ -119,7 +119,7 @@ def add_norm_backward(dz: Tensor | None, dn: Tensor | None, z: Tensor | None, y:
     assert given is not None
     samples, tokens, width = given.shape
     block = triton.next_power_of_2(width)
-    dz, dn, y = (None if t is None else t.contiguous() for t in (dz, dn, y))
+    dz, dn, z, y = (None if t is None else t.contiguous() for t in (dz, dn, z, y))
     gate, weight = None if gate is None else last(gate), None if weight is None else last(weight)
     norm, gated = dn is not None, gate is not None
     dx = torch.empty_like(given, dtype=to_x, memory_format=torch.contiguous_format) if norm else given.new_empty(0)
@@ -154,7 +154,7 @@ def gelu_forward(x, y, count, tanh: tl.constexpr, block: tl.constexpr):         
 
 
 @triton.jit
-def gelu_backward(x, dy, dx, parts, rows, width, tanh: tl.constexpr, tile: tl.constexpr,         # type: ignore[no-untyped-def]
+def gelu_gradient(x, dy, dx, parts, rows, width, tanh: tl.constexpr, tile: tl.constexpr,         # type: ignore[no-untyped-def]
                   columns: tl.constexpr, span: tl.constexpr):
     """x, dy, dx (rows, width); parts (programs, width): sums of dx over `span` rows each."""
     at = tl.program_id(0) * columns + tl.arange(0, columns)[None, :]
@@ -181,13 +181,13 @@ def gelu(x: Tensor, tanh: bool) -> Tensor:
     return y
 
 
-def gelu_backward_(x: Tensor, dy: Tensor, tanh: bool) -> tuple[Tensor, Tensor]:
+def gelu_backward(x: Tensor, dy: Tensor, tanh: bool) -> tuple[Tensor, Tensor]:
     """The gradient of x, (..., F), from that of GELU(x), and its sum over all but the last dim, (F,) in float32."""
     x, dy = x.contiguous(), dy.contiguous()
     width = x.shape[-1]
     rows, dx = x.numel() // width, torch.empty_like(x)
     parts = x.new_empty(triton.cdiv(rows, SPAN), width, dtype=torch.float32)
-    gelu_backward[triton.cdiv(width, COLUMNS), len(parts)](x, dy, dx, parts, rows, width, tanh, TILE, COLUMNS, SPAN,
+    gelu_gradient[triton.cdiv(width, COLUMNS), len(parts)](x, dy, dx, parts, rows, width, tanh, TILE, COLUMNS, SPAN,
                                                            num_warps=GELU_WARPS)
     return dx, parts.sum(0)
 
