@@ -40,6 +40,7 @@
                         a run takes, of which plan finds the fastest; proposal, `course plan`; planned, whether it was right;
                         catalogue, `course presets`
     launch, worker      a function, even of a notebook's cell, on several ranks of this machine; meet, who waits for whom
-    doctor, cli         what this machine has; the `course` command
+    doctor, cli         what this machine has; the `course` command, with its groups cli_data and cli_bench, and cli_words, what
+                        they share
     lab                 lessons, exercises, checks and grading, on top of all this
 """

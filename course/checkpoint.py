@@ -73,7 +73,6 @@ def save(folder: Path, optimizer: torch.optim.Optimizer, state: dict[str, Any], 
     sizes = together(everyone, lambda: sum(tensor.nbytes for _, tensor, _ in mine))
     try:
         entries = together(everyone, lambda: write_pieces(temporary(final), everyone.rank, pieces, (x for _, x, _ in mine)))
-        check_whole(joined(entry["tensors"] for entry in entries))      # on every rank: all know that none will succeed
         together(everyone, lambda: publish(final, entries, state, config) if everyone.rank == 0 else None)
     except CourseError as error:                     # the same on all ranks: none of them is writing any more
         room = together(everyone, lambda: make_room(final) if everyone.rank == 0 else None)[0]
@@ -92,20 +91,21 @@ def make_room(final: Path) -> int:
 
 
 def together(everyone: Axis, action: Callable[[], Any]) -> list[Any]:
-    """Each rank's result of `action`; if it fails on one rank, all raise that rank's error and none waits for it."""
+    """Each rank's result of `action`; if it fails on one rank, all raise an error of that kind, and none waits for it."""
     result, error = None, None
     try:
         result = action()
     except (CourseError, OSError) as failure:
-        error = str(failure) or type(failure).__name__
+        error = type(failure) if isinstance(failure, CourseError) else CourseError, str(failure) or type(failure).__name__
     if everyone.size == 1:
         answers = [(result, error)]
     else:
         answers = [(None, None)] * everyone.size
         dist.all_gather_object(answers, (result, error), group=everyone.group)
-    for rank, (_, sentence) in enumerate(answers):
-        if sentence is not None:
-            raise CourseError(sentence if everyone.size == 1 else f"rank {rank}: {sentence}")
+    for rank, (_, failed) in enumerate(answers):
+        if failed is not None:
+            kind, sentence = failed
+            raise kind(sentence if everyone.size == 1 else f"rank {rank}: {sentence}")
     return [answer for answer, _ in answers]
 
 

@@ -2,34 +2,18 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
+from course.cli_bench import bench
+from course.cli_data import data
+from course.cli_words import KEYS, Overrides, numbers
 from course.errors import CourseError
-
-KEYS = "[KEY=VALUE]..."
-OF_A_RUN = "settings, such as train.steps=100: all stand, with their defaults, in course/config.py"
-OF_WEATHER = ("path=FOLDER, grid=[LATITUDES,LONGITUDES], train=, valid= and test=NUMBER of yearly files, times=ENTRIES in each, "
-              "six hours apart, seed=, truncation=WAVES (0: what the grid can show), device=cpu or cuda")
-OF_ERA5 = ("path=FOLDER, grid=[LATITUDES,LONGITUDES], train=, valid= and test=YEARS such as 1979-2015, "
-           "chunk=TIMES in memory at once")
-OF_TOKENS = "path=FOLDER, vocab=TOKENS, valid= and test=PART of the files, such as 0.05"
-OF_JSONL = ("files, and then: path=FOLDER, text=KEY of a line that holds the document, tokenizer=TOKENIZER.JSON or "
-            "vocabulary=VOCAB.JSON merges=MERGES.TXT (GPT-2's), else vocab=TOKENS learned from sample=MEGABYTES of the input, "
-            "end=TOKEN that closes a document, valid= and test=PART of the documents (0: none), jobs=PROCESSES")
-Overrides = Annotated[list[str] | None, typer.Argument(metavar=KEYS, help=OF_A_RUN)]
-OverridesOfWeather = Annotated[list[str] | None, typer.Argument(metavar=KEYS, help=OF_WEATHER)]
-OverridesOfEra5 = Annotated[list[str] | None, typer.Argument(metavar=KEYS, help=OF_ERA5)]
-OverridesOfTokens = Annotated[list[str] | None, typer.Argument(metavar=KEYS, help=OF_TOKENS)]
-FilesAndOverrides = Annotated[list[str], typer.Argument(metavar=f"FILE... {KEYS}", help=OF_JSONL)]
-Out = Annotated[Path | None, typer.Option(help="also write the numbers to this JSON file")]
 
 app = typer.Typer(help="Deep Learning at Scale: from one GPU to model parallelism.", no_args_is_help=True,
                   pretty_exceptions_enable=False, add_completion=False)
-data = typer.Typer(help="Make or convert data sets.", no_args_is_help=True)
 app.add_typer(data, name="data")
-bench = typer.Typer(help="Measure this machine.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 cluster = typer.Typer(help="A real Slurm of several nodes on this machine alone, to try scripts and jobs.", no_args_is_help=True)
 app.add_typer(cluster, name="cluster")
@@ -208,220 +192,6 @@ def doctor(need: Annotated[str, typer.Option(help="fail if one of these is missi
     from course import doctor as examination
 
     raise typer.Exit(examination.main(need))
-
-
-@data.command()
-def weather(settings: OverridesOfWeather = None) -> None:
-    """Simulate an atmosphere and write it in the layout of the ERA5 course data."""
-    from course import config
-    from course.data import weather as maker
-
-    maker.make(config.build(maker.Weather, config.parse(settings or []), "course data weather"))
-
-
-@data.command()
-def era5(source: Annotated[str, typer.Argument(help="a .nc file, a glob or folder of them, or a .zarr store")],
-         settings: OverridesOfEra5 = None) -> None:
-    """Convert ERA5 in NetCDF or Zarr (names of WeatherBench2 or CDS)."""
-    from course import config
-    from course.data import era5 as converter
-
-    values = {**config.parse(settings or []), "source": source}
-    converter.convert(config.build(converter.Era5, values, "course data era5"))
-
-
-@data.command()
-def tokens(settings: OverridesOfTokens = None) -> None:
-    """Make token files of the source text of Python's standard library, in seconds."""
-    from course import config
-    from course.data import corpus as maker
-
-    maker.make(config.build(maker.Python, config.parse(settings or []), "course data tokens"))
-
-
-@data.command()
-def jsonl(arguments: FilesAndOverrides) -> None:
-    """Make token files of text such as OpenWebText: JSON lines or archives of texts, plain, .gz, .xz or .zst.
-
-    On all cores; the same command goes on after an interruption: finished parts of 8 MB of input are kept. Bad lines are counted,
-    and left out.
-    """
-    from course import config
-    from course.data import jsonl as maker
-
-    files = [word for word in arguments if "=" not in word or Path(word).exists()]
-    values = {**config.parse(word for word in arguments if word not in files), "files": files}
-    maker.make(config.build(maker.Jsonl, values, "course data jsonl"))
-
-
-@data.command()
-def stats(path: Annotated[Path, typer.Argument(help="a folder laid out as data/README.md says")]) -> None:
-    """Compute the statistics of the training years again."""
-    from course.data import layout
-
-    layout.write_statistics(path, layout.find_years(path, "train"))
-    print(f"wrote {path}/stats")
-
-
-@data.command("numpy")
-def numpy_files(path: Annotated[Path, typer.Argument(help="a folder laid out as data/README.md says")]) -> None:
-    """Write each state to a .npy file as well, for data.loader=dali_numpy."""
-    from course.data import numpy_files as converter
-
-    converter.convert(path)
-
-
-@data.command()
-def latents(folder: Annotated[Path, typer.Argument(help="of class folders: 0000, 0001 ... or any names, numbered in order")],
-            out: Annotated[Path, typer.Option(help="the data folder to make, or to go on with")],
-            scale: Annotated[float | None, typer.Option(help="what latents are multiplied with; 1 if they are already scaled",
-                                                        show_default="the VAE's, 0.18215")] = None,
-            valid: Annotated[int, typer.Option(min=0, help="each so manieth is for validation; 0: none")] = 50,
-            samples: Annotated[int, typer.Option(min=1, help="in a shard")] = 4096,
-            vae: Annotated[str, typer.Option(help="FOLDER holds pictures: name or folder of their VAE (diffusers)")] = "",
-            pixels: Annotated[int, typer.Option(min=8, help="side of the pictures that the VAE gets")] = 256) -> None:
-    """Pack latents (.npy, .pt), or pictures through a VAE, for a DiT. The same command goes on where it was interrupted."""
-    from course.data import latents as maker
-
-    maker.pack(folder, out, scale, valid, samples, vae, pixels)
-
-
-@data.command()
-def digits(out: Annotated[Path, typer.Option(help="the data folder to make")] = Path("data/digits"),
-           latent: Annotated[str, typer.Option(help="channels, height, width; 4,32,32 for ImageNet's models")] = "1,8,8") -> None:
-    """Make a DiT's data set of scikit-learn's 1797 handwritten digits, which a laptop learns in minutes."""
-    from course.data import latents as maker
-
-    shape = numbers(latent, "--latent")
-    if len(shape) != 3:
-        raise CourseError(f"--latent {latent}: it takes channels, height and width, such as 4,32,32")
-    maker.make_digits(out, (shape[0], shape[1], shape[2]))
-
-
-@bench.command()
-def ceilings(device: Annotated[str, typer.Option(help="cpu or cuda")] = "",
-             out: Out = None) -> None:
-    """The most FLOP/s of a matrix multiplication and the most bytes/s of a copy that this machine reaches."""
-    import json
-
-    from course.perf import bench as measure
-
-    found = measure.record_ceilings(measured_device(device))
-    print(json.dumps(found, indent=1))
-    record(found, out)
-
-
-@bench.command("kernels")
-def bench_kernels(out: Annotated[Path, typer.Option(help="the JSON file that gets the table")] = Path("kernels.json"),
-                  small: Annotated[bool, typer.Option("--small", help="tiny sizes: only to see that it works")] = False,
-                  device: Annotated[str, typer.Option(help="cpu or cuda")] = "") -> None:
-    """What a performance model of this GPU is made of: matmuls, attention, memory, collectives; three minutes."""
-    from course.perf import kernel_table as measure
-
-    where = measured_device("cpu" if small and not device else device)
-    if where.type == "cpu" and not small:
-        raise CourseError("course bench kernels measures a GPU, and PyTorch sees none: --small tries it on the CPU")
-    found = measure.main(where, small)
-    record(found, out)
-    print(f"wrote {out}, measured in {found['took_s']} s")
-
-
-@bench.command("host")
-def bench_host(out: Annotated[Path, typer.Option(help="the JSON file that gets the table")] = Path("host.json"),
-               small: Annotated[bool, typer.Option("--small", help="three rows on the CPU: only to see that it works")] = False
-               ) -> None:
-    """What the host of this machine needs for a step while its GPU waits: by model, format, compiler, layout; four minutes."""
-    from course.perf import host_table as measure
-
-    found = measure.main(small)
-    record(found, out)
-    print(f"wrote {out}, measured in {found['took_s']} s")
-
-
-@bench.command("loaders")
-def bench_loaders(settings: Overrides = None,
-                  small: Annotated[bool, typer.Option("--small", help="states of 32x64 points, in seconds anywhere")] = False,
-                  loader: Annotated[list[str] | None, typer.Option(help="only this one; may be repeated")] = None,
-                  workers: Annotated[str, typer.Option(help="processes or threads: 1,8; else 1,2,4 ... up to the cores")] = "",
-                  seconds: Annotated[float, typer.Option(help="of each of the five laps whose median counts")] = 1.0,
-                  device: Annotated[str, typer.Option(help="cpu or cuda")] = "",
-                  out: Out = None) -> None:
-    """Each loader's pairs per second, beside what reading and copying cost; data.path=FOLDER, else data is made."""
-    from course.perf import loaders as measure
-
-    counts = numbers(workers, "--workers") if workers else measure.doubling()
-    record(measure.main(settings or [], small, loader or [], counts, seconds, measured_device(device)), out)
-
-
-def numbers(text: str, option: str, least: int = 1) -> list[int]:
-    """`1,2,4` as numbers of at least `least`."""
-    found = [int(part) if part.strip().isdecimal() else -1 for part in text.split(",")]
-    if min(found) < least:
-        raise CourseError(f"{option} {text}: it takes whole numbers from {least}, such as 1,4,8")
-    return found
-
-
-def measured_device(name: str) -> Any:
-    """The device that --device names; without it the GPU, if there is one."""
-    import torch
-
-    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-
-
-def record(found: dict[str, Any], out: Path | None) -> None:
-    """Write what was measured to a JSON file, if one is named."""
-    import json
-
-    from course.files import atomic
-
-    if out:
-        with atomic(out) as temporary:
-            temporary.write_text(json.dumps(found, indent=1) + "\n")
-
-
-MODELS = {"vit": "the weather ViT", "gpt": "GPT-2's architecture, 124M to 1.3B", "dit": "DiT-XL/2 at 256 and 512 pixels"}
-
-
-def bench_model(kind: str, words: str) -> None:
-    """Add `course bench KIND`."""
-    def measure(rungs: Annotated[list[str] | None, typer.Argument(help="only these, such as 'bf16, compiled'")] = None,
-                out: Annotated[Path, typer.Option(help="the JSON file that gets the rows")] = Path(f"{kind}.json"),
-                small: Annotated[bool, typer.Option("--small", help="tiny, on the CPU, to see that it works")] = False) -> None:
-        from course.perf import ladder
-
-        ladder.main(kind, out, rungs or [], small)
-
-    bench.command(kind, help="From a plain training loop to a fast one, rung by rung, on one GPU: samples/s, memory, seconds to "
-                             f"the first step of {words}.")(measure)
-
-
-for kind, words in MODELS.items():
-    bench_model(kind, words)
-
-
-LAYOUTS = {"tp": "Tensor and sequence parallelism on a stack of hidden 4096, and DTensor's.",
-           "tp_vit": "Tensor parallel training of the weather ViT of width 1024.",
-           "cp": "Context-parallel attention, and PyTorch's context_parallel.",
-           "dp": "Data parallelism on the stack of GPT 350M, and PyTorch's DDP.",
-           "pp": "Pipeline schedules, and torch.distributed.pipelining's.",
-           "zero": "ZeRO-1, and ZeroRedundancyOptimizer.",
-           "grid": "GPTs in layouts of dp x tp x pp, the cases of a Megatron-LM reproduction; the layers beside megatron-core's."}
-
-
-def bench_layout(kind: str, words: str) -> None:
-    """Add `course bench KIND`."""
-    def measure(out: Annotated[Path, typer.Option(help="the JSON file that gets the rows")] = Path(f"{kind}.json"),
-                small: Annotated[bool, typer.Option("--small", help="tiny, on CPU processes: only to see that it works")] = False,
-                profile: Annotated[bool, typer.Option("--profile", help="also print where the GPU's time goes")] = False) -> None:
-        from course.perf import parallel
-
-        parallel.everywhere(kind, out, small, profile)
-
-    bench.command(kind, help=f"{words} On 1, 2, 4 ... of this machine's GPUs, one after another.")(measure)
-
-
-for kind, words in LAYOUTS.items():
-    bench_layout(kind, words)
 
 
 @app.command()

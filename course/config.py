@@ -2,7 +2,8 @@
 
     config = load("vit-short", ["train.steps=64", "optim.lr=1e-3"])
 
-A preset is a file in `course/configs` or a path of your own; `base:` in it names one to start from.
+A preset is a file in `course/configs` or a path of your own; `base:` in it names one to start from: a preset by its name, or a
+file by its path, seen from the folder of the file that names it.
 """
 
 import dataclasses
@@ -210,12 +211,16 @@ def presets() -> list[str]:
     return sorted(path.stem for path in PRESETS.glob("*.yaml"))
 
 
-def preset_path(preset: str) -> Path:
-    """Where a preset lies: a file of the user's if it ends in .yaml, else one of the course's. `CourseError` if there is none."""
+def preset_path(preset: str, folder: Path = Path()) -> Path:
+    """Where a preset lies: a file of the user's if it ends in .yaml, else one of the course's. `CourseError` if there is none.
+
+    folder: where relative paths begin.
+    """
     if preset.endswith((".yaml", ".yml")):
-        if Path(preset).is_file():
-            return Path(preset)
-        raise CourseError(f"there is no file {preset}: give the path of a YAML file, or a preset ({', '.join(presets())})")
+        path = folder / preset
+        if path.is_file():
+            return path
+        raise CourseError(f"there is no file {path}: give the path of a YAML file, or a preset ({', '.join(presets())})")
     if preset not in presets():
         raise CourseError(f"there is no preset {preset!r}{nearest(preset, presets())}; the presets are {', '.join(presets())}")
     return PRESETS / f"{preset}.yaml"
@@ -230,7 +235,7 @@ def read_preset(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     base = values.pop("base", None)
     if base is None:
         return values
-    origin, above = preset_path(str(base)), (*above, path.resolve())
+    origin, above = preset_path(str(base), path.parent), (*above, path.resolve())
     if origin.resolve() in above:
         raise CourseError(f"{path} names {base} as its base, which leads back to it: remove that line")
     return merge(read_preset(origin, above), values)

@@ -39,9 +39,8 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager:
 def narrow(model: Any, precision: str) -> nn.Module:
     """Let what flows from block to block be in the 16 bits of the matmuls, from the embedding on, as in Megatron-LM.
 
-    Autocast alone leaves it in float32, since a position's vector is, and so is what a row linear puts out, which tp completes
-    before it adds the bias. Every norm and every sum then reads and writes half the bytes; each block's output is rounded once
-    more, to 2^-9 of the sum in bf16.
+    Autocast alone leaves it in float32, since a position's vector is. Every norm and every sum then reads and writes half the
+    bytes; each block's output is rounded once more, to 2^-9 of the sum in bf16.
     """
     def to_low(module: nn.Module, inputs: Any, output: Any) -> Any:
         x, *conditions = output if isinstance(output, tuple) else (output,)             # (B, T, D)

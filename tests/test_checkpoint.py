@@ -4,6 +4,7 @@ import random as random_numbers
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from course import checkpoint, random
 from course.checkpoint import Damaged, Misplaced
@@ -31,6 +32,12 @@ def make(seed=0, **changes):
 def save(folder, step=7, seed=0):
     model, optimizer = make(seed)
     return checkpoint.save(folder, optimizer, STATE | {"step": step}, {"a": 1}, ALONE), model, optimizer
+
+
+def everyone():
+    """All ranks, as one of them sees them."""
+    size = dist.get_world_size()
+    return Axis("all", size, dist.get_rank(), tuple(range(size)), dist.group.WORLD)
 
 
 def test_what_is_loaded_is_what_was_saved(tmp_path):
@@ -316,6 +323,25 @@ def test_a_run_that_cannot_save_stops_at_once_and_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == [old]
 
 
+def saved_by_all(folder):
+    """What each rank hears where both say that every parameter is theirs, and how often it looked whether all is there once."""
+    looked, look = [], checkpoint.check_whole
+    checkpoint.check_whole = lambda tensors: (looked.append(1), look(tensors))
+    try:
+        checkpoint.save(folder, make()[1], STATE, {}, everyone())
+    except CourseError as error:
+        return type(error).__name__, str(error), len(looked)
+    finally:
+        checkpoint.check_whole = look
+
+
+def test_one_rank_looks_whether_a_checkpoint_is_whole_and_all_stop_if_it_is_not(tmp_path):
+    told = ranks(2)(saved_by_all, tmp_path)
+    assert [kind for kind, _, _ in told] == ["Misplaced"] * 2 and told[0][1] == told[1][1]
+    assert "step_000007 was not written: rank 0: the ranks own" in told[0][1]
+    assert [count for _, _, count in told] == [1, 0] and list(tmp_path.iterdir()) == []
+
+
 def test_an_error_without_words_is_an_error(tmp_path):
     def fail():
         raise OSError
@@ -348,11 +374,8 @@ def test_nothing_is_pickled(tmp_path, monkeypatch):
 
 def damage_seen(path):
     """What each rank says of a checkpoint that all read together."""
-    import torch.distributed as dist
-
-    axis = Axis("all", dist.get_world_size(), dist.get_rank(), tuple(range(dist.get_world_size())), dist.group.WORLD)
     try:
-        return sorted(checkpoint.read_index(path, axis)["files"])
+        return sorted(checkpoint.read_index(path, everyone())["files"])
     except Damaged as damage:
         return str(damage)
 

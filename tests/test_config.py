@@ -143,6 +143,24 @@ def test_bad_preset_files_are_explained(tmp_path, monkeypatch, text):
         config.load("base.yaml")
 
 
+def test_a_base_is_found_from_the_folder_of_the_file_that_names_it(tmp_path, monkeypatch):
+    """And from there its own; a preset's name stays one, whatever lies beside; an error names what was looked for."""
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "b" / "mine.yaml").write_text("base: ../ours.yaml\ntrain: {steps: 3}")
+    (tmp_path / "a" / "ours.yaml").write_text("base: most.yaml\ntrain: {global_batch: 2}")
+    (tmp_path / "a" / "most.yaml").write_text("base: gpt-demo\noptim: {lr: 0.5}")
+    (tmp_path / "a" / "gpt-demo").write_text("model: {kind: dit}")
+    (tmp_path / "ours.yaml").write_text("train: {global_batch: 64}")
+    monkeypatch.chdir(tmp_path)
+    for path in ("a/b/mine.yaml", str(tmp_path / "a" / "b" / "mine.yaml")):
+        found = config.load(path)
+        assert (found.preset, found.model.kind, found.optim.lr) == ("mine", "gpt", 0.5)
+        assert (found.train.steps, found.train.global_batch) == (3, 2)
+    (tmp_path / "a" / "most.yaml").rename(tmp_path / "most.yaml")
+    with pytest.raises(CourseError, match=r"there is no file a/b/\.\./most\.yaml: give"):
+        config.load("a/b/mine.yaml")
+
+
 def test_every_key_that_has_a_range_is_one():
     listed = [key for keys in config.NUMBERS.values() for key in keys.split()]
     known = set(config.flat_keys(config.Config))

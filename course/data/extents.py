@@ -14,7 +14,7 @@ import h5py
 import numpy as np
 
 from course.data.layout import first_line
-from course.data.pairs import Pairs, open_fields, unreadable
+from course.data.pairs import Pairs, open_fields, reading, unreadable
 
 Read = Callable[[], None]                        # does one part of the reading, in whichever thread calls it
 BYTES = 4                                        # of a float32
@@ -102,10 +102,8 @@ class File:
         region[:] = whole[tuple(slice(0, n) for n in region.shape)]
 
     def _ask_hdf5(self, entry: int, into: np.ndarray) -> None:
-        try:
+        with reading(self.path, entry):
             self.fields.read_direct(into, np.s_[entry])
-        except OSError as error:
-            raise unreadable(self.path, entry, first_line(error)) from error
 
 
 def locate(fields: h5py.Dataset) -> tuple[tuple[int, ...], np.ndarray | None]:

@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from torch.utils.data import Dataset
 
 from course import random
-from course.data.layout import first_line
-from course.data.pairs import Batch, unreadable
+from course.data.layout import data_file, first_line
+from course.data.pairs import Batch, reading
 from course.errors import CourseError
 from course.files import atomic
 
@@ -80,13 +80,11 @@ class Latents(Dataset[Batch]):
 
     def _read(self, number: int, entry: int, into: np.ndarray) -> int:
         """Read a latent; its label."""
-        try:
+        with reading(self.files[number], entry):
             if number not in self._open:
                 self._open[number] = h5py.File(self.files[number], "r")
             self._open[number]["latents"].read_direct(into, np.s_[entry])
             return int(self._open[number]["labels"][entry])
-        except (OSError, KeyError) as error:
-            raise unreadable(self.files[number], entry, first_line(error)) from error
 
 
 def read_summary(path: Path) -> dict[str, Any]:
@@ -104,17 +102,12 @@ def read_summary(path: Path) -> dict[str, Any]:
 
 def inspect(file: Path, shape: tuple[int, ...]) -> None:
     """Raise `CourseError` unless a shard can be read to its end and holds latents of this shape, (N, C, H, W)."""
-    try:
-        with h5py.File(file, "r") as opened:
-            found = opened["latents"].shape, opened["labels"].shape
-            if found != (shape, shape[:1]):
-                raise CourseError(f"{file} holds latents {found[0]} and labels {found[1]}, not {shape}: remove it, and {AGAIN} "
-                                  "again")
-            opened["latents"][-1, -1, -1, -1]        # the last bytes are there
-    except CourseError:
-        raise
-    except Exception as error:                       # h5py has no one kind for a damaged file
-        raise CourseError(f"{file} cannot be read ({first_line(error)}): remove it, and {AGAIN} again") from error
+    cure = f"remove it, and {AGAIN} again"
+    with data_file(file, cure) as shard:
+        found = shard["latents"].shape, shard["labels"].shape
+        if found != (shape, shape[:1]):
+            raise CourseError(f"{file} holds latents {found[0]} and labels {found[1]}, not {shape}: {cure}")
+        shard["latents"][-1, -1, -1, -1]             # the last bytes are there
 
 
 @dataclass(frozen=True)
@@ -197,9 +190,9 @@ def refuse_others(out: Path, shards: list[Shard]) -> None:
 def is_done(file: Path) -> str:
     """What a shard was made of; empty if it is not there, or damaged."""
     try:
-        with h5py.File(file, "r") as opened:
-            return str(opened.attrs["made_of"])
-    except Exception:                                # h5py has no one kind for a damaged file
+        with data_file(file) as shard:
+            return str(shard.attrs["made_of"])
+    except CourseError:
         return ""
 
 
@@ -238,10 +231,10 @@ def finish(out: Path, shards: list[Shard], shape: tuple[int, ...], scale: float,
     """Write latents.json and damaged.txt of all shards; say what there is."""
     counts, damaged, some = {}, [], []
     for shard in shards:
-        with h5py.File(out / shard.name, "r") as opened:
-            counts[shard.name] = len(opened["labels"])
-            damaged += [text.decode() for text in opened["damaged"][:]]
-            some.append(opened["latents"][:16])      # of many classes
+        with data_file(out / shard.name, "remove it and run again") as held:
+            counts[shard.name] = len(held["labels"])
+            damaged += [text.decode() for text in held["damaged"][:]]
+            some.append(held["latents"][:16])        # of many classes
     size = float(np.concatenate(some).std())
     made = {"latent": list(shape), "classes": len(names), "scale": scale, "names": names, "damaged": len(damaged), "std": size,
             "shards": {name: count for name, count in counts.items() if count}}

@@ -11,7 +11,8 @@ Latitudes run from north to south, longitudes eastwards from 0. A file may carry
 below on an equally spaced grid are meant.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,29 +92,44 @@ def find_years(path: Path, split: str, grid: tuple[int, int] | None = None) -> l
 
 def inspect_year(file: Path) -> Year:
     """Open one data file, check that its `fields` can be read, and return its shape."""
+    with data_file(file) as year:
+        if "fields" not in year or not isinstance(year["fields"], h5py.Dataset):
+            raise CourseError(f"{file} has no dataset `fields` (it has {sorted(year)}): "
+                              "convert it as data/README.md says")
+        fields = year["fields"]
+        if fields.ndim != 4 or fields.shape[0] < 2 or fields.dtype != np.float32:
+            raise CourseError(f"{file}: `fields` is {fields.dtype} {fields.shape}, but float32 "
+                              "(time, channel, latitude, longitude) with at least 2 times is needed")
+        fields[-1, -1, -1, -1]                   # the last bytes are there
+        return Year(file, fields.shape)
+
+
+@contextmanager
+def data_file(file: Path, cure: str = "it is truncated or not HDF5; remove it and make or copy it again") -> Iterator[h5py.File]:
+    """A data file to read from in the block, which does no more than that: what it raises is a `CourseError` with the cure."""
+    with readable(lambda why: CourseError(f"{file} cannot be read ({why}): {cure}")), h5py.File(file, "r") as found:
+        yield found
+
+
+@contextmanager
+def readable(say: Callable[[str], CourseError]) -> Iterator[None]:
+    """Around reading HDF5: what goes wrong is what `say` makes of the first line of its reason.
+
+    h5py has no one kind for a damaged file: OSError, KeyError, RuntimeError, ValueError, TypeError and IndexError were seen.
+    """
     try:
-        with h5py.File(file, "r") as opened:
-            if "fields" not in opened or not isinstance(opened["fields"], h5py.Dataset):
-                raise CourseError(f"{file} has no dataset `fields` (it has {sorted(opened)}): "
-                                  "convert it as data/README.md says")
-            fields = opened["fields"]
-            if fields.ndim != 4 or fields.shape[0] < 2 or fields.dtype != np.float32:
-                raise CourseError(f"{file}: `fields` is {fields.dtype} {fields.shape}, but float32 "
-                                  "(time, channel, latitude, longitude) with at least 2 times is needed")
-            fields[-1, -1, -1, -1]               # the last bytes are there
-            return Year(file, fields.shape)
+        yield
     except CourseError:
         raise
-    except Exception as error:                   # h5py has no one kind for a damaged file
-        raise CourseError(f"{file} cannot be read ({first_line(error)}): it is truncated or not HDF5; "
-                          "remove it and make or copy it again") from error
+    except Exception as error:
+        raise say(first_line(error)) from error
 
 
 def channel_names(year: Year) -> list[str]:
     """The file's channel names, or those of the standard twenty where it names none."""
-    with h5py.File(year.path, "r") as opened:
-        if "channels" in opened.attrs:
-            return [str(name) for name in opened.attrs["channels"]]
+    with data_file(year.path) as file:
+        if "channels" in file.attrs:
+            return [str(name) for name in file.attrs["channels"]]
     if year.shape[1] == len(CHANNELS):
         return list(CHANNELS)
     return [f"channel{i}" for i in range(year.shape[1])]
@@ -121,8 +137,8 @@ def channel_names(year: Year) -> list[str]:
 
 def grid_latitudes(year: Year) -> np.ndarray:
     """The file's latitudes in degrees, north to south; equal bands where it states none."""
-    with h5py.File(year.path, "r") as opened:
-        stated = opened.attrs.get("latitude")
+    with data_file(year.path) as file:
+        stated = file.attrs.get("latitude")
         return latitudes(year.shape[2]) if stated is None else np.asarray(stated)
 
 
@@ -136,16 +152,13 @@ def write_statistics(path: Path, years: list[Year]) -> None:
     squares = np.zeros(years[0].shape[1])
     shift: np.ndarray | None = None              # subtract a first guess: z50 is 200,000 ± 1,000
     for year in years:
-        with h5py.File(year.path, "r") as opened:
-            fields = opened["fields"]
-            for start in range(0, len(fields), 8):
-                block = fields[start:start + 8].astype("float64")
-                if shift is None:
-                    shift = block.mean((0, 2, 3))
-                block -= shift[:, None, None]
-                total += block.sum(0)
-                squares += (block**2).sum((0, 2, 3))
-                count += len(block)
+        for block in blocks(year, 8):
+            if shift is None:
+                shift = block.mean((0, 2, 3))
+            block -= shift[:, None, None]
+            total += block.sum(0)
+            squares += (block**2).sum((0, 2, 3))
+            count += len(block)
     assert shift is not None
     time_means = total / count
     means = time_means.mean((1, 2))
@@ -156,6 +169,13 @@ def write_statistics(path: Path, years: list[Year]) -> None:
                         "time_means": time_means + shift[:, None, None]}.items():
         with atomic(path / "stats" / f"{name}.npy") as temporary, open(temporary, "wb") as file:
             np.save(file, value.astype("float32"))
+
+
+def blocks(year: Year, entries: int) -> Iterator[np.ndarray]:
+    """So many states of a file at a time, in order: float64 (at most `entries`, channel, latitude, longitude)."""
+    with data_file(year.path) as file:
+        for start in range(0, year.shape[0], entries):
+            yield file["fields"][start:start + entries].astype("float64")
 
 
 def read_statistics(path: Path, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:

@@ -5,6 +5,7 @@ float32, and `sample` (B,) int64, the position of the pair in the data set (-1 f
 Every loader gives the same bits: it subtracts the mean, then divides by the standard deviation, in float32.
 """
 
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -74,10 +75,8 @@ class Pairs(Dataset[Batch]):
         """The normalised state `ahead` entries after pair `sample` begins, (C, H, W) float32."""
         number, entry = self.place(sample, ahead)
         fields = self._fields(number)
-        try:
+        with reading(self.years[number].path, entry):
             state = fields[entry]
-        except OSError as error:
-            raise unreadable(self.years[number].path, entry, layout.first_line(error)) from error
         state -= self.mean
         state /= self.std
         return state
@@ -103,10 +102,13 @@ def sample_ids(samples: list[int], device: torch.device) -> Tensor:
 
 def open_fields(path: Path) -> h5py.Dataset:
     """The data of one file, to be read while training."""
-    try:
+    with layout.readable(lambda why: CourseError(f"{path} cannot be opened ({why}): restore the file and run again")):
         return h5py.File(path, "r")["fields"]
-    except OSError as error:
-        raise CourseError(f"{path} cannot be opened ({layout.first_line(error)}): restore the file and run again") from error
+
+
+def reading(path: Path, entry: int) -> AbstractContextManager[None]:
+    """Around reading one entry of an HDF5 file: whatever h5py raises is `unreadable`."""
+    return layout.readable(lambda why: unreadable(path, entry, why))
 
 
 def unreadable(path: Path, entry: int, why: str) -> CourseError:

@@ -135,8 +135,8 @@ def is_made(file: Path, year: int, config: Weather) -> bool:
     if not file.exists():
         return False
     layout.inspect_year(file)
-    with h5py.File(file, "r") as opened:
-        found = opened.attrs.get("settings", "none")
+    with layout.data_file(file) as made:
+        found = made.attrs.get("settings", "none")
     if found != settings(year, config):
         raise CourseError(f"{file} was made with other settings ({found}, not {settings(year, config)}): "
                           "remove it or choose another path")

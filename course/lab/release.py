@@ -27,7 +27,8 @@ def main(out: Path, root: Path = lessons.ROOT) -> None:
         for name in (*TOP, *notebooks):
             source, target = root / name, temporary / name
             if source.is_dir():
-                shutil.copytree(source, target, ignore=shutil.ignore_patterns(*NOT, *(ANSWERS if name == "tests" else ())))
+                left = shutil.ignore_patterns(*NOT, *(ANSWERS if name == "tests" else ()))
+                shutil.copytree(source, target, symlinks=True, ignore=left)     # submit/site as a file means something else
             elif source.is_file():
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(source, target)

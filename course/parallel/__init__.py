@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from course.errors import CourseError
-from course.parallel.context import context_parallel, needs_zigzag
+from course.parallel.context import check_attention, context_parallel, needs_zigzag
 from course.parallel.data import METHODS, Naive
 from course.parallel.mesh import Axis, Mesh, World, abandon, build_mesh, join, joined, leave
 from course.parallel.pipeline import split_stages
@@ -75,3 +75,4 @@ def check_seams(model: nn.Module, cp: Axis, sp: Axis) -> None:
     if cp.size > 1:
         require(model, "attend", "queries would see the keys of one rank alone; attend in course.models.layers.Attend, or use "
                 "parallel.cp=1")
+        check_attention(model)

@@ -107,6 +107,24 @@ def context_parallel(model: nn.Module, tokens: SplitTokens, method: str) -> nn.M
     return model
 
 
+def check_attention(model: nn.Module) -> None:
+    """Raise `CourseError` if of two modules alike one has its attention at a seam and the other does not.
+
+    Other attention without a seam cannot be told from what needs none, such as one whose keys every rank has whole.
+    """
+    kinds = {kind_of(model.get_submodule(name.rpartition(".")[0])) for name in at_seam(model, "attend")}
+    for name, module in model.named_modules():
+        if kind_of(module) in kinds and not at_seam(module, "attend"):
+            raise CourseError(f'{name} has no module whose `seam` is "attend", and others of its kind, {type(module).__name__}, '
+                              "have: its queries would see the keys of one rank alone; attend in course.models.layers.Attend "
+                              "there too, or use parallel.cp=1")
+
+
+def kind_of(module: nn.Module) -> tuple[type, tuple[str, ...]]:
+    """What modules that are alike have in common: their class, and the names of their parameters."""
+    return type(module), tuple(name for name, _ in module.named_parameters())
+
+
 def needs_zigzag(model: nn.Module, method: str) -> bool:
     """Causal attention is balanced by a zigzag; all_to_all has all tokens of a head anyway."""
     return method != "all_to_all" and any(module.causal for module in at_seam(model, "attend").values())

@@ -33,7 +33,7 @@ class ColumnLinear(nn.Module):
 
 
 class RowLinear(nn.Module):
-    """y = x W' + b with the input features cut: partial products are added up, then the bias, once."""
+    """y = x W' + b with the input features cut: partial products are added up, then the bias, once, in their format."""
 
     def __init__(self, linear: nn.Linear, axis: Axis, tokens: SplitTokens | None = None):
         super().__init__()
@@ -43,7 +43,7 @@ class RowLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:                             # (B, T, F / tp)
         part = self.matmul(x, self.weight)                              # (B, T, D)
-        return leave(part, self.axis, self.tokens) + self.bias          # (B, T, D), sequence parallel (B, T / tp, D)
+        return leave(part, self.axis, self.tokens) + self.bias.to(part.dtype)           # (B, T, D), with sp (B, T / tp, D)
 
 
 class OverlappedColumnLinear(ColumnLinear):
@@ -59,7 +59,8 @@ class OverlappedRowLinear(RowLinear):
 
     def forward(self, x: Tensor) -> Tensor:                             # (B, T, F / tp) -> (B, T / tp, D)
         assert self.tokens is not None
-        return beside(self.tokens).linear_scatter(x, self.weight, self.axis) + self.bias
+        own = beside(self.tokens).linear_scatter(x, self.weight, self.axis)
+        return own + self.bias.to(own.dtype)
 
 
 class BareColumnLinear(ColumnLinear):

@@ -3,6 +3,7 @@
 import json
 import pickle
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import h5py
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from course.config import check, load
-from course.data import Latents, eval_loader, has_validation, latents, native, open_data, train_loader
+from course.data import Latents, eval_loader, has_validation, latents, native, open_data, pairs, train_loader
 from course.errors import CourseError
 from course.parallel import Axis
 
@@ -175,6 +176,34 @@ def test_a_shard_that_h5py_cannot_read_is_not_done_whatever_it_raises(monkeypatc
     assert latents.is_done(tmp_path / "00000.h5") == ""
     with pytest.raises(CourseError, match=r"00000\.h5 cannot be read"):
         latents.inspect(tmp_path / "00000.h5", (1, 2, 4, 4))
+
+
+REPLACED = {                                         # what stands in a shard's place once training has begun, and what h5py says
+    "shorter": ({"latents": np.zeros((1, 2, 4, 4), "float32"), "labels": np.zeros(1, int)}, "Index"),
+    "wider": ({"latents": np.zeros((6, 2, 4, 5), "float32"), "labels": np.zeros(6, int)}, "broadcast"),
+    "words": ({"latents": np.zeros((6, 2, 4, 4), "float32"), "labels": np.array([b"cat"] * 6)}, "invalid literal for int"),
+    "others": ({"fields": np.zeros(3)}, "doesn't exist"),
+    "folders": ({"latents/x": np.zeros(3), "labels/x": np.zeros(3)}, "Group"),
+}
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_a_shard_replaced_while_training_is_named_with_its_entry(folder, name):
+    pack(folder)
+    data = Latents(str(folder.parent / "out"), "train", (2, 4, 4), 3)
+    values, why = REPLACED[name]
+    with h5py.File(folder.parent / "out" / "train" / "00000.h5", "w") as made:
+        for key, value in values.items():
+            made[key] = value
+    with pytest.raises(CourseError, match=rf"00000\.h5 could not be read at entry 3 \(.*{why}.*\): restore the file"):
+        data.__getitems__([3])
+
+
+@pytest.mark.parametrize("kind", [OSError, KeyError, RuntimeError, ValueError, TypeError, IndexError])
+def test_whatever_h5py_raises_is_one_sentence_with_its_first_line(kind):
+    with pytest.raises(CourseError, match=r"^x\.h5 could not be read at entry 7 \('?bad heap"), \
+            pairs.reading(Path("x.h5"), 7):
+        raise kind("bad heap\nand more")
 
 
 def test_folders_without_latents_are_a_sentence(tmp_path):

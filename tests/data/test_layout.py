@@ -100,6 +100,22 @@ def test_bad_files_are_named(own_data, break_it, words):
     assert all(word in str(caught.value) for word in words)
 
 
+def test_a_file_that_cannot_be_read_to_its_end_has_no_statistics(own_data, monkeypatch):
+    """What h5py raises in the middle of it, RuntimeError here, is a sentence; so is a name of a channel that is none."""
+    years = layout.find_years(own_data, "train")
+
+    def damaged(*_):
+        raise RuntimeError("bad heap")
+
+    monkeypatch.setattr(h5py.Dataset, "__getitem__", damaged)
+    with pytest.raises(CourseError, match=r"1979\.h5 cannot be read \(bad heap\): .* make or copy it again"):
+        layout.write_statistics(own_data, years)
+    with h5py.File(years[0].path, "r+") as file:
+        file.attrs["channels"] = 3
+    with pytest.raises(CourseError, match=r"1979\.h5 cannot be read \(.*not iterable"):
+        layout.channel_names(years[0])
+
+
 def test_a_missing_folder_says_how_to_make_data(tmp_path):
     with pytest.raises(CourseError, match="course data weather"):
         layout.find_years(tmp_path, "train")

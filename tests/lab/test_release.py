@@ -1,6 +1,7 @@
 """What learners get: everything they need, and no solutions."""
 
 import os
+import shutil
 import subprocess
 import sys
 
@@ -33,6 +34,24 @@ def test_a_notebook_that_somebody_worked_in_stays_here(tmp_path, monkeypatch):
     release.main(tmp_path / "out", tmp_path / "here")
     found = {str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*") if path.is_file()}
     assert found == {"notebooks/00_x.ipynb", ".gitignore", "docs/lab/page.md"}
+
+
+def test_the_site_of_a_clone_is_that_of_what_learners_get(tmp_path, monkeypatch):
+    """As a link, which leads to the script; in a file of its own submit/common.sh would look for the site's name."""
+    here = tmp_path / "here"
+    shutil.copytree(lessons.ROOT / "submit", here / "submit", symlinks=True)
+    for name in ("notebooks/00_x.ipynb", "solutions/00_x.py"):
+        (here / name).parent.mkdir()
+        (here / name).write_text("")
+    (here / "submit" / "site").unlink(missing_ok=True)
+    (here / "submit" / "sites" / "ours.sh").write_text("# of our cluster\nsite_settings=(log.dir=/ours)\n")
+    (here / "submit" / "site").symlink_to("sites/ours.sh")
+    monkeypatch.setattr(lessons, "verify", lambda *_: [])
+    release.main(tmp_path / "out", here)
+    told = subprocess.run(["bash", "-c", '. submit/common.sh && echo "${site_settings[@]}"'], cwd=tmp_path / "out", text=True,
+                          capture_output=True, env=os.environ | {"COURSE_SITE": "", "COURSE_PYTHON": sys.executable})
+    assert told.stdout == "log.dir=/ours\n", told.stderr
+    assert os.readlink(tmp_path / "out" / "submit" / "site") == "sites/ours.sh"
 
 
 def test_hints_work_without_solutions(out, tmp_path):

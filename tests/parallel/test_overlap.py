@@ -13,6 +13,9 @@ from course.launch import ranks
 from course.meet import trace_file
 from course.parallel import mappings, overlap
 from course.parallel.mesh import Axis
+from course.parallel.placement import place_serial
+from course.parallel.sequence import SplitTokens
+from course.parallel.tensor import OverlappedRowLinear, RowLinear
 from course.parallel.trace import Trace
 from course.recompute import keep_dear, recompute
 
@@ -45,6 +48,33 @@ def both_ways(tokens, samples):
 @pytest.mark.parametrize("samples", [1, 3, 6])
 def test_overlapped_linears_are_the_plain_ones(size, tokens, samples):
     assert max(ranks(size)(both_ways, tokens, samples)) < 1e-12
+
+
+def rows_in_16_bits():
+    """Under autocast, of a linear, a row linear and an overlapped one: formats of output and gradients; differences."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    axis, random = Axis("tp", size, rank, tuple(range(size)), dist.group.WORLD), torch.Generator().manual_seed(0)
+    whole = place_serial(torch.nn.Sequential(torch.nn.Linear(64, 5)))[0]
+    values = torch.randn(5, 64, generator=random)
+    torch.nn.init.constant_(whole.bias, 0.7)
+    tokens = SplitTokens({}, Axis("cp"), axis, zigzag=False, overlap="nccl")
+    x, formats, found = torch.randn(3, 4, 64, generator=random), [], []
+    for linear in (whole, RowLinear(whole, axis), OverlappedRowLinear(whole, axis, tokens)):
+        linear.weight.data.copy_(values if linear is whole else values.tensor_split(size, 1)[rank])
+        linear.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = linear(x if linear is whole else x.tensor_split(size, 2)[rank])
+        y.float().sum().backward()
+        formats.append((y.dtype, linear.weight.grad.dtype, linear.bias.grad.dtype))
+        found.append(y.tensor_split(size, 1)[rank] if len(y[0]) == 4 else y)
+    return formats, [(y.float() - found[0].float()).abs().max().item() for y in found]
+
+
+def test_row_linears_put_out_the_format_of_a_linear_under_autocast():
+    """The bias is added in it, too, and differences are a few roundings of bf16, 2^-9 of sums of 64 numbers of about 8."""
+    formats, differences = ranks(2)(rows_in_16_bits)[1]
+    assert formats == [(torch.bfloat16, torch.float32, torch.float32)] * 3
+    assert max(differences) < 4 * 2**-9 * 32
 
 
 def collectives(folder, samples):

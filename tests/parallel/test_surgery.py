@@ -197,6 +197,7 @@ CORES = [f"blocks.{i}.attn.core" for i in range(3)]
 @pytest.mark.parametrize(("change", "layout", "sentence"), [
     (forget("loss.total"), CP, 'GPT has no module whose `seam` is "total": its loss would count the tokens of one rank alone'),
     (forget(*CORES), CP, 'GPT has no module whose `seam` is "attend": queries would see the keys of one rank alone'),
+    (forget(CORES[1]), CP, 'blocks.1.attn has no module whose `seam` is "attend", and others of its kind, GroupedAttention'),
     (forget("head.enter"), TP, 'GPT has no module whose `seam` is "enter": the gradient'),
     (forget("loss.cross_entropy", "head.cross_entropy"), TP, 'GPT has no module whose `seam` is "cross_entropy": the loss'),
     (plan(attn_qvk="column"), TP, '"attn.qvk" in GPT.tensor_plan fits no nn.Linear or nn.Embedding of the model'),
@@ -207,8 +208,14 @@ def test_what_surgery_needs_and_does_not_find_is_a_sentence(change, layout, sent
         cut(change, layout)
 
 
+def without_attention(model: Any) -> None:
+    """A block that mixes no tokens, beside others that do."""
+    model.blocks["1"].attn = torch.nn.Linear(16, 16)
+
+
 @pytest.mark.parametrize(("change", "layout"), [
-    (forget("loss.total", *CORES), TP), (forget("loss.total"), SP), (plan(attn_qkv=None, attn_out=None), TP)])
+    (forget("loss.total", *CORES), TP), (forget("loss.total"), SP), (plan(attn_qkv=None, attn_out=None), TP),
+    (without_attention, CP)])
 def test_what_surgery_does_not_need_may_be_missing(change, layout):
     """Nothing is cut then that it is about."""
     cut(change, layout)

@@ -70,7 +70,7 @@ MISTAKES = {
         Mistake("the bias forgotten", "leave(part, self.axis, self.tokens) + self.bias",
                 "leave(part, self.axis, self.tokens) + 0 * self.bias",
                 "the row linear has a bias too: add it, once, after the sum"),
-        Mistake("a bias divided", "+ self.bias", "+ self.bias / self.axis.size",
+        Mistake("a bias divided", "+ self.bias.to", "+ (self.bias / self.axis.size).to",
                 "after the sum every rank has the whole result: add the whole bias"),
         Mistake("heads cut through", ".global_shape) - 2)", ".global_shape) - 1)",
                 "this cuts the last dim of (3, heads, head_dim), a part of every head: cut the dim of the heads instead"),

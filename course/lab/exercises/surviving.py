@@ -1,0 +1,256 @@
+"""Lesson 18, what survives: a loop that loses nothing, and how often to save.
+
+Both are the answers to exercises written inside a cell of the lesson.
+"""
+
+import math
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import accumulate
+from types import FrameType
+from typing import Any, NoReturn
+
+import torch
+
+from course.lab import returned
+from course.lab.exercise import Exercise, Tensors
+from course.lab.watchdog import Limits
+
+QUICK = Limits(seconds=90)
+GO_ON = 75                                           # status of a run that was stopped and can go on (course/stop.py)
+
+
+def go_on(last: int, every: int, load: Callable[[], int], step: Callable[[int], None], save: Callable[[int], None]) -> int:
+    """Train up to step `last` from the newest checkpoint on; returns 0 when it is done, and 75 when it was asked to stop."""
+    asked = False
+
+    def hear(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        asked = True
+
+    signal.signal(signal.SIGUSR1, hear)
+    done = saved = load()
+    while done < last and not asked:
+        step(done + 1)
+        done += 1
+        if done % every == 0:
+            save(done)
+            saved = done
+    if saved < done:
+        save(done)
+    return 0 if done == last else 75
+
+
+def checkpoint_interval(save: float, restart: float, mtbf: float, nodes: int) -> tuple[float, float]:
+    """(seconds of training between two checkpoints that lose the least, the share of the time that is then lost)."""
+    between = mtbf / nodes                           # seconds between two failures of the job
+    interval = math.sqrt(2 * save * between)
+    return interval, save / interval + (interval / 2 + restart) / between
+
+
+# ---- a loop that loses nothing
+
+class Killed(BaseException):
+    """The end of a process that nobody can catch; whoever does finds that nothing happens any more."""
+
+
+class World:
+    """A training, its disk and its log, over several lives of the process; things befall it at given moments.
+
+    befalls: (life, "load" | "step" | "save", step) -> "warn", "warn twice" or "kill", which happens in the middle of it.
+    """
+
+    def __init__(self, every: int, last: int, befalls: Mapping[tuple[int, str, int], str]):
+        self.every, self.last, self.befalls = every, last, dict(befalls)
+        self.disk, self.log = (0, 1), dict[int, int]()               # (step, state) of the checkpoint; step -> loss
+        self.counts = dict.fromkeys(("again", "late", "needless", "torn", "status"), 0)
+        self.allowed = 0                             # steps that a kill makes anybody do again
+        self.thrown = ""                             # what the handler raised, and in the middle of what
+        self.born(0)
+
+    def born(self, life: int) -> None:
+        """A new process."""
+        self.life, self.state, self.busy, self.dead, self.asked, self.after = life, 1, False, False, False, 0
+
+    @contextmanager
+    def doing(self, kind: str, number: int) -> Iterator[None]:
+        """One of the three at work; what befalls it does so after the block."""
+        if self.dead:
+            raise Killed
+        self.counts["torn"] += self.busy             # one inside another: in a signal's handler
+        self.busy = True
+        try:
+            yield
+            what = self.befalls.pop((self.life, kind, number), "")   # once: a handler may save, too
+            for _ in range(("", "warn", "warn twice", "kill").index(what) % 3):
+                self.asked = True
+                try:
+                    os.kill(os.getpid(), signal.SIGUSR1)
+                    time.sleep(0)                    # Python's handler runs at once
+                except BaseException as error:
+                    if not isinstance(error, Killed):
+                        self.thrown = self.thrown or f"{type(error).__name__} in the middle of {kind}({number or ''}): {error}"
+                    raise
+            if what == "kill":
+                self.allowed += max(self.log, default=0) - max(self.disk[0], (number - 1) // self.every * self.every)
+                self.die()
+        finally:
+            self.busy = False
+
+    def die(self) -> NoReturn:
+        """The end of this process."""
+        self.dead = True
+        raise Killed
+
+    def unheard(self, number: int, frame: FrameType | None) -> NoReturn:
+        """What a signal does that nobody listens for."""
+        self.counts["status"] += 1
+        self.die()
+
+    def load(self) -> int:
+        with self.doing("load", 0):
+            number, self.state = self.disk
+        return number
+
+    def step(self, number: int) -> None:
+        self.after += self.asked
+        self.counts["late"] += self.after > 1        # one more may have begun
+        self.counts["again"] += number in self.log
+        if number > 2 * self.last or self.counts["again"] > 4 * self.last:
+            raise returned.Returned("`go_on` goes on and on", "leave the loop after step `last`")
+        with self.doing("step", number):
+            self.state = following(self.state, number)
+        self.log[number] = self.state
+
+    def save(self, number: int) -> None:
+        due = number % self.every == 0 or number == self.last or self.asked
+        self.counts["needless"] += not due or number == self.disk[0]
+        with self.doing("save", number):
+            state = self.state
+        self.disk = (number, state)
+
+
+def following(state: int, number: int) -> int:
+    """The state after a step, which all steps before it have a part in; it is the loss, too."""
+    return (state * 6364136223846793005 + number) % 2**61
+
+
+def live(world: World) -> None:
+    """One life of the process after another, until the training is done."""
+    for life in range(8):
+        world.born(life)
+        before = signal.signal(signal.SIGUSR1, world.unheard)
+        try:
+            status: Any = go_on(world.last, world.every, world.load, world.step, world.save)
+        except Killed:
+            continue
+        except SystemExit as error:
+            status = error.code
+        except BaseException:
+            if world.thrown:
+                return
+            raise
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+        if world.dead:                               # it has caught what nobody can
+            continue
+        if isinstance(status, bool) or not isinstance(status, int):
+            raise returned.Returned(f"`go_on` returned {returned.told(status)}; 0 or {GO_ON} is wanted",
+                                    returned.cure(status, f"return 0 if step `last` is done, else {GO_ON}"))
+        done = max(world.log, default=0) >= world.last
+        world.counts["status"] += status != (0 if done else GO_ON)
+        if status == 0 or done:
+            return
+
+
+def draw_fates(seed: int, hidden: bool) -> Tensors:
+    """How often to save, and up to which step to train; moments are drawn from them."""
+    dice = random.Random(seed)
+    every = dice.randint(5, 7) if hidden else dice.randint(3, 4)
+    return {"seed": torch.tensor(seed), "every": torch.tensor(every), "last": torch.tensor(every * dice.randint(4, 6) + 2)}
+
+
+def fates(inputs: Tensors) -> dict[str, dict[tuple[int, str, int], str]]:
+    """What befalls a training, in words, and as `World` takes it."""
+    every, last = int(inputs["every"]), int(inputs["last"])
+    dice = random.Random(int(inputs["seed"]))
+    due = every * dice.randint(2, 3)                 # a step after which a checkpoint is due
+    odd = due + dice.randint(1, every - 2)           # and one after which none is
+    return {"nothing happens": {},
+            f"a signal in step {odd}": {(0, "step", odd): "warn"},
+            f"a signal in step {due}": {(0, "step", due): "warn"},
+            f"a signal while step {due} is saved": {(0, "save", due): "warn"},
+            "a signal while it loads": {(0, "load", 0): "warn"},
+            f"a signal in step {last}, the last": {(0, "step", last): "warn"},
+            f"two signals in step {odd}": {(0, "step", odd): "warn twice"},
+            f"a signal in step {odd}, and one while it loads again": {(0, "step", odd): "warn", (1, "load", 0): "warn"},
+            f"killed in step {odd + 1}": {(0, "step", odd + 1): "kill"},
+            f"killed while step {due} is saved": {(0, "save", due): "kill"},
+            f"a signal in step {odd}, then killed in step {odd + 1}": {(0, "step", odd): "warn", (1, "step", odd + 1): "kill"}}
+
+
+def survive(inputs: Tensors) -> Tensors:
+    """Train through each fate, and count what went wrong."""
+    every, last = int(inputs["every"]), int(inputs["last"])
+    found: dict[str, list[int]] = {name: [] for name in ("losses", "again", "late", "needless", "torn", "status")}
+    alone = dict(enumerate(accumulate(range(1, last + 1), following, initial=1)))      # step -> loss
+    for befalls in fates(inputs).values():
+        world = World(every, last, befalls)
+        live(world)
+        if world.thrown:
+            raise returned.Returned(f"what USR1 calls raised {world.thrown}".removesuffix(": "),
+                                    "a handler that raises leaves the loop in the middle of a step, a save or a load, and what "
+                                    "was being done is half done: let it set a flag, and look at the flag between two steps")
+        world.counts["again"] = max(0, world.counts["again"] - world.allowed)
+        found["losses"].append(sum(world.log.get(number) != alone[number] for number in range(1, last + 1)))
+        for name, count in world.counts.items():
+            found[name].append(count)
+    return {name: torch.tensor(values, dtype=torch.float64) for name, values in found.items()}
+
+
+# ---- how often to save
+
+def draw_costs(seed: int, hidden: bool) -> Tensors:
+    """Seconds of a save and of a restart, hours between failures of a node, and nodes."""
+    generator = torch.Generator().manual_seed(seed)
+    count = 8 if hidden else 5
+    drawn = torch.rand(4, count, generator=generator, dtype=torch.float64)
+    return {"save": 1 + 120 * drawn[0] ** 2, "restart": 30 + 900 * drawn[1], "mtbf": 3600 * (500 + 20_000 * drawn[2]),
+            "nodes": (2 ** (1 + 10 * drawn[3])).round()}
+
+
+GIVEN = ("save", "restart", "mtbf", "nodes")
+
+
+def intervals(inputs: Tensors) -> Tensors:
+    """The interval and the share that is lost in each case."""
+    pairs = []
+    for save, restart, mtbf, nodes in torch.stack([inputs[name] for name in GIVEN], 1).tolist():
+        made = returned.pair(checkpoint_interval(save, restart, mtbf, int(nodes)), "checkpoint_interval", "(seconds, share)")
+        pairs.append([returned.number(part, "checkpoint_interval") for part in made])
+    interval, share = torch.tensor(pairs, dtype=torch.float64).unbind(1)
+    return {"interval": interval, "share": share}
+
+
+def costs(inputs: Tensors) -> list[str]:
+    """The cases in words."""
+    rows = torch.stack([inputs[name] for name in GIVEN], 1).tolist()
+    return [", ".join(f"{name}={value:.6g}" for name, value in zip(GIVEN, row, strict=True)) for row in rows]
+
+
+EXERCISES = [
+    Exercise("go-on", "18", (f"{__name__}.go_on",), draw_fates, survive, {
+        "losses": "whatever happens, in the end each step has the loss of a training that was left alone",
+        "again": "no step is done again but those that a kill takes away",
+        "late": "after a signal at most one more step begins",
+        "needless": "a checkpoint is written when one is due or the run stops, and none twice",
+        "torn": "nothing else happens while one is written",
+        "status": "it returns 0 when step `last` is done, else 75"}, cases=lambda inputs: list(fates(inputs)), limits=QUICK,
+        points=3),
+    Exercise("checkpoint-interval", "18", (f"{__name__}.checkpoint_interval",), draw_costs, intervals, {
+        "interval": "this interval loses the least", "share": "and it loses this share of the time"}, cases=costs, limits=QUICK),
+]
