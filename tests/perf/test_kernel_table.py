@@ -4,7 +4,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from course import cli
+from course import cli, cli_bench
 from course.errors import CourseError
 from course.perf import hardware, kernel_table, kernels
 
@@ -50,4 +50,4 @@ def test_without_a_gpu_it_says_so():
     if torch.cuda.is_available():
         pytest.skip("there is one")
     with pytest.raises(CourseError, match="measures a GPU, and PyTorch sees none: --small"):
-        cli.bench_kernels()
+        cli_bench.bench_kernels()
