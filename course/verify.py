@@ -89,7 +89,7 @@ def compare_in(config: Config, world: World, known: tuple[list[Snapshot], dict[s
         found = differences(training, loss, {name: (serial[number][name], serial[0][name]) for name in serial[0]}
                             if serial else {})
         if serial:
-            gaps += [Gap(number, name, size, rounding.get(name) or resolution(serial[number][name], serial[0][name]))
+            gaps += [Gap(number, name, size, rounding[name] if rounding else resolution(serial[number][name], serial[0][name]))
                      for name, size in found.items()]
     return gaps
 

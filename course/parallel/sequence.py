@@ -93,7 +93,7 @@ def zigzag(total: int, size: int, device: torch.device) -> tuple[Tensor, ...]:
 
 
 class Permute(Function):
-    """x.index_select(dim, order) | the same of the gradient, by the inverse: `order` has every index once."""
+    """x.index_select(dim, order) | the gradient's rows put back where they were: `order` has every index once."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, order: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ class Permute(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         order, = ctx.saved_tensors
-        return grad.index_select(ctx.dim, order.argsort()), None, None
+        return torch.empty_like(grad).index_copy_(ctx.dim, order, grad), None, None
 
 
 def permuted(x: Tensor, dim: int, order: Tensor) -> Tensor:
