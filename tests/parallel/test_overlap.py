@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils.checkpoint import CheckpointPolicy
 
+from course import fp8  # noqa: F401   its operator is asked for below
 from course.launch import ranks
 from course.meet import trace_file
 from course.parallel import mappings, overlap
@@ -20,10 +21,16 @@ from course.parallel.trace import Trace
 from course.recompute import keep_dear, recompute
 
 
+def everyone():
+    """All ranks as an axis."""
+    size = dist.get_world_size()
+    return Axis("tp", size, dist.get_rank(), tuple(range(size)), dist.group.WORLD)
+
+
 def both_ways(tokens, samples):
     """The largest difference of results and gradients between overlapped linears and plain ones."""
     size, rank = dist.get_world_size(), dist.get_rank()
-    axis = Axis("tp", size, rank, tuple(range(size)), dist.group.WORLD)
+    axis = everyone()
     random = torch.Generator().manual_seed(0)
     x, up, bias, down = (torch.randn(shape, generator=random, dtype=torch.float64)
                          for shape in ((samples, tokens, 5), (7, 5), (7,), (4, 7)))
@@ -53,7 +60,7 @@ def test_overlapped_linears_are_the_plain_ones(size, tokens, samples):
 def rows_in_16_bits():
     """Under autocast, of a linear, a row linear and an overlapped one: formats of output and gradients; differences."""
     size, rank = dist.get_world_size(), dist.get_rank()
-    axis, random = Axis("tp", size, rank, tuple(range(size)), dist.group.WORLD), torch.Generator().manual_seed(0)
+    axis, random = everyone(), torch.Generator().manual_seed(0)
     whole = place_serial(torch.nn.Sequential(torch.nn.Linear(64, 5)))[0]
     values = torch.randn(5, 64, generator=random)
     torch.nn.init.constant_(whole.bias, 0.7)
@@ -86,8 +93,7 @@ def collectives(folder, samples):
 
 def selective(folder):
     """The collectives of a linear within selective recomputation."""
-    size, rank = dist.get_world_size(), dist.get_rank()
-    axis = Axis("tp", size, rank, tuple(range(size)), dist.group.WORLD)
+    rank, axis = dist.get_rank(), everyone()
     block = torch.nn.Module()
     block.weight = torch.nn.Parameter(torch.ones(7, 5))
     block.forward = lambda x: overlap.gather_linear(x.sin(), block.weight, None, axis, 6).tanh()
