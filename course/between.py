@@ -26,6 +26,7 @@ from torch.autograd.function import once_differentiable
 from course.models import dit, gpt, layers
 from course.models.dit import AdaBlock
 from course.models.layers import Batch, Block
+from course.packed import packed_attention
 from course.parallel.tensor import ColumnLinear
 
 
@@ -46,19 +47,20 @@ def add_norm_plain(x: Tensor, y: Tensor | None, gate: Tensor | None, weight: Ten
 
 
 def add_norm_backward_plain(dz: Tensor | None, dn: Tensor | None, z: Tensor | None, y: Tensor | None, gate: Tensor | None,
-                            weight: Tensor | None, mean: Tensor | None, rstd: Tensor | None, offset: float,
+                            weight: Tensor | None, mean: Tensor | None, rstd: Tensor | None, offset: float, total: bool,
                             to_x: torch.dtype, to_y: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of x and y in the formats `to_x` and `to_y`, and, one under the other, those of weight, bias and gate.
 
     They follow from those of z and n. Without dn there was no norm: weight and bias have none, and x's is dz. Without a gate
-    there is none of it, and y's is x's. What is not there, or is another, is empty.
+    there is none of it, and y's is x's. What is not there, or is another, is empty. total: last among the sums is that of y's
+    gradient, which the bias of the linear before has.
     """
     given = dn if dn is not None else dz
     assert given is not None
     wide, none, sums = torch.promote_types(given.dtype, torch.float32), given.new_empty(0), []
     grad = torch.zeros_like(given, dtype=wide) if dz is None else dz.to(wide)           # (B, T, D)
+    over = [0, 1] if weight is not None and weight.shape[0] == 1 else [1]               # a weight of all samples, or of each
     if dn is not None and z is not None and mean is not None and rstd is not None and weight is not None:
-        over = [0, 1] if weight.shape[0] == 1 else [1]                                  # a weight of all samples, or of each
         unit = (z.to(wide) - mean[..., None]) * rstd[..., None]                         # (B, T, D)
         sums = [x.sum(over).view_as(weight) for x in (dn.to(wide) * unit, dn.to(wide))] # 2 x (B or 1, D)
         out = dn.to(wide) * (offset + weight[:, None].to(wide))                         # (B, T, D)
@@ -67,7 +69,9 @@ def add_norm_backward_plain(dz: Tensor | None, dn: Tensor | None, z: Tensor | No
     if gate is not None and y is not None:
         dy = (grad * gated(gate, wide)).to(to_y).contiguous()                       # (B, T, D)
         sums.append((grad * y.to(wide)).sum(1))                                         # (B, D)
-    return dx, dy, torch.stack(sums)                                                    # (1 to 3, B or 1, D)
+    if total:                                       # as rounded: what the gradient of a weight is of, too
+        sums.append((dx if gate is None else dy).to(wide).sum(over).view(-1, given.shape[-1]))          # (B or 1, D)
+    return dx, dy, torch.stack(sums)                                                    # (1 to 4, B or 1, D)
 
 
 def gated(gate: Tensor | None, wide: torch.dtype) -> Any:
@@ -102,7 +106,8 @@ def fused(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
 torch.library.define("course::add_norm", "(Tensor x, Tensor? y, Tensor? gate, Tensor weight, Tensor bias, float eps, "
                      "float offset, ScalarType out) -> (Tensor, Tensor, Tensor, Tensor)")
 torch.library.define("course::add_norm_backward", "(Tensor? dz, Tensor? dn, Tensor? z, Tensor? y, Tensor? gate, Tensor? weight, "
-                     "Tensor? mean, Tensor? rstd, float offset, ScalarType to_x, ScalarType to_y) -> (Tensor, Tensor, Tensor)")
+                     "Tensor? mean, Tensor? rstd, float offset, bool total, ScalarType to_x, ScalarType to_y) -> "
+                     "(Tensor, Tensor, Tensor)")
 torch.library.define("course::gelu", "(Tensor x, bool tanh) -> Tensor")
 torch.library.define("course::gelu_backward", "(Tensor x, Tensor dy, bool tanh) -> (Tensor, Tensor)")
 for name, plain in (("add_norm", add_norm_plain), ("add_norm_backward", add_norm_backward_plain),
@@ -113,44 +118,49 @@ for name, plain in (("add_norm", add_norm_plain), ("add_norm_backward", add_norm
 
 
 class AddNorm(Function):
-    """(z, n) as above | the gradients of all that they are of. Without y z is x, whose gradient from elsewhere is added here."""
+    """(z, n) as above | the gradients of all that they are of. Without y z is x, whose gradient from elsewhere is added here.
+
+    before: a bias that is already in y, (D,); its gradient is the sum of y's.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor | None, gate: Tensor | None, weight: Tensor, bias: Tensor, eps: float,
-                offset: float, out: torch.dtype) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, x: Tensor, y: Tensor | None, gate: Tensor | None, weight: Tensor, bias: Tensor, before: Tensor | None,
+                eps: float, offset: float, out: torch.dtype) -> tuple[Tensor, Tensor]:
         z, n, mean, rstd = torch.ops.course.add_norm(x, y, gate, weight, bias, eps, offset, out)
         z = x.view_as(x) if y is None else z                            # (B, T, D)
         ctx.save_for_backward(z, y if gate is not None else None, gate, weight, mean, rstd)
         ctx.offset, ctx.kinds = offset, [x.dtype, x.dtype if y is None else y.dtype]
-        ctx.kind_of_bias, ctx.has_y = bias.dtype, y is not None
+        ctx.kind_of_bias, ctx.has_y, ctx.before = bias.dtype, y is not None, None if before is None else before.dtype
         return z, n
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dz: Tensor | None, dn: Tensor | None) -> tuple[Tensor | None, ...]:
         z, y, gate, weight, mean, rstd = ctx.saved_tensors
-        dx, dy, sums = torch.ops.course.add_norm_backward(dz, dn, z, y, gate, weight, mean, rstd, ctx.offset, *ctx.kinds)
+        total = ctx.before is not None
+        dx, dy, sums = torch.ops.course.add_norm_backward(dz, dn, z, y, gate, weight, mean, rstd, ctx.offset, total, *ctx.kinds)
         if gate is None:
             dy = dx.to(ctx.kinds[1]) if ctx.has_y else None
         return (dx, dy, None if gate is None else sums[2].to(gate.dtype), sums[0].to(weight.dtype),
-                sums[1].to(ctx.kind_of_bias), None, None, None)
+                sums[1].to(ctx.kind_of_bias), sums[-1].sum(0).to(ctx.before) if total else None, None, None, None)
 
 
 class Add(Function):
-    """x + gate · y | the gradients of all three: (B, T, D) twice, (B, D)."""
+    """x + gate · y | the gradients of all three, (B, T, D) twice, (B, D), and of a bias that is already in y, (D,)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, y: Tensor, gate: Tensor, before: Tensor | None) -> Tensor:
         ctx.save_for_backward(y, gate)
-        ctx.kinds = [x.dtype, y.dtype]
+        ctx.kinds, ctx.before = [x.dtype, y.dtype], None if before is None else before.dtype
         return x + gate[:, None] * y                                    # (B, T, D)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dz: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
         y, gate = ctx.saved_tensors
-        _, dy, sums = torch.ops.course.add_norm_backward(dz, None, None, y, gate, None, None, None, 1.0, *ctx.kinds)
-        return dz.to(ctx.kinds[0]), dy, sums[0].to(gate.dtype)
+        total = ctx.before is not None
+        _, dy, sums = torch.ops.course.add_norm_backward(dz, None, None, y, gate, None, None, None, 1.0, total, *ctx.kinds)
+        return dz.to(ctx.kinds[0]), dy, sums[0].to(gate.dtype), sums[1].sum(0).to(ctx.before) if total else None
 
 
 class Gelu(Function):
@@ -169,39 +179,12 @@ class Gelu(Function):
         return dx, dbias.to(ctx.bias) if ctx.bias else None, None
 
 
-def add_norm(x: Tensor, y: Tensor | None, gate: Tensor | None, weight: Tensor, bias: Tensor, eps: float,
-             offset: float) -> tuple[Tensor, Tensor]:
-    """(z, n) as above, (B, T, D), n in the format of the matmul that takes it: (B, T, D) twice, (B or 1, D) three times."""
+def add_norm(x: Tensor, y: Tensor | None, gate: Tensor | None, weight: Tensor, bias: Tensor, eps: float, offset: float,
+             before: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(z, n) as above, (B, T, D), n in the format of the matmul that takes it: (B, T, D) twice, (B or 1, D) three times, (D,)."""
     kind = x.device.type
     out = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-    return AddNorm.apply(x, y, gate, weight, bias, eps, offset, out)
-
-
-def ada_forward(block: AdaBlock, x: Tensor, c: Tensor) -> Tensor:       # (B, T, D), (B, D)
-    """`AdaBlock.forward` with its steps fused."""
-    shift1, scale1, gate1, shift2, scale2, gate2 = block.ada(nn.functional.silu(c)).chunk(6, 1)         # 6 x (B, D)
-    x, n = add_norm(x, None, None, scale1, shift1, block.norm1.eps, 1.0)                # (B, T, D) twice
-    x, n = add_norm(x, block.attn(n), gate1, scale2, shift2, block.norm2.eps, 1.0)      # (B, T, D) twice
-    return Add.apply(x, block.mlp(n), gate2)                                            # (B, T, D)
-
-
-def normed(x: Tensor, y: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
-    """`add_norm` with a LayerNorm: (B, T, D) twice -> (B, T, D) twice."""
-    return add_norm(x, y, None, norm.weight[None], norm.bias[None], norm.eps, 0.0)
-
-
-def vit_forward(block: Block, x: Tensor, batch: Batch) -> Tensor:       # (B, T, D)
-    """`layers.Block.forward` with its norms fused with what is around them."""
-    x, n = normed(x, None, block.norm1)                                                 # (B, T, D) twice
-    x, n = normed(x, block.path1(block.drop1(block.attn(n), batch), batch), block.norm2)
-    return x + block.path2(block.drop2(block.mlp(n), batch), batch)                     # (B, T, D)
-
-
-def gpt_forward(block: gpt.Block, x: Tensor, batch: Batch) -> Tensor:   # (B, T, D)
-    """`gpt.Block.forward` with its norms fused with what is around them."""
-    x, n = normed(x, None, block.norm1)                                                 # (B, T, D) twice
-    x, n = normed(x, block.drop1(block.attn(n, batch), batch), block.norm2)
-    return x + block.drop2(block.mlp(n), batch)                                         # (B, T, D)
+    return AddNorm.apply(x, y, gate, weight, bias, before, eps, offset, out)
 
 
 class BiasApart(nn.Module):
@@ -215,28 +198,90 @@ class BiasApart(nn.Module):
         return self.matmul(x, weight, None if bias is None else bias.detach())
 
 
+def apart(linear: Any) -> Tensor | None:
+    """The bias of a linear whose gradient is computed elsewhere."""
+    return linear.bias if isinstance(linear.matmul, BiasApart) else None
+
+
+def ada_forward(block: AdaBlock, x: Tensor, c: Tensor) -> Tensor:       # (B, T, D), (B, D)
+    """`AdaBlock.forward` with its steps fused."""
+    shift1, scale1, gate1, shift2, scale2, gate2 = block.ada(nn.functional.silu(c)).chunk(6, 1)         # 6 x (B, D)
+    x, n = add_norm(x, None, None, scale1, shift1, block.norm1.eps, 1.0)                # (B, T, D) twice
+    x, n = add_norm(x, block.attn(n), gate1, scale2, shift2, block.norm2.eps, 1.0, apart(block.attn.out))
+    return Add.apply(x, block.mlp(n), gate2, apart(block.mlp.down))     # (B, T, D)
+
+
+def normed(x: Tensor, y: Tensor | None, norm: Any, before: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """`add_norm` with a LayerNorm: (B, T, D) twice -> (B, T, D) twice."""
+    return add_norm(x, y, None, norm.weight[None], norm.bias[None], norm.eps, 0.0, before)
+
+
+def vit_forward(block: Block, x: Tensor, batch: Batch) -> Tensor:       # (B, T, D)
+    """`layers.Block.forward` with its norms fused with what is around them."""
+    x, n = normed(x, None, block.norm1)                                                 # (B, T, D) twice
+    x, n = normed(x, block.path1(block.drop1(block.attn(n), batch), batch), block.norm2, apart(block.attn.out))
+    return x + block.path2(block.drop2(block.mlp(n), batch), batch)                     # (B, T, D)
+
+
+def gpt_forward(block: gpt.Block, x: Tensor, batch: Batch) -> Tensor:   # (B, T, D)
+    """`gpt.Block.forward` with its norms fused with what is around them."""
+    x, n = normed(x, None, block.norm1)                                                 # (B, T, D) twice
+    x, n = normed(x, block.drop1(block.attn(n, batch), batch), block.norm2, apart(block.attn.out))
+    return x + block.drop2(block.mlp(n), batch)                                         # (B, T, D)
+
+
 def mlp_forward(mlp: Any, x: Tensor) -> Tensor:                         # (B, T, D)
     """An MLP with GELU, whose backward also gives the gradient of the bias before it."""
-    up, tanh = mlp.up, isinstance(mlp, dit.MLP) or getattr(mlp, "approximate", "") == "tanh"
-    bias = up.bias if isinstance(up.matmul, BiasApart) else None
-    return mlp.down(Gelu.apply(up(x), bias, tanh))                      # (B, T, D)
+    tanh = isinstance(mlp, dit.MLP) or getattr(mlp, "approximate", "") == "tanh"
+    return mlp.down(Gelu.apply(mlp.up(x), apart(mlp.up), tanh))         # (B, T, D)
+
+
+def attention_forward(attn: Any, x: Tensor, batch: Batch | None = None) -> Tensor:      # (B, T, D)
+    """Attention over what the linear before it puts out, as it is; backward also gives the gradient of that linear's bias."""
+    qkv = attn.qkv(x).unflatten(-1, (3, -1, attn.head_dim))             # (B, T, 3, h, d)
+    return attn.out(packed_attention(qkv, apart(attn.qkv), attn.core.causal).flatten(2))            # (B, T, D)
 
 
 FUSED: dict[type, Callable[..., Tensor]] = {AdaBlock: ada_forward, Block: vit_forward, gpt.Block: gpt_forward}
 
 
-def fuse(model: Any) -> nn.Module:
+def fuse(model: Any, attention: bool = True) -> nn.Module:
     """Let the blocks of a model compute so, after it is cut and before they are compiled or checkpointed.
 
-    Blocks of other kinds, those whose norms are no LayerNorms, and MLPs of other kinds stay as they are.
+    Blocks of other kinds, those whose norms are no LayerNorms, and MLPs of other kinds stay as they are; attention, too, unless
+    `attention`, and where it is not of whole samples, turns queries and keys, or shares keys; and for heads of 128, for which
+    PyTorch's is faster.
     """
     for block in model.blocks.values():
+        attn, mlp = getattr(block, "attn", None), getattr(block, "mlp", None)
+        if attention and can_pack(attn) and getattr(model.c, "position", "learned") == "learned":
+            set_apart(attn.qkv)
+            attn.forward = attention_forward.__get__(attn)
+        if type(mlp) in (layers.MLP, dit.MLP, layers.GeluMLP):
+            set_apart(mlp.up)
+            mlp.forward = mlp_forward.__get__(mlp)
         forward = FUSED.get(type(block))
         if forward is not None and all(type(norm) is nn.LayerNorm for norm in (block.norm1, block.norm2)):
             block.forward = forward.__get__(block)
-        mlp: Any = getattr(block, "mlp", None)
-        if type(mlp) in (layers.MLP, dit.MLP, layers.GeluMLP):
-            if type(mlp.up) in (layers.Linear, ColumnLinear) and mlp.up.bias is not None:
-                mlp.up.matmul = BiasApart(mlp.up.matmul)
-            mlp.forward = mlp_forward.__get__(mlp)
+            for linear in branches(block):
+                set_apart(linear)
     return model
+
+
+def can_pack(attn: Any) -> bool:
+    """Whether attention is over all tokens of a sample, with keys of each head's own."""
+    own = type(attn) is layers.Attention or (type(attn) is layers.GroupedAttention and attn.group == 1)
+    return own and type(attn.core) is layers.Attend and attn.head_dim < 128
+
+
+def branches(block: Any) -> list[Any]:
+    """The linears at whose end a fused sum begins, so that it has the gradients of their biases."""
+    dropped = any(getattr(block, name).p for name in ("drop1", "path1") if hasattr(block, name))
+    ends = [block.attn.out] * (not dropped) + [block.mlp.down] * isinstance(block, AdaBlock)
+    return [linear for linear in ends if type(linear) is layers.Linear]             # tp's add their biases after their sums
+
+
+def set_apart(linear: Any) -> None:
+    """Let the gradient of a linear's bias be computed elsewhere, if it has one."""
+    if type(linear) in (layers.Linear, ColumnLinear) and linear.bias is not None:
+        linear.matmul = BiasApart(linear.matmul)

@@ -50,9 +50,10 @@ def forward(x, y, gate, weight, bias, z, n, mean, rstd, tokens, gate_step, weigh
 
 @triton.jit
 def backward(dz, dn, z, y, gate, weight, mean, rstd, dx, dy, parts, tokens, gate_step, weight_step,      # type: ignore[no-untyped-def]
-             offset: tl.constexpr, norm: tl.constexpr, summed: tl.constexpr, gated: tl.constexpr, width: tl.constexpr,
-             block: tl.constexpr, rows: tl.constexpr, stages: tl.constexpr):
-    """parts (1 to 3, samples, programs of a sample, width): the program's share of the gradients of weight, bias and gate.
+             offset: tl.constexpr, norm: tl.constexpr, summed: tl.constexpr, gated: tl.constexpr, total: tl.constexpr,
+             width: tl.constexpr, block: tl.constexpr, rows: tl.constexpr, stages: tl.constexpr):
+    """parts (1 to 4, samples, programs of a sample, width): the program's share of the gradients of weight, bias and gate, and
+    of the sum of dy, or of dx without a gate.
 
     norm: dn goes through the norm; summed: dz is added, the gradient of the sum from elsewhere, without `norm` all there is.
     """
@@ -66,6 +67,7 @@ def backward(dz, dn, z, y, gate, weight, mean, rstd, dx, dy, parts, tokens, gate
     dweight = tl.zeros((block,), tl.float32)
     dbias = tl.zeros((block,), tl.float32)
     dgate = tl.zeros((block,), tl.float32)
+    sums = tl.zeros((block,), tl.float32)
     for token in tl.range(first, tl.minimum(first + rows, tokens), num_stages=stages):
         row = sample * tokens + token
         grad = tl.zeros((block,), tl.float32)
@@ -81,10 +83,14 @@ def backward(dz, dn, z, y, gate, weight, mean, rstd, dx, dy, parts, tokens, gate
             out *= w
             grad += inverse * (out - tl.sum(out, 0) / width - unit * (tl.sum(out * unit, 0) / width))
         if norm:
-            tl.store(dx + row * width + at, grad.to(dx.dtype.element_ty), mask=inside)
+            back = grad.to(dx.dtype.element_ty)
+            tl.store(dx + row * width + at, back, mask=inside)
         if gated:
             dgate += grad * tl.load(y + row * width + at, mask=inside, other=0.0).to(tl.float32)
-            tl.store(dy + row * width + at, (grad * g).to(dy.dtype.element_ty), mask=inside)
+            back = (grad * g).to(dy.dtype.element_ty)
+            tl.store(dy + row * width + at, back, mask=inside)
+        if total:
+            sums += back.to(tl.float32)
     part = parts + (sample * tl.num_programs(1) + tl.program_id(1)) * width + at
     size = tl.num_programs(0).to(tl.int64) * tl.num_programs(1) * width
     if norm:
@@ -93,6 +99,9 @@ def backward(dz, dn, z, y, gate, weight, mean, rstd, dx, dy, parts, tokens, gate
         part += 2 * size
     if gated:
         tl.store(part, dgate, mask=inside)
+        part += size
+    if total:
+        tl.store(part, sums, mask=inside)
 
 
 def add_norm(x: Tensor, y: Tensor | None, gate: Tensor | None, weight: Tensor, bias: Tensor, eps: float, offset: float,
@@ -112,7 +121,7 @@ def add_norm(x: Tensor, y: Tensor | None, gate: Tensor | None, weight: Tensor, b
 
 
 def add_norm_backward(dz: Tensor | None, dn: Tensor | None, z: Tensor | None, y: Tensor | None, gate: Tensor | None,
-                      weight: Tensor | None, mean: Tensor | None, rstd: Tensor | None, offset: float,
+                      weight: Tensor | None, mean: Tensor | None, rstd: Tensor | None, offset: float, total: bool,
                       to_x: torch.dtype, to_y: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """As `course.between.add_norm_backward_plain` says, on a GPU."""
     given = dn if dn is not None else dz
@@ -124,10 +133,10 @@ def add_norm_backward(dz: Tensor | None, dn: Tensor | None, z: Tensor | None, y:
     norm, gated = dn is not None, gate is not None
     dx = torch.empty_like(given, dtype=to_x, memory_format=torch.contiguous_format) if norm else given.new_empty(0)
     dy = torch.empty_like(given, dtype=to_y, memory_format=torch.contiguous_format) if gated else given.new_empty(0)
-    parts = given.new_empty(2 * norm + gated, samples, triton.cdiv(tokens, ROWS), width, dtype=torch.float32)
+    parts = given.new_empty(2 * norm + gated + total, samples, triton.cdiv(tokens, ROWS), width, dtype=torch.float32)
     backward[parts.shape[1:3]](
         dz, dn, z, y, gate, weight, mean, rstd, dx, dy, parts, tokens, step(gate), step(weight), offset, norm, dz is not None,
-        gated, width, block, ROWS, STAGES, num_warps=warps(block))
+        gated, total, width, block, ROWS, STAGES, num_warps=warps(block))
     one = weight is not None and len(weight) == 1   # for all samples
     return dx, dy, parts.sum([1, 2], keepdim=True).squeeze(2) if one else parts.sum(2)
 

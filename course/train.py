@@ -22,6 +22,7 @@ from course.errors import CourseError
 from course.graphs import graphed
 from course.lock import only_writer
 from course.models import build_model
+from course.packed import packable
 from course.parallel import Mesh, build_mesh, data_parallel, joined, parallelize
 from course.parallel.data import Naive
 from course.parallel.mesh import wait_at_most
@@ -86,7 +87,7 @@ def assemble(config: Config, mesh: Mesh) -> Training:
     if config.stream == "narrow":
         narrow(model, config.precision)
     if config.kernels == "hand":
-        between.fuse(model)
+        between.fuse(model, config.attention == "default" and packable(config.precision, mesh.world.device))
     within = compiled_inside(config)
     if within:
         compile_within(model)

@@ -27,7 +27,11 @@ def test_the_sum_and_its_norm_are_the_formulas_and_so_are_their_gradients(batch,
     given = [t for t in (x, y, gate, weight, bias) if t is not None]
     whole = x if y is None else x + (y if gate is None else gate[:, None] * y)
     normed = F.layer_norm(whole, (8,), eps=1e-5) * (offset + weight[:, None]) + bias[:, None]
-    z, n = between.add_norm(x, y, gate, weight, bias, 1e-5, offset)
+    before = torch.zeros(8, dtype=torch.float64, requires_grad=True)            # in y already
+    if y is not None:
+        whole, given = whole + before * (1 if gate is None else gate[:, None]), [*given, before]
+        normed = F.layer_norm(whole, (8,), eps=1e-5) * (offset + weight[:, None]) + bias[:, None]
+    z, n = between.add_norm(x, y, gate, weight, bias, 1e-5, offset, before if y is not None else None)
     torch.testing.assert_close((z, n), (whole, normed), rtol=1e-12, atol=1e-12)
     to_z, to_n = torch.randn_like(z), torch.randn_like(n)
     wanted = torch.autograd.grad((whole, normed), given, (to_z, to_n))
@@ -35,15 +39,15 @@ def test_the_sum_and_its_norm_are_the_formulas_and_so_are_their_gradients(batch,
 
 
 def test_the_last_sum_has_the_gradients_of_its_formula():
-    x, y, gate = drawn(3, 5, 8), drawn(3, 5, 8), drawn(3, 8)
-    z, to_z = between.Add.apply(x, y, gate), torch.randn(3, 5, 8, dtype=torch.float64)
+    x, y, gate, before = drawn(3, 5, 8), drawn(3, 5, 8), drawn(3, 8), torch.zeros(8, dtype=torch.float64, requires_grad=True)
+    z, to_z = between.Add.apply(x, y, gate, before), torch.randn(3, 5, 8, dtype=torch.float64)
     torch.testing.assert_close(z, x + gate[:, None] * y)
-    wanted = torch.autograd.grad(x + gate[:, None] * y, (x, y, gate), to_z)
-    torch.testing.assert_close(torch.autograd.grad(z, (x, y, gate), to_z), wanted)
+    wanted = torch.autograd.grad(x + gate[:, None] * (y + before), (x, y, gate, before), to_z)
+    torch.testing.assert_close(torch.autograd.grad(z, (x, y, gate, before), to_z), wanted)
 
 
 @pytest.mark.parametrize("step", [lambda x, w: between.add_norm(x, None, None, w, w, 1e-5, 0.0)[1],
-                                  lambda x, w: between.Add.apply(x, x, w.expand(2, 8)),
+                                  lambda x, w: between.Add.apply(x, x, w.expand(2, 8), None),
                                   lambda x, w: between.Gelu.apply(x, None, True)], ids=["add_norm", "add", "gelu"])
 def test_a_gradient_of_a_gradient_is_an_error(step):
     """And no number that lacks a part."""

@@ -32,15 +32,16 @@ def test_sums_norms_and_their_gradients_are_those_of_float64(samples, shape, bra
     dz, dn, z = drawn(*shape, dtype=dtype), drawn(*shape, dtype=dtype), found[0] if branch else x
     for to_z in (dz, None):
         given = (to_z, dn, z, y if gate is not None else None, gate, weight, *found[2:])
-        back = torch.ops.course.add_norm_backward(*given, offset, dtype, dtype)
-        wanted = between.add_norm_backward_plain(*(t.double().cpu() if t is not None else None for t in given), offset,
+        back = torch.ops.course.add_norm_backward(*given, offset, True, dtype, dtype)
+        wanted = between.add_norm_backward_plain(*(t.double().cpu() if t is not None else None for t in given), offset, True,
                                                  torch.float64, torch.float64)
         for mine, its in zip(back, wanted, strict=True):
             assert (mine.double().cpu() - its).norm() <= bound * its.norm()
     if gate is not None:
-        _, dy, sums = torch.ops.course.add_norm_backward(dz, None, None, y, gate, None, None, None, 1.0, dtype, dtype)
+        _, dy, sums = torch.ops.course.add_norm_backward(dz, None, None, y, gate, None, None, None, 1.0, True, dtype, dtype)
         assert (dy.double() - dz.double() * gate.double()[:, None]).norm() <= bound * dy.double().norm()
-        torch.testing.assert_close(sums[0].double(), (dz.double() * y.double()).sum(1), rtol=1e-4, atol=1e-4)
+        wanted = torch.stack([dz.double() * y.double(), dy.double()]).sum(2)
+        torch.testing.assert_close(sums.double(), wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_float64_stays_float64():

@@ -1,0 +1,80 @@
+"""Attention over packed queries, keys and values: what it computes, whose attention it takes the place of, and whose not."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from course import between, config, models
+from course.packed import packable, packed_attention
+from course.parallel import build_mesh, join
+from course.train import assemble
+
+SMALL = {"vit": ("vit-demo", "model.depth=1"),
+         "gpt": ("gpt-124m", "model.vocab=64", "model.context=16", "model.dim=32", "model.depth=1", "model.heads=2"),
+         "dit": ("dit-xl", "model.latent=[4,8,8]", "model.dim=32", "model.depth=1", "model.heads=2")}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("shape", [(2, 5, 3, 2, 4), (1, 1, 3, 1, 3), (3, 7, 3, 1, 9)])
+def test_it_is_pytorchs_attention_and_so_are_its_gradients(shape, causal):
+    torch.manual_seed(0)
+    bias = torch.zeros(shape[2:], dtype=torch.float64, requires_grad=True)
+    qkv = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    mine = packed_attention(qkv, bias.flatten(), causal)
+    wanted = F.scaled_dot_product_attention(*(qkv + bias).permute(2, 0, 3, 1, 4), is_causal=causal).transpose(1, 2)
+    torch.testing.assert_close(mine, wanted, rtol=1e-12, atol=1e-12)
+    to_y = torch.randn_like(mine)
+    torch.testing.assert_close(torch.autograd.grad(mine, (qkv, bias), to_y), torch.autograd.grad(wanted, (qkv, bias), to_y),
+                               rtol=1e-10, atol=1e-12)
+
+
+def test_a_gradient_of_a_gradient_is_an_error():
+    qkv = torch.randn(1, 4, 3, 1, 4, requires_grad=True)
+    grad, = torch.autograd.grad(packed_attention(qkv, None, False).square().sum(), qkv, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        grad.square().sum().backward()
+
+
+def test_in_16_bits_it_computes_in_32_and_rounds_once():
+    torch.manual_seed(0)
+    qkv = torch.randn(2, 16, 3, 2, 8).bfloat16().requires_grad_()
+    y, exact = packed_attention(qkv, None, True), packed_attention(qkv.detach().double(), None, True)
+    assert y.dtype == torch.bfloat16 and torch.equal(y.double(), exact.bfloat16().double())
+    assert torch.autograd.grad(y.sum(), qkv)[0].dtype == torch.bfloat16
+
+
+def packed(preset, *settings):
+    """Whether the attention of the first block is."""
+    block = between.fuse(models.build_model(config.load(preset, settings).model)).blocks["0"]
+    return "forward" in vars(block.attn)
+
+
+@pytest.mark.parametrize("kind", SMALL)
+def test_all_models_have_it(kind):
+    assert packed(*SMALL[kind])
+
+
+@pytest.mark.parametrize("setting", ["model.position=rotary", "model.kv_heads=1", "model.dim=256"])
+def test_attention_of_another_kind_stays_as_it_is(setting):
+    """Turned queries, shared keys, and heads of 128, for which PyTorch's is faster."""
+    assert not packed(*SMALL["gpt"], setting)
+
+
+def test_a_bias_of_attention_that_stays_keeps_its_gradient():
+    preset, *settings = SMALL["gpt"]
+    attn = between.fuse(models.build_model(config.load(preset, [*settings, "model.position=rotary"]).model)).blocks["0"].attn
+    assert between.apart(attn.qkv) is None
+
+
+@pytest.mark.parametrize(("settings", "is_packed"), [((), True), (("attention=math",), False), (("kernels=pytorch",), False)])
+def test_a_backend_that_is_named_is_taken(settings, is_packed):
+    preset, *small = SMALL["dit"]
+    c = config.load(preset, [*small, "kernels=hand", "train.device=cpu", "precision=fp32", *settings])
+    attn = assemble(c, build_mesh(c.parallel, join("cpu"))).model.blocks["0"].attn
+    assert ("forward" in vars(attn)) == is_packed
+
+
+@pytest.mark.parametrize(("precision", "device", "can"), [("bf16", "cuda", True), ("fp8", "cuda", True), ("tf32", "cuda", False),
+                                                          ("fp64", "cuda", False), ("fp64", "cpu", True)])
+def test_on_gpus_it_is_for_16_bits(precision, device, can):
+    assert packable(precision, torch.device(device)) == can
