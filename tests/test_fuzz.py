@@ -206,7 +206,9 @@ def test_hardware(place, raw):
 SIDES, SECONDS = [64, 256], [1e-5 * n for n in range(1, 9)]
 KERNELS = {"matmul": {"bf16": {"axes": [SIDES] * 3, "seconds": SECONDS}},
            "attention": {"forward": {"axes": [SIDES] * 3, "seconds": SECONDS}},
-           "memory": {"copy": {"axes": [[1e6, 1e8]], "seconds": [1e-5, 1e-4]}}, "all_reduce": {"2": [[1e6, 1e-4], [1e8, 1e-3]]}}
+           "memory": {"copy": {"axes": [[1e6, 1e8]], "seconds": [1e-5, 1e-4]}},
+           "norms": {which: {"axes": [[1e6, 1e8], SIDES], "seconds": SECONDS[:4]} for which in kernels.NORMS},
+           "all_reduce": {"2": [[1e6, 1e-4], [1e8, 1e-3]]}}
 HOST = {"plain_step": 2e-3, "host": {"gpt": [0.5, 0.8, 0.6], "gpt, full": [0.5, 0.7, 1.3], "vit": "not measured"}}
 
 
@@ -217,6 +219,7 @@ def test_tables_of_kernels(place, raw):
     with suppress(CourseError):
         found = kernels.read(place / "kernels.json", h200, h200)
         taken = (found.matmul(100, 1e3, 70, "bf16"), found.attention(16, 100, 100, 64, False, "bf16"), found.memory("copy", 1e7),
+                 found.norm([1e7, 1e6], 100, True, True),
                  comms.all_reduce(1e7, comms.group_of([(1, 2)], h200, found.curves)))
         assert all(0 < seconds < math.inf for seconds in taken)
 

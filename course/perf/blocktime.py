@@ -10,7 +10,7 @@ from collections.abc import Callable
 from course.compilation import attention_leaves
 from course.models import DiTConfig, GPTConfig, ViTConfig
 from course.perf import comms
-from course.perf.activations import chunked
+from course.perf.activations import chunked, fused
 from course.perf.local import Linear, Local, Moved, linear_time, linears
 
 # Of the time of a collective that runs beside matmuls, the share by which these become slower: NCCL takes up to 32 of 132
@@ -28,7 +28,8 @@ def block_time(local: Local) -> dict[str, float]:
     forward_mm, backward_mm = sum(y for y, *_ in each), sum(dx + dw for _, dx, dw, _ in each)
     casts = sum(cast for *_, cast in each)
     attend, attend_back, around, around_back, hidden = attention_time(local)
-    kept, gone = (local.seconds(moved) for moved in (forward_bytes(local), backward_bytes(local)))
+    kept = local.seconds(forward_bytes(local)) + slow_norms(local, False)
+    gone = local.seconds(backward_bytes(local)) + slow_norms(local, True)
     comm, comm_back, beside = tensor_time(local, each)
     again, how = 0.0, local.config.train.recompute
     if how == "selective":                          # which keeps what overlapped linears and a ring put out
@@ -56,8 +57,8 @@ def forward_bytes(local: Local) -> Moved:
     turn = 2 * n / local.p.tp if isinstance(m, GPTConfig) and m.position == "rotary" else 0.0
     drop = 2 * rest if getattr(m, "dropout", 0.0) else 0.0
     if local.config.compile:
-        return [("fused", rest * (2 * stream + 2 * low))] * 2 + [("fused", inner * (3 if swiglu else 2) * low),
-                                                                 ("fused", turn * 2 * low), ("fused", drop * 2 * stream)]
+        return [("fused", size) for size in norm_bytes(local, False)] * 2 + [
+            ("fused", inner * (3 if swiglu else 2) * low), ("fused", turn * 2 * low), ("fused", drop * 2 * stream)]
     cast = n if not local.p.overlapped else rest
     found: Moved = [("norm", rest * 2 * wide), ("elementwise", rest * (2 * stream + low))] * 2
     found += [("elementwise", cast * (wide + low) * (low < wide)), ("elementwise", rest * (stream + wide) * (stream < wide))] * 2
@@ -73,20 +74,38 @@ def backward_bytes(local: Local) -> Moved:
     inner = local.tokens * local.hidden / local.p.tp
     qkv = local.tokens * linears(m)[0].n / local.p.tp
     swiglu = isinstance(m, GPTConfig) and m.mlp == "swiglu"
-    dit = isinstance(m, DiTConfig)
+    gates = 2 if isinstance(m, DiTConfig) else 0
     turn = 2 * n / local.p.tp if isinstance(m, GPTConfig) and m.position == "rotary" else 0.0
     own = "fused" if local.config.compile else "columns"                # the compiler makes these kernels, too
     sums: Moved = [(own, low * (qkv + inner * (2 if swiglu else 1) + 2 * rest))] if local.bias else []
     if local.config.compile:
-        found: Moved = [("fused", rest * (2 * low + 3 * stream))] * 2 + [("fused", inner * (5 if swiglu else 3) * low),
-                                                                         ("fused", 2 * low * qkv), ("fused", turn * 2 * low)]
-        return found + sums + [("fused", rest * ((2 * low + stream) if dit else (low + stream)))] * 2
+        found: Moved = [("fused", size) for size in norm_bytes(local, True)] * 2
+        return found + sums + [("fused", inner * (5 if swiglu else 3) * low), ("fused", 2 * low * qkv), ("fused", turn * 2 * low)]
     cast = n if not local.p.overlapped else rest
     found = [("norm_back", rest * 3 * wide), ("elementwise", rest * 3 * stream), ("elementwise", rest * (stream + low)),
              ("elementwise", cast * (wide + low) * (low < wide)), ("columns", rest * 2 * wide)] * 2
     found += [("elementwise", inner * (8 if swiglu else 3) * low), ("elementwise", turn * 30),
               ("shuffle", 2 * low * qkv), ("shuffle", 2 * low * qkv)]
-    return found + sums + [("elementwise", rest * 6 * wide), ("elementwise", rest * (3 * wide + low))] * (2 if dit else 0)
+    return found + sums + [("elementwise", rest * 6 * wide), ("elementwise", rest * (3 * wide + low))] * gates
+
+
+def norm_bytes(local: Local, backward: bool) -> list[float]:
+    """What a residual sum with its norm moves, compiled. Backward a second kernel reads what the sums over tokens are of: the
+    gradients of the norm's weights, or of DiT's gate, scale and shift."""
+    low, stream, rest = local.low, local.stream, local.rest * local.m.dim
+    if not backward:
+        return [rest * (2 * stream + 2 * low)]
+    return [rest * (2 * low + 3 * stream), rest * ((2 * low + stream) if isinstance(local.m, DiTConfig) else (low + stream))]
+
+
+def slow_norms(local: Local, backward: bool) -> float:
+    """By how many seconds the compiler's residual sums and norms of a block take longer than its other kernels would for as many
+    bytes. Of rows that fit badly it makes loops that read them twice. By hand they are as fast as the others."""
+    if not local.config.compile or fused(local.config):
+        return 0.0
+    sizes, m = norm_bytes(local, backward), local.m
+    others = local.seconds([("fused", size) for size in sizes])
+    return 2 * (local.kernels.norm(sizes, m.dim, isinstance(m, DiTConfig), backward) - others)
 
 
 def attention_time(local: Local) -> tuple[float, float, float, float, float]:

@@ -1,11 +1,14 @@
 """`course bench kernels`: the table that a performance model of this GPU is made of, in less than five minutes.
 
-Seconds of matmuls over (m, k, n), of attention over (batch x heads, tokens, head_dim), of what memory bounds over its bytes.
-`kernels.py` reads it. A lap lasts at least 0.05 s: a GPU at full power lowers its clock
+Seconds of matmuls over (m, k, n), of attention over (batch x heads, tokens, head_dim), of what memory bounds over its bytes, of
+compiled norms over bytes and width. `kernels.py` reads it. A lap lasts at least 0.05 s: a GPU at full power lowers its clock
 within milliseconds, and a training step runs at what it then sustains, not at what a short burst reaches. Short kernels are
 measured several to a CUDA graph, or the host's launches would be what is measured.
+
+`python -m course.perf.kernel_table FILE --norms` measures compiled norms alone and puts them into a table that there is.
 """
 
+import json
 import math
 import os
 import subprocess
@@ -23,7 +26,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._functorch import config as functorch
 
+from course.errors import CourseError
+from course.files import atomic
+from course.models import dit, layers
 from course.parallel import join, leave
 from course.perf import bench
 from course.perf.command import command
@@ -37,18 +44,22 @@ HEADS, TOKENS, WIDTHS = (16, 256), (256, 1024, 4096, 16384), (48, 64, 72, 96, 12
 TOKENS32, WIDTHS32 = (1024, 4096), (48, 64, 96, 128)                    # in 32 bits, which few train in
 BYTES = (1e6, 8e6, 64e6, 512e6, 2e9)                 # that a kernel reads and writes together
 MESSAGES = (1e5, 1e6, 8e6, 32e6, 128e6, 512e6)       # bytes of a collective
-SMALL = {"SIDES": (16, 64), "HEADS": (2, 4), "TOKENS": (16, 32), "WIDTHS": (8, 16), "BYTES": (1e4, 1e5), "MESSAGES": (1e3, 1e4)}
+# Of norms: bytes forward, and numbers in a row. The compiler keeps short rows, padded to a power of two, in registers; of longer
+# ones, such as DiT-XL's 1152, it makes loops that read them twice.
+NORM_BYTES, NORM_WIDTHS = (64e6, 512e6), (768, 1024, 1152, 1536, 2048, 4096)
+SMALL = {"SIDES": (16, 64), "HEADS": (2, 4), "TOKENS": (16, 32), "WIDTHS": (8, 16), "BYTES": (1e4, 1e5), "MESSAGES": (1e3, 1e4),
+         "NORM_BYTES": (1e4, 1e5), "NORM_WIDTHS": (8, 12)}
 WIDTH = 1024                                         # of the rows in kernels that are bound by memory
+SAMPLE = 256                                         # tokens of a sample, over which DiT's gradients of gate, scale and shift sum
+# Bytes of each number of the stream that a residual sum with its norm moves at least, in 16 bits; as blocktime.norm_bytes says.
+MOVED = {"forward": 8, "backward": 14, "forward ada": 8, "backward ada": 16}
 E4M3 = torch.float8_e4m3fn
 
 
 def main(device: torch.device, small: bool) -> dict[str, Any]:
     """The table of this device. small: tiny sizes, to see that it works, on a CPU in seconds."""
-    sizes: dict[str, Any] = {name: SMALL[name] if small else globals()[name] for name in SMALL}
     begin = time.perf_counter()
-    seconds = partial(stopwatch, device=device, least=1e-4 if small else 0.05)
-    side: Any = torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
-    # all on one stream that is not the default one: a graph can capture backward passes of what was computed on its own stream
+    sizes, seconds, side = how(device, small)
     with side:
         # TF32 is as PyTorch's default once was, of interest beside the others: every second point has to do
         matmuls = {name: matmul_grid(name, sizes["SIDES"][::1 + (name == "tf32")], device, seconds) for name in formats(device)}
@@ -59,11 +70,23 @@ def main(device: torch.device, small: bool) -> dict[str, Any]:
             attention |= {f"{which} 32": grid for which, grid in grids}
         memory = {kind: {"axes": [list(sizes["BYTES"])], "seconds": [seconds(make(size, device)) for size in sizes["BYTES"]]}
                   for kind, make in kinds(device).items()}
+        norms = norm_grids(sizes["NORM_BYTES"], sizes["NORM_WIDTHS"], device, seconds)
     found = {**bench.machine(device), "command": "course bench kernels --out FILE",
              "unit": "seconds; matmul: of m, k, n; attention: of batch x heads, tokens, head_dim; memory: of bytes read and "
-                     "written; all_reduce: of bytes, by the number of GPUs",
-             "matmul": matmuls, "attention": attention, "memory": memory, "all_reduce": collectives(device, small)}
+                     "written; norms: of bytes and width; all_reduce: of bytes, by the number of GPUs",
+             "matmul": matmuls, "attention": attention, "memory": memory, "norms": norms,
+             "all_reduce": collectives(device, small)}
     return found | {"took_s": round(time.perf_counter() - begin, 1)}
+
+
+def how(device: torch.device, small: bool) -> tuple[dict[str, Any], Callable[[Run], float], Any]:
+    """(the sizes of the grids, what measures a call, the stream to measure on).
+
+    All on one stream that is not the default one: a graph can capture backward passes of what was computed on its own stream.
+    """
+    sizes = {name: SMALL[name] if small else globals()[name] for name in SMALL}
+    side = torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
+    return sizes, partial(stopwatch, device=device, least=1e-4 if small else 0.05), side
 
 
 def stopwatch(run: Run, device: torch.device, least: float) -> float:
@@ -227,6 +250,108 @@ def cast(size: float, device: torch.device) -> Run:
     return lambda: torch.ops.course.quantize(x, scale, amax, E4M3, True, True)
 
 
+# ---- compiled norms ----
+
+@torch.library.custom_op("course::stand_in", mutates_args=())
+def stand_in(x: Tensor) -> Tensor:
+    """What a matmul would put out, for which nothing is computed: memory that nobody wrote. Its gradient is no better."""
+    return torch.empty_like(x)
+
+
+stand_in.register_fake(torch.empty_like)
+stand_in.register_autograd(lambda ctx, grad: stand_in(grad))
+
+
+class StandIn(nn.Module):
+    """In the place of attention or MLP. The compiler cannot look inside, so it makes the kernels around it that a block has."""
+
+    def __init__(self, low: torch.dtype):
+        super().__init__()
+        self.low = low
+
+    def forward(self, x: Tensor) -> Tensor:                             # (B, T, D) -> (B, T, D)
+        return stand_in(x.to(self.low))                                 # as autocast hands it to a linear
+
+
+def norm_grids(sizes: Sequence[float], widths: Sequence[int], device: torch.device,
+               seconds: Callable[[Run], float]) -> dict[str, dict[str, Any]]:
+    """Seconds of one of a compiled block's two residual sums and norms, over bytes and width of the rows: forward and backward,
+    of LayerNorms with weights and, "ada", of DiT's modulation.
+
+    Backward holds the sums over tokens: gradients of the weights, or of gate, scale and shift.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for names in (("forward", "backward"), ("forward ada", "backward ada")):
+        pairs = []
+        for size, width in product(sizes, widths):
+            numbers = size / MOVED[names[0]]
+            samples = max(1, round(numbers / SAMPLE / width))
+            part = numbers / (samples * SAMPLE * width) / 2             # they are whole, and a block has two
+            # else a compiled backward may write over what forward kept, and then refuses to run twice
+            with functorch.patch(donated_buffer=False):
+                pairs.append([part * seconds(run) for run in between(samples, width, "ada" in names[0], device)])
+        for name, taken in zip(names, zip(*pairs, strict=True), strict=True):
+            nominal = [size / MOVED[names[0]] * MOVED[name] for size in sizes]
+            found[name] = {"axes": [nominal, list(widths)], "seconds": list(taken)}
+    return found
+
+
+def between(samples: int, width: int, ada: bool, device: torch.device) -> Iterator[Run]:
+    """Forward, then backward of all that a block does between its matmuls, compiled as in training, with a 16-bit stream."""
+    low, block = half(device), stripped(width, ada, device)
+    x = torch.randn(samples, SAMPLE, width, device=device).to(low).requires_grad_()     # (B, T, D)
+    c = torch.randn(samples, 6 * width, device=device).to(low).requires_grad_()         # (B, 6 D)
+    inputs = [x, c] if ada else [x, *block.parameters()]
+    if device.type == "cuda":
+        torch._dynamo.reset()                        # each size by itself, without a limit to their number
+        block = torch.compile(block, dynamic=False, fullgraph=True)
+
+    def forward() -> Tensor:
+        with torch.autocast(device.type, low):
+            return block(x, c if ada else {})                           # (B, T, D)
+
+    yield forward
+    out = forward()
+    grad = torch.randn_like(out)
+    yield lambda: torch.autograd.grad(out, inputs, grad, retain_graph=True)
+
+
+def stripped(width: int, ada: bool, device: torch.device) -> Any:
+    """A block of the ViT or DiT (ada) without its matmuls. DiT's condition is then the modulation itself, (B, 6 D)."""
+    with torch.device("meta"):                       # whose weights need no memory
+        block: Any = dit.AdaBlock(width, 1, width) if ada else layers.Block(width, 1, width, "")
+    block.attn, block.mlp = StandIn(half(device)), StandIn(half(device))
+    if ada:
+        block.ada = nn.Identity()
+    block.to_empty(device=device)
+    for norm in (block.norm1, block.norm2):
+        norm.reset_parameters()
+    return block
+
+
+def put_norms(file: Path, small: bool) -> None:
+    """Measure compiled norms alone, and put them into a table of this device. Raises `CourseError` if the file is none."""
+    device = torch.device("cuda" if torch.cuda.is_available() and not small else "cpu")
+    if device.type == "cpu" and not small:
+        raise CourseError("--norms measures a GPU, and PyTorch sees none: --small tries it on the CPU")
+    here, begin = bench.machine(device), time.perf_counter()
+    try:
+        table = json.loads(file.read_text())
+        there = table["hardware"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CourseError(f"{file} is no table of kernels ({type(error).__name__}: {error}): make one with `course bench kernels "
+                          "--out FILE`, which measures norms, too") from error
+    if there != here["hardware"]:
+        raise CourseError(f"{file} is a table of {there}, and this is {here['hardware']}: measure norms where the rest was")
+    sizes, seconds, side = how(device, small)
+    with side:
+        norms = norm_grids(sizes["NORM_BYTES"], sizes["NORM_WIDTHS"], device, seconds)
+    measured = {**here, "command": "python -m course.perf.kernel_table FILE --norms",
+                "took_s": round(time.perf_counter() - begin, 1)}
+    with atomic(file) as temporary:
+        temporary.write_text(json.dumps({**table, "norms": {**norms, "measured": measured}}) + "\n")
+
+
 def collectives(device: torch.device, small: bool) -> dict[str, list[list[float]]]:
     """Seconds of all-reduces among 2, 4, ... of the machine's GPUs by their bytes (small: two processes on the CPU)."""
     most = 2 if small or device.type == "cpu" else torch.cuda.device_count()
@@ -267,5 +392,5 @@ def all_reduces(file: Path, small: bool) -> None:
 
 
 if __name__ == "__main__":
-    with command("FILE [--small]") as words:
-        all_reduces(Path(words[0]), "--small" in sys.argv)
+    with command("FILE [--norms] [--small]") as words:
+        (put_norms if "--norms" in sys.argv else all_reduces)(Path(words[0]), "--small" in sys.argv)

@@ -97,6 +97,10 @@ def place(axis: Sequence[float], x: float) -> tuple[int, float]:
     return at, math.log(x / axis[at]) / math.log(axis[at + 1] / axis[at])
 
 
+# What a table with compiled norms has of them (kernel_table.norm_grids).
+NORMS = ("forward", "backward", "forward ada", "backward ada")
+
+
 @dataclass(frozen=True)
 class Kernels:
     """The kernels of a GPU: methods give seconds. grids: efficiencies by the kind of kernel; curves: of collectives."""
@@ -154,6 +158,18 @@ class Kernels:
             return max(LEAST, size / (grid.at((size,)) * self.hardware.bandwidth))
         return LEAST + size / (MEMORY[kind] * self.hardware.bandwidth)
 
+    def norm(self, sizes: Sequence[float], width: float, ada: bool, backward: bool) -> float:
+        """Seconds of a compiled residual sum and norm over rows of `width` numbers, which moves so many bytes by each kernel that
+        it could be made of. ada: with DiT's gate, scale and shift.
+
+        As measured, by all the bytes and the width; else these kernels, one after another, at the rate of other compiled ones.
+        """
+        grid = self.grids.get(f"norms {'backward' if backward else 'forward'}{' ada' * ada}")
+        size = sum(sizes)
+        if grid is None or size <= 0:
+            return sum(self.memory("fused", each) for each in sizes)
+        return max(LEAST, size / (grid.at((size, width)) * self.hardware.bandwidth))
+
 
 BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 SAME = {"fp16": "bf16"}                              # formats of one speed, of which one is measured
@@ -210,6 +226,8 @@ def from_table(table: Mapping[str, Any], measured: Hardware, hardware: Hardware)
         grids[f"attention {which}"] = efficiencies(grid, lambda h, t, d, f=factor: f * h * t * t * d, peak)
     for kind, grid in table.get("memory", {}).items():
         grids[kind] = efficiencies(grid, lambda size: size, measured.bandwidth)
+    for which in NORMS if "norms" in table else ():
+        grids[f"norms {which}"] = efficiencies(table["norms"][which], lambda size, width: size, measured.bandwidth)
     scale = hardware.links[0].bandwidth / measured.links[0].bandwidth
     curves = []
     for ranks, points in sorted((int(ranks), points) for ranks, points in table.get("all_reduce", {}).items()):

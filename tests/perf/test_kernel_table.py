@@ -1,12 +1,16 @@
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from course import cli, cli_bench
+from course.config import load
 from course.errors import CourseError
-from course.perf import hardware, kernel_table, kernels
+from course.perf import bench, blocktime, hardware, kernel_table, kernels
+from course.perf.local import local_of
 
 CPU = torch.device("cpu")
 
@@ -36,6 +40,90 @@ def test_attention_forward_and_backward():
     assert all(len(grid["seconds"]) == 2 for grid in grids.values())
 
 
+def test_norms_are_by_bytes_and_width_and_of_one_of_a_blocks_two():
+    """Samples are whole: of 8 bytes a number 1e5 are 6.1 of width 8 and 4.1 of width 12."""
+    sizes, widths = (1e5, 1e6), (8, 12)
+    grids = kernel_table.norm_grids(sizes, widths, CPU, once)
+    assert tuple(grids) == kernels.NORMS == tuple(kernel_table.MOVED)
+    for name, grid in grids.items():
+        assert grid["axes"] == [[size / 8 * kernel_table.MOVED[name] for size in sizes], list(widths)]
+    measured = ((1e5, 6 * 256 * 8), (1e5, 4 * 256 * 12), (1e6, 61 * 256 * 8), (1e6, 41 * 256 * 12))     # `once`: in a second
+    assert grids["forward"]["seconds"] == pytest.approx([size / 8 / numbers / 2 for size, numbers in measured])
+    assert grids["backward ada"]["seconds"] == grids["forward"]["seconds"]
+
+
+@pytest.mark.parametrize("ada", [False, True])
+def test_a_block_without_its_matmuls_is_still_that_block(ada):
+    """Forward gives the stream in 16 bits, backward the gradients of all that is there; the stream passes the stand-ins by."""
+    forward, backward = (run() for run in kernel_table.between(2, 12, ada, CPU))
+    assert forward.shape == (2, 256, 12) and forward.dtype == torch.bfloat16
+    assert [tuple(x.shape) for x in backward] == [(2, 256, 12), *([(2, 72)] if ada else [(12,)] * 4)]
+    block = kernel_table.stripped(12, ada, CPU)
+    seen = []
+    block.attn.forward = block.mlp.forward = lambda n, *_: seen.append(n) or torch.zeros_like(n)
+    x = torch.randn(2, 256, 12)
+    assert torch.equal(block(x, torch.zeros(2, 72) if ada else {}), x)
+    assert all(torch.allclose(n, torch.nn.functional.layer_norm(x, (12,)), atol=1e-4) for n in seen) and len(seen) == 2
+
+
+@pytest.mark.parametrize("ada", [False, True])
+def test_it_is_compiled_whole_and_its_backward_runs_twice(ada):
+    block = kernel_table.stripped(12, ada, CPU)
+    torch._dynamo.reset()
+    compiled = torch.compile(block, dynamic=False, fullgraph=True, backend="aot_eager")
+    x = torch.randn(2, 256, 12, requires_grad=True)
+    out = compiled(x, torch.zeros(2, 72) if ada else {})
+    for _ in range(2):
+        grad, = torch.autograd.grad(out, x, torch.ones_like(out), retain_graph=True)
+    assert grad.shape == x.shape
+
+
+def test_on_a_gpu_they_are_captured():
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    gpu = torch.device("cuda")
+    _, seconds, side = kernel_table.how(gpu, True)
+    with side:
+        grids = kernel_table.norm_grids((1e6,), (96,), gpu, seconds)
+    assert all(1e-7 < grid["seconds"][0] < 1e-3 for grid in grids.values())
+
+
+@pytest.mark.parametrize(("preset", "kind"), [("gpt-124m", ""), ("dit-xl", " ada")])
+def test_bytes_of_norms_are_those_of_the_model_that_reads_the_table(preset, kind):
+    local = local_of(load(preset, ["stream=narrow", "compile=true", "train.global_batch=32", "parallel.dp=1"]),
+                     hardware.load("h200"), 1)
+    numbers = local.rest * local.m.dim
+    for which, back in (("forward", False), ("backward", True)):
+        assert sum(blocktime.norm_bytes(local, back)) == kernel_table.MOVED[which + kind] * numbers
+
+
+def test_norms_are_put_into_a_table(tmp_path):
+    file = tmp_path / "table.json"
+    table = {"hardware": bench.machine(CPU)["hardware"], "matmul": {}, "took_s": 1.0}
+    file.write_text(json.dumps(table))
+    subprocess.run([sys.executable, "-m", "course.perf.kernel_table", str(file), "--norms", "--small"], check=True)
+    found = json.loads(file.read_text())
+    assert {name: found[name] for name in table} == table               # the rest stays as it was
+    assert set(found["norms"]) == {*kernels.NORMS, "measured"} and found["norms"]["measured"]["torch"] == torch.__version__
+    read = kernels.read(file, hardware.load("h200"), hardware.load("h200"))
+    assert read.grids["norms backward ada"].axes == ((2e4, 2e5), (8, 12))
+
+
+def test_norms_are_not_put_into_something_else(tmp_path):
+    file = tmp_path / "table.json"
+    for text, words in (("[]", "no table of kernels"), ("{", "no table of kernels"), (None, "no table of kernels"),
+                        ('{"hardware": "NVIDIA H20"}', "a table of NVIDIA H20, and this is")):
+        file.unlink(missing_ok=True)
+        if text:
+            file.write_text(text)
+        with pytest.raises(CourseError, match=words):
+            kernel_table.put_norms(file, True)
+        assert not text or file.read_text() == text
+    if not torch.cuda.is_available():
+        with pytest.raises(CourseError, match="measures a GPU, and PyTorch sees none: --small"):
+            kernel_table.put_norms(file, False)
+
+
 @pytest.mark.slow
 def test_the_command_writes_a_table_that_the_model_reads(tmp_path):
     file = tmp_path / "table.json"
@@ -43,6 +131,7 @@ def test_the_command_writes_a_table_that_the_model_reads(tmp_path):
     own = hardware.Hardware("own", 1e9, 1e11, {"fp32": 1e12}, hardware.load("h200").links, str(file))
     found = kernels.kernels_of(own)
     assert 0 < found.matmul(64, 64, 64, "fp32") < 1 and found.memory("shuffle", 1e5) > 0
+    assert {f"norms {which}" for which in kernels.NORMS} <= set(found.grids)
     assert json.loads(file.read_text())["took_s"] < 300 and [ranks for ranks, _ in found.curves] == [2]
 
 

@@ -20,6 +20,9 @@ def made_up(share, sides=(64, 256, 1024, 4096), points=(1e6, 1e8, 1e10)):
             "all_reduce": {"2": [[1e6, 1e-4], [1e8, 1e-3]], "4": [[1e6, 2e-4]]}}
 
 
+RULES = Kernels(H200, {})
+
+
 def slope(m, k, n):
     """Linear in the logarithms, what the interpolation gives exactly."""
     return 0.1 + 0.05 * math.log(m / 64) + 0.02 * math.log(k / 64) + 0.03 * math.log(n / 64)
@@ -63,12 +66,43 @@ def test_curves_of_collectives():
     assert curve[0] == pytest.approx((1e6, 1e6 / 1e-4)) and curve[1] == pytest.approx((1e8, 1e8 / 1e-3))
 
 
+def with_norms(shares):
+    """The same table with compiled norms of known efficiencies by width, backward half of forward's, DiT's a third."""
+    axes, part = [[1e6, 1e9], list(shares)], {"": 1, "backward": 2, "ada": 3}
+    norms = {which: {"axes": axes, "seconds": [size * math.prod(part[word] for word in which.split() if word in part) / share /
+                                               H200.bandwidth for size in axes[0] for share in shares.values()]}
+             for which in kernels.NORMS}
+    return {**made_up(slope), "norms": norms}
+
+
+@pytest.mark.parametrize(("ada", "backward", "times"), [(False, False, 1), (False, True, 2), (True, False, 3), (True, True, 6)])
+def test_norms_by_width(ada, backward, times):
+    found = from_table(with_norms({1024: 0.8, 1152: 0.2, 2048: 0.6}), H200, H200)
+    for width, share in ((1024, 0.8), (1152, 0.2), (4096, 0.6), (64, 0.8), (math.sqrt(1152 * 2048), 0.4)):
+        assert found.norm([1e8, 2e8], width, ada, backward) == pytest.approx(times * 3e8 / share / H200.bandwidth)
+    assert found.norm([1.0], 1152, ada, backward) == kernels.LEAST and found.norm([0.0], 1152, ada, backward) == 0
+
+
+def test_norms_without_a_measurement_are_fused_kernels():
+    found = from_table({**made_up(slope), "memory": {"fused": made_up(slope)["memory"]["copy"]}}, H200, H200)
+    for some in (found, RULES):
+        assert some.norm([1e8, 2e8], 1152, True, True) == some.memory("fused", 1e8) + some.memory("fused", 2e8)
+
+
+def test_damaged_norms_get_a_sentence(tmp_path):
+    file, whole = tmp_path / "table.json", with_norms({1024: 0.8, 1152: 0.2})
+    for norms in (None, {}, [], {"forward": whole["norms"]["forward"]}, {**whole["norms"], "forward ada": {"axes": [[1e6, 1e9]]}},
+                  {**whole["norms"], "backward": {"axes": [[1e6, 1e9], [1152, 1024]], "seconds": [1, 1, 1, 1]}},
+                  {**whole["norms"], "backward": {"axes": [[1e6, 1e9], [1024, 1152]], "seconds": [1, 0, 1, 1]}},
+                  {**whole["norms"], "backward": {"axes": [[1e6, 1e9], [1024, 1152]], "seconds": [1, 1, 1]}}):
+        file.write_text(json.dumps({**whole, "norms": norms}))
+        with pytest.raises(CourseError, match=r"is no table of kernels .*make one with `course bench kernels"):
+            kernels.read(file, H200, H200)
+
+
 def test_a_grid_of_one_dim_and_its_corners():
     grid = Grid(((1.0, 100.0),), (0.0, 1.0))
     assert [grid.at((x,)) for x in (0.5, 1, 10, 100, 1e9)] == pytest.approx([0, 0, 0.5, 1, 1])
-
-
-RULES = Kernels(H200, {})
 
 
 @pytest.mark.parametrize("row", json.loads((kernels.RESULTS / "beginning_h200.json").read_text())["attention"],

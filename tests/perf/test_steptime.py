@@ -288,6 +288,54 @@ def test_the_grid_is_fine_enough(preset, settings, tmp_path):
     assert predict(c, by_table).step == pytest.approx(predict(c, H200).step, rel=0.05)
 
 
+def beside_norms(tmp_path, settings):
+    """(block without norms in the table, block with, local): norms of width 1152 at a tenth of the bandwidth."""
+    by_rules = table_of(kernels.Kernels(H200, {}))
+    shares = {1024: 0.55, 1152: 0.1, 2048: 0.55}
+    grid = {"axes": [[1e6, 1e12], list(shares)], "seconds": [size / share / H200.bandwidth for size in (1e6, 1e12)
+                                                             for share in shares.values()]}
+    found = []
+    for name, extra in (("without", {}), ("with", {"norms": dict.fromkeys(kernels.NORMS, grid)})):
+        file = tmp_path / f"{name}.json"
+        file.write_text(json.dumps({**by_rules, **extra}))
+        local = local_of(load(settings[0], settings[1:]), replace(H200, table=str(file)), 1)
+        found.append(blocktime.block_time(local))
+    return *found, local
+
+
+SLOW = ["model.dim=1152", "model.heads=16", "train.micro_batch=16", "train.global_batch=16", "parallel.dp=1", "data.source=mock"]
+
+
+@pytest.mark.parametrize(("preset", "settings"), [
+    ("dit-xl", []), ("vit-mp", ["stream=narrow"]), ("gpt-124m", []), ("gpt-124m", ["model.norm=rms"]),
+    ("gpt-124m", ["model.norm=rms", "kernels=hand"])])                  # between.fuse leaves RMSNorms to the compiler
+def test_compiled_norms_take_what_was_measured_by_width(preset, settings, tmp_path):
+    """In the place of two fused kernels forward, and of four backward: sums over tokens are measured with the norms."""
+    before, after, local = beside_norms(tmp_path, [preset, *SLOW, "precision=bf16", "compile=true", *settings])
+    ada, numbers = preset == "dit-xl", local.rest * 1152
+    stream = 4 if preset == "gpt-124m" else 2
+    forward = [numbers * (4 + 2 * stream)]
+    backward = [numbers * (4 + 3 * stream), numbers * (stream + (4 if ada else 2))]
+    for part, sizes in (("forward", forward), ("backward", backward)):
+        more = 2 * (sum(sizes) / (0.1 * H200.bandwidth) - sum(local.kernels.memory("fused", size) for size in sizes))
+        assert more > 0 and after[part] - before[part] == pytest.approx(more)
+    for part in set(before) - {"forward", "backward", "memory"}:
+        assert after[part] == before[part]
+    assert after["memory"] - before["memory"] == pytest.approx(sum(after[w] - before[w] for w in ("forward", "backward")))
+
+
+@pytest.mark.parametrize("settings", [["compile=false"], ["compile=true", "kernels=hand"], ["compile=false", "kernels=hand"]])
+def test_other_norms_take_what_they_took(settings, tmp_path):
+    """Uncompiled ones and those by hand."""
+    before, after, _ = beside_norms(tmp_path, ["dit-xl", *SLOW, *settings])
+    assert after == before
+
+
+def test_recomputed_norms_are_as_slow(tmp_path):
+    before, after, _ = beside_norms(tmp_path, ["dit-xl", *SLOW, "compile=true", "train.recompute=full"])
+    assert after["recompute"] - before["recompute"] == pytest.approx(after["forward"] - before["forward"])
+
+
 def test_parts_of_gradients_are_completed():
     assert predict(gpt("parallel.tp=2", "parallel.sp=true"), H200).data > 0 == predict(gpt("parallel.tp=2"), H200).data
     tied, free = (predict(gpt("parallel.pp=2", f"model.tied={word}"), H200).data for word in ("true", "false"))
