@@ -116,7 +116,7 @@ def add_norm(x: Tensor, y: Tensor | None, gate: Tensor | None, weight: Tensor, b
     mean, rstd = (x.new_empty(samples, tokens, dtype=torch.float32) for _ in range(2))
     forward[samples, triton.cdiv(tokens, ROWS)](
         x, y, gate, weight, bias, z, n, mean, rstd, tokens, step(gate), step(weight), step(bias), eps, offset, y is not None,
-        gate is not None, width, block, ROWS, STAGES, num_warps=warps(block))
+        gate is not None, width, block, ROWS, stages(x, block), num_warps=warps(block))
     return z, n, mean, rstd
 
 
@@ -136,7 +136,7 @@ def add_norm_backward(dz: Tensor | None, dn: Tensor | None, z: Tensor | None, y:
     parts = given.new_empty(2 * norm + gated + total, samples, triton.cdiv(tokens, ROWS), width, dtype=torch.float32)
     backward[parts.shape[1:3]](
         dz, dn, z, y, gate, weight, mean, rstd, dx, dy, parts, tokens, step(gate), step(weight), offset, norm, dz is not None,
-        gated, total, width, block, ROWS, STAGES, num_warps=warps(block))
+        gated, total, width, block, ROWS, stages(given, block), num_warps=warps(block))
     one = weight is not None and len(weight) == 1   # for all samples
     return dx, dy, parts.sum([1, 2], keepdim=True).squeeze(2) if one else parts.sum(2)
 
@@ -204,6 +204,11 @@ def gelu_backward(x: Tensor, dy: Tensor, tanh: bool) -> tuple[Tensor, Tensor]:
 def warps(block: int) -> int:
     """How many warps work on a row: each thread has 32 numbers of it, of a short row fewer."""
     return min(max(block // 1024, 2), 16)
+
+
+def stages(x: Tensor, block: int) -> int:
+    """Of how many rows the reading has begun: of long ones of one, since a multiprocessor holds no more."""
+    return STAGES if block * x.element_size() <= 16384 else 1
 
 
 def last(x: Tensor) -> Tensor:

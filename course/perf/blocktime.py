@@ -68,7 +68,7 @@ def forward_bytes(local: Local) -> Moved:
 
 def backward_bytes(local: Local) -> Moved:
     """The same backward, and sums over tokens for the gradients of biases and norms' weights, and of queries, keys and values put
-    together, twice uncompiled (once to get the heads in order)."""
+    together, twice uncompiled (once to get the heads in order). By hand most of these sums are taken in passing."""
     m, low, stream, wide = local.m, local.low, local.stream, local.wide
     rest, n = local.rest * m.dim, local.tokens * m.dim
     inner = local.tokens * local.hidden / local.p.tp
@@ -77,15 +77,18 @@ def backward_bytes(local: Local) -> Moved:
     gates = 2 if isinstance(m, DiTConfig) else 0
     turn = 2 * n / local.p.tp if isinstance(m, GPTConfig) and m.position == "rotary" else 0.0
     own = "fused" if local.config.compile else "columns"                # the compiler makes these kernels, too
-    sums: Moved = [(own, low * (qkv + inner * (2 if swiglu else 1) + 2 * rest))] if local.bias else []
+    ends = 2 if not fused(local.config) or local.p.tp > 1 else 0 if isinstance(m, DiTConfig) else 1     # branches' biases
+    middle = 0 if local.config.kernels == "hand" and not swiglu else inner * (2 if swiglu else 1)
+    sums: Moved = [(own, low * (qkv * (not local.packed) + middle + ends * rest))] if local.bias else []
+    joined = 0 if local.packed else low * qkv
     if local.config.compile:
         found: Moved = [("fused", size) for size in norm_bytes(local, True)] * 2
-        return found + sums + [("fused", inner * (5 if swiglu else 3) * low), ("fused", 2 * low * qkv), ("fused", turn * 2 * low)]
+        return found + sums + [("fused", inner * (5 if swiglu else 3) * low), ("fused", 2 * joined), ("fused", turn * 2 * low)]
     cast = n if not local.p.overlapped else rest
     found = [("norm_back", rest * 3 * wide), ("elementwise", rest * 3 * stream), ("elementwise", rest * (stream + low)),
              ("elementwise", cast * (wide + low) * (low < wide)), ("columns", rest * 2 * wide)] * 2
     found += [("elementwise", inner * (8 if swiglu else 3) * low), ("elementwise", turn * 30),
-              ("shuffle", 2 * low * qkv), ("shuffle", 2 * low * qkv)]
+              ("shuffle", 2 * joined), ("shuffle", 2 * joined)]
     return found + sums + [("elementwise", rest * 6 * wide), ("elementwise", rest * (3 * wide + low))] * gates
 
 

@@ -1,11 +1,12 @@
 """`course bench kernels`: the table that a performance model of this GPU is made of, in less than five minutes.
 
-Seconds of matmuls over (m, k, n), of attention over (batch x heads, tokens, head_dim), of what memory bounds over its bytes, of
-compiled norms over bytes and width. `kernels.py` reads it. A lap lasts at least 0.05 s: a GPU at full power lowers its clock
-within milliseconds, and a training step runs at what it then sustains, not at what a short burst reaches. Short kernels are
-measured several to a CUDA graph, or the host's launches would be what is measured.
+Seconds of matmuls over (m, k, n), of attention, PyTorch's and by hand, over (batch x heads, tokens, head_dim), of what memory
+bounds over its bytes, of compiled norms over bytes and width. `kernels.py` reads it. A lap lasts at least 0.05 s: a GPU at full
+power lowers its clock within milliseconds, and a training step runs at what it then sustains, not at what a short burst reaches.
+Short kernels are measured several to a CUDA graph, or the host's launches would be what is measured.
 
-`python -m course.perf.kernel_table FILE --norms` measures compiled norms alone and puts them into a table that there is.
+`python -m course.perf.kernel_table FILE --norms` measures compiled norms alone, `--packed` attention by hand, and puts that into
+a table that there is.
 """
 
 import json
@@ -31,6 +32,7 @@ from torch._functorch import config as functorch
 from course.errors import CourseError
 from course.files import atomic
 from course.models import dit, layers
+from course.packed import packed_attention
 from course.parallel import join, leave
 from course.perf import bench
 from course.perf.command import command
@@ -41,6 +43,7 @@ LONG, MOST = 2e-3, 20                                # seconds of a call beside 
 # Log grids. The sides of matmuls have more points where efficiency changes, below 4096; tokens of a step are the largest.
 SIDES = (64, 256, 1024, 2048, 4096, 16384)
 HEADS, TOKENS, WIDTHS = (16, 256), (256, 1024, 4096, 16384), (48, 64, 72, 96, 128)
+PACKED_WIDTHS = (48, 64, 72, 96)                     # by hand: course.between.fuse leaves heads of 128 to PyTorch
 TOKENS32, WIDTHS32 = (1024, 4096), (48, 64, 96, 128)                    # in 32 bits, which few train in
 BYTES = (1e6, 8e6, 64e6, 512e6, 2e9)                 # that a kernel reads and writes together
 MESSAGES = (1e5, 1e6, 8e6, 32e6, 128e6, 512e6)       # bytes of a collective
@@ -48,7 +51,7 @@ MESSAGES = (1e5, 1e6, 8e6, 32e6, 128e6, 512e6)       # bytes of a collective
 # ones, such as DiT-XL's 1152, it makes loops that read them twice.
 NORM_BYTES, NORM_WIDTHS = (64e6, 512e6), (768, 1024, 1152, 1536, 2048, 4096)
 SMALL = {"SIDES": (16, 64), "HEADS": (2, 4), "TOKENS": (16, 32), "WIDTHS": (8, 16), "BYTES": (1e4, 1e5), "MESSAGES": (1e3, 1e4),
-         "NORM_BYTES": (1e4, 1e5), "NORM_WIDTHS": (8, 12)}
+         "NORM_BYTES": (1e4, 1e5), "NORM_WIDTHS": (8, 12), "PACKED_WIDTHS": (8, 12)}
 WIDTH = 1024                                         # of the rows in kernels that are bound by memory
 SAMPLE = 256                                         # tokens of a sample, over which DiT's gradients of gate, scale and shift sum
 # Bytes of each number of the stream that a residual sum with its norm moves at least, in 16 bits; as blocktime.norm_bytes says.
@@ -70,11 +73,11 @@ def main(device: torch.device, small: bool) -> dict[str, Any]:
             attention |= {f"{which} 32": grid for which, grid in grids}
         memory = {kind: {"axes": [list(sizes["BYTES"])], "seconds": [seconds(make(size, device)) for size in sizes["BYTES"]]}
                   for kind, make in kinds(device).items()}
-        norms = norm_grids(sizes["NORM_BYTES"], sizes["NORM_WIDTHS"], device, seconds)
+        others = {name: measure(sizes, device, seconds) for name, measure in LATER.items()}
     found = {**bench.machine(device), "command": "course bench kernels --out FILE",
              "unit": "seconds; matmul: of m, k, n; attention: of batch x heads, tokens, head_dim; memory: of bytes read and "
-                     "written; norms: of bytes and width; all_reduce: of bytes, by the number of GPUs",
-             "matmul": matmuls, "attention": attention, "memory": memory, "norms": norms,
+                     "written; norms: of bytes and width; packed: as attention; all_reduce: of bytes, by the number of GPUs",
+             "matmul": matmuls, "attention": attention, "memory": memory, **others,
              "all_reduce": collectives(device, small)}
     return found | {"took_s": round(time.perf_counter() - begin, 1)}
 
@@ -136,11 +139,11 @@ def matmul(name: str, m: int, k: int, n: int, device: torch.device) -> Run:
     return lambda: torch.mm(a, b.t())
 
 
-def attention_grids(axes: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device,
-                    seconds: Callable[[Run], float]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Seconds of attention by PyTorch's default backend, forward and backward, causal and not."""
+def attention_grids(axes: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device, seconds: Callable[[Run], float],
+                    make: Callable[..., Iterator[Run]] | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Seconds of attention, forward and backward, causal and not; by PyTorch's default backend, unless `make` makes another."""
     for causal in (False, True):
-        pairs = [[seconds(run) for run in attention(h, t, d, causal, dtype, device)] for h, t, d in product(*axes)]
+        pairs = [[seconds(run) for run in (make or attention)(h, t, d, causal, dtype, device)] for h, t, d in product(*axes)]
         for which, found in zip(("forward", "backward"), zip(*pairs, strict=True), strict=True):
             yield which + " causal" * causal, {"axes": [list(axis) for axis in axes], "seconds": list(found)}
 
@@ -154,6 +157,22 @@ def attention(heads: int, tokens: int, width: int, causal: bool, dtype: torch.dt
     out = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
     grad = torch.randn_like(out)
     yield lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True)
+
+
+def by_hand(heads: int, tokens: int, width: int, causal: bool, dtype: torch.dtype, device: torch.device) -> Iterator[Run]:
+    """The same by `course.packed`. Backward also puts the three gradients together and adds them up for a bias."""
+    batch = 8 if heads % 8 == 0 else 1
+    qkv = torch.randn(batch, tokens, 3, heads // batch, width, device=device).to(dtype).requires_grad_()    # (B, T, 3, h, d)
+    yield torch.no_grad()(lambda: packed_attention(qkv, None, causal))
+    out = packed_attention(qkv, None, causal)
+    grad = torch.randn_like(out)
+    yield lambda: torch.autograd.grad(out, qkv, grad, retain_graph=True)
+
+
+def packed_grids(sizes: dict[str, Any], device: torch.device, seconds: Callable[[Run], float]) -> dict[str, dict[str, Any]]:
+    """Seconds of attention by hand."""
+    axes, dtype = [sizes["HEADS"], sizes["TOKENS"], sizes["PACKED_WIDTHS"]], half(device)
+    return dict(attention_grids(axes, dtype, device, seconds, by_hand))
 
 
 def kinds(device: torch.device) -> dict[str, Callable[[float, torch.device], Run]]:
@@ -273,14 +292,14 @@ class StandIn(nn.Module):
         return stand_in(x.to(self.low))                                 # as autocast hands it to a linear
 
 
-def norm_grids(sizes: Sequence[float], widths: Sequence[int], device: torch.device,
-               seconds: Callable[[Run], float]) -> dict[str, dict[str, Any]]:
+def norm_grids(sides: dict[str, Any], device: torch.device, seconds: Callable[[Run], float]) -> dict[str, dict[str, Any]]:
     """Seconds of one of a compiled block's two residual sums and norms, over bytes and width of the rows: forward and backward,
     of LayerNorms with weights and, "ada", of DiT's modulation.
 
     Backward holds the sums over tokens: gradients of the weights, or of gate, scale and shift.
     """
     found: dict[str, dict[str, Any]] = {}
+    sizes, widths = sides["NORM_BYTES"], sides["NORM_WIDTHS"]
     for names in (("forward", "backward"), ("forward ada", "backward ada")):
         pairs = []
         for size, width in product(sizes, widths):
@@ -329,27 +348,31 @@ def stripped(width: int, ada: bool, device: torch.device) -> Any:
     return block
 
 
-def put_norms(file: Path, small: bool) -> None:
-    """Measure compiled norms alone, and put them into a table of this device. Raises `CourseError` if the file is none."""
+# what tables did not always have, and can be measured alone
+LATER: dict[str, Callable[..., dict[str, Any]]] = {"norms": norm_grids, "packed": packed_grids}
+
+
+def put(name: str, file: Path, small: bool) -> None:
+    """Measure one of `LATER` alone, and put it into a table of this device. Raises `CourseError` if the file is none."""
     device = torch.device("cuda" if torch.cuda.is_available() and not small else "cpu")
     if device.type == "cpu" and not small:
-        raise CourseError("--norms measures a GPU, and PyTorch sees none: --small tries it on the CPU")
+        raise CourseError(f"--{name} measures a GPU, and PyTorch sees none: --small tries it on the CPU")
     here, begin = bench.machine(device), time.perf_counter()
     try:
         table = json.loads(file.read_text())
         there = table["hardware"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CourseError(f"{file} is no table of kernels ({type(error).__name__}: {error}): make one with `course bench kernels "
-                          "--out FILE`, which measures norms, too") from error
+                          f"--out FILE`, which measures {name}, too") from error
     if there != here["hardware"]:
-        raise CourseError(f"{file} is a table of {there}, and this is {here['hardware']}: measure norms where the rest was")
+        raise CourseError(f"{file} is a table of {there}, and this is {here['hardware']}: measure {name} where the rest was")
     sizes, seconds, side = how(device, small)
     with side:
-        norms = norm_grids(sizes["NORM_BYTES"], sizes["NORM_WIDTHS"], device, seconds)
-    measured = {**here, "command": "python -m course.perf.kernel_table FILE --norms",
+        found = LATER[name](sizes, device, seconds)
+    measured = {**here, "command": f"python -m course.perf.kernel_table FILE --{name}",
                 "took_s": round(time.perf_counter() - begin, 1)}
     with atomic(file) as temporary:
-        temporary.write_text(json.dumps({**table, "norms": {**norms, "measured": measured}}) + "\n")
+        temporary.write_text(json.dumps({**table, name: {**found, "measured": measured}}) + "\n")
 
 
 def collectives(device: torch.device, small: bool) -> dict[str, list[list[float]]]:
@@ -392,5 +415,6 @@ def all_reduces(file: Path, small: bool) -> None:
 
 
 if __name__ == "__main__":
-    with command("FILE [--norms] [--small]") as words:
-        (put_norms if "--norms" in sys.argv else all_reduces)(Path(words[0]), "--small" in sys.argv)
+    with command("FILE [--norms | --packed] [--small]") as words:
+        alone = next((name for name in LATER if f"--{name}" in sys.argv), "")
+        (partial(put, alone) if alone else all_reduces)(Path(words[0]), "--small" in sys.argv)

@@ -53,7 +53,7 @@ ATTENTION = 0.97                                     # of the peak, before expon
 DIAGONAL = 512
 # Other backends, times cuDNN's speed (beginning_h200.json, attention of six shapes: 0.58 to 0.72 and 0.27 to 0.35). PyTorch's
 # flash attention is made for Ampere: there it counts as cuDNN does on Hopper.
-BACKENDS = {"default": 1.0, "cudnn": 1.0, "flash": 0.61, "efficient": 0.28}
+BACKENDS = {"default": 1.0, "cudnn": 1.0, "hand": 1.0, "flash": 0.61, "efficient": 0.28}
 # Batches of matmuls with a head's width as one side, over the peak: taken to reach half of what large ones do.
 UNFUSED = 0.35
 # float32 attention is PyTorch's memory-efficient kernel: 26 TFLOP/s of TF32's 495 (profile_h200.json, 16 samples, tf32).
@@ -99,6 +99,8 @@ def place(axis: Sequence[float], x: float) -> tuple[int, float]:
 
 # What a table with compiled norms has of them (kernel_table.norm_grids).
 NORMS = ("forward", "backward", "forward ada", "backward ada")
+# And of attention, PyTorch's and by hand.
+ATTENTION_GRIDS = ("forward", "backward", "forward causal", "backward causal")
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,8 @@ class Kernels:
         work = (10 if backward else 4) * heads * queries * keys * width * (0.5 if causal else 1.0)
         slower = 1.0 if backend == "flash" and "fp8" not in self.hardware.peaks else BACKENDS[backend]
         which = f"attention {'backward' if backward else 'forward'}{' causal' * causal}"
+        if backend == "hand" and f"{which} by hand" in self.grids:
+            which += " by hand"
         if precision in ("fp32", "tf32"):
             tensor, grid = self.hardware.peaks.get("tf32", self.hardware.peak(precision)), self.grids.get(f"{which} 32")
             share = grid.at((heads, math.sqrt(queries * keys), width)) if grid else ATTENTION32
@@ -219,7 +223,8 @@ def from_table(table: Mapping[str, Any], measured: Hardware, hardware: Hardware)
     for precision, grid in table["matmul"].items():
         if precision in measured.peaks:
             grids[f"matmul {precision}"] = efficiencies(grid, matmul_flops, measured.peak(precision))
-    for which, grid in table.get("attention", {}).items():
+    by_hand = {f"{which} by hand": table["packed"][which] for which in ATTENTION_GRIDS if "packed" in table}
+    for which, grid in (table.get("attention", {}) | by_hand).items():
         factor = (10 if "backward" in which else 4) * (0.5 if "causal" in which else 1.0)
         kinds = ("tf32", "fp32") if which.endswith(" 32") else ("bf16", "fp16")
         peak = next((measured.peaks[kind] for kind in kinds if kind in measured.peaks), math.nan)

@@ -104,7 +104,17 @@ class Local:
     def backend(self) -> str:
         """What computes attention."""
         chosen = self.config.attention
+        if self.packed:
+            return "hand"
         return chosen if chosen != "default" else default_backend(self.kernels.hardware)
+
+    @property
+    def packed(self) -> bool:
+        """Whether attention is by hand (`course/packed.py`), on a GPU; as `between.fuse` decides."""
+        c, m = self.config, self.m
+        own = not isinstance(m, GPTConfig) or (m.position == "learned" and m.groups == m.heads)
+        return (c.kernels == "hand" and c.attention == "default" and c.precision in LOW and own and c.parallel.cp == 1
+                and m.dim // m.heads < 128)
 
     @property
     def hidden(self) -> int:

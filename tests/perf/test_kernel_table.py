@@ -43,7 +43,7 @@ def test_attention_forward_and_backward():
 def test_norms_are_by_bytes_and_width_and_of_one_of_a_blocks_two():
     """Samples are whole: of 8 bytes a number 1e5 are 6.1 of width 8 and 4.1 of width 12."""
     sizes, widths = (1e5, 1e6), (8, 12)
-    grids = kernel_table.norm_grids(sizes, widths, CPU, once)
+    grids = kernel_table.norm_grids({"NORM_BYTES": sizes, "NORM_WIDTHS": widths}, CPU, once)
     assert tuple(grids) == kernels.NORMS == tuple(kernel_table.MOVED)
     for name, grid in grids.items():
         assert grid["axes"] == [[size / 8 * kernel_table.MOVED[name] for size in sizes], list(widths)]
@@ -84,7 +84,7 @@ def test_on_a_gpu_they_are_captured():
     gpu = torch.device("cuda")
     _, seconds, side = kernel_table.how(gpu, True)
     with side:
-        grids = kernel_table.norm_grids((1e6,), (96,), gpu, seconds)
+        grids = kernel_table.norm_grids({"NORM_BYTES": (1e6,), "NORM_WIDTHS": (96,)}, gpu, seconds)
     assert all(1e-7 < grid["seconds"][0] < 1e-3 for grid in grids.values())
 
 
@@ -97,16 +97,19 @@ def test_bytes_of_norms_are_those_of_the_model_that_reads_the_table(preset, kind
         assert sum(blocktime.norm_bytes(local, back)) == kernel_table.MOVED[which + kind] * numbers
 
 
-def test_norms_are_put_into_a_table(tmp_path):
+@pytest.mark.parametrize(("name", "parts", "grid", "axes"), [
+    ("norms", kernels.NORMS, "norms backward ada", ((2e4, 2e5), (8, 12))),
+    ("packed", kernels.ATTENTION_GRIDS, "attention backward causal by hand", ((2, 4), (16, 32), (8, 12)))])
+def test_a_part_is_put_into_a_table(tmp_path, name, parts, grid, axes):
     file = tmp_path / "table.json"
     table = {"hardware": bench.machine(CPU)["hardware"], "matmul": {}, "took_s": 1.0}
     file.write_text(json.dumps(table))
-    subprocess.run([sys.executable, "-m", "course.perf.kernel_table", str(file), "--norms", "--small"], check=True)
+    subprocess.run([sys.executable, "-m", "course.perf.kernel_table", str(file), f"--{name}", "--small"], check=True)
     found = json.loads(file.read_text())
     assert {name: found[name] for name in table} == table               # the rest stays as it was
-    assert set(found["norms"]) == {*kernels.NORMS, "measured"} and found["norms"]["measured"]["torch"] == torch.__version__
+    assert set(found[name]) == {*parts, "measured"} and found[name]["measured"]["torch"] == torch.__version__
     read = kernels.read(file, hardware.load("h200"), hardware.load("h200"))
-    assert read.grids["norms backward ada"].axes == ((2e4, 2e5), (8, 12))
+    assert read.grids[grid].axes == axes
 
 
 def test_norms_are_not_put_into_something_else(tmp_path):
@@ -117,11 +120,11 @@ def test_norms_are_not_put_into_something_else(tmp_path):
         if text:
             file.write_text(text)
         with pytest.raises(CourseError, match=words):
-            kernel_table.put_norms(file, True)
+            kernel_table.put("norms", file, True)
         assert not text or file.read_text() == text
     if not torch.cuda.is_available():
         with pytest.raises(CourseError, match="measures a GPU, and PyTorch sees none: --small"):
-            kernel_table.put_norms(file, False)
+            kernel_table.put("norms", file, False)
 
 
 @pytest.mark.slow
