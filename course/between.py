@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from course.models import dit, gpt, layers
 from course.models.dit import AdaBlock
 from course.models.layers import Batch, Block
-from course.packed import packed_attention
+from course.packed import fitting, packed_attention
 from course.parallel.tensor import ColumnLinear
 
 
@@ -249,8 +249,7 @@ def fuse(model: Any, attention: bool = True) -> nn.Module:
     """Let the blocks of a model compute so, after it is cut and before they are compiled or checkpointed.
 
     Blocks of other kinds, those whose norms are no LayerNorms, and MLPs of other kinds stay as they are; attention, too, unless
-    `attention`, and where it is not of whole samples, turns queries and keys, or shares keys; and for heads of 128, for which
-    PyTorch's is faster.
+    `attention`, where it is not of whole samples, turns queries and keys or shares keys, and for heads that are not `fitting`.
     """
     for block in model.blocks.values():
         attn, mlp = getattr(block, "attn", None), getattr(block, "mlp", None)
@@ -271,7 +270,7 @@ def fuse(model: Any, attention: bool = True) -> nn.Module:
 def can_pack(attn: Any) -> bool:
     """Whether attention is over all tokens of a sample, with keys of each head's own."""
     own = type(attn) is layers.Attention or (type(attn) is layers.GroupedAttention and attn.group == 1)
-    return own and type(attn.core) is layers.Attend and attn.head_dim < 128
+    return own and type(attn.core) is layers.Attend and fitting(attn.head_dim)
 
 
 def branches(block: Any) -> list[Any]:

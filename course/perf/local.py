@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 from course.config import Config, Model, Parallel
 from course.errors import CourseError
 from course.models import DiTConfig, GPTConfig
+from course.packed import fitting
 from course.perf import comms
 from course.perf.comms import Group
 from course.perf.hardware import Hardware
@@ -114,7 +115,7 @@ class Local:
         c, m = self.config, self.m
         own = not isinstance(m, GPTConfig) or (m.position == "learned" and m.groups == m.heads)
         return (c.kernels == "hand" and c.attention == "default" and c.precision in LOW and own and c.parallel.cp == 1
-                and m.dim // m.heads < 128)
+                and fitting(m.dim // m.heads))
 
     @property
     def hidden(self) -> int:
