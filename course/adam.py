@@ -1,4 +1,4 @@
-"""Adam that follows the weights with their average in the same pass, with `kernels=hand`.
+"""Adam that follows the weights with their average, and writes their copies in 16 bits, in the same pass, with `kernels=hand`.
 
 It updates parameters as PyTorch's fused Adam does (Kingma and Ba 2014, arXiv:1412.6980) and `course.average` after it, and has
 their states, so that checkpoints of either go on with the other. Large float32 parameters on a GPU have a kernel of their own,
@@ -15,7 +15,7 @@ LARGE = 2**18                                       # numbers from which on a pa
 
 
 class Adam(torch.optim.Adam):
-    """PyTorch's fused Adam; of the parameters that are `by_hand` it takes the average along.
+    """PyTorch's fused Adam; of the parameters that are `by_hand` it takes the average along. Gradients may be in 16 bits.
 
     The step sets `grad_scale` and `found_inf`, on the device, as for PyTorch's. values, follow: the average of each parameter
     and the share of the way to the weights that it goes (`Average` sets them).
@@ -56,7 +56,7 @@ class Adam(torch.optim.Adam):
         for p in parameters:
             own = self.state[p]
             adam_kernel.update(p, p.grad.contiguous(), own["exp_avg"], own["exp_avg_sq"],               # type: ignore[union-attr]
-                               self.values[p] if self.values else None, own["step"], group["lr"], self.grad_scale,
+                               self.values[p] if self.values else None, copy_of(p), own["step"], group["lr"], self.grad_scale,
                                self.found_inf, group["betas"], group["eps"], group["weight_decay"], self.follow)
         torch._foreach_sub_(steps, [self.found_inf] * len(steps))       # a list: one tensor would be read on the host
 
@@ -65,9 +65,29 @@ class Adam(torch.optim.Adam):
         own = [self.state[p] for p in parameters]
         first, second, steps = ([states[name] for states in own] for name in ("exp_avg", "exp_avg_sq", "step"))
         if parameters:
-            adam([*parameters], [p.grad for p in parameters], first, second, [], steps, fused=True,     # type: ignore[misc]
-                 grad_scale=self.grad_scale, found_inf=self.found_inf, amsgrad=False, beta1=group["betas"][0],
-                 beta2=group["betas"][1], lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"], maximize=False)
+            adam([*parameters], widened(parameters), first, second, [], steps, fused=True, grad_scale=self.grad_scale,
+                 found_inf=self.found_inf, amsgrad=False, beta1=group["betas"][0], beta2=group["betas"][1], lr=group["lr"],
+                 weight_decay=group["weight_decay"], eps=group["eps"], maximize=False)
+        copies = {p: copy for p in parameters if (copy := copy_of(p)) is not None}
+        if copies:
+            torch._foreach_copy_([*copies.values()], [*copies])
+
+
+def widened(parameters: list[nn.Parameter]) -> list[Tensor]:
+    """The parameters' gradients in their own format, which PyTorch's kernel wants."""
+    found = [p.grad for p in parameters if p.grad is not None]
+    narrow = [i for i, p in enumerate(parameters) if found[i].dtype != p.dtype]
+    if narrow:
+        wide = [torch.empty_like(parameters[i]) for i in narrow]
+        torch._foreach_copy_(wide, [found[i] for i in narrow])
+        for i, gradient in zip(narrow, wide, strict=True):
+            found[i] = gradient
+    return found
+
+
+def copy_of(p: nn.Parameter) -> Tensor | None:
+    """What the model computes with in the place of a parameter, in 16 bits (`course/parallel/masters.py`)."""
+    return getattr(p, "copy", None)
 
 
 def by_hand(p: Tensor) -> bool:

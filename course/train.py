@@ -95,7 +95,7 @@ def assemble(config: Config, mesh: Mesh) -> Training:
     if config.compile:
         compile_parts(model, config.attention, not within)
     progress = Progress.start(config, mesh.world.device)
-    gradients = data_parallel(model, mesh, config.parallel, working_dtype(config.precision))
+    gradients = data_parallel(model, mesh, config.parallel, working_dtype(config.precision), config.masters)
     optimizer = build_optimizer(gradients.parameters, progress, config)
     compute = build_compute(model, progress, config, mesh)
     step = train_step(compute, model, gradients, optimizer, progress, config, mesh, scaling)

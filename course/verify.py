@@ -120,8 +120,10 @@ def serial_run(config: Config, mesh: Mesh) -> list[Snapshot]:
     for number in range(config.train.steps + 1):
         if number:
             losses.append(one_step(training, number).cpu())
-        snapshots.append({"loss": losses[-1]} | {placement(p).name: p.detach().cpu().reshape(placement(p).global_shape).clone()
-                                                 for p in training.model.parameters()})
+        masters = training.gradients.values()       # of what is in 16 bits
+        snapshots.append({"loss": losses[-1]} | {
+            placement(p).name: masters.get(p, p).detach().cpu().reshape(placement(p).global_shape).clone()
+            for p in training.model.parameters()})
     return snapshots
 
 

@@ -11,15 +11,17 @@ from course import adam
 from course.average import Average
 
 
-def update(weight, grad, first, second, average, step, rate, scale, found, betas, eps, decay, follow):
+def update(weight, grad, first, second, average, copy, step, rate, scale, found, betas, eps, decay, follow):
     """What `adam_kernel.update` does."""
     if found == 0:
-        grad = grad / scale + decay * weight
+        grad = grad.float() / scale + decay * weight
         first.lerp_(grad, 1 - betas[0])
         second.lerp_(grad**2, 1 - betas[1])
         weight -= rate * first / (1 - betas[0]**step) / ((second / (1 - betas[1]**step)).sqrt() + eps)
         if average is not None:
             average.lerp_(weight, follow)
+        if copy is not None:
+            copy.copy_(weight)
 
 
 @pytest.fixture(autouse=True)

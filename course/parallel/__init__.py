@@ -8,6 +8,7 @@ from torch import nn
 from course.errors import CourseError
 from course.parallel.context import check_attention, context_parallel, needs_zigzag
 from course.parallel.data import METHODS, Naive
+from course.parallel.masters import Masters
 from course.parallel.mesh import Axis, Mesh, World, abandon, build_mesh, join, joined, leave
 from course.parallel.pipeline import split_stages
 from course.parallel.placement import Placement, place_serial, placement
@@ -22,13 +23,15 @@ __all__ = ["Axis", "Mesh", "Placement", "World", "abandon", "build_mesh", "data_
            "parallelize", "place_serial", "placement"]
 
 
-def data_parallel(model: nn.Module, mesh: Mesh, settings: "Parallel", low: torch.dtype | None = None) -> Naive:
+def data_parallel(model: nn.Module, mesh: Mesh, settings: "Parallel", low: torch.dtype | None = None,
+                  masters: bool = False) -> Naive:
     """What averages a model's gradients over dp x cp. Comes after the parameters have got their values.
 
-    low: the 16 bits of the matmuls, if they have fewer than the parameters: ZeRO-1 then computes with copies in these.
+    low: the 16 bits of the matmuls, if they have fewer than the parameters: ZeRO-1 then computes with copies in these. masters:
+    one rank alone does, too; then a step must have one backward pass, and an optimizer that writes the copies (`Config.masters`).
     """
     if mesh.dp_cp.size == 1:
-        return Naive(model, mesh.dp_cp)
+        return Masters(model, mesh.dp_cp, low) if low and masters else Naive(model, mesh.dp_cp)
     if settings.zero:
         return Zero(model, mesh.dp_cp, settings.bucket_mb, low)
     return METHODS[settings.data](model, mesh.dp_cp, settings.bucket_mb)

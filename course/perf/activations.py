@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from course.compilation import attention_leaves
 from course.config import Config
 from course.models import DiTConfig, GPTConfig
-from course.perf.weights import Rank, block_weights, gated, hidden, low, patch, replicas, stream, wide, widths
+from course.perf.weights import Rank, block_weights, gated, hidden, low, own_masters, patch, replicas, stream, wide, widths
 from course.precision import LOW
 
 Terms = dict[str, float]
@@ -206,13 +206,14 @@ def workspace(rank: Rank, moment: str) -> float:
 
 def block_workspace(rank: Rank) -> float:
     """What the backward pass of a block computes on the way, in bytes: what it computes again; the gradients of the stream and of
-    the hidden units; and that of its largest weight, in the matmuls' format and in float32."""
+    the hidden units; and that of its largest weight, in the matmuls' format and, if the parameter is, in float32."""
     c, n, s, D, M = rank.config, rank.n, rank.s, rank.config.model.dim, hidden(rank.config)
-    weight = max(D * M * gated(c), 6 * D * D if isinstance(c.model, DiTConfig) else 0) * (wide(c) + low(c) * (c.precision in LOW))
+    weight = max(D * M * gated(c), 6 * D * D if isinstance(c.model, DiTConfig) else 0)
+    weight *= low(c) if own_masters(c) else wide(c) + low(c) * (c.precision in LOW)
     again = 0.0
     if c.train.recompute != "none":
         again = sum(everything(rank).values()) - kept(rank)
-        again += low(c) * sum(block_weights(c)) if c.precision in LOW else 0            # casts of one block's weights
+        again += low(c) * sum(block_weights(c)) if c.precision in LOW and not own_masters(c) else 0     # casts of its weights
     return max(again, 0) + s * D * stream(c) + max(gated(c) * n * M * low(c), ring_workspace(rank)) + weight
 
 

@@ -49,9 +49,9 @@ CONTEXT, FRAGMENTS = 512 * MIB, 0.03
 class Memory:
     """Bytes on the fullest rank at its fullest moment."""
 
-    parameters: int                                 # in the optimizer's format, or with ZeRO-1 what the rank computes with
+    parameters: int                                 # what the rank computes with
     gradients: int
-    states: int                                     # the optimizer's, and with ZeRO-1 the rank's share of master weights
+    states: int                                     # the optimizer's, with what it has of master weights
     average: int                                    # the weights' moving average
     copies: int                                     # of weights in 16 bits, cast for the matmuls and kept for their backward
     activations: int                                # what blocks, embedding and head's norm keep for backward
@@ -112,8 +112,9 @@ def beginning(rank: Rank) -> Iterator[Memory]:
     """What the first step needs, where that is not what the others do: it has no states yet."""
     c = rank.config
     if c.precision == "fp8" and c.fp8.by == "hand" and c.fp8.recipe == "delayed":
-        # without ZeRO-1, which in bf16 would keep 16-bit copies of the weights
-        plain = replace(rank, config=replace(c, precision="bf16", parallel=replace(c.parallel, zero=False)))
+        # without ZeRO-1 and Adam, which in bf16 would keep 16-bit copies of the weights; there are no states yet anyway
+        plain = replace(rank, config=replace(c, precision="bf16", parallel=replace(c.parallel, zero=False),
+                                             optim=replace(c.optim, name="sgd")))
         yield from (first(memory_at(moment, plain), rank) for moment in ("loss", "backward"))
     if c.parallel.pp > 1:
         yield first(memory_at("rehearsal", rank), rank)

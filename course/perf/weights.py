@@ -169,31 +169,46 @@ def sharded(c: Config) -> int:
     return replicas(c) if c.parallel.zero else 1
 
 
+def own_masters(c: Config) -> bool:
+    """Whether one rank alone computes with 16-bit copies, whose gradients are in 16 bits, too (`course/parallel/masters.py`)."""
+    return replicas(c) == 1 and c.masters and c.precision in ("bf16", "fp16")
+
+
 def narrow_weights(c: Config) -> bool:
-    """Whether the rank computes with 16-bit copies and has masters of its share: ZeRO-1 in bf16 or fp16."""
-    return sharded(c) > 1 and c.precision in ("bf16", "fp16")
+    """Whether the rank computes with 16-bit copies and has masters of its share: so, or ZeRO-1 in bf16 or fp16."""
+    return own_masters(c) or (sharded(c) > 1 and c.precision in ("bf16", "fp16"))
+
+
+def narrow(rank: Rank) -> int:
+    """How many weights these copies have."""
+    c, linear = rank.config, rank.weights[0]
+    if not narrow_weights(c):
+        return 0
+    # GPT's head adds its gradient up in float32, chunk after chunk
+    apart = own_masters(c) and isinstance(c.model, GPTConfig) and c.model.loss_chunk and not c.model.tied
+    return linear - head(c)[0] if apart else linear
 
 
 def parameters(rank: Rank) -> float:
-    """4 bytes a parameter; with ZeRO-1 and 16-bit matmuls 2 for a linear's weight (`course/parallel/zero.py`)."""
-    linear, others = rank.weights
-    return linear * (2 if narrow_weights(rank.config) else wide(rank.config)) + others * wide(rank.config)
+    """4 bytes a parameter; of those with 16-bit copies, these alone, and the optimizer has the rest."""
+    return sum(rank.weights) * wide(rank.config) - narrow(rank) * (wide(rank.config) - 2)
 
 
 def gradients(rank: Rank, done: float) -> float:
-    """4 bytes a parameter. Buckets hold them from the start, a second micro-batch finds them; otherwise they come in backward."""
+    """4 bytes a parameter, 2 of a copy in 16 bits without buckets. Buckets hold them from the start, a second micro-batch finds
+    them; otherwise they come in backward."""
     c = rank.config
     always = (replicas(c) > 1 and c.parallel.data in ("bucketed", "ddp")) or rank.micros > 1
-    return sum(rank.weights) * wide(c) * (1.0 if always else done)
+    size = sum(rank.weights) * wide(c) - (narrow(rank) * (wide(c) - 2) if own_masters(c) else 0)
+    return size * (1.0 if always else done)
 
 
 def states(rank: Rank) -> float:
     """Adam's two, 8 bytes a parameter, over the ranks of ZeRO-1; and the rank's share of float32 masters (Rajbhandari et al.
     2020, arXiv:1910.02054, section 3.1). SGD has one with momentum."""
-    c, (linear, others) = rank.config, rank.weights
+    c = rank.config
     each = 2 if c.optim.name == "adam" else 1 if c.optim.momentum else 0
-    masters = linear if narrow_weights(c) else 0
-    return (each * (linear + others) + masters) * wide(c) / sharded(c)
+    return (each * sum(rank.weights) + narrow(rank)) * wide(c) / sharded(c)
 
 
 def average(rank: Rank) -> float:
@@ -206,7 +221,7 @@ def copies(rank: Rank, live: float) -> float:
     its own. live: how many blocks' activations there are, over all micro-batches.
 
     FP8 by hand keeps the transpose, 1 byte. Compiled blocks that compute again cast again; eager ones have autocast's cache of
-    all casts until the forward pass ends. With ZeRO-1's 16-bit copies nothing is cast.
+    all casts until the forward pass ends. Where the weights are in 16 bits nothing is cast.
     """
     c = rank.config
     if c.precision not in LOW:

@@ -1,0 +1,199 @@
+"""16-bit weights with float32 masters on one data-parallel rank: the same training to the bit as with float32 weights."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from course import checkpoint, config, train
+from course.average import average_of
+from course.evaluate import load_model
+from course.launch import ranks
+from course.parallel import build_mesh, join, placement
+from course.parallel.data import Naive
+from course.parallel.masters import Masters
+from tests import test_adam
+
+SMALL = {"vit": ("vit-demo", ["model.grid=[16,32]", "model.residual=false"]),
+         "gpt": ("gpt-demo", ["model.vocab=64", "model.context=16", "model.loss_chunk=16"]),
+         "dit": ("dit-demo", ["model.latent=[3,6,6]", "model.classes=4"])}
+KINDS = [("vit", []), ("gpt", []), ("gpt", ["model.tied=false"]), ("gpt", ["model.tied=false", "model.loss_chunk=0"]),
+         ("dit", ["optim.ema=0.75"]), ("dit", ["optim.ema=0.75", "compile=true"]), ("vit", ["train.recompute=full"]),
+         ("vit", ["precision=fp16"])]
+
+
+def settings(kind, *more):
+    preset, tiny = SMALL[kind]
+    return config.load(preset, [*tiny, "model.dim=32", "model.depth=2", "model.heads=4", "data.source=mock", "train.device=cpu",
+                                "kernels=hand", "precision=bf16", "optim.lr=0.01", "optim.warmup=0", "optim.clip=0.5",
+                                "train.global_batch=8", "train.micro_batch=0", "train.steps=20", *more])
+
+
+def assemble(c, masters=True):
+    with pytest.MonkeyPatch.context() as patch:
+        if not masters:
+            patch.setattr(config.Config, "masters", False)
+        return train.assemble(c, build_mesh(c.parallel, join("cpu")))
+
+
+def step(training, number, poison=0.0):
+    batch = training.model.example(8, torch.device("cpu"), 8 * number)
+    batch = {name: x + poison if x.is_floating_point() else x for name, x in batch.items()}
+    return [x.item() for x in training.step(batch)]
+
+
+def everything(training):
+    """All that a checkpoint would have of a run, by name, and what it computes with."""
+    average, masters = average_of(training.optimizer), training.gradients.values()
+    found = {f"{placement(p).name} computed": p.detach().float() for p in training.model.parameters()}
+    for p in training.gradients.parameters:
+        found |= {placement(p).name: p.detach(), f"{placement(p).name} ema": average.get(p, torch.zeros(0))}
+        found |= {f"{placement(p).name} {key}": value for key, value in training.optimizer.state[p].items()}
+    found |= {f"{placement(p).name} value": masters.get(p, p).detach() for p in training.model.parameters()}
+    return {name: value.clone() for name, value in found.items()}
+
+
+def assert_same(mine, other):
+    """Equal to the bit, but that float32 weights are rounded as they are computed with."""
+    assert mine.keys() == other.keys()
+    for name, value in other.items():
+        assert torch.equal(mine[name], value) or name.endswith("computed"), name
+
+
+def assert_rounded(training, low):
+    """Each copy is its master, rounded."""
+    for copy, master in training.gradients.values().items():
+        assert copy.dtype == low and master.dtype == torch.float32 and torch.equal(copy, master.to(low))
+
+
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize(("kind", "more"), KINDS)
+def test_training_is_the_same_to_the_bit(kind, more, large, monkeypatch):
+    """Ten steps; the parameters as small ones, which PyTorch updates, and by a kernel's stand-in."""
+    monkeypatch.setitem(sys.modules, "course.adam_kernel", SimpleNamespace(update=test_adam.update))
+    monkeypatch.setattr("course.adam.by_hand", lambda p: large and p.numel() > 500)
+    c = settings(kind, *more)
+    mine, other = assemble(c), assemble(c, masters=False)
+    assert type(mine.gradients) is Masters and type(other.gradients) is Naive
+    for number in range(10):
+        assert step(mine, number) == step(other, number)
+    assert_same(everything(mine), everything(other))
+    assert_rounded(mine, torch.float16 if "precision=fp16" in more else torch.bfloat16)
+    linear = {placement(p).name for p in mine.gradients.values()}
+    assert {"blocks.0.attn.qkv.weight", "blocks.1.mlp.down.weight"} <= linear
+    assert not any(name.endswith(("bias", "norm1.weight")) or "embed.token" in name for name in linear)
+    if kind == "gpt":                               # a chunked loss adds the head's gradient up in float32
+        assert ("head.proj.weight" in linear) == (more == ["model.tied=false", "model.loss_chunk=0"])
+    assert all(p.grad is None for p in [*mine.model.parameters(), *mine.gradients.parameters])
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_an_overflow_changes_nothing(large, monkeypatch):
+    monkeypatch.setitem(sys.modules, "course.adam_kernel", SimpleNamespace(update=test_adam.update))
+    monkeypatch.setattr("course.adam.by_hand", lambda p: large and p.numel() > 500)
+    training = assemble(settings("vit", "precision=fp16", "optim.ema=0.75"))
+    step(training, 0)
+    before, scale = everything(training), training.progress.loss_scale.item()
+    step(training, 1, poison=float("inf"))
+    after = everything(training)
+    assert training.progress.skipped_steps == 1 and training.progress.loss_scale.item() == scale / 2
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    step(training, 2)
+    assert not torch.equal(everything(training)["blocks.0.mlp.up.weight computed"], before["blocks.0.mlp.up.weight computed"])
+
+
+def test_a_gradient_is_not_copied_and_stays_in_16_bits():
+    training = assemble(settings("vit"))
+    model, gradients = training.model, training.gradients
+    weight = model.blocks["0"].mlp.up.weight
+    weight.grad = given = torch.ones_like(weight)
+    gradients.finish()
+    master = next(p for p in gradients.parameters if placement(p).name == "blocks.0.mlp.up.weight")
+    assert master.grad.dtype == torch.bfloat16 and master.grad.data_ptr() == given.data_ptr() and weight.grad is None
+
+
+def test_without_pytorchs_gradients_in_other_formats_they_are_cast(monkeypatch):
+    monkeypatch.setattr("course.parallel.masters.AS_IT_IS", False)
+    c = settings("vit")
+    mine, other = assemble(c), assemble(c, masters=False)
+    for number in range(3):
+        assert step(mine, number) == step(other, number)
+    assert_same(everything(mine), everything(other))
+
+
+@pytest.mark.parametrize("more", [["train.micro_batch=4"], ["kernels=pytorch"], ["optim.name=sgd"], ["precision=fp32"],
+                                  ["precision=fp8", "fp8.recipe=current"]])
+def test_other_runs_keep_float32_weights(more):
+    training = assemble(settings("vit", *more))
+    assert type(training.gradients) is Naive and not training.gradients.values()
+    assert {p.dtype for p in training.model.parameters()} == {torch.float32}
+
+
+def test_one_micro_batch_of_all_samples_is_one():
+    assert type(assemble(settings("vit", "train.micro_batch=8")).gradients) is Masters
+
+
+def losses_in_two(masters):
+    """The losses of a rank of tp=2 in some steps."""
+    from tests.parallel import test_masters as t
+
+    training = t.assemble(t.settings("dit", "parallel.tp=2", "parallel.sp=true"), masters)
+    return [t.step(training, number) for number in range(4)], len(training.gradients.values())
+
+
+def test_with_tensor_parallelism_it_is_the_same_to_the_bit():
+    for (mine, copies), (other, none) in zip(ranks(2)(losses_in_two, True), ranks(2)(losses_in_two, False), strict=True):
+        assert mine == other and copies and not none
+
+
+def saved(training, folder):
+    path = checkpoint.save(folder, training.optimizer, {**training.progress.state(), "samples": 0}, {}, training.mesh.all)
+    return path, checkpoint.read_index(path)
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("then", [True, False])
+def test_either_kind_of_run_goes_on_with_a_checkpoint_of_either(first, then, tmp_path):
+    c = settings("dit", "optim.ema=0.75", "optim.schedule=constant")
+    straight = assemble(c, masters=False)
+    for number in range(3):
+        step(straight, number)
+    begun = assemble(c, first)
+    for number in range(3):
+        step(begun, number)
+    path, index = saved(begun, tmp_path)
+    assert {found["dtype"] for found in index["tensors"].values()} == {"float32"}
+    resumed = assemble(c, then)
+    checkpoint.load(path, index, resumed.model, resumed.optimizer)
+    resumed.progress.restore(index["state"])
+    if then:
+        assert_rounded(resumed, torch.bfloat16)
+    for number in range(3, 6):
+        assert step(straight, number) == step(resumed, number)
+    assert_same(everything(resumed), everything(straight))
+
+
+def test_a_run_resumes_and_is_evaluated_with_its_masters(tmp_path):
+    """As `course train` does it, with validation on the way."""
+    run = ["log.tensorboard=false", "log.every=1", "optim.schedule=constant", f"log.dir={tmp_path}"]
+    for name, parts in {"whole": [4], "parts": [2, 4]}.items():
+        for steps in parts:
+            train.main(settings("dit", *run, f"log.name={name}", f"train.steps={steps}"))
+    whole, parts = (tmp_path / "dit-demo" / name for name in ("whole", "parts"))
+    models = [load_model(folder, settings("dit"), torch.device("cpu"))[0] for folder in (whole, parts)]
+    for p, q in zip(*(model.parameters() for model in models), strict=True):
+        assert p.dtype == torch.float32 and torch.equal(p, q)
+    assert any(not torch.equal(p, p.bfloat16().float()) for p in models[0].parameters())
+
+
+def test_verify_compares_the_masters():
+    """Of the serial run, which has them; the layout has none."""
+    from course import verify
+
+    c = settings("vit", "train.steps=3", "parallel.dp=2", "optim.schedule=constant")
+    gaps = ranks(2, timeout=120)(verify.compare, c)[0]
+    assert gaps and not any(gap.wrong for gap in gaps)
+    alone = settings("vit", "train.steps=1")
+    serial = verify.serial_run(alone, build_mesh(alone.parallel, join("cpu")))
+    assert {value.dtype for value in serial[1].values()} == {torch.float32}
