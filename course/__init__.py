@@ -10,8 +10,8 @@
                         corpus and jsonl of texts with bpe), order (who sees what when), and loaders that give the same bits:
                         native, threads (by extents, where a state's bytes lie) and dali (also from numpy_files)
     parallel            mesh (who talks to whom), placement (what a rank holds), mappings (collectives with gradients),
-                        data, zero and masters (dp), tensor, sequence, overlap, symmetric and vocabulary (tp), context, ring and blocks
-                        (cp), schedule and pipeline (pp), trace (which collective each rank is in)
+                        data, zero and masters (dp), tensor, sequence, overlap, symmetric and vocabulary (tp), context, ring and
+                        blocks (cp), schedule and pipeline (pp), trace (which collective each rank is in)
     precision           number formats and the loss scale; fp8, FP8 by hand (its kernel in fp8_kernel), and te,
                         Transformer Engine behind the same seam; attention, its implementations; between, what blocks do
                         between matmuls, by hand (in between_kernel)

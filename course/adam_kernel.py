@@ -42,9 +42,10 @@ def adam(weight, grad, first, second, average, copy, step, rate, scale, found, r
             tl.store(average + at, a - follow * (a - w), mask=inside)
 
 
-def update(weight: Tensor, grad: Tensor, first: Tensor, second: Tensor, average: Tensor | None, copy: Tensor | None, step: Tensor,
-           rate: Tensor, scale: Tensor, found: Tensor, betas: tuple[float, float], eps: float, decay: float, follow: float) -> None:
-    """One step of a parameter in place, and of its average where there is one, by `follow` of the way. copy: gets its values."""
+def update(weight: Tensor, grad: Tensor, first: Tensor, second: Tensor, average: Tensor | None, copy: Tensor | None,
+           step: Tensor, rate: Tensor, scale: Tensor, found: Tensor, betas: tuple[float, float], eps: float, decay: float,
+           follow: float) -> None:
+    """One step of a parameter in place, and of its average, if any, by `follow` of the way; `copy` gets it, rounded."""
     count, rests = weight.numel(), [1 - beta for beta in betas]
     logs = [math.log(beta) if beta else -math.inf for beta in betas]
     adam[(triton.cdiv(count, BLOCK),)](

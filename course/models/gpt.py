@@ -232,7 +232,6 @@ class Head(nn.Module):
         self.enter = Enter()
         self.proj = Linear(c.dim, c.vocab, bias=False)
         self.cross_entropy, self.chunk, self.of_chunk = CrossEntropy(), c.loss_chunk, Chunk()
-        self.sums = ("proj.weight",) if c.loss_chunk else ()            # gradients added up here, in float32, chunk after chunk
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:               # (B, T, D)
         x = self.enter(self.norm(x))                                    # (B, T, D)
@@ -290,6 +289,7 @@ class GPT(nn.Module):
         self.head = Head(c)
         if c.tied:
             self.head.proj.weight = self.embed.token.weight
+        self.sums = ("head.proj.weight",) if c.loss_chunk else ()       # of ChunkedLoss: gradients added up in float32
         self.loss = NextToken()
         self.tokens = Tokens()
 

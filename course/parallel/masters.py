@@ -6,8 +6,8 @@ Adam by hand (`course/adam.py`) reads that, updates the master, and writes the w
 fewer move: 6 of the cast, 6 of the gradient's, 2 of the norm; Adam itself reads two fewer and writes two more. Training is the
 same to the bit.
 
-Only where a step has one backward pass: gradients of several are added up in float32. `course/parallel/zero.py` does the same over
-ranks, in buckets.
+Only where a step has one backward pass: gradients of several are added up in float32. `course/parallel/zero.py` does the same
+over ranks, in buckets.
 """
 
 import torch

@@ -89,6 +89,36 @@ def test_adam_updates_as_pytorchs_does_and_the_average_follows(ema, betas):
         torch.testing.assert_close(mine, its, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("ema", [0.0, 0.9])
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+def test_adam_reads_gradients_and_writes_copies_in_16_bits(low, ema):
+    """To the bit what it makes of the same gradients in float32, large and small; a skipped step leaves the copies alone, too."""
+    found = []
+    for narrow in (True, False):
+        torch.manual_seed(0)
+        held = [torch.nn.Parameter(drawn(*shape, dtype=torch.float32)) for shape in ((1024, 1000), (7, 9), (512, 513))]
+        for p in held if narrow else ():
+            p.copy = p.detach().to(low)
+            p.grad_dtype = low
+        optimizer = adam.Adam(held, torch.tensor(1e-2, device=held[0].device), (0.9, 0.999), 1e-8, 0.1, fused=True)
+        average = Average(optimizer, ema) if ema else None
+        for number in range(5):
+            before = [adam.copy_of(p).clone() for p in held if narrow]
+            for p in held:
+                given = (drawn(*p.shape, dtype=torch.float32) * 4).to(low)
+                p.grad = given if narrow else given.float()
+            optimizer.grad_scale = torch.tensor(4.0, device=held[0].device)
+            optimizer.found_inf = torch.tensor(float(number == 2), device=held[0].device)
+            optimizer.step()
+            for p, old in zip(held, before, strict=narrow):
+                assert torch.equal(adam.copy_of(p), p.detach().to(low))
+                assert torch.equal(adam.copy_of(p), old) == (number == 2)
+        states = [optimizer.state[p][name] for p in held for name in ("exp_avg", "exp_avg_sq", "step")]
+        found.append([*(p.detach() for p in held), *states, *(average.values[p] for p in held if average)])
+    for its, mine in zip(*found, strict=True):
+        assert torch.equal(mine, its)
+
+
 SETTINGS = {"vit": ("vit-demo", "model.depth=3"),
             "gpt": ("gpt-124m", "model.vocab=512", "model.context=64", "model.dim=128", "model.depth=3", "model.heads=2"),
             "dit": ("dit-xl", "model.latent=[4,16,16]", "model.dim=144", "model.depth=3", "model.heads=2", "optim.ema=0.9")}
@@ -115,3 +145,29 @@ def test_training_in_float32_is_the_same(kind):
 def test_training_compiled_and_in_a_graph_is_close(kind, settings):
     fast = losses(kind, "stream=narrow", "kernels=hand", "compile=true", "graphs=true", *settings)
     assert fast == pytest.approx(losses(kind, "stream=narrow", *settings), rel=2e-2) and fast[-1] < fast[0]
+
+
+def trained(kind, masters, *settings):
+    """Losses, and what the optimizer updates, of eight steps in 16 bits, with float32 masters or without."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(adam, "LARGE", 2**14)         # so that the kernel updates some
+        if not masters:
+            patch.setattr(config.Config, "masters", False)
+        preset, *changes = SETTINGS[kind]
+        c = config.load(preset, [*changes, "data.source=mock", "train.global_batch=4", "train.micro_batch=0", "optim.warmup=0",
+                                 "optim.schedule=constant", "optim.lr=1e-3", "kernels=hand", "attention=math", *settings])
+        training = assemble(c, build_mesh(c.parallel, join("cuda")))
+        assert bool(training.gradients.values()) == masters
+        batch = training.model.example(4, torch.device("cuda"))
+        found = [x.item() for _ in range(8) for x in training.step(batch)]
+    for copy, master in training.gradients.values().items():
+        assert torch.equal(copy, master.to(copy.dtype))
+    return found, [p.detach() for p in training.gradients.parameters]
+
+
+@pytest.mark.parametrize("settings", [("precision=bf16",), ("precision=bf16", "graphs=true"), ("precision=fp16", "graphs=true")])
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_training_with_masters_is_the_same_to_the_bit(kind, settings):
+    (losses, weights), (others, theirs) = (trained(kind, masters, *settings) for masters in (True, False))
+    assert losses == others
+    assert all(torch.equal(mine, its) for mine, its in zip(weights, theirs, strict=True))

@@ -1,6 +1,8 @@
 """Predicted memory against counted bytes: every parameter, what autograd keeps of a block, and the fullest moment of steps."""
 
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -162,6 +164,40 @@ def test_the_fullest_moment_of_whole_steps(kind, spec):
     settings = spec.split()
     predicted = memory.predict(small(kind, *settings)).allocated - memory.CUBLAS
     assert predicted == pytest.approx(peak_of(kind, settings), rel=0.05)
+
+
+BY_HAND = [("dit", "model.dim=256"), ("gpt", "model.tied=false model.dim=256"), ("vit", "train.recompute=full"),
+           ("vit", "precision=fp16"), ("dit", "train.micro_batch=4 train.global_batch=8")]
+
+
+@pytest.mark.parametrize(("kind", "spec"), BY_HAND)
+def test_the_fullest_moment_of_steps_with_masters(kind, spec, monkeypatch):
+    """Of one sample, so that weights count. As on a GPU: a kernel for each parameter, which needs no gradient in float32."""
+    def update(weight, grad, first, second, average, copy, *others):
+        pass
+
+    monkeypatch.setitem(sys.modules, "course.adam_kernel", SimpleNamespace(update=update))
+    monkeypatch.setattr("course.adam.by_hand", lambda p: True)
+    settings = ["kernels=hand", "precision=bf16", "train.global_batch=1", *spec.split()]
+    assert rank_of(small(kind, *settings)).config.masters == ("micro" not in spec)
+    predicted = memory.predict(small(kind, *settings)).allocated - memory.CUBLAS
+    assert predicted == pytest.approx(peak_of(kind, settings), rel=0.05)
+
+
+def test_masters_take_as_many_bytes_elsewhere():
+    """A weight and its gradient two fewer, the optimizer's states four more, nothing is cast; a head that is apart stays wide."""
+    for more in ([], ["model.tied=false"]):
+        wide, hand = (small("gpt", "precision=bf16", *more, f"kernels={name}") for name in ("pytorch", "hand"))
+        training = assemble(hand, build_mesh(hand.parallel, join("cpu")))
+        copied = sum(p.numel() for p in training.gradients.values())
+        (before, after), rank = (rank_of(c) for c in (wide, hand)), rank_of(hand)
+        assert weights.narrow(rank) == copied > 0 and weights.copies(rank, 4) == 0 < weights.copies(before, 4)
+        assert weights.parameters(before) - weights.parameters(after) == 2 * copied
+        assert weights.gradients(before, 1) - weights.gradients(after, 1) == 2 * copied
+        assert weights.states(after) - weights.states(before) == 4 * copied
+    first = [memory.predict(small("vit", "precision=fp8", "train.global_batch=64", f"kernels={name}")) for name in
+             ("pytorch", "hand")]
+    assert {found.moment for found in first} == {"first"} and first[0].parameters == first[1].parameters
 
 
 # on a CPU a ring's blocks have their scores in memory, which GPUs' kernels do not
