@@ -14,7 +14,7 @@
                         blocks (cp), schedule and pipeline (pp), trace (which collective each rank is in)
     precision           number formats and the loss scale; fp8, FP8 by hand (its kernel in fp8_kernel), and te,
                         Transformer Engine behind the same seam; attention, its implementations; between, what blocks do
-                        between matmuls, by hand (in between_kernel)
+                        between matmuls, by hand (in between_kernel), and packed, attention so (in attention_kernel)
     step                one optimizer step, for every layout; average, of its weights, and adam, which follows them in one pass
                         (adam_kernel); recompute, activations that are not kept; compilation, torch.compile; graphs, the whole
                         step as one CUDA graph

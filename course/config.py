@@ -190,7 +190,7 @@ class Config:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     attention: Literal["default", "cudnn", "flash", "efficient", "math"] = "default"     # see course/attention.py
     # what blocks do between their matmuls, and Adam: as PyTorch or its compiler does it, or by kernels written here, which are
-    # in course/between.py and course/adam.py
+    # in course/between.py, course/packed.py and course/adam.py
     kernels: Literal["pytorch", "hand"] = "pytorch"
     compile: bool = False                           # torch.compile, see course/compilation.py
     graphs: bool = False                            # capture the step in a CUDA graph

@@ -630,10 +630,28 @@ lab.recorded("dit_fused_h200", {f"{row['case']}, {row['samples']} x {row['tokens
 # once more. `kernels=hand` puts kernels in their place that read each tensor once (`course/between.py`, and GELU and Adam with
 # the weights' average besides).
 #
-# > **Predict.** A step of DiT-XL/2 at 256 pixels took 117 ms with the compiler's kernels. How long does it take with these?
+# It takes attention, too. DiT-XL's 1152 numbers are 16 heads of 72; tensor cores want sides that are powers of two, or nearly,
+# and PyTorch's kernel, cuDNN's, pads a head with zeros to 128. `course/attention_kernel.py` takes it as 64 and 16 numbers, and
+# writes the gradients of queries, keys and values where the linear before them takes them, with the sum for its bias.
+#
+# > **Predict** which share of the products is with zeros, padded to 128 and as 64 + 16.
 
 # %%
-my_step = 100.0                  # your prediction, ms
+my_padding, my_parts = 0.3, 0.05       # your predictions
+
+# %%
+lab.beside("zeros, padded to 128", 100 * my_padding, 100 * (1 - 72 / 128), "%", "counted")
+lab.beside("zeros, as 64 + 16", 100 * my_parts, 100 * (1 - 72 / 80), "%", "counted")
+
+# %% [markdown]
+# Seven numbers in sixteen are zeros there, one in ten here. Not all of that is gained: backward, two of seven products are
+# computed a second time here, since adding up the queries' gradient in memory, where many programs would meet, has no fixed
+# order. The rest of the gain is what no longer has to be done: three gradients put side by side, and summed for the bias.
+#
+# > **Predict.** A step of DiT-XL/2 at 256 pixels took 116 ms with the compiler's kernels. How long does it take with these?
+
+# %%
+my_step = 108.0                  # your prediction, ms
 
 # %%
 rungs = {row["rung"]: row for row in lab.results("dit_h200")["rows"]}
@@ -643,8 +661,9 @@ lab.beside("a step with kernels by hand", my_step, hand["ms"], "ms", "recorded o
 print(f"{hand['compilers_ms'] / hand['ms']:.2f} times as fast; and FP8 is {hand['ms'] / hand8['ms']:.2f} times as fast as that")
 
 # %% [markdown]
-# The matrix multiplications and attention are three quarters of that step and were left as they are. What FP8 gains is more now:
-# it makes the multiplications shorter and nothing else, so the less else there is, the larger is its part (Amdahl).
+# The matrix multiplications are two thirds of that step and were left as they are; they only lost their casts: Adam by hand reads
+# gradients in 16 bits and writes 16-bit weights beside its float32 masters (`course/parallel/masters.py`). What FP8 gains is
+# more now: it makes the multiplications shorter and nothing else, so the less else there is, the larger is its part (Amdahl).
 
 # %% [markdown]
 # ## A curve that is a little worse

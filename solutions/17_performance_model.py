@@ -542,7 +542,7 @@ for step in off[:8]:
     print(f"    {step.error:+4.0%}  {step.ms:7.1f} ms  {step.name}")
 
 # %% [markdown]
-# **What you should see:** a median of about 3%, and a tail with reasons. The worst is a compiled ViT with one sample a step: it
+# **What you should see:** a median of about 2.5%, and a tail with reasons. The worst is a compiled ViT with one sample a step: it
 # waits for its host, and how fast that one was nobody had measured. Attention of 16,000 tokens over four ranks has kernels so
 # short that the GPU waits for the host, too. "Read by the training process" waits for files, which the model takes as
 # free with no loader at all. Steps of 3 or 4 ms consist of kernels so small that their time is not bytes over bandwidth any more.
@@ -613,7 +613,7 @@ for tp, pp in ((4, 4), (8, 2), (2, 8)):
 # they were held out no longer: so there is a second list by another seed, `heldout_2.json`, and a third, `heldout_3.json`, each
 # committed after the one before was measured, and before *it* was.
 #
-# > **Predict.** The median error of time was 4% above. Of the third list, which nobody had seen? And the worst?
+# > **Predict.** The median error of time was 2.5% above. Of the third list, which nobody had seen? And the worst?
 
 # %%
 my_held_median, my_held_worst = 8.0, 30.0            # your predictions, in percent

@@ -122,7 +122,7 @@ def test_what_is_beside_the_kernels_by_hand() -> None:
     text = README.partition("`kernels=hand` takes what blocks do")[2].partition("| kernels by hand")[0].replace("GPT 124M", "")
     gpt, dit = (row(file, f"{prefix}: {NARROW}, kernels by hand, in a graph") for file, prefix in
                 (("gpt_h200", "124M"), ("dit_h200", "256 px")))
-    step = next(step for step in recorded.ladders() if step.name == f"dit: 256 px: {NARROW}, in a graph")
+    step = next(step for step in recorded.ladders() if step.name == f"dit: 256 px: {NARROW}, kernels by hand, in a graph")
     for number in (f"{64 * 1024 / gpt['compilers_ms']:.0f} (", f"{64e3 / dit['compilers_ms']:.0f} (DiT",
                    f"predicted {1e3 * step.time.step:.0f} ms for a step of the latter",
                    f"takes {dit['ms']:.0f} by hand and {dit['compilers_ms']:.0f} by the compiler"):

@@ -166,11 +166,12 @@ class Kernels:
         """Seconds of a compiled residual sum and norm over rows of `width` numbers, which moves so many bytes by each kernel that
         it could be made of. ada: with DiT's gate, scale and shift.
 
-        As measured, by all the bytes and the width; else these kernels, one after another, at the rate of other compiled ones.
+        As measured, by all the bytes and the width; else, and where there are fewer bytes than were measured, these kernels, one
+        after another, at the rate of other compiled ones.
         """
         grid = self.grids.get(f"norms {'backward' if backward else 'forward'}{' ada' * ada}")
         size = sum(sizes)
-        if grid is None or size <= 0:
+        if grid is None or size < grid.axes[0][0]:
             return sum(self.memory("fused", each) for each in sizes)
         return max(LEAST, size / (grid.at((size, width)) * self.hardware.bandwidth))
 

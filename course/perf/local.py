@@ -88,8 +88,13 @@ class Local:
 
     @property
     def casts(self) -> bool:
-        """Whether autocast casts weights: not those of which ZeRO keeps copies in 16 bits."""
-        return self.low == 2 and not (self.p.zero and self.dp * self.p.cp > 1)
+        """Whether autocast casts weights: not those that are in 16 bits, with ZeRO's masters or one rank's own."""
+        return self.low == 2 and not self.masters and not (self.p.zero and self.dp * self.p.cp > 1)
+
+    @property
+    def masters(self) -> bool:
+        """Whether this rank alone keeps its linears' weights, and their gradients, in 16 bits (`course/parallel/masters.py`)."""
+        return self.config.masters and self.config.precision in ("bf16", "fp16") and self.dp * self.p.cp == 1
 
     @property
     def gradient(self) -> int:
@@ -182,7 +187,7 @@ def linear_time(local: Local, linear: Linear, first: bool = False) -> tuple[floa
     """(seconds of y = x W'; of dx = dy W; of dW = dy' x; of casts) of one linear. first: its input needs no gradient.
 
     Casts: autocast reads a weight in 4 bytes and writes it in 2, and its gradient the other way; FP8 by hand writes input, weight
-    and gradient in both memory orders, a byte each. ZeRO's 16-bit copies need none.
+    and gradient in both memory orders, a byte each. Weights in 16 bits need none.
     """
     tp = local.p.tp
     k, n = linear.k // (tp if linear.cut == "row" else 1), linear.n // (tp if linear.cut == "column" else 1)

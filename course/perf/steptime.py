@@ -140,8 +140,9 @@ def optimizer_time(local: Local, weights: float) -> float:
     """Seconds of the update, with what belongs to it.
 
     Fused Adam reads weight, gradient and two states and writes all but the gradient, 28 bytes a parameter (SGD 12, with momentum
-    20); the norm reads gradients once; the average reads the weight and reads and writes itself, 12; by hand, in one pass with
-    Adam, 8 (`course/adam.py`). ZeRO-1 does its share.
+    20); the norm reads gradients once, 4 bytes, or 2 where they are in 16 bits, of which Adam then reads two fewer and writes as
+    many more, of the weights; the average reads the weight and reads and writes itself, 12; by hand, in one pass with Adam, 8
+    (`course/adam.py`). ZeRO-1 does its share.
     The step's few numbers (weight of the batch, norm, flags) are all-reduces of nothing but latency.
     """
     o, c = local.config.optim, local.config
@@ -153,7 +154,8 @@ def optimizer_time(local: Local, weights: float) -> float:
     history = 0.0
     if c.precision == "fp8" and c.fp8.recipe == "delayed":              # of three tensors of each linear, moved by one step
         history = local.seconds([("elementwise", 3 * 4 * local.m.depth * 3 * 4 * c.fp8.history)])
-    return local.seconds([("fused" if hand else "adam", each * mine), ("elementwise", 4 * mine)]) + calls + history
+    norm = (2 if local.masters else 4) * mine
+    return local.seconds([("fused" if hand else "adam", each * mine), ("elementwise", norm)]) + calls + history
 
 
 def buckets_of(local: Local, weights: float) -> int:
