@@ -252,7 +252,8 @@ def fuse(model: Any, attention: bool = True) -> nn.Module:
     `attention`, where it is not of whole samples, turns queries and keys or shares keys, and for heads that are not `fitting`.
     """
     for block in model.blocks.values():
-        attn, mlp = getattr(block, "attn", None), getattr(block, "mlp", None)
+        attn: Any = getattr(block, "attn", None)
+        mlp: Any = getattr(block, "mlp", None)
         if attention and can_pack(attn) and getattr(model.c, "position", "learned") == "learned":
             set_apart(attn.qkv)
             attn.forward = attention_forward.__get__(attn)
