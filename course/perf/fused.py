@@ -57,7 +57,7 @@ def by_hand(width: int) -> dict[str, Step]:
         return between.add_norm(x, y, gate, scale, shift, eps, 1.0)
 
     def third(x: Tensor, y: Tensor, shift: Tensor, scale: Tensor, gate: Tensor) -> tuple[Tensor, ...]:
-        return (between.Add.apply(x, y, gate),)
+        return (between.Add.apply(x, y, gate, None),)
 
     return dict(zip(steps(width), (first, second, third), strict=True))
 
