@@ -182,11 +182,11 @@ def swapped(tokens: Any, device: torch.device) -> tuple[torch.Tensor, ...]:
     return tuple(torch.cat([pieces[-1 - rank], pieces[rank]]) for rank in range(tokens.cp.size))
 
 
-def average_over_dp_alone(model: Any, mesh: Any, settings: Any, low: Any = None) -> Any:
+def average_over_dp_alone(model: Any, mesh: Any, *settings: Any) -> Any:
     """What averages gradients, with context parallelism forgotten."""
     from course.parallel import data_parallel
 
-    return data_parallel(model, dataclasses.replace(mesh, dp_cp=mesh.dp), settings, low)
+    return data_parallel(model, dataclasses.replace(mesh, dp_cp=mesh.dp), *settings)
 
 
 # what is broken, by what, and a layout that must notice
