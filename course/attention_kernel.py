@@ -24,6 +24,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from course.errors import CourseError
+
 WARPS = 4
 PART = tl.constexpr(64)                             # tokens of which a gradient's sum has a part of its own
 
@@ -268,7 +270,7 @@ def attention(qkv: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     B, T, _, h, d = qkv.shape
     y, lse = qkv.new_empty(B, T, h, d), qkv.new_empty(B, h, T, dtype=torch.float32)
     tile = Tile(64, 64, 2) if causal else Tile(128, 64, 3)
-    forward[tile.grid(qkv)](qkv, *tile.views(qkv), y, lse, *tile.rest(qkv, causal), **tile.how())
+    forward[tile.grid(qkv)](qkv, *tile.views(qkv), y, lse, *tile.others(qkv, causal), **tile.how())
     return y, lse
 
 
@@ -278,9 +280,9 @@ def attention_backward(dy: Tensor, qkv: Tensor, y: Tensor, lse: Tensor, causal: 
     B, T, _, h, d = qkv.shape
     sums = qkv.new_zeros(B, triton.cdiv(T, PART.value), 3, h, d, dtype=torch.float32)
     tile = Tile(64, 32, 3) if causal or T < 512 else Tile(128, 64, 3, 240)
-    queries[tile.grid(qkv)](qkv, *tile.views(qkv), y, dy, lse, delta, dqkv, sums, *tile.rest(qkv, causal), **tile.how())
+    queries[tile.grid(qkv)](qkv, *tile.views(qkv), y, dy, lse, delta, dqkv, sums, *tile.others(qkv, causal), **tile.how())
     tile = Tile(PART.value, 32 if parts(d)[1] else 64, 3, 168)
-    keys[tile.grid(qkv)](qkv, *tile.views(qkv), *tile.views(dy), lse, delta, dqkv, sums, *tile.rest(qkv, causal), **tile.how())
+    keys[tile.grid(qkv)](qkv, *tile.views(qkv), *tile.views(dy), lse, delta, dqkv, sums, *tile.others(qkv, causal), **tile.how())
     return dqkv, sums.sum((0, 1))
 
 
@@ -298,15 +300,19 @@ class Tile(NamedTuple):
     registers: int = 0
 
     def grid(self, qkv: Tensor) -> tuple[int, int]:
-        """The programs: of a head, and heads."""
-        return triton.cdiv(qkv.shape[1], self.rows), qkv.shape[0] * qkv.shape[3]
+        """The programs: of a head, and heads. `CourseError` for more heads than a launch can have."""
+        B, T, _, h, _ = qkv.shape
+        if B * h > 65535:
+            raise CourseError(f"attention by hand: {B} samples of {h} heads are {B * h} heads at a time, and 65535 is the most: "
+                              "use a smaller train.micro_batch, or attention=cudnn")
+        return triton.cdiv(T, self.rows), B * h
 
     def views(self, x: Tensor) -> list[TensorDescriptor]:
         """What copies the two parts of a tile that passes by: x, (B, T, ..., d), as rows of tokens."""
         rows, step = x.shape[0] * x.shape[1], x[0, 0].numel()
         return [TensorDescriptor(x, [rows, step], [step, 1], [self.columns, part or 16]) for part in parts(x.shape[-1])]
 
-    def rest(self, qkv: Tensor, causal: bool) -> tuple[float, ...]:
+    def others(self, qkv: Tensor, causal: bool) -> tuple[float, ...]:
         """The kernels' last arguments."""
         _, T, _, h, d = qkv.shape
         even = T % max(self.rows, self.columns) == 0                    # tiles end where the tokens end

@@ -30,7 +30,7 @@ def ceilings(device: Annotated[str, typer.Option(help="cpu or cuda")] = "",
 def bench_kernels(out: Annotated[Path, typer.Option(help="the JSON file that gets the table")] = Path("kernels.json"),
                   small: Annotated[bool, typer.Option("--small", help="tiny sizes: only to see that it works")] = False,
                   device: Annotated[str, typer.Option(help="cpu or cuda")] = "") -> None:
-    """What a performance model of this GPU is made of: matmuls, attention, memory, collectives; three minutes."""
+    """What a performance model of this GPU is made of: matmuls, attention, memory, norms, collectives; five minutes."""
     from course.perf import kernel_table as measure
 
     where = measured_device("cpu" if small and not device else device)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from course import packed
+from course.errors import CourseError
 from course.packed import attention_backward_plain, attention_plain, packed_attention
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -26,6 +27,12 @@ def test_attention_and_its_gradients_are_those_of_float64(shape, causal, dtype, 
     torch.testing.assert_close(sums.double(), dqkv.double().sum((0, 1)), rtol=1e-4, atol=1e-4)
     again = torch.ops.course.attention_backward(dy, qkv, y, lse, causal)
     assert torch.equal(again[0], dqkv) and torch.equal(again[1], sums)
+
+
+def test_more_heads_than_a_launch_can_have_get_a_sentence():
+    qkv = torch.zeros(2**15, 1, 3, 3, 16, device="cuda", dtype=torch.bfloat16)
+    with pytest.raises(CourseError, match="98304 heads at a time, and 65535 is the most"):
+        torch.ops.course.attention(qkv, False)
 
 
 def test_it_is_one_operator_of_a_compiled_graph():
