@@ -22,6 +22,7 @@ from course.errors import CourseError
 from course.parallel import World, build_mesh, join, leave
 from course.perf import bench, flops, lanes, loaders, rivals
 from course.perf.command import command
+from course.perf.gauge import gauge
 from course.perf.lanes import Row
 from course.perf.rungs import LADDERS, Rung
 from course.report import memory_gb
@@ -53,7 +54,7 @@ def main(kind: str, out: Path, names: Sequence[str], small: bool) -> list[Row]:
             "command": f"course bench {kind} --out FILE" + " --small" * small,
             "meaning": f"{TOYS}; without it " * small + LADDERS[kind].meaning + "; first_s: from the start of the process to the "
                        "end of its first step, with nothing in the compiler's cache, again_s with it; first_gb: the first step's "
-                       "peak, memory_gb: of later"}
+                       "peak, memory_gb: of later; clock_mhz, power_w: meanwhile, as the driver says"}
     rows = lanes.Rows(out, head, chosen, "rung")
 
     def run(name: str, gpu: str) -> Row:
@@ -90,8 +91,9 @@ def text(row: Row) -> str:
     mfu = f"{row['mfu']:4.0%} MFU" if row["mfu"] else ""
     again = f" ({row['again_s']:.1f} s with the compiler's cache)" if row.get("again_s") else ""
     tokens = f"{row['tokens_per_s'] / 1e3:7.1f} thousand tokens/s" if "tokens_per_s" in row else ""
+    driver = f"  {row['clock_mhz']:.0f} MHz {row['power_w']:.0f} W" if "power_w" in row and "clock_mhz" in row else ""
     return (f"{row['rung']:52s} {row['samples_per_s']:8.2f} samples/s {tokens} {row['memory_gb']:6.2f} GB  first step after "
-            f"{row['first_s']:5.1f} s{again}  {row['kernels']:5d} kernels  {mfu}")
+            f"{row['first_s']:5.1f} s{again}  {row['kernels']:5d} kernels  {mfu}{driver}")
 
 
 def measure(kind: str, name: str, small: bool, only_first: bool) -> Row:
@@ -111,7 +113,8 @@ def measure(kind: str, name: str, small: bool, only_first: bool) -> Row:
                 torch.cuda.reset_peak_memory_stats()        # the compiler tries its kernels in the first step, on copies
             if only_first:
                 return {"first_s": first}
-            ms = 1e3 * statistics.median(laps(step, batches, world.device, 0.01 if small else LAP))
+            with gauge(world.device) as driver:
+                ms = 1e3 * statistics.median(laps(step, batches, world.device, 0.01 if small else LAP))
             kernels = kernels_of(step, next(batches), world.device)
     finally:
         leave()
@@ -119,7 +122,7 @@ def measure(kind: str, name: str, small: bool, only_first: bool) -> Row:
     peak = flops.peak_tflops(world.device, config.precision)
     tokens = {"tokens_per_s": rate * config.model.context} if config.model.kind == "gpt" else {}
     return {"samples_per_s": rate, **tokens, "ms": ms, "memory_gb": memory_gb(world.device), "first_gb": first_gb,
-            "first_s": first, "kernels": kernels,
+            "first_s": first, "kernels": kernels, **driver,
             "mfu": flops.step(config.model, 1) * rate / 1e12 / peak if peak else None, "preset": chosen.preset,
             "settings": [*chosen.settings]}
 

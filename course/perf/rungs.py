@@ -83,6 +83,8 @@ GPT["124M: bf16, compiled, narrow stream, selective recomputation"] = Rung("gpt-
     *NARROW, "train.recompute=selective", "train.global_batch=64", "train.micro_batch=0"))
 GPT["124M: bf16, compiled, narrow stream, selective recomputation, kernels by hand, in a graph"] = Rung("gpt-124m", (
     *NARROW, *HAND, "train.recompute=selective", "model.loss_chunk=2048", "train.global_batch=64", "train.micro_batch=0"))
+GPT["124M: bf16, compiled, narrow stream, kernels by hand, in a graph, two micro-batches"] = Rung("gpt-124m", (
+    *NARROW, *HAND, "train.global_batch=64", "train.micro_batch=32"))
 GPT["124M: bf16, compiled, narrow stream, full recomputation"] = Rung("gpt-124m", (
     *NARROW, "train.recompute=full", "train.global_batch=64", "train.micro_batch=0"))
 GPT["1.3B: fp8 by Transformer Engine"] = Rung("gpt-1.3b", (*TE, "train.global_batch=8", "train.micro_batch=0"))

@@ -186,6 +186,16 @@ def test_the_loss_in_chunks_rounds_as_the_loss_does_in_bf16():
         assert (chunked - plain).norm() < 2**-7 * plain.norm()
 
 
+def test_a_second_backward_pass_through_chunks_is_an_error():
+    """And no wrong number: the first has scaled the gradient where it lies."""
+    model, b = shaken(loss_chunk=7), batch(3)
+    ready = prepared(model, b)
+    total, _ = model.loss(model(ready), ready)
+    total.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="inplace"):
+        total.backward()
+
+
 @pytest.mark.parametrize("chunk", [0, 64])
 def test_no_more_than_a_chunks_logits_are_in_memory(chunk):
     """512 tokens of 2000 logits, which are 4 MB in float32 and half a MB a chunk: twice that, the logits and their gradient."""
