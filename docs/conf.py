@@ -49,6 +49,8 @@ CONTENTS = """
 :caption: Guides
 docs/learners
 docs/instructors
+docs/using
+docs/measured
 docs/contributors
 docs/comparison
 ```

@@ -1,4 +1,5 @@
-"""The README's tables of measurements say what the JSON files under course/perf/results say, number by number."""
+"""The tables of measurements in docs/measured.md and the README say what the JSON files under course/perf/results say, number by
+number."""
 
 import json
 import re
@@ -11,7 +12,7 @@ import pytest
 from course.perf import recorded
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
+README, MEASURED = ((ROOT / name).read_text() for name in ("README.md", "docs/measured.md"))
 RESULTS = ROOT / "course/perf/results"
 NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?![\w.]*\d)")
 ABOUT = ("command", "hardware", "torch", "python", "date")        # what every file says of how it was measured
@@ -35,9 +36,9 @@ def row(name: str, label: str, **more: Any) -> dict[str, Any]:
     return found[0]
 
 
-def cells(label: str, after: str) -> list[str]:
+def cells(label: str, after: str, page: str = MEASURED) -> list[str]:
     """The cells of the table's line that begins with this label, in the section after these words."""
-    section = README[README.index(after):]
+    section = page[page.index(after):]
     line = next(line for line in section.splitlines() if line.startswith(f"| {label} |"))
     return [cell.strip() for cell in line.strip("|").split("|")][1:]
 
@@ -119,7 +120,7 @@ def test_gpt_and_dit_by_hand(label: str, file: str, prefix: str) -> None:
 
 
 def test_what_is_beside_the_kernels_by_hand() -> None:
-    text = README.partition("`kernels=hand` takes what blocks do")[2].partition("| kernels by hand")[0].replace("GPT 124M", "")
+    text = MEASURED.partition("`kernels=hand` takes what blocks do")[2].partition("| kernels by hand")[0].replace("GPT 124M", "")
     gpt, dit = (row(file, f"{prefix}: {NARROW}, kernels by hand, in a graph") for file, prefix in
                 (("gpt_h200", "124M"), ("dit_h200", "256 px")))
     step = next(step for step in recorded.ladders() if step.name == f"dit: 256 px: {NARROW}, kernels by hand, in a graph")
@@ -167,7 +168,7 @@ LAYOUTS: list[tuple[str, list[tuple[str, str, dict[str, Any], str]]]] = [
         ("zero_2xh200", "ZeRO-1, 16-bit copies", {}, "ms"), ("zero_2xh200", "ZeRO-1, 16-bit copies", {}, "optimizer_gb"),
         ("zero_2xh200", "ZeroRedundancyOptimizer", {}, "ms"), ("zero_2xh200", "ddp", {}, "ms"),
         ("zero_2xh200", "ddp", {}, "optimizer_gb")])]
-SHARES = ("efficiency", "bubble", "theory")                      # which the README shows in percent
+SHARES = ("efficiency", "bubble", "theory")                      # which are shown in percent
 
 
 @pytest.mark.parametrize(("label", "wanted"), LAYOUTS)
@@ -177,9 +178,36 @@ def test_in_parallel(label: str, wanted: list[tuple[str, str, dict[str, Any], st
     assert differences(text, values) == []
 
 
+# --- the README's two short tables: the label, then of each number the file, the row and the field
+HAND = f"{NARROW}, kernels by hand, in a graph"
+SHORT: list[tuple[str, list[tuple[str, str, dict[str, Any], str]]]] = [
+    ("GPT 124M, bf16, thousand tokens/s", [("gpt_h200", f"124M: {HAND}", {}, "tokens_per_s"),
+                                           ("gpt_h200", "124M: Hugging Face's GPT-2, bf16, compiled", {}, "tokens_per_s")]),
+    ("GPT 1.3B, FP8, thousand tokens/s", [("gpt_h200", f"1.3B: {HAND.replace('bf16', 'fp8')}", {}, "tokens_per_s"),
+                                          ("gpt_h200", "1.3B: fp8 by Transformer Engine", {}, "tokens_per_s")]),
+    ("DiT-XL/2, 256 px, bf16, images/s", [("dit_h200", f"256 px: {HAND}", {}, "samples_per_s"),
+                                          ("dit_h200", f"256 px: {NARROW}", {}, "samples_per_s")]),
+    ("DiT-XL/2, 256 px, FP8, images/s", [("dit_h200", f"256 px: {HAND.replace('bf16', 'fp8')}", {}, "samples_per_s"),
+                                         ("dit_h200", "256 px: fp8 by Transformer Engine", {}, "samples_per_s")]),
+    ("tensor and sequence parallel, hidden 4096", [("tp_h200", "symmetric", {"gpus": 4}, "ms"),
+                                                   ("tp_h200", "DTensor sequence parallel, compiled", {"gpus": 4}, "ms")]),
+    ("context parallel, causal attention of 64k tokens", [("cp_h200", "64k causal all_to_all", {}, "ms"),
+                                                          ("cp_h200", "64k causal PyTorch context_parallel", {}, "ms")]),
+    ("pipeline, interleaved: the bubble, theory 8.6%", [("pp_h200", "interleaved", {}, "bubble"),
+                                                        ("pp_h200", "PyTorch Interleaved1F1B", {}, "bubble")])]
+
+
+@pytest.mark.parametrize(("label", "wanted"), SHORT)
+def test_the_readmes_short_tables(label: str, wanted: list[tuple[str, str, dict[str, Any], str]]) -> None:
+    scale = {"tokens_per_s": 1e-3, **dict.fromkeys(SHARES, 100)}
+    values = [row(file, case, **more)[field] * scale.get(field, 1) for file, case, more, field in wanted]
+    text = " | ".join(cells(label, "## Measured on NVIDIA H200", README)).replace("GPT-2", "")
+    assert differences(text, values) == []
+
+
 def lines(after: str, header: str) -> list[str]:
     """The labels of a table: of its lines after this header, in the section after these words."""
-    rest = README[README.index(after):]
+    rest = MEASURED[MEASURED.index(after):]
     table = rest[rest.index(header):].split("\n\n")[0].splitlines()[2:]
     return [line.split(" | ")[0].removeprefix("| ") for line in table]
 

@@ -45,11 +45,11 @@ def test_a_missing_file_gets_a_sentence():
         recorded.rows("nothing_")
 
 
-def test_the_readme_says_how_far_off_recorded_steps_are():
+def test_the_page_of_measurements_says_how_far_off_recorded_steps_are():
     off = [abs(step.error) for step in STEPS]
     whole = [step for step in STEPS if step.kind == "step"]
     near = sum(abs(memory.predict(step.config).allocated / 1e9 / step.memory_gb - 1) <= 0.05 for step in whole)
     beyond = {2: "two", 3: "three", 4: "four"}[sum(error > 0.25 for error in off)]
-    said = " ".join((recorded.RESULTS.parents[2] / "README.md").read_text().split())
+    said = " ".join((recorded.RESULTS.parents[2] / "docs/measured.md").read_text().split())
     assert (f"the peak memory is within 5% for {near} of {len(whole)}, the time of {len(off)} rows off by "
             f"{statistics.median(off):.1%} in the median, of {beyond} by more than 25%") in said
