@@ -119,6 +119,25 @@ def test_gpt_and_dit_by_hand(label: str, file: str, prefix: str) -> None:
     assert [d for cell, values in zip(said, wanted, strict=True) for d in differences(cell, values)] == []
 
 
+@pytest.mark.parametrize(("label", "rung"), [(f"124M: {NARROW}", f"124M: {NARROW}")] + [
+    (f"{prefix}: the same, kernels by hand, in a graph", f"{prefix}: {NARROW}, kernels by hand, in a graph")
+    for prefix in ("124M", "350M", "256 px")])
+def test_clock_and_power(label: str, rung: str) -> None:
+    found = row("power_h200", rung)
+    speed = found["tokens_per_s"] / 1000 if "tokens_per_s" in found else found["samples_per_s"]
+    said = cells(label, "**What bounds these steps is power.**")
+    assert [d for cell, value in zip(said, [speed, found["clock_mhz"], found["power_w"]], strict=True)
+            for d in differences(cell, [value])] == []
+
+
+def test_speed_in_less_memory() -> None:
+    hand = "kernels by hand, in a graph"
+    rungs = (f"{hand}, two micro-batches", f"selective recomputation, {hand}", "selective recomputation", "full recomputation")
+    found = [row("gpt_h200", f"124M: {NARROW}, {rung}") for rung in rungs]
+    text = MEASURED.partition("Less memory: in two micro-batches GPT 124M")[2].partition("\n\n")[0]
+    assert differences(text, [value for r in found for value in (r["tokens_per_s"] / 1000, r["memory_gb"])]) == []
+
+
 def test_what_is_beside_the_kernels_by_hand() -> None:
     text = MEASURED.partition("`kernels=hand` takes what blocks do")[2].partition("| kernels by hand")[0].replace("GPT 124M", "")
     gpt, dit = (row(file, f"{prefix}: {NARROW}, kernels by hand, in a graph") for file, prefix in
