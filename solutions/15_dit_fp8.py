@@ -666,6 +666,26 @@ print(f"{hand['compilers_ms'] / hand['ms']:.2f} times as fast; and FP8 is {hand[
 # more now: it makes the multiplications shorter and nothing else, so the less else there is, the larger is its part (Amdahl).
 
 # %% [markdown]
+# An MFU of 46%: what keeps it from more? Not only code.
+#
+# > **Predict.** The GPU promises a clock of 1980 MHz. At which clock does it run this step, again and again?
+
+# %%
+my_clock = 1900                  # your prediction, MHz
+
+# %%
+row = next(row for row in lab.results("power_h200")["rows"] if row["rung"].startswith("256 px"))
+lab.beside("the clock meanwhile", my_clock, row["clock_mhz"], "MHz", "recorded on an H200")
+print(f"while it draws {row['power_w']:.0f} of the {row['power_limit_w']:.0f} W that it may")
+
+# %% [markdown]
+# Tensor cores at work take more power than the board may draw, so the clock goes down until they no longer do. The peak that MFU
+# divides by is 132 multiprocessors times 4096 operations in a cycle times 1830 MHz; at 1635 MHz it would be a tenth less, whatever
+# the code. Two GPUs of one make differ in this by some percents, and one GPU differs from its own first, cool second. So compare two
+# versions in one run, by turns; and when a kernel that saves bytes saves no time, look at the clock: what it saved may have been
+# power that the next multiplication takes.
+
+# %% [markdown]
 # ## A curve that is a little worse
 #
 # Now a case for a detective. The notes that the formula is from print the loss of DiT on ImageNet latents, with one rank
