@@ -12,10 +12,12 @@ Of what is computed forward y and lse are kept, from which backward has p again 
 """
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp import is_autocast_available
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
@@ -25,8 +27,9 @@ from course.precision import LOW
 def attention_plain(qkv: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     """(the answers, (B, T, h, d); of each query the scores' log2 of the sum of exponentials, (B, h, T), at least in float32)."""
     q, k, v = wide(qkv).permute(2, 0, 3, 1, 4)                          # 3 x (B, h, T, d)
-    s = scores(q, k, causal)                                            # (B, h, T, T)
-    y = s.softmax(-1) @ v                                               # (B, h, T, d)
+    with full_products(qkv):
+        s = scores(q, k, causal)                                        # (B, h, T, T)
+        y = s.softmax(-1) @ v                                           # (B, h, T, d)
     return y.transpose(1, 2).to(qkv.dtype).contiguous(), s.logsumexp(-1) * math.log2(math.e)
 
 
@@ -34,9 +37,10 @@ def attention_backward_plain(dy: Tensor, qkv: Tensor, y: Tensor, lse: Tensor, ca
     """(the gradient of qkv, (B, T, 3, h, d); its sum over samples and tokens, (3, h, d), at least in float32)."""
     q, k, v = wide(qkv).permute(2, 0, 3, 1, 4)                          # 3 x (B, h, T, d)
     dy, y = (wide(x).transpose(1, 2) for x in (dy, y))                  # 2 x (B, h, T, d)
-    p = (scores(q, k, causal) - lse[..., None] / math.log2(math.e)).exp()               # (B, h, T, T)
-    ds = p * (dy @ v.mT - (dy * y).sum(-1, keepdim=True)) / math.sqrt(q.shape[-1])      # (B, h, T, T)
-    dqkv = torch.stack([ds @ k, ds.mT @ q, p.mT @ dy])                  # (3, B, h, T, d)
+    with full_products(qkv):
+        p = (scores(q, k, causal) - lse[..., None] / math.log2(math.e)).exp()           # (B, h, T, T)
+        ds = p * (dy @ v.mT - (dy * y).sum(-1, keepdim=True)) / math.sqrt(q.shape[-1])  # (B, h, T, T)
+        dqkv = torch.stack([ds @ k, ds.mT @ q, p.mT @ dy])              # (3, B, h, T, d)
     dqkv = dqkv.permute(1, 3, 0, 2, 4).to(qkv.dtype).contiguous()       # (B, T, 3, h, d)
     return dqkv, wide(dqkv).sum((0, 1))
 
@@ -44,6 +48,12 @@ def attention_backward_plain(dy: Tensor, qkv: Tensor, y: Tensor, lse: Tensor, ca
 def wide(x: Tensor) -> Tensor:
     """In float32 at least."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def full_products(x: Tensor) -> AbstractContextManager:
+    """The context in which products are in the format of what is multiplied; under autocast they would be in 16 bits."""
+    known = is_autocast_available(x.device.type)    # on the meta device there is none
+    return torch.autocast(x.device.type, enabled=False) if known else nullcontext()
 
 
 def scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:

@@ -35,12 +35,27 @@ def test_a_gradient_of_a_gradient_is_an_error():
         grad.square().sum().backward()
 
 
-def test_in_16_bits_it_computes_in_32_and_rounds_once():
+@pytest.mark.parametrize("cast", [False, True])
+def test_in_16_bits_it_computes_in_32_and_rounds_once(cast):
+    """Also under autocast, as in a model; there backward, too, where a block is computed again."""
     torch.manual_seed(0)
-    qkv = torch.randn(2, 16, 3, 2, 8).bfloat16().requires_grad_()
-    y, exact = packed_attention(qkv, None, True), packed_attention(qkv.detach().double(), None, True)
-    assert y.dtype == torch.bfloat16 and torch.equal(y.double(), exact.bfloat16().double())
-    assert torch.autograd.grad(y.sum(), qkv)[0].dtype == torch.bfloat16
+    qkv, dy = (torch.randn(shape).bfloat16() for shape in ((2, 16, 3, 2, 8), (2, 16, 2, 8)))
+    with torch.autocast("cpu", torch.bfloat16, cast):
+        y, lse = torch.ops.course.attention(qkv, True)
+        dqkv, sums = torch.ops.course.attention_backward(dy, qkv, y, lse, True)
+    exact, top = torch.ops.course.attention(qkv.double(), True)
+    wanted = torch.ops.course.attention_backward(dy.double(), qkv.double(), y.double(), top, True)[0]
+    assert lse.dtype == sums.dtype == torch.float32
+    for mine, its in ((y, exact), (dqkv, wanted)):
+        assert mine.dtype == torch.bfloat16
+        torch.testing.assert_close(mine.double(), its.bfloat16().double(), rtol=2**-8, atol=1e-6)
+    assert torch.equal(y.double(), exact.bfloat16().double())
+    torch.testing.assert_close(lse.double(), top, rtol=1e-6, atol=1e-6)
+
+
+def test_shapes_alone_are_known_on_the_meta_device():
+    qkv = torch.empty(2, 16, 3, 2, 8, device="meta", dtype=torch.bfloat16)
+    assert packed_attention(qkv, None, True).shape == (2, 16, 2, 8)
 
 
 def packed(preset, *settings):
