@@ -3,7 +3,8 @@
 PyTorch's attention takes three tensors and gives three gradients, which a kernel then puts side by side, and another adds up over
 tokens for the gradient of the linear's bias. Here one tensor goes in, (B, T, 3, h, d); its gradient is written in place, and its
 sum on the way. On a GPU kernels in `attention_kernel.py` do that, also for widths that are no power of two, such as DiT's 72,
-for which cuDNN computes with 128. Here the same is in plain operations, with all scores in memory: the formula.
+for which cuDNN computes with 128. Here the same is in plain operations, with all scores in memory: the formula. CPUs compute it,
+but for long sequences.
 
     s = q · k / sqrt(d)    lse = log2 of the sum of exp s    p = exp s / sum    y = p · v
     dv = p^T · dy    ds = p · (dy · v - dy · y)    dq = ds · k / sqrt(d)    dk = ds^T · q / sqrt(d)
@@ -21,7 +22,10 @@ from torch.amp import is_autocast_available
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from course.attention import attend
 from course.precision import LOW
+
+MOST = 2**28                                        # scores of a formula on a CPU: 1 GiB, of which a few are in memory at a time
 
 
 def attention_plain(qkv: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
@@ -105,8 +109,22 @@ class PackedAttention(Function):
 
 
 def packed_attention(qkv: Tensor, bias: Tensor | None, causal: bool) -> Tensor:
-    """Self-attention; bias: the linear's, (3·h·d,), if its gradient is to be computed here. (B, T, 3, h, d) -> (B, T, h, d)."""
+    """Self-attention; bias: the linear's, (3·h·d,), if its gradient is to be computed here. (B, T, 3, h, d) -> (B, T, h, d).
+
+    On a CPU that of PyTorch where there are more than `MOST` scores.
+    """
+    B, T, _, h, _ = qkv.shape
+    if qkv.device.type == "cpu" and B * h * T * T > MOST:
+        return unpacked(qkv, bias, causal)
     return PackedAttention.apply(qkv, bias, causal)
+
+
+def unpacked(qkv: Tensor, bias: Tensor | None, causal: bool) -> Tensor:
+    """The same by PyTorch, which never has all scores in memory."""
+    if bias is not None:                            # it is in qkv already: what is added is 0, and has its gradient
+        qkv = qkv + (bias - bias.detach()).to(qkv.dtype).view(qkv.shape[2:])            # (B, T, 3, h, d)
+    q, k, v = qkv.permute(2, 0, 3, 1, 4)                                # 3 x (B, h, T, d)
+    return attend(q, k, v, causal).transpose(1, 2)                      # (B, T, h, d)
 
 
 def fitting(head_dim: int) -> bool:

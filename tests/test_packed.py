@@ -28,6 +28,28 @@ def test_it_is_pytorchs_attention_and_so_are_its_gradients(shape, causal):
                                rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("bias", [None, torch.float64, torch.float32])
+def test_with_more_scores_than_have_room_a_cpu_takes_pytorchs_attention(bias, causal, monkeypatch):
+    """The same answers and gradients."""
+    torch.manual_seed(0)
+    qkv = torch.randn(2, 16, 3, 3, 4, dtype=torch.float64, requires_grad=True)
+    given = [qkv, torch.randn(36, dtype=bias, requires_grad=True)] if bias else [qkv]
+
+    def run():
+        y = packed_attention(qkv, given[1] if bias else None, causal)
+        assert y.shape == (2, 16, 3, 4)
+        return y, *torch.autograd.grad(y.square().sum(), given)
+
+    monkeypatch.setattr("course.packed.MOST", 2 * 3 * 16 * 16)
+    formula = run()
+    monkeypatch.setattr("course.packed.PackedAttention", None)
+    with pytest.raises(AttributeError):             # what has room is computed by the formula
+        run()
+    monkeypatch.setattr("course.packed.MOST", 2 * 3 * 16 * 16 - 1)
+    torch.testing.assert_close(run(), formula, rtol=0, atol=1e-5 if bias == torch.float32 else 1e-12)
+
+
 def test_a_gradient_of_a_gradient_is_an_error():
     qkv = torch.randn(1, 4, 3, 1, 4, requires_grad=True)
     grad, = torch.autograd.grad(packed_attention(qkv, None, False).square().sum(), qkv, create_graph=True)
