@@ -13,6 +13,7 @@ from course.launch import ranks
 from course.parallel import build_mesh, join, placement
 from course.parallel.data import Naive
 from course.parallel.masters import Masters
+from course.sampling import Sampling, draw
 from tests import test_adam
 
 SMALL = {"vit": ("vit-demo", ["model.grid=[16,32]", "model.residual=false"]),
@@ -185,6 +186,22 @@ def test_a_run_resumes_and_is_evaluated_with_its_masters(tmp_path):
     for p, q in zip(*(model.parameters() for model in models), strict=True):
         assert p.dtype == torch.float32 and torch.equal(p, q)
     assert any(not torch.equal(p, p.bfloat16().float()) for p in models[0].parameters())
+
+
+@pytest.mark.parametrize("low", ["bf16", "fp16"])
+@pytest.mark.parametrize("objective", ["epsilon", "flow"])
+def test_from_the_model_of_a_run_is_drawn_as_from_one_with_float32_weights(low, objective):
+    """Whose matmuls are in 16 bits; what they lead from noise to samples stays in float32. Without being told so, too."""
+    c = settings("dit", f"precision={low}", f"model.objective={objective}")
+    mine, other = assemble(c), assemble(c, masters=False)
+    how = Sampling(steps=4, eta=0.5 * (objective == "epsilon"))
+    for training in (mine, other):
+        step(training, 0)
+        training.model.eval()
+    wanted = draw(other.model, torch.arange(3), how, low)
+    for precision in (low, "fp32", "tf32"):
+        found = draw(mine.model, torch.arange(3), how, precision)
+        assert found.dtype == torch.float32 and torch.equal(found, wanted)
 
 
 def test_verify_compares_the_masters():
