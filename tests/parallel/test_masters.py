@@ -8,6 +8,7 @@ import torch
 
 from course import checkpoint, config, train
 from course.average import average_of
+from course.errors import CourseError
 from course.evaluate import load_model
 from course.launch import ranks
 from course.parallel import build_mesh, join, placement
@@ -133,6 +134,14 @@ def test_other_runs_keep_float32_weights(more):
 
 def test_one_micro_batch_of_all_samples_is_one():
     assert type(assemble(settings("vit", "train.micro_batch=8")).gradients) is Masters
+
+
+def test_a_batch_that_is_larger_than_the_settings_say_is_refused():
+    training = assemble(settings("vit", "train.micro_batch=8"))
+    before = everything(training)
+    with pytest.raises(CourseError, match=r"2 backward passes in a step .*: give batches of train\.global_batch samples, or set"):
+        training.step(training.model.example(16, torch.device("cpu"), 0))
+    assert all(torch.equal(everything(training)[name], value) for name, value in before.items())
 
 
 def losses_in_two(masters):
