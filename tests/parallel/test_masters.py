@@ -14,7 +14,9 @@ from course.launch import ranks
 from course.parallel import build_mesh, join, placement
 from course.parallel.data import Naive
 from course.parallel.masters import Masters
+from course.report import read_metrics
 from course.sampling import Sampling, draw
+from course.validate import Validation
 from tests import test_adam
 
 SMALL = {"vit": ("vit-demo", ["model.grid=[16,32]", "model.residual=false"]),
@@ -184,16 +186,24 @@ def test_either_kind_of_run_goes_on_with_a_checkpoint_of_either(first, then, tmp
     assert_same(everything(resumed), everything(straight))
 
 
-def test_a_run_resumes_and_is_evaluated_with_its_masters(tmp_path):
-    """As `course train` does it, with validation on the way."""
-    run = ["log.tensorboard=false", "log.every=1", "optim.schedule=constant", f"log.dir={tmp_path}"]
-    for name, parts in {"whole": [4], "parts": [2, 4]}.items():
+def test_a_run_resumes_and_is_evaluated_with_its_masters(small_data, tmp_path, monkeypatch):
+    """As `course train` does it, with validation on the way, on the copies: in all as one with float32 weights."""
+    run = ["data.source=files", f"data.path={small_data}", "model.grid=[8,16]", "log.tensorboard=false", "log.every=1",
+           "optim.schedule=constant", "train.eval_every=2", f"log.dir={tmp_path}"]
+    validated, validate = [], Validation.run
+    monkeypatch.setattr(Validation, "run", lambda self, model, *more: (
+        validated.append({p.dtype for p in model.parameters()}) or validate(self, model, *more)))
+    for name, parts in {"whole": [4], "parts": [2, 4], "wide": [4]}.items():
+        monkeypatch.setattr(config.Config, "masters", name != "wide")
         for steps in parts:
-            train.main(settings("dit", *run, f"log.name={name}", f"train.steps={steps}"))
-    whole, parts = (tmp_path / "dit-demo" / name for name in ("whole", "parts"))
-    models = [load_model(folder, settings("dit"), torch.device("cpu"))[0] for folder in (whole, parts)]
-    for p, q in zip(*(model.parameters() for model in models), strict=True):
-        assert p.dtype == torch.float32 and torch.equal(p, q)
+            train.main(settings("vit", *run, f"log.name={name}", f"train.steps={steps}"))
+    assert validated == [{torch.bfloat16, torch.float32}] * 4 + [{torch.float32}] * 2
+    folders = [tmp_path / "vit-demo" / name for name in ("whole", "parts", "wide")]
+    logged = [[(line["loss"], line.get("valid_loss")) for line in read_metrics(folder / "metrics.jsonl")] for folder in folders]
+    assert logged[0] == logged[1] == logged[2] and [valid is None for _, valid in logged[0]] == [True, False] * 2
+    models = [load_model(folder, settings("vit", *run), torch.device("cpu"))[0] for folder in folders]
+    for parameters in zip(*(model.parameters() for model in models), strict=True):
+        assert all(p.dtype == torch.float32 and torch.equal(p, parameters[0]) for p in parameters)
     assert any(not torch.equal(p, p.bfloat16().float()) for p in models[0].parameters())
 
 
