@@ -300,8 +300,12 @@ class Tile(NamedTuple):
     registers: int = 0
 
     def grid(self, qkv: Tensor) -> tuple[int, int]:
-        """The programs: of a head, and heads. `CourseError` for more heads than a launch can have."""
-        B, T, _, h, _ = qkv.shape
+        """The programs: of a head, and heads. `CourseError` for more heads than a launch can have, and for longer samples than
+        32-bit places reach."""
+        B, T, _, h, d = qkv.shape
+        if T * 3 * h * d >= 2**31:
+            raise CourseError(f"attention by hand: {T} tokens of {h} heads of {d} are {T * 3 * h * d} numbers in a sample, and "
+                              "2147483647 are the most: use a shorter context, or attention=cudnn")
         if B * h > 65535:
             raise CourseError(f"attention by hand: {B} samples of {h} heads are {B * h} heads at a time, and 65535 is the most: "
                               "use a smaller train.micro_batch, or attention=cudnn")
