@@ -133,5 +133,10 @@ def fitting(head_dim: int) -> bool:
 
 
 def packable(precision: str, device: torch.device) -> bool:
-    """Whether that is for this device and precision: the kernels know 16 bits, and without them all scores are in memory."""
-    return device.type == "cpu" or precision in LOW
+    """Whether that is for this device and precision: the kernels know 16 bits, and without them all scores are in memory.
+
+    A GPU from before Ampere has 64 KB of shared memory, and programs of most heads take more.
+    """
+    if device.type == "cpu":
+        return True
+    return precision in LOW and torch.cuda.get_device_capability(device) >= (8, 0)

@@ -111,7 +111,9 @@ def test_a_backend_that_is_named_is_taken(settings, is_packed):
     assert ("forward" in vars(attn)) == is_packed
 
 
-@pytest.mark.parametrize(("precision", "device", "can"), [("bf16", "cuda", True), ("fp8", "cuda", True), ("tf32", "cuda", False),
-                                                          ("fp64", "cuda", False), ("fp64", "cpu", True)])
-def test_on_gpus_it_is_for_16_bits(precision, device, can):
-    assert packable(precision, torch.device(device)) == can
+@pytest.mark.parametrize(("precision", "capability", "can"), [
+    ("bf16", (9, 0), True), ("fp8", (9, 0), True), ("tf32", (9, 0), False), ("fp64", (9, 0), False), ("bf16", (8, 0), True),
+    ("fp16", (7, 5), False), ("fp64", None, True)])
+def test_on_gpus_it_is_for_16_bits_and_from_ampere_on(precision, capability, can, monkeypatch):
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
+    assert packable(precision, torch.device("cuda" if capability else "cpu")) == can

@@ -47,6 +47,15 @@ def test_a_longer_sample_than_32_bit_places_reach_gets_a_sentence():
         tile.grid(qkv)
 
 
+@pytest.mark.parametrize(("width", "capability", "small"), [(120, (12, 0), True), (104, (12, 1), True), (96, (12, 0), False),
+                                                            (120, (8, 9), False), (120, (9, 0), False)])
+def test_wide_heads_have_small_tiles_where_there_is_little_shared_memory(width, capability, small, monkeypatch):
+    from course.attention_kernel import cramped
+
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
+    assert cramped(torch.empty(1, 1, 3, 1, width, device="meta")) == small
+
+
 def test_it_is_one_operator_of_a_compiled_graph():
     qkv = torch.randn(2, 64, 3, 2, 72, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     compiled = torch.compile(lambda x: packed_attention(2 * x, None, True), fullgraph=True)
