@@ -39,6 +39,8 @@ PARTS = {"format", "state", "config", "tensors", "files"}        # of an index; 
 MALFORMED = (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError, OverflowError)     # what JSON that is
                                                      # not an index runs into
 
+KINDS: dict[type, str] = {torch.optim.SGD: "momentum_buffer", torch.optim.Adam: "exp_avg"}     # a state that no other kind has
+
 
 class Damaged(CourseError):
     """A checkpoint that is not what was written."""
@@ -357,7 +359,7 @@ def load(checkpoint: Path, index: dict[str, Any], model: nn.Module, optimizer: t
     """Fill the model's parameters, and the optimizer's states, each rank reading only its boxes.
 
     average: give the model the moving average of the weights instead of the last ones. An optimizer's average of which the
-    checkpoint has none starts at the weights.
+    checkpoint has none starts at the weights. Where its states are `of_another` optimizer, none is read.
 
     Raises `CourseError` if the checkpoint is of another model, or has no average, before anything is changed.
     """
@@ -372,12 +374,18 @@ def load(checkpoint: Path, index: dict[str, Any], model: nn.Module, optimizer: t
     for parameter, value in average_of(optimizer).items():
         name = placement(parameter).name
         value.copy_(read_part(checkpoint, index, f"{name}.ema" if f"{name}.ema" in index["tensors"] else name, parameter))
-    for parameter in updates:
+    for parameter in [] if of_another(index, optimizer) else updates:
         for key, found in index["tensors"].items():
             stem, _, leaf = key.rpartition(".")
             if stem == placement(parameter).name and leaf != "ema" and optimizer is not None:
                 value = read_part(checkpoint, index, key, parameter) if found["shape"] else read_box(checkpoint, index, key, ())
                 optimizer.state[parameter][leaf] = value.to(parameter.device)
+
+
+def of_another(index: dict[str, Any], optimizer: torch.optim.Optimizer | None) -> bool:
+    """Whether a checkpoint's states are those of an optimizer of another kind, to which this one's first step is its first."""
+    leaves = {name.rpartition(".")[2] for name in index["tensors"]}
+    return any(leaf in leaves and not isinstance(optimizer, kind) for kind, leaf in KINDS.items())
 
 
 def read_more(checkpoint: Path, index: dict[str, Any], names: Iterable[str]) -> dict[str, Tensor]:

@@ -229,8 +229,8 @@ def rebuild(settings: Config, source: Source, everyone: Axis) -> dict[str, Tenso
     alone = everyone.size == 1
     layout = replace(settings.parallel, pp=1, dp=1, cp=1, tp=1, sp=False, zero=False, chunks=1, schedule="1f1b") if alone else \
         settings.parallel
-    settings = replace(settings, parallel=layout, compile=False, graphs=False,
-                       train=replace(settings.train, device="cpu"))
+    settings = replace(settings, parallel=layout, compile=False, graphs=False, kernels="pytorch", attention="default",
+                       train=replace(settings.train, device="cpu"))     # without what is written for GPUs
     mesh = build_mesh(settings.parallel, join("cpu"))
     training = assemble(settings, mesh)
     fill([*training.model.parameters(), *training.gradients.parameters], source)

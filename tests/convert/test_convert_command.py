@@ -447,6 +447,17 @@ def test_scales_are_those_that_a_first_step_notes_and_near_those_that_training_h
         assert (ratio[:2] - 1).abs().max() < 0.05 and 0.25 < ratio[2] < 4, (name, ratio)
 
 
+def test_scales_are_rebuilt_without_what_a_run_has_for_gpus(tmp_path, monkeypatch):
+    """Kernels by hand, whose formulas hold all scores of attention on a CPU, and cuDNN's attention, which it has not."""
+    _, run = trained(tmp_path, 2)
+    convert(run, tmp_path / "te.safetensors", to="te")
+    plain = histories(from_te(tmp_path, "plain"))
+    monkeypatch.setattr("course.between.fuse", None)
+    gpu = from_te(tmp_path, "gpu", "kernels=hand", "attention=cudnn")
+    assert (read_config(gpu).kernels, read_config(gpu).attention) == ("hand", "cudnn")
+    assert all(torch.equal(part, plain[name]) for name, part in histories(gpu).items())
+
+
 def test_scales_are_the_same_on_two_ranks(tmp_path):
     _, run = trained(tmp_path, 2)
     convert(run, tmp_path / "te.safetensors", to="te")
