@@ -23,7 +23,7 @@ from torch import Tensor
 from course import random
 from course.errors import CourseError
 from course.models.diffusion import STEPS, signal
-from course.precision import LOW, autocast
+from course.precision import autocast, of_weights
 
 Noise = Callable[[int], Tensor]                     # the fresh noise of a step, (B, C, H, W)
 Predictor = Callable[[Tensor, Tensor], Tensor]      # latents (B, C, H, W), times (B,) -> noise or velocity (B, C, H, W)
@@ -89,7 +89,7 @@ def noise(key: int, seed: int, step: int, ids: Tensor, shape: tuple[int, ...], d
 
 def predictor(model: Any, labels: Tensor, precision: str) -> Predictor:
     """What a DiT, whole on this device, says of latents with these labels (B,)."""
-    matmuls = multiplied(model, precision)
+    matmuls = of_weights(model, precision)
 
     def predict(x: Tensor, time: Tensor) -> Tensor:
         with autocast(matmuls, x.device):
@@ -97,12 +97,6 @@ def predictor(model: Any, labels: Tensor, precision: str) -> Predictor:
         return model.fields(output.to(x.dtype))
 
     return predict
-
-
-def multiplied(model: Any, precision: str) -> str:
-    """The precision, or, where that is of 32 bits and weights are in 16, which no matmul takes together, that of the weights."""
-    kinds = {p.dtype for p in model.parameters()}
-    return precision if precision in LOW else next((name for name, low in LOW.items() if low in kinds), precision)
 
 
 def guided(model: Any, labels: Tensor, scale: float, channels: int = 0, precision: str = "fp32") -> Predictor:
