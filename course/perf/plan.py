@@ -187,7 +187,7 @@ def out_of_reach(asked: Search, config: Config) -> str:
     if not config.parallel.symmetric or together(asked, config):
         return ""
     return (f"parallel.overlap=symmetric joins GPUs of one node, and parallel.tp={config.parallel.tp} with parallel.order="
-            f"{config.parallel.order} goes beyond {asked.node}: use parallel.overlap=nccl there, or a smaller parallel.tp")
+            f"{config.parallel.order} goes beyond nodes of {asked.node}: use parallel.overlap=nccl there, or another parallel.tp")
 
 
 def too_thin(config: Config) -> bool:
@@ -249,7 +249,7 @@ def contexts(asked: Search, config: Config) -> list[str]:
 def together(asked: Search, config: Config) -> bool:
     """Whether a layout's tp ranks share a node."""
     stride = comms.strides(config.parallel.order, {axis: getattr(config.parallel, axis) for axis in AXES})["tp"]
-    return stride * config.parallel.tp <= asked.node
+    return comms.together(((stride, config.parallel.tp),), asked.hardware, asked.gpus)
 
 
 def orders(asked: Search, config: Config) -> list[str]:

@@ -112,11 +112,32 @@ def test_symmetric_memory_is_for_one_node(node, gpus):
     asked = load("gpt-1.3b", ["parallel.sp=true", "parallel.overlap=symmetric"])
     found = search(asked, nodes, gpus, ["parallel.sp", "parallel.overlap"])
     bound = [one.config.parallel for one in found.layouts if one.config.parallel.symmetric]
-    said = rf"symmetric joins GPUs of one node, and parallel.tp=\d+ .* goes beyond {node}:"
+    said = rf"symmetric joins GPUs of one node, and parallel.tp=\d+ .* goes beyond nodes of {node}:"
     assert bound and found.refused and all(re.search(said, why) for why in found.refused)
     for p in bound:
         grid = lay_out({axis: getattr(p, axis) for axis in plan.AXES}, p.order)
         assert all(len({rank // node for rank in line}) == 1 for line in groups(grid, 3).tolist())
+
+
+def test_of_three_ranks_some_are_on_two_nodes():
+    """Ranks 6, 7 | 8, though 3 are fewer than the 8 of a node."""
+    keys = ["parallel.tp", "parallel.sp", "parallel.overlap", "parallel.order"]
+    three = load("gpt-1.3b", ["model.heads=12", "model.dim=1536", "parallel.tp=3", "train.global_batch=96", "model.vocab=50304",
+                              "parallel.sp=true", "parallel.overlap=symmetric"])
+    assert search(three, H100, 6, keys).layouts
+    with pytest.raises(CourseError, match=r"parallel.tp=3 with parallel.order=\S+ goes beyond nodes of 8"):
+        search(three, H100, 24, keys)
+    assert all(layout.config.parallel.overlap != "symmetric" for layout in search(three, H100, 24, ["parallel.tp"]).layouts)
+
+
+def test_one_node_of_your_own_takes_tied_pipelines(tmp_path):
+    """The first and the last of 8 stages are 7 ranks apart, on the one link that there is."""
+    file = tmp_path / "node.yaml"
+    file.write_text("base: h100-80\nlinks: [{name: NVLink, span: 8, latency: 2.0e-6, bandwidth: 450.0e+9}]\n")
+    own, tied = hardware.load(str(file)), load("gpt-124m", ["model.depth=16", "model.tied=true"])
+    found = search(tied, own, 8)
+    assert {layout.sizes["pp"] for layout in found.layouts} == {1, 2, 4, 8}
+    assert [layout.time for layout in found.layouts] == [layout.time for layout in search(tied, H100, 8).layouts]
 
 
 def test_a_rank_order_may_bar_symmetric_memory():
