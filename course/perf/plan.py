@@ -34,13 +34,14 @@ from course.perf.memory import Memory
 from course.perf.steptime import Time
 
 # What the search chooses, where the user has not
-KEYS = (*(f"parallel.{key}" for key in (*AXES, "order", "sp", "overlap", "context", "schedule", "chunks", "zero")),
+KEYS = (*(f"parallel.{key}" for key in (*AXES, "order", "sp", "overlap", "context", "schedule", "chunks", "zero", "bucket_mb")),
         "train.micro_batch", "train.recompute", "precision")
 RECOMPUTE = ("none", "selective", "full")           # from fast to small
 FEW = 8                                             # GPUs of which all that a layout can vary in is tried together
 MARGIN = 0.005                                      # of the time: no prediction is better than that
 FREE = 0.05                                         # of a GPU's memory: most peaks that were measured are this near (`PEAKS`)
 PEAKS = (132, 116)                                  # whose memory was measured here, and of them within 5% of what is predicted
+BUCKET = 4                                          # MiB of gradients in a bucket for each rank that shares it, over nodes
 REFINED = 32                                        # layouts, the most promising ones, of which all that is greedy is searched
 Choice = dict[str, Any]                             # key -> value
 
@@ -169,7 +170,8 @@ def possible(asked: Search) -> tuple[list[Config], dict[str, int]]:
 
 def start_of(asked: Search, sizes: dict[str, int], precision: str) -> tuple[str, Config | None]:
     """("", a variant of a layout that a run takes), or (why it takes none, None)."""
-    base = changed(asked.config, {"precision": precision, **{f"parallel.{axis}": size for axis, size in sizes.items()}})
+    base = changed(asked.config, {"precision": precision, "parallel.bucket_mb": bucket_of(asked, sizes["dp"] * sizes["cp"]),
+                                  **{f"parallel.{axis}": size for axis, size in sizes.items()}})
     if too_thin(base):
         return "a context-parallel rank would have no token", None
     why = ""
@@ -180,6 +182,16 @@ def start_of(asked: Search, sizes: dict[str, int], precision: str) -> tuple[str,
                 return "", config
             why = why or sentence
     return why, None
+
+
+def bucket_of(asked: Search, ranks: int) -> float:
+    """parallel.bucket_mb for so many ranks of dp x cp: over nodes the larger, the more there are.
+
+    A ring has as many steps as ranks, whatever the bytes. Megatron-core's buckets have max(40e6, 1e6 * dp) numbers of 4 bytes for
+    this reason (megatron/core/distributed/distributed_data_parallel_config.py).
+    """
+    usual = asked.config.parallel.bucket_mb
+    return asked.values("parallel.bucket_mb", [max(usual, BUCKET * ranks) if asked.gpus > asked.node else usual])[0]
 
 
 def out_of_reach(asked: Search, config: Config) -> str:

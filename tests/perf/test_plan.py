@@ -140,6 +140,19 @@ def test_one_node_of_your_own_takes_tied_pipelines(tmp_path):
     assert [layout.time for layout in found.layouts] == [layout.time for layout in search(tied, H100, 8).layouts]
 
 
+def test_buckets_grow_with_the_ranks_of_their_ring():
+    """25 MiB on a node; over nodes 4 for each rank, unless the user says how many. They make a step shorter."""
+    c = load("gpt-1.3b", ["compile=true"])
+
+    def first(gpus, *fixed):
+        return search(c, H100, gpus, ["parallel.tp", "parallel.pp", "parallel.cp", *fixed]).layouts[0]
+
+    assert first(8).config.parallel.bucket_mb == 25
+    many, fixed = first(128), first(128, "parallel.bucket_mb")
+    assert many.config.parallel.bucket_mb == 4 * 128 and fixed.config.parallel.bucket_mb == 25
+    assert many.time.step < 0.9 * fixed.time.step and "parallel.bucket_mb=512" in plan.settings(many.config, c)
+
+
 def test_a_rank_order_may_bar_symmetric_memory():
     apart = load("gpt-1.3b", ["parallel.order=tp-pp-dp-cp", "parallel.tp=2"])
     found = search(apart, H100, 16, ["parallel.order", "parallel.tp"]).layouts
@@ -266,7 +279,7 @@ def test_a_cure_is_one_that_helps_and_is_not_taken_yet():
     """Of 2.4 GB/s a node no number of workers gets more; a graph has no launches that compiling could save."""
     loading = search(load("vit-mp", ["data.source=files", "compile=true", "data.workers=32"]), H100, 8)
     assert "data.workers=64" not in " ".join(proposal.limits(loading))
-    waiting = search(load("vit-base", ["data.source=mock"]), H100, 64)
+    waiting = search(load("vit-base", ["data.source=mock", "parallel.cp=4"]), H100, 64, ["parallel.cp"])
     assert re.search(r"wait for the host's launches during \d+% of a step: graphs=true would make", proposal.limits(waiting)[0])
     graphed = search(load("vit-base", ["data.source=mock", "graphs=true"]), H100, 64)
     assert "launches" not in " ".join(proposal.limits(graphed))
