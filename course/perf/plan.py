@@ -76,7 +76,7 @@ class Plan:
     """The answer of a search."""
 
     config: Config                                  # what was asked
-    hardware: Hardware
+    hardware: Hardware                              # its nodes as `seated` fills them
     gpus: int
     free: float                                     # the share of a GPU's memory that layouts leave
     layouts: tuple[Layout, ...]                     # that fit, the fastest first
@@ -129,6 +129,7 @@ def search(config: Config, hardware: Hardware, gpus: int, fixed: Iterable[str] =
         raise CourseError(f"--free {free:g}: a share of the memory is at least 0 and less than 1, such as {FREE}")
     for precision in precisions or [config.precision]:
         hardware.peak(precision)
+    whole, hardware = hardware, seated(hardware, gpus)
     asked = Search(config, hardware, gpus, frozenset(fixed), tuple(precisions) or (config.precision,), free)
     starts, refused = possible(asked)
     if not starts:
@@ -142,11 +143,21 @@ def search(config: Config, hardware: Hardware, gpus: int, fixed: Iterable[str] =
         else:
             found.append(layout)
     if not found:
-        raise CourseError(nowhere(asked, misfits))
+        raise CourseError(nowhere(replace(asked, hardware=whole), misfits))
     found.sort(key=lambda layout: layout.time.step)
     found = [refined(asked, layout) for layout in found[:REFINED]] + found[REFINED:]
     found.sort(key=lambda layout: layout.time.step)
     return Plan(config, hardware, gpus, free, tuple(found), tuple(sorted(misfits, key=lambda one: one.needs)), refused)
+
+
+def seated(hardware: Hardware, gpus: int) -> Hardware:
+    """The same, with as many GPUs in a node as a job of so many has on each: 60 on nodes of 8 are 10 nodes with 6."""
+    node = hardware.links[0].span or gpus
+    each = max(count for count in range(1, min(node, gpus) + 1) if gpus % count == 0)
+    if gpus <= node or each == node:
+        return hardware
+    return replace(hardware, links=tuple(replace(link, span=max(1, link.span * each // node)) if link.span else link
+                                         for link in hardware.links))
 
 
 # ---- variants

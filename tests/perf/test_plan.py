@@ -384,6 +384,24 @@ def test_the_command_starts_the_layout_and_has_no_setting_too_many(preset, setti
                 assert numbers["cpus-per-task"] == proposal.OWN_CPUS + base.data.workers
 
 
+def test_nodes_that_are_not_full_are_predicted_as_the_command_fills_them(monkeypatch, capsys):
+    """60 GPUs are 10 nodes of 6, on which some of tp=4 lie on two: not 8 nodes of 8, of which one is half empty."""
+    settings = ["train.global_batch=960", "parallel.tp=4"]
+    asked = ["gpt-7b", *settings, "--gpus", "60", "--hardware", "h100-80"]
+    code, words = call(monkeypatch, capsys, *asked, "--launch")
+    assert code == 0 and "--nodes=10 --ntasks-per-node=6 --gpus-per-node=6" in words and "overlap=symmetric" not in words
+    code, out = call(monkeypatch, capsys, *asked)
+    assert "60 GPUs do not fill nodes of 8: predicted and started as 10 nodes with 6 each" in out and "56 or 64 would" in out
+    code, out = call(monkeypatch, capsys, "gpt-7b", "--gpus", "64", "--hardware", "h100-80")
+    assert "do not fill" not in out
+    found = search(load("gpt-7b", settings), H100, 60, ["parallel.tp", "train.global_batch"])
+    sixes = replace(H100, links=(replace(H100.links[0], span=6), H100.links[1]))
+    assert found.hardware == sixes and found.layouts[0].time == steptime.predict(found.layouts[0].config, sixes, 60)
+    assert plan.seated(H100, 4) is plan.seated(H100, 64) is H100
+    leaves = replace(H100, links=(H100.links[0], replace(H100.links[1], span=32), replace(H100.links[1], bandwidth=1e9)))
+    assert [link.span for link in plan.seated(leaves, 60).links] == [6, 24, 0]
+
+
 def call(monkeypatch, capsys, *arguments):
     """(exit status, what the command prints) of `course plan`."""
     monkeypatch.setattr(sys, "argv", ["course", "plan", *map(str, arguments)])
