@@ -234,6 +234,8 @@ def how(config: Config, base: Config) -> str:
         words.append(p.schedule + (f" x {p.chunks}" if p.chunks > 1 else ""))
     if p.zero and p.dp * p.cp > 1:
         words.append("ZeRO-1")
+    if p.bucket_mb != base.parallel.bucket_mb and p.dp * p.cp > 1:
+        words.append(f"{p.bucket_mb:g} MiB a bucket")
     if config.train.recompute != "none":
         words.append(f"recompute {config.train.recompute}")
     if p.order != base.parallel.order:
