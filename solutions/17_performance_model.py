@@ -797,8 +797,8 @@ slider = widgets.explore(figures_plan.explained, start=figures_plan.START, **fig
 # hide, tp = 2 has messages that are seen. Without it every rank updates all its weights: 100 and 120. With "sp, overlapped" tp's
 # kernels are so short that the host is the limit: the grey piece (lesson 06 has the cure). (2) Within 5%, on one GPU, with tp
 # alone, and with "sp, overlapped", which was 12% too short before the model knew what hiding costs. (3) 8192 tokens, then
-# activations do not fit. With <code>recompute</code> selective 16,384, full 131,072: one sample of that length on one GPU, at a
-# price in time that the lower bar shows.
+# activations do not fit. With <code>recompute</code> selective 16,384, full 65,536 (twice that would leave 2% of the memory free,
+# and "fits" means 5%, as for the planner): one sample of that length on one GPU, at a price in time that the lower bar shows.
 # </details>
 #
 # ## What you know now
