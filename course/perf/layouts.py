@@ -30,6 +30,11 @@ def refusal(config: Config) -> str:
     return next((sentence for rule in (of_tensor, of_context, of_pipeline, of_batch, of_fp8) if (sentence := rule(config))), "")
 
 
+def hopeless(c: Config) -> bool:
+    """Whether no run takes a layout's sizes, whatever else of it varies."""
+    return bool(of_tensor(c) or of_batch(c)) or c.model.depth < c.parallel.pp
+
+
 def of_tensor(c: Config) -> str:
     """tp shares out heads, of queries and of keys and values, hidden units and the vocabulary, whole ones each."""
     m, tp = c.model, c.parallel.tp

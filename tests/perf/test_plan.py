@@ -4,7 +4,6 @@ import json
 import re
 import shlex
 import sys
-import time
 from contextlib import suppress
 from dataclasses import replace
 from itertools import permutations, product
@@ -222,7 +221,7 @@ def test_a_share_of_the_memory_stays_free():
 def test_what_would_fit_with_nothing_left_free_says_so():
     c = load("gpt-124m")
     asked = plan.Search(c, H100, 1, frozenset(), ("bf16",))
-    least = min(needs.total for start in plan.possible(asked)[0] for _, needs in plan.tight(asked, start))
+    least = min(memory.predict(one).total for start in plan.possible(asked)[0] for one in plan.tight(asked, start))
     tightly = replace(H100, memory=1.01 * least)
     with pytest.raises(CourseError, match=r"less the 5% that --free keeps.*leave less memory free, with --free 0"):
         search(c, tightly, 1)
@@ -308,15 +307,6 @@ def test_the_least_number_of_gpus_holds_it_and_one_fewer_does_not():
     asked = plan.Search(c, V100, 1, frozenset(), ("fp16",), free=0)     # else it is 16: beyond a node they are whole ones
     least = plan.enough(asked)
     assert plan.holds(replace(asked, gpus=least)) and not any(plan.holds(replace(asked, gpus=n)) for n in range(1, least))
-
-
-@pytest.mark.slow
-def test_ten_seconds_for_tens_of_thousands_of_gpus():
-    begin = time.process_time()
-    found = search(load("gpt-7b", ["train.global_batch=8192"]), H100, 16384)
-    took = time.process_time() - begin
-    print(f"{len(found.layouts)} layouts of 16384 GPUs in {took:.1f} s of a core")
-    assert took < 10 and len(found.layouts) > 300
 
 
 # ---- what it says, and the commands
