@@ -31,7 +31,7 @@ from course.models import GPTConfig
 from course.perf import comms, memory, steptime
 from course.perf import hardware as hardware_presets
 from course.perf.hardware import Hardware
-from course.perf.layouts import AXES, divisors, factors, hopeless, refusal
+from course.perf.layouts import AXES, divisors, factors, hopeless, refusal, unable
 from course.perf.local import local_of
 from course.perf.memory import Memory
 from course.perf.steptime import Time
@@ -136,6 +136,8 @@ def search(config: Config, hardware: Hardware, gpus: int, fixed: Iterable[str] =
         raise CourseError(f"--free {free:g}: a share of the memory is at least 0 and less than 1, such as {FREE}")
     for precision in precisions or [config.precision]:
         hardware.peak(precision)
+        if sentence := unable(changed(config, {"precision": precision}), hardware):
+            raise CourseError(sentence)
     asked = Search(config, hardware, gpus, frozenset(fixed), tuple(precisions) or (config.precision,), free)
     starts, refused = possible(asked)
     if not starts:
@@ -500,7 +502,8 @@ def nowhere(asked: Search, misfits: list[Misfit]) -> str:
     if count := enough(asked):
         ways.append(f"take {count} GPUs")
     others = [load for name in hardware_presets.presets() if (load := hardware_presets.load(name)).memory > asked.hardware.memory
-              and all(precision in load.peaks for precision in asked.precisions)]
+              and all(precision in load.peaks and not unable(changed(asked.config, {"precision": precision}), load)
+                      for precision in asked.precisions)]
     for larger in sorted(others, key=lambda one: one.memory):
         if holds(replace(asked, hardware=larger)):
             ways.append(f"take {larger.name}, with {larger.memory / 1e9:.0f} GB each")
