@@ -18,6 +18,8 @@ from course.errors import CourseError
 
 PRESETS = Path(__file__).with_name("hardware.yaml")
 RESULTS = Path(__file__).parent / "results"
+OPTIONAL = ("name", "table", "host", "storage", "capability")           # what a file of one's own may leave out
+SLOW = 0.1                                          # seconds: no step of a collective takes as long, not even around the world
 FORMATS = ("fp32", "tf32", "fp16", "bf16", "fp8")
 
 
@@ -43,6 +45,7 @@ class Hardware:
     table: str = ""                                 # kernels measured on it, a file of `course bench kernels`; "": see kernels.py
     host: str = ""                                  # what its host needs, a file of `course bench host`; "": as the H200's
     storage: float = math.inf                       # bytes/s that a node reads of its files; without it: from the page cache
+    capability: float = math.inf                    # compute capability, such as 9.0 of Hopper; without it nothing is refused
 
     def peak(self, precision: str) -> float:
         """FLOP/s in a format. Raises `CourseError` if its tensor cores do not know it."""
@@ -71,7 +74,7 @@ def load(name: str) -> Hardware:
     base = values.pop("base", None)
     if base is not None:
         values = merge(preset(str(base)), values)
-    missing = [key for key in keys if key not in ("name", "table", "host", "storage", *values)]
+    missing = [key for key in keys if key not in (*OPTIONAL, *values)]
     if missing:
         raise CourseError(f"hardware {path} does not say its {', '.join(missing)}: add them, or `base:` and the name of a preset")
     return check(build(Hardware, {"name": path.stem, **values}, f"hardware {path}"))
@@ -107,8 +110,12 @@ def check(hardware: Hardware) -> Hardware:
     if not h.storage > 0:
         raise CourseError(f"hardware {h.name}: storage={h.storage} must be a number above 0, in bytes/s of a node; leave it out "
                           "for files in the page cache")
-    if not all(0 <= link.latency < float("inf") for link in h.links):
-        raise CourseError(f"hardware {h.name}: the links' latency is in seconds, 0 or more")
+    for link in h.links:
+        if not 0 <= link.latency < SLOW:
+            raise CourseError(f"hardware {h.name}: links.{link.name}.latency={link.latency:g} is in seconds, 0 or more and less "
+                              f"than {SLOW}: write 5e-6 for 5 microseconds")
+    if not h.capability > 0:
+        raise CourseError(f"hardware {h.name}: capability={h.capability} is a GPU's compute capability, such as 9.0 of an H100")
     spans = [link.span or float("inf") for link in h.links]
     if min(spans) < 1 or spans != sorted(set(spans)):
         raise CourseError(f"hardware {h.name}: links go from inside out, each span larger than the one before, such as 8, 256 "

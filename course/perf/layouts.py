@@ -1,6 +1,7 @@
 """Which layouts a run takes: every rule by which it refuses one, as arithmetic on the configuration.
 
     refusal(config)                      # "" or the sentence that says what does not fit
+    unable(config, hardware)             # the same of what a GPU cannot do
 
 A run finds the same while it cuts its model. A planner asks of thousands of layouts, so nothing is built here; the tests compare
 these rules with the library's own refusals.
@@ -15,9 +16,13 @@ from course.config import Config, Model, check
 from course.errors import CourseError
 from course.models import DiTConfig, GPTConfig
 from course.models.dit import Time
+from course.perf.hardware import Hardware
 from course.perf.local import linears
 
 MULTIPLE = 16                                       # what cuBLAS wants widths of FP8 to be divisible by (course/fp8.py)
+AMPERE, HOPPER, BLACKWELL = 8.0, 9.0, 10.0          # compute capabilities
+CHIPS = {AMPERE: "Ampere", HOPPER: "Hopper", BLACKWELL: "Blackwell"}
+RECIPES = {"block": HOPPER, "mxfp8": BLACKWELL}     # Transformer Engine's that not all have that know FP8
 AXES = ("pp", "dp", "cp", "tp")
 
 
@@ -28,6 +33,35 @@ def refusal(config: Config) -> str:
     except CourseError as error:
         return str(error)
     return next((sentence for rule in (of_tensor, of_context, of_pipeline, of_batch, of_fp8) if (sentence := rule(config))), "")
+
+
+def unable(c: Config, h: Hardware) -> str:
+    """Why a GPU does not do what a configuration asks for, in a sentence, as a run finds when it tries; "" if it does.
+
+    PyTorch's flash and cuDNN attention are for 16 bits, from compute capability 8.0 (aten/src/ATen/native/transformers/cuda/
+    sdp_utils.cpp); Transformer Engine scales blocks from 9.0, and in MX formats from 10.0 (its fp8.py, `check_*_support`).
+    """
+    if c.attention in ("flash", "cudnn"):
+        if c.precision in ("fp32", "tf32"):
+            return (f"attention={c.attention} multiplies in 16 bits on a GPU, and with precision={c.precision} attention is in "
+                    "32: set attention=default, or precision=bf16")
+        if h.capability < AMPERE:
+            return too_old(f"attention={c.attention}", AMPERE, h, "attention=default or efficient")
+    least = RECIPES.get(c.fp8.recipe, 0.0)
+    if c.precision == "fp8" and c.fp8.by == "te" and h.capability < least:
+        return too_old(f"fp8.recipe={c.fp8.recipe}", least, h, "fp8.recipe=delayed or current")
+    return ""
+
+
+def too_old(what: str, least: float, h: Hardware, instead: str) -> str:
+    """The sentence for a GPU that lacks something."""
+    return (f"{what} needs a GPU of compute capability {least:.1f} ({CHIPS[least]}) or more, and {h.name} has "
+            f"{h.capability:.1f}: set {instead}")
+
+
+def hopeless(c: Config) -> bool:
+    """Whether no run takes a layout's sizes, whatever else of it varies."""
+    return bool(of_tensor(c) or of_batch(c)) or c.model.depth < c.parallel.pp
 
 
 def of_tensor(c: Config) -> str:

@@ -86,6 +86,12 @@ def predict(config: Config) -> Memory:
     return max((of_rank(rank) for rank in ranks(config, sorted({0, pp - 1}))), key=lambda memory: memory.total)
 
 
+def fits(config: Config, room: float) -> bool:
+    """Whether `predict` is at most `room` bytes, which most often one moment tells."""
+    return all(memory.total <= room for stage in sorted({0, config.parallel.pp - 1}) for rank in ranks(config, [stage])
+               for memory in moments(rank))
+
+
 def ranks(config: Config, stages: Iterable[int] = ()) -> Iterator[Rank]:
     """The first rank along dp, cp and tp, which has the most samples and tokens, of these pipeline stages, or of each."""
     p, t, m = config.parallel, config.train, config.model
@@ -104,8 +110,14 @@ def ranks(config: Config, stages: Iterable[int] = ()) -> Iterator[Rank]:
 
 def of_rank(rank: Rank) -> Memory:
     """The memory of one rank at its fullest moment."""
-    found = [memory_at(moment, rank) for moment in ("loss", "backward", "end", "optimizer")]
-    return max([*found, *beginning(rank)], key=lambda memory: memory.total)
+    return max(moments(rank), key=lambda memory: memory.total)
+
+
+def moments(rank: Rank) -> Iterator[Memory]:
+    """The memory of one rank at each moment at which it may be at its fullest."""
+    for moment in ("loss", "backward", "end", "optimizer"):
+        yield memory_at(moment, rank)
+    yield from beginning(rank)
 
 
 def beginning(rank: Rank) -> Iterator[Memory]:

@@ -13,12 +13,14 @@ chunks, each with the least recomputation that fits, which is the fastest: exhau
 is left: for few GPUs (`FEW`) all of it together, for more greedily: sequence parallelism and its overlap, context method and
 ZeRO-1, then the rank order, then micro-batches with that overlap again, as long as something gets faster. A layout that does not
 fit is looked at in all variants of one sample and full recomputation before it is given up. A variant takes a simpler one's place
-if it is faster by more than predictions can tell (`MARGIN`). The tests compare with all variants of all layouts.
+if it is faster by more than predictions can tell (`MARGIN`). Of more layouts than `MANY` those whose blocks alone take longer
+(`promise`) than the steps of the `REFINED` fastest are left out, and counted. The tests compare with all variants of all layouts.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, fields, replace
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import cycle, permutations, product
 from typing import Any
@@ -29,13 +31,15 @@ from course.models import GPTConfig
 from course.perf import comms, memory, steptime
 from course.perf import hardware as hardware_presets
 from course.perf.hardware import Hardware
-from course.perf.layouts import AXES, divisors, factors, refusal
+from course.perf.layouts import AXES, divisors, factors, hopeless, refusal, unable
+from course.perf.local import local_of
 from course.perf.memory import Memory
 from course.perf.steptime import Time
 
 # What the search chooses, where the user has not
 KEYS = (*(f"parallel.{key}" for key in (*AXES, "order", "sp", "overlap", "context", "schedule", "chunks", "zero", "bucket_mb")),
         "train.micro_batch", "train.recompute", "precision")
+WAYS = ("parallel.sp", "parallel.overlap", "parallel.context", "parallel.zero")         # of which `rest` has all combinations
 RECOMPUTE = ("none", "selective", "full")           # from fast to small
 FEW = 8                                             # GPUs of which all that a layout can vary in is tried together
 MARGIN = 0.005                                      # of the time: no prediction is better than that
@@ -43,6 +47,8 @@ FREE = 0.05                                         # of a GPU's memory: most pe
 PEAKS = (132, 116)                                  # whose memory was measured here, and of them within 5% of what is predicted
 BUCKET = 4                                          # MiB of gradients in a bucket for each rank that shares it, over nodes
 REFINED = 32                                        # layouts, the most promising ones, of which all that is greedy is searched
+MANY = 256                                          # layouts, of more than which those that cannot be among these are left out
+SLACK = 0.8                                         # of a sample's time in the largest micro-batch: in no smaller one it is less
 Choice = dict[str, Any]                             # key -> value
 
 
@@ -82,6 +88,7 @@ class Plan:
     layouts: tuple[Layout, ...]                     # that fit, the fastest first
     misfits: tuple[Misfit, ...]                     # that do not, the one that comes nearest first
     refused: dict[str, int]                         # why the library would not take others, and how many
+    slower: int = 0                                 # of many layouts those too slow for the list, fit or not
 
     @property
     def room(self) -> float:
@@ -99,6 +106,7 @@ class Search:
     fixed: frozenset[str]
     precisions: tuple[str, ...]
     free: float = FREE                              # the share of a GPU's memory that stays free
+    known: steptime.Known = field(default_factory=dict, init=False, compare=False)      # what is known of blocks
 
     @property
     def room(self) -> float:
@@ -129,25 +137,21 @@ def search(config: Config, hardware: Hardware, gpus: int, fixed: Iterable[str] =
         raise CourseError(f"--free {free:g}: a share of the memory is at least 0 and less than 1, such as {FREE}")
     for precision in precisions or [config.precision]:
         hardware.peak(precision)
+        if sentence := unable(changed(config, {"precision": precision}), hardware):
+            raise CourseError(sentence)
     whole, hardware = hardware, seated(hardware, gpus)
     asked = Search(config, hardware, gpus, frozenset(fixed), tuple(precisions) or (config.precision,), free)
     starts, refused = possible(asked)
     if not starts:
         raise CourseError(why_none(asked, refused))
-    found: list[Layout] = []
-    misfits: list[Misfit] = []
-    for start in starts:
-        layout = first(asked, start)
-        if layout is None:
-            misfits.append(misfit(asked, start))
-        else:
-            found.append(layout)
+    looked = firsts(asked, starts)
+    found = sorted((one for one in looked if isinstance(one, Layout)), key=lambda layout: layout.time.step)
+    misfits = sorted((one for one in looked if isinstance(one, Misfit)), key=lambda one: one.needs)
     if not found:
         raise CourseError(nowhere(replace(asked, hardware=whole), misfits))
-    found.sort(key=lambda layout: layout.time.step)
     found = [refined(asked, layout) for layout in found[:REFINED]] + found[REFINED:]
     found.sort(key=lambda layout: layout.time.step)
-    return Plan(config, hardware, gpus, free, tuple(found), tuple(sorted(misfits, key=lambda one: one.needs)), refused)
+    return Plan(config, hardware, gpus, free, tuple(found), tuple(misfits), refused, looked.count(None))
 
 
 def seated(hardware: Hardware, gpus: int) -> Hardware:
@@ -192,6 +196,8 @@ def start_of(asked: Search, sizes: dict[str, int], precision: str) -> tuple[str,
             if not (sentence := refusal(config) or out_of_reach(asked, config)):
                 return "", config
             why = why or sentence
+            if hopeless(config):
+                return why, None
     return why, None
 
 
@@ -291,20 +297,72 @@ def orders(asked: Search, config: Config) -> list[str]:
 
 # ---- the search
 
-def first(asked: Search, start: Config) -> Layout | None:
-    """The fastest variant of a layout over micro-batches and chunks, or any that fits, or None."""
-    found = fastest(asked, start)
-    if found is None:
-        fits = next((config for config, needs in tight(asked, start) if needs.total <= asked.room), None)
-        found = fastest(asked, fits) if fits else None
+def firsts(asked: Search, starts: Sequence[Config]) -> list[Layout | Misfit | None]:
+    """`first` of each layout. Of many, those that promise the most come first, and what cannot be among the fastest `REFINED` is
+    None."""
+    promised = [promise(asked, start) if len(starts) > MANY else 0.0 for start in starts]
+    found: list[Layout | Misfit | None] = [None] * len(starts)
+    steps: list[float] = []                         # of the fastest
+    for at in sorted(range(len(starts)), key=promised.__getitem__):
+        limit = steps[-1] if len(starts) > MANY and len(steps) == REFINED else math.inf
+        if promised[at] >= limit:                   # and so do all that follow
+            break
+        one = found[at] = first(asked, starts[at], limit)
+        if isinstance(one, Layout):
+            steps = sorted([*steps, one.time.step])[:REFINED]
     return found
 
 
-def fastest(asked: Search, config: Config) -> Layout | None:
-    """The fastest that fits over all micro-batches and chunks."""
-    candidates = (changed(config, {**chunks, "train.micro_batch": micro})
-                  for chunks in schedules(asked, config) for micro in micros(asked, config))
-    return best(asked, candidates)
+def first(asked: Search, start: Config, limit: float = math.inf) -> Layout | Misfit | None:
+    """The fastest variant of a layout over micro-batches and chunks, or any that fits; or why none does; None where they take
+    `limit` seconds a step or more."""
+    found = fastest(asked, start, limit)
+    if found is None:
+        fits = next((config for config in tight(asked, start) if memory.fits(config, asked.room)), None)
+        if fits is None:
+            return misfit(asked, start)
+        if any(get(fits, key) != get(start, key) for key in WAYS):
+            found = fastest(asked, fits, limit)
+    return found
+
+
+def fastest(asked: Search, config: Config, limit: float = math.inf) -> Layout | None:
+    """The fastest that fits over all micro-batches and chunks, if it takes less than `limit` seconds a step."""
+    found, work = None, {micro: work_of(asked, config, micro) for micro in micros(asked, config)}
+    for chunks, micro in product(schedules(asked, config), work):
+        if least(config, chunks.get("parallel.chunks", config.parallel.chunks), micro, work[micro]) < limit:
+            candidate = changed(config, {**chunks, "train.micro_batch": micro})
+            found = fitting(asked, candidate, limit) or found
+            limit = found.time.step * (1 - MARGIN) if found else limit
+    return found
+
+
+def work_of(asked: Search, config: Config, micro: int) -> float:
+    """Seconds of a block's forward and backward pass of a micro-batch, with the least recomputation."""
+    again = asked.values("train.recompute", RECOMPUTE)[0]
+    one = changed(config, {"train.micro_batch": micro, "train.recompute": again})
+    block, _ = steptime.blocks_of(local_of(one, asked.hardware, asked.gpus), asked.known)
+    return block["forward"] + block["backward"]
+
+
+def least(config: Config, chunks: int, micro: int, work: float) -> float:
+    """Seconds below which no step is in which a block's `work` is so many seconds a micro-batch: the blocks of the rank that has
+    the most, and the bubble (`steptime.pipeline_time`)."""
+    depth, pp = config.model.depth, config.parallel.pp
+    if depth < pp * chunks:                         # refused, with a sentence
+        return 0.0
+    share = config.train.global_batch // config.parallel.dp
+    most = max(steptime.shares(depth, pp, chunks))
+    number = math.ceil(share / (micro or share))
+    return work * ((number - 1 / chunks) * most + depth / chunks) * (1 - 1e-9)          # and rounding
+
+
+def promise(asked: Search, start: Config) -> float:
+    """Seconds below which no variant of a layout is: the work of the largest micro-batch, in parts as small as they may be."""
+    sizes = micros(asked, start)
+    work = SLACK * work_of(asked, start, sizes[-1]) / sizes[-1] * sizes[0] if sizes[-1] else work_of(asked, start, 0)
+    return min(least(start, chunks.get("parallel.chunks", start.parallel.chunks), sizes[0], work)
+               for chunks in schedules(asked, start))
 
 
 def refined(asked: Search, layout: Layout) -> Layout:
@@ -361,25 +419,29 @@ def fitting(asked: Search, candidate: Config, limit: float) -> Layout | None:
         config = changed(candidate, {"train.recompute": how})
         if refusal(config):
             continue
-        time = steptime.predict(config, asked.hardware, asked.gpus)
-        if time.step < limit:
-            needs = memory.predict(config)
-            if needs.total <= asked.room:
-                found, limit = Layout(config, needs, time), time.step
+        time = steptime.predict(config, asked.hardware, asked.gpus, asked.known)
+        if time.step < limit and memory.fits(config, asked.room):
+            found, limit = Layout(config, memory.predict(config), time), time.step
         if how == "none" and time.step >= limit:    # found, or too slow: with more it is slower still
             break
     return found
 
 
-def tight(asked: Search, start: Config) -> Iterator[tuple[Config, Memory]]:
-    """Variants of a layout that need little memory, with what they need: a sample at a time, as much computed again as can be."""
+def tight(asked: Search, start: Config) -> Iterator[Config]:
+    """Variants of a layout that need little memory: a sample at a time, as much computed again as can be. Of schedules 1f1b, if
+    it may be, than which none keeps less; of overlaps one, which all need the same."""
     again = asked.values("train.recompute", RECOMPUTE)[::-1]
-    for chunks, others in product(schedules(asked, start), rest(asked, start)):
-        some = (changed(start, {**chunks, **others, "train.micro_batch": micros(asked, start)[0], "train.recompute": how})
-                for how in again)
-        config = next((one for one in some if not refusal(one)), None)
+    some = schedules(asked, start)
+    some = some[:1] if some[0].get("parallel.schedule") == "1f1b" else some
+    alike: dict[Any, Choice] = {}
+    for others in rest(asked, start):               # of those that need the same the first counts
+        alike.setdefault(tuple(value != "none" if key == "parallel.overlap" else value for key, value in others.items()), others)
+    micro = micros(asked, start)[0]
+    for chunks, others in product(some, alike.values()):
+        variants = (changed(start, {**chunks, **others, "train.micro_batch": micro, "train.recompute": how}) for how in again)
+        config = next((one for one in variants if not refusal(one)), None)
         if config is not None:
-            yield config, memory.predict(config)
+            yield config
 
 
 # ---- why not
@@ -391,7 +453,7 @@ TERMS = {"parameters": "parameters", "gradients": "gradients", "states": "optimi
 
 def misfit(asked: Search, start: Config) -> Misfit:
     """What a layout that does not fit needs at least, of which the most is what, and what would make it fit."""
-    config, needs = min(tight(asked, start), key=lambda variant: variant[1].total)
+    config, needs = min(((one, memory.predict(one)) for one in tight(asked, start)), key=lambda variant: variant[1].total)
     term = max(TERMS, key=lambda name: getattr(needs, name))
     return Misfit({axis: getattr(config.parallel, axis) for axis in AXES}, needs.total, TERMS[term], getattr(needs, term),
                   cure(asked, config))
@@ -408,7 +470,7 @@ def cure(asked: Search, config: Config) -> str:
         given.append({f"parallel.{axis}": getattr(p, axis) * k} | ({"parallel.dp": p.dp // k} if p.dp % k == 0 else {}))
     for change in given:
         one = changed(config, change)
-        if not refusal(one) and memory.predict(one).total <= asked.room:
+        if not refusal(one) and memory.fits(one, asked.room):
             gpus = one.parallel.pp * one.parallel.dp * one.parallel.cp * one.parallel.tp
             words = " ".join(f"{key}={plain(value)}" for key, value in change.items())
             return words if gpus == asked.gpus else f"{words} on {gpus} GPUs"
@@ -463,7 +525,8 @@ def nowhere(asked: Search, misfits: list[Misfit]) -> str:
     if count := enough(asked):
         ways.append(f"take {count} GPUs")
     others = [load for name in hardware_presets.presets() if (load := hardware_presets.load(name)).memory > asked.hardware.memory
-              and all(precision in load.peaks for precision in asked.precisions)]
+              and all(precision in load.peaks and not unable(changed(asked.config, {"precision": precision}), load)
+                      for precision in asked.precisions)]
     for larger in sorted(others, key=lambda one: one.memory):
         if holds(replace(asked, hardware=larger)):
             ways.append(f"take {larger.name}, with {larger.memory / 1e9:.0f} GB each")
@@ -479,15 +542,24 @@ def offered(asked: Search) -> str:
 
 def enough(asked: Search) -> int:
     """The least number of GPUs that would hold the model, of those that people have: up to a node any, then whole nodes, beyond
-    16 nodes twice as many each time. 0 if 65,536 do not."""
+    16 nodes twice as many each time. 0 if 65,536 do not.
+
+    Of nodes, halves and doubles it is found by bisection, as if what a number holds twice as many did, too; then the numbers
+    below it are tried, one after another.
+    """
     node = asked.node
-    counts = [*range(asked.gpus + 1, node + 1), *(node * n for n in range(2, 17)), *(node * 2**k for k in range(5, 17))]
-    return next((count for count in counts if asked.gpus < count <= 65536 and holds(replace(asked, gpus=count))), 0)
+    doubles = sorted({count for k in range(17) for count in (node >> k, node << k) if asked.gpus < count <= 65536 and count})
+    if not doubles or not holds(replace(asked, gpus=doubles[-1])):
+        return 0
+    enough = doubles[bisect_left(doubles, True, hi=len(doubles) - 1, key=lambda count: holds(replace(asked, gpus=count)))]
+    below = max([asked.gpus, *(count for count in doubles if count < enough)])
+    between = [*range(below + 1, min(node, enough)), *(node * n for n in range(2, 17) if below < node * n < enough)]
+    return next((count for count in between if holds(replace(asked, gpus=count))), enough)
 
 
 def holds(asked: Search) -> bool:
     """Whether any layout fits."""
-    return any(needs.total <= asked.room for start in possible(asked)[0] for _, needs in tight(asked, start))
+    return any(memory.fits(config, asked.room) for start in possible(asked)[0] for config in tight(asked, start))
 
 
 # ---- configurations
@@ -529,4 +601,5 @@ def as_plain(plan: Plan, top: int = 0) -> dict[str, Any]:
                for one in plan.layouts[:top or None]]
     misfits = [{entry.name: getattr(one, entry.name) for entry in fields(one)} for one in plan.misfits]
     return {"preset": plan.config.preset, "gpus": plan.gpus, "hardware": plan.hardware.name, "memory_bytes": plan.hardware.memory,
-            "free": plan.free, "fits": len(plan.layouts), "layouts": layouts, "misfits": misfits, "refused": plan.refused}
+            "free": plan.free, "fits": len(plan.layouts), "layouts": layouts, "misfits": misfits, "refused": plan.refused,
+            "slower": plan.slower}

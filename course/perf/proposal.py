@@ -109,13 +109,21 @@ def show(plan: Plan, top: int) -> None:
                       f"{t.step * 1e3:,.0f}", f"{t.mfu:.0%}", f"{one.memory.total / 1e9:.1f}",
                       f"{1 - one.memory.total / h.memory:.0%}", short(speed(plan, one)), how(one.config, plan.config), parts(one))
     console.print(table)
-    if len(plan.layouts) > top:
-        print(f"{len(plan.layouts) - top} more layouts fit (--top).")
+    for line in rest_of(plan, top):
+        print(line)
     if plan.free:
         print(f"Each layout leaves {plan.free:.0%} of a GPU's memory free at least (--free): of {PEAKS[0]} measured peaks "
               f"{PEAKS[1]} are within 5% of what is predicted.")
     for line in (*reasons(plan), *limits(plan), *masked(plan)):
         print(line)
+
+
+def rest_of(plan: Plan, top: int) -> list[str]:
+    """How many layouts there are that the table does not show."""
+    lines = [f"{len(plan.layouts) - top:,} more layouts fit (--top)."] if len(plan.layouts) > top else []
+    if plan.slower:
+        lines.append(f"{plan.slower:,} more layouts are slower than these, by their blocks alone: they were not looked at.")
+    return lines
 
 
 def limits(plan: Plan) -> list[str]:

@@ -11,6 +11,7 @@ what collectives cost the matmuls beside them (`blocktime.BESIDE`).
 import math
 from dataclasses import dataclass, fields
 from functools import cache
+from typing import Any
 
 from course.config import Config
 from course.errors import CourseError
@@ -23,6 +24,9 @@ from course.perf.local import Local, linears, local_of
 # bytes/s that loaders give on a host of 16 cores, by worker, and at most (results/loaders_h200.json: pairs of 41.5 MB; of native,
 # beginning_h200.json: 53 to 64 pairs/s whatever the workers)
 LOADERS = {"native": (1.27e9, 2.4e9), "threads": (5.7e9, 36e9), "dali": (3.4e9, 11e9), "dali_numpy": (5.9e9, 36e9)}
+
+Parts = dict[str, float]                            # part of a step -> seconds, as `blocktime.py` has them
+Known = dict[tuple[Any, ...], tuple[Parts, list[Parts]]]
 
 
 @dataclass(frozen=True)
@@ -67,19 +71,20 @@ class Time:
         return self.samples / self.step
 
 
-def predict(config: Config, hardware: Hardware, gpus: int = 0) -> Time:
+def predict(config: Config, hardware: Hardware, gpus: int = 0, known: Known | None = None) -> Time:
     """Seconds of one step of a configuration on some hardware. gpus: how many there are, for parallel.dp=0; else the layout's.
 
+    known: what is known of blocks (`blocks_of`), from predictions of the same model on the same hardware.
     Raises `CourseError` where batch and layout do not divide, or the hardware does not know the format.
     """
-    return time_of(local_of(config, hardware, gpus))
+    return time_of(local_of(config, hardware, gpus), known)
 
 
-def time_of(local: Local) -> Time:
+def time_of(local: Local, known: Known | None = None) -> Time:
     """The same of a rank's part."""
     c, p = local.config, local.p
     layers = shares(local.m.depth, p.pp, p.chunks)
-    block, ends = block_time(local), ends_time(local)
+    block, ends = blocks_of(local, {} if known is None else known)
     inner = {count: rank_time(block, count, []) for count in set(layers[1:-1])}         # ranks with as many blocks are alike
     first, last = (rank_time(block, layers[0], ends[:1]), rank_time(block, layers[-1], ends[1:]))
     ranks = [first, *(inner[count] for count in layers[1:-1]), last] if p.pp > 1 else [rank_time(block, layers[0], ends)]
@@ -103,6 +108,17 @@ def time_of(local: Local) -> Time:
     ranks_number = p.pp * local.dp * p.cp * p.tp
     return Time(**parts, hidden=hidden + total["hidden"], flops=flops.step(c.model, samples) / ranks_number,
                 peak=local.kernels.hardware.peak(c.precision), samples=samples)
+
+
+def blocks_of(local: Local, known: Known) -> tuple[Parts, list[Parts]]:
+    """(the parts of a block, of what comes before and after the blocks) of a micro-batch, kept in `known`: thousands of layouts
+    of one model differ in keys that do not change them."""
+    c, p = local.config, local.p
+    alike = (c.precision, c.train.recompute, p.tp, p.cp, p.sp, p.overlap, p.context, local.micro, local.casts, local.masters,
+             local.groups["tp"], local.groups["cp"])
+    if alike not in known:
+        known[alike] = block_time(local), ends_time(local)
+    return known[alike]
 
 
 @cache

@@ -10,6 +10,7 @@ def test_every_preset_is_whole(name):
     assert found.name == name and found.links[-1].span == 0 and 10e9 < found.memory < 1e12
     assert max(found.peaks.values()) == found.peaks.get("fp8", found.peaks["fp16"])
     hash(found)
+    assert ("bf16" in found.peaks) == (found.capability >= 8.0) and ("fp8" in found.peaks) == (found.capability >= 8.9)
 
 
 def test_presets_that_share_a_chip_share_its_peaks():
@@ -37,7 +38,11 @@ def test_an_own_file_changes_a_preset(tmp_path):
     ("base: h100-80\nmemory: 80", "memory=80 is in bytes, bytes/s or FLOP/s, not in multiples of them: write 80e9 for 80 GB"),
     ("base: h100-80\nstorage: 0", "storage=0.0 must be a number above 0, in bytes/s of a node"),
     ("base: h100-80\nlaunch: 23e-6", "there is no key 'launch'"),
-    ("base: h100-80\nlinks: [{name: a, span: 0, latency: -1.0, bandwidth: 1.0}]", "latency is in seconds, 0 or more"),
+    ("base: h100-80\nlinks: [{name: a, span: 0, latency: -1.0, bandwidth: 1.0}]",
+     "latency=-1 is in seconds, 0 or more and less than 0.1"),
+    ("base: h100-80\nlinks: [{name: a, span: 0, latency: 5, bandwidth: 25e9}]",
+     "links.a.latency=5 is in seconds, 0 or more and less than 0.1: write 5e-6 for 5 microseconds"),
+    ("base: h100-80\ncapability: -9", "capability=-9.0 is a GPU's compute capability, such as 9.0 of an H100"),
     ("base: h100-80\nlinks: []", "at least one entry in links"),
     ("base: h100-80\nlinks: [{name: a, span: 0, latency: 0, bandwidth: 1.0}, {name: b, span: 8, latency: 0, bandwidth: 1.0}]",
      "from inside out"),

@@ -1,0 +1,114 @@
+"""A search among thousands of layouts: what is left out could not be among the first, and how much is predicted to find these."""
+
+import random
+import time
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from course.config import load
+from course.errors import CourseError
+from course.perf import hardware, memory, plan, proposal, steptime
+from course.perf.layouts import refusal
+from course.perf.plan import search
+
+H100 = hardware.load("h100-80")
+
+
+def test_a_few_thousand_predictions_for_thousands_of_layouts(monkeypatch):
+    """15,120 has 80 divisors, and so has each rank's share of as many samples: 150,000 variants before their ways vary."""
+    asked, predict = [], steptime.predict
+    monkeypatch.setattr(steptime, "predict", lambda *words: asked.append(words) or predict(*words))
+    found = search(load("gpt-7b", ["train.global_batch=15120"]), H100, 15120)
+    print(f"{len(asked)} predictions; {len(found.layouts)} layouts, {found.slower} left out")
+    assert len(asked) < 8000 and found.slower > 1000 and len(found.layouts) >= plan.REFINED
+    assert f"{found.slower:,} more layouts are slower than these" in " ".join(proposal.rest_of(found, 10))
+
+
+def test_what_is_refused_in_every_variant_is_asked_about_once(monkeypatch):
+    """Of 11,200 ways to write 15,120 GPUs a batch of 1,024 lets 195 be: the others are not to be varied."""
+    asked = []
+    monkeypatch.setattr(plan, "refusal", lambda config: asked.append(config) or refusal(config))
+    request = plan.Search(load("gpt-7b", ["train.global_batch=1024"]), H100, 15120, frozenset(), ("bf16",))
+    starts, refused = plan.possible(request)
+    assert len(starts) == 195 and sum(refused.values()) == 11005 and len(asked) < 1.2 * 11200
+
+
+@pytest.mark.parametrize(("preset", "settings", "gpus", "precisions"), [
+    pytest.param("gpt-1.3b", ["train.global_batch=960"], 240, ["bf16"], marks=pytest.mark.slow),
+    ("gpt-7b", ["compile=true", "train.global_batch=256"], 64, ["bf16", "fp8"]),
+    ("vit-mp", ["data.source=mock", "train.global_batch=96"], 96, ["bf16"]), ("gpt-7b", ["model.context=65536"], 32, ["bf16"])])
+def test_what_is_left_out_changes_nothing_of_the_first(preset, settings, gpus, precisions, monkeypatch):
+    asked = load(preset, settings), H100, gpus, (), precisions
+    found = []
+    for many in (10**9, 0):
+        monkeypatch.setattr(plan, "MANY", many)
+        found.append(search(*asked))
+    whole, some = found
+    assert some.slower > 0 == whole.slower and some.layouts[:plan.REFINED] == whole.layouts[:plan.REFINED]
+    assert len(some.layouts) + len(some.misfits) + some.slower == len(whole.layouts) + len(whole.misfits)
+
+
+def test_no_step_is_below_the_least():
+    """And no smaller micro-batch's work, for each sample, much below the largest one's."""
+    draw, seen, worst = random.Random(0), 0, 1.0
+    for preset, settings in (("gpt-1.3b", []), ("gpt-7b", ["compile=true"]), ("dit-xl", ["compile=true"]),
+                             ("vit-mp", ["kernels=hand"])):
+        base = load(preset, ["data.source=mock", "train.global_batch=240", *settings])
+        request = plan.Search(base, H100, 48, frozenset(), ("bf16",))
+        for start in draw.sample(plan.possible(request)[0], 8):
+            work = {micro: plan.work_of(request, start, micro) for micro in plan.micros(request, start)}
+            worst = min([worst, *(work[a] / a / (work[b] / b) for a, b in product(work, work) if a < b)])
+            for chunks, micro, how in product(plan.schedules(request, start), work, plan.RECOMPUTE):
+                one = plan.changed(start, {**chunks, "train.micro_batch": micro, "train.recompute": how})
+                if not refusal(one):
+                    time = steptime.predict(one, H100, 48)
+                    assert time == steptime.predict(one, H100, 48, request.known)
+                    assert time.step >= plan.least(start, one.parallel.chunks, micro, work[micro])
+                    assert time.step >= plan.promise(request, start)
+                    seen += 1
+    print(f"{seen} variants; for a sample at least {worst:.2f} of the largest micro-batch's work")
+    assert seen > 300 and worst >= plan.SLACK
+
+
+@pytest.mark.parametrize(("preset", "settings"), [("gpt-7b", []), ("gpt-1.3b", ["compile=true", "optim.name=sgd"]),
+                                                  ("dit-xl", []), ("gpt-7b", ["precision=fp8", "parallel.overlap=none"])])
+def test_the_tightest_variant_is_among_the_few(preset, settings):
+    """1f1b keeps the least of all schedules, and all overlaps keep as much."""
+    base = load(preset, ["train.global_batch=48", *settings])
+    request = plan.Search(base, H100, 48, frozenset(), (base.precision,))
+    for start in random.Random(1).sample(plan.possible(request)[0], 12):
+        every = [plan.changed(start, {**chunks, **others, "train.micro_batch": 1, "train.recompute": "full"})
+                 for chunks, others in product(plan.schedules(request, start), plan.rest(request, start))]
+        needs = [memory.predict(one).total for one in every if not refusal(one)]
+        few = [memory.predict(one).total for one in plan.tight(request, start)]
+        assert min(few) == min(needs) and len(few) <= 18
+        assert [memory.fits(one, min(needs)) for one in plan.tight(request, start)] == [one <= min(needs) for one in few]
+
+
+def test_a_model_that_fits_nowhere_is_given_up_soon(monkeypatch):
+    """The least number of GPUs is looked for by bisection, not in all numbers up to 65,536."""
+    counts, holds = [], plan.holds
+    monkeypatch.setattr(plan, "holds", lambda asked: counts.append(asked.gpus) or holds(asked))
+    words = ["model.depth=2000", "model.dim=65536", "model.heads=512", "train.global_batch=64"]
+    with pytest.raises(CourseError, match="no layout fits 1 x h100-80"):
+        search(load("gpt-7b", words), replace(H100, memory=20e9), 1)
+    assert len(counts) < 16
+
+
+REQUESTS = [("gpt-7b", ["train.global_batch=8192"], 16384, "h100-80", ()),
+            ("gpt-7b", ["train.global_batch=1024"], 15120, "h100-80", ()),
+            ("gpt-7b", ["train.global_batch=1024"], 16384, "h100-80", ("bf16", "fp8")),
+            ("gpt-7b", ["train.global_batch=15120"], 15120, "h100-80", ()),
+            ("gpt-7b", ["train.global_batch=16384", "compile=true"], 16384, "b200", ("bf16", "fp8"))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("preset", "settings", "gpus", "name", "precisions"), REQUESTS)
+def test_ten_seconds_for_tens_of_thousands_of_gpus(preset, settings, gpus, name, precisions):
+    begin = time.process_time()
+    found = search(load(preset, settings), hardware.load(name), gpus, precisions=precisions)
+    took = time.process_time() - begin
+    print(f"{len(found.layouts)} layouts of {gpus} GPUs in {took:.1f} s of a core")
+    assert took < 10 and len(found.layouts) >= plan.REFINED
