@@ -146,6 +146,60 @@ def test_never_is_more_than_the_largest_tensor_in_memory(serial, tmp_path, monke
     assert len(most) > 100 and max(most) <= 2 * largest                 # one is read while the one before is let go of
 
 
+class Counted:
+    """A file of tensors, or a tensor in one, that counts the bytes taken from it, how often it is opened, and how often read."""
+
+    total = opened = taken = 0
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __enter__(self):
+        Counted.opened += 1
+        return Counted(self.inner.__enter__())
+
+    def __exit__(self, *error):
+        self.inner.__exit__(*error)
+
+    def get_shape(self):
+        return self.inner.get_shape()
+
+    def get_slice(self, key):
+        return Counted(self.inner.get_slice(key))
+
+    def get_tensor(self, key):
+        return self.took(self.inner.get_tensor(key))
+
+    def __getitem__(self, where):
+        return self.took(self.inner[where])
+
+    def took(self, tensor):
+        Counted.total, Counted.taken = Counted.total + tensor.nbytes, Counted.taken + 1
+        return tensor
+
+
+@pytest.mark.parametrize("old", ["dp=1", "dp=4 zero=true"])
+@pytest.mark.parametrize("new", ["dp=4", "dp=3 bucket_mb=0.003"])
+def test_a_rank_reads_the_bytes_that_it_holds_and_no_others(serial, tmp_path, monkeypatch, old, new):
+    """ZeRO-1's flat ranges, of flat ranges and of whole tensors, many of which are larger than a bucket."""
+    _, source, index = serial
+    source, index = again(source, index, f"{old} bucket_mb=0.003", tmp_path)
+    expected = everything(source, index)
+    settings = config.load("gpt-demo", [*SMALL, *keys(f"{new} zero=true")])
+    size, parts = reshard.ranks_of(settings), 0
+    real = checkpoint.safe_open
+    monkeypatch.setattr(checkpoint, "safe_open", lambda *given: Counted(real(*given)))
+    for rank in range(size):
+        for piece in reshard.pieces_of(index, settings, rank, size):
+            Counted.total, where = 0, piece.where
+            read = checkpoint.read_placed(source, index, piece.name, where)
+            box = expected[piece.name][tuple(slice(*side) for side in where.box)]
+            assert torch.equal(read, box if where.flat is None else box.flatten()[slice(*where.flat)]), piece
+            assert Counted.total == read.nbytes and Counted.opened <= Counted.taken, piece
+            parts += where.flat is not None and where.flat != (0, box.numel())
+    assert parts > 40
+
+
 def test_the_command_that_is_said_goes_on_in_the_new_layout(serial):
     from course.train import main
 

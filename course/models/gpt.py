@@ -53,7 +53,7 @@ class GPTConfig:
     bias: bool = True                               # of the linears; the head has none
     dropout: float = 0.0                            # after the embedding, attention and MLP
     tied: bool = True                               # the output projection is the token embedding, one weight
-    # tokens whose logits are in memory at a time while training; 0: of all. At GPT-2's vocabulary 4096 are 0.8 GB in float32,
+    # tokens whose logits are in memory at a time for the loss; 0: of all. At GPT-2's vocabulary 4096 are 0.8 GB in float32,
     # and as rows of a matmul enough for tensor cores
     loss_chunk: int = 4096
 
@@ -206,8 +206,19 @@ class Chunk:
 # 8192 logits each, forward and backward took 69 MB so and 39 MB in a loop
 @torch._disable_dynamo
 def chunked_loss(*given: Any) -> Tensor:
-    """`ChunkedLoss`, chunk after chunk."""
-    return ChunkedLoss.apply(*given)
+    """`ChunkedLoss`, chunk after chunk; in evaluation its value alone."""
+    return ChunkedLoss.apply(*given) if torch.is_grad_enabled() else sum_of_chunks(*given)
+
+
+def sum_of_chunks(x: Tensor, weight: Tensor, target: Tensor, weights: Tensor, cross_entropy: CrossEntropy, size: int,
+                  chunk: Chunk) -> Tensor:                              # (N, D), (V, D), (N,), (N,)
+    """The same sum without a gradient of x or weight. That of a chunk's logits takes the softmax's memory, and is dropped."""
+    kind = x.device.type
+    low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype                # of the matmuls
+    matrix, total = weight.to(low), torch.zeros_like(weights[0])        # (V, D), ()
+    for rows, aims, factors in zip(x.to(low).split(size), target.split(size), weights.split(size), strict=True):
+        total = total + chunk(rows, matrix, aims, factors, cross_entropy)[0]
+    return total                                                        # ()
 
 
 class Enter(nn.Module):
@@ -222,8 +233,9 @@ class Enter(nn.Module):
 class Head(nn.Module):
     """Map each token to the logits of the next, (B, T, V).
 
-    In training with `loss_chunk` it puts out the sum of the loss instead, a scalar, and no one ever has all logits. FP8's
-    matmul, which notes what it meets, is not taken apart: with it there are logits in training too.
+    In training with `loss_chunk`, and in evaluation where `loss_alone` says that nobody wants logits, it puts out the sum of the
+    loss instead, a scalar, and no one ever has all logits. FP8's matmul, which notes what it meets, is not taken apart: with it
+    there are logits at any rate.
     """
 
     def __init__(self, c: GPTConfig):
@@ -232,10 +244,11 @@ class Head(nn.Module):
         self.enter = Enter()
         self.proj = Linear(c.dim, c.vocab, bias=False)
         self.cross_entropy, self.chunk, self.of_chunk = CrossEntropy(), c.loss_chunk, Chunk()
+        self.loss_alone = False                     # set by `course.validate.forward_only`
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:               # (B, T, D)
         x = self.enter(self.norm(x))                                    # (B, T, D)
-        if not (self.training and self.chunk and self.proj.matmul is F.linear):
+        if not ((self.training or self.loss_alone) and self.chunk and self.proj.matmul is F.linear):
             return self.proj(x)                                         # (B, T, V)
         target, weights = batch["target"].clamp(min=0), token_weights(batch)            # 2 x (B, T)
         return chunked_loss(x.flatten(0, 1), self.proj.weight, target.flatten(), weights.flatten(), self.cross_entropy,
