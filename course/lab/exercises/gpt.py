@@ -134,10 +134,11 @@ def draw_vocabulary(seed: int, hidden: bool) -> Tensors:
             "seed": torch.tensor(seed % 2**31)}
 
 
-def my_axis() -> Axis:
-    """A tensor-parallel axis of two ranks; of four ranks there are two such groups, which have to be named."""
+def my_axes() -> tuple[Axis, Axis]:
+    """A tensor-parallel axis of two ranks, of which four ranks have two, that have to be named; and the axis along these."""
     world = join("cpu")
-    return build_mesh(config.Parallel(dp=world.size // 2, tp=2), world).tp
+    mesh = build_mesh(config.Parallel(dp=world.size // 2, tp=2), world)
+    return mesh.tp, mesh.dp
 
 
 def train_on(inputs: Tensors, *overrides: str) -> Tensors:
@@ -151,7 +152,7 @@ def train_on(inputs: Tensors, *overrides: str) -> Tensors:
 
 def look_up(inputs: Tensors) -> Tensors:
     """The vectors of drawn tokens, the gradient of this rank's rows, and models trained without and with sequence parallelism."""
-    axis, tokens = my_axis(), inputs["tokens"].clone()
+    (axis, _), tokens = my_axes(), inputs["tokens"].clone()
     serial = nn.Module()
     serial.embedding = nn.Embedding(*inputs["rows"].shape).double()
     place_serial(serial)
@@ -169,9 +170,10 @@ def look_up(inputs: Tensors) -> Tensors:
 
 def lose_in_pieces(inputs: Tensors) -> Tensors:
     """Losses and gradients of drawn logits, of large ones and of 16-bit ones; numbers that are exchanged; a model trained."""
-    axis, target = my_axis(), inputs["tokens"]
+    (axis, groups), target = my_axes(), inputs["tokens"]
 
     def loss(logits: Tensor) -> tuple[Tensor, Tensor, bool]:
+        logits = logits.roll(groups.rank, 0)         # another group has other ones, and so other maxima
         mine = mappings.shard(logits, -1, axis).detach().clone().requires_grad_()
         before = mine.detach().clone()
         values = vocabulary.VocabularyCrossEntropy(axis)(mine, target)

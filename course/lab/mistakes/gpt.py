@@ -94,6 +94,9 @@ MISTAKES = {
                 "each rank has the sum over its own columns, and the target's logit if that is here: add up over the ranks"),
         Mistake("all ranks for those of the axis", ", group=axis.group", "",
                 "without `group` all ranks take part, and the axis need not have all: group=axis.group"),
+        Mistake("the largest of all ranks", MOST, MOST.replace(", group=axis.group", ""),
+                "without `group` the largest is that of all ranks, some of which have other samples: beside it all logits here "
+                "may be too small for exp, so group=axis.group here too"),
         Mistake("maxima for sums", ADD, ADD.replace("sums,", "sums, dist.ReduceOp.MAX,"),
                 "the maximum was the first all-reduce: the sum of exponentials and the target's logit are added up"),
         Mistake("every rank has a target", WANTED, "wanted = s.gather(-1, column[..., None]).squeeze(-1)",

@@ -114,10 +114,11 @@ class LossInChunks(torch.autograd.Function):
         return of_x * grad, of_weight * grad, None, None
 '''
 
-SUMMED_LATE = RIGHT["loss-in-chunks"].replace("torch.zeros_like(weight), 0", "[], 0").replace("dw += grad", "dw.append(grad)").replace(
-    "ctx.dx, ctx.dw = dx, dw", "ctx.dx, ctx.dw = dx, sum(dw)")
+SUMMED_LATE = RIGHT["loss-in-chunks"].replace("torch.zeros_like(weight), 0", "[], 0").replace(
+    "dw += grad", "dw.append(grad)").replace("ctx.dx, ctx.dw = dx, dw", "ctx.dx, ctx.dw = dx, sum(dw)")
 
 WRONG = [
     ("loss-in-chunks", LISTS, "kept of all chunks"),
     ("loss-in-chunks", SUMMED_LATE, "add each to one sum"),
+    ("vocabulary-loss", RIGHT["vocabulary-loss"].replace("MAX, group=axis.group", "MAX"), ""),
 ]
