@@ -304,7 +304,7 @@ check("box-overlap")
 #
 # Now put a wanted box together. Each piece is its box and a function `read(slices)`, which reads a part of the piece from the
 # disk and returns it. Use `overlap`. **Read only what you need**: a piece may have gigabytes. The numbers are to stay as they
-# are, bit for bit.
+# are, bit for bit. A single number, whose box is `()`, comes in the same way.
 
 # %% exercise="put-together"
 def put_together(pieces: list[tuple[Box, Callable[[tuple[slice, ...]], Tensor]]], wanted: Box, dtype: torch.dtype) -> Tensor:
