@@ -89,6 +89,14 @@ class Plan:
     misfits: tuple[Misfit, ...]                     # that do not, the one that comes nearest first
     refused: dict[str, int]                         # why the library would not take others, and how many
     slower: int = 0                                 # of many layouts those too slow for the list, fit or not
+    fixed: frozenset[str] = frozenset()             # keys that were not to be chosen
+    precisions: tuple[str, ...] = ()                # formats that were
+    machine: Hardware | None = None                 # with whole nodes, where `hardware` has them filled in part
+
+    @property
+    def whole(self) -> Hardware:
+        """The hardware with whole nodes."""
+        return self.machine or self.hardware
 
     @property
     def room(self) -> float:
@@ -144,14 +152,15 @@ def search(config: Config, hardware: Hardware, gpus: int, fixed: Iterable[str] =
     starts, refused = possible(asked)
     if not starts:
         raise CourseError(why_none(asked, refused))
-    looked = firsts(asked, starts)
+    looked = firsts(asked, starts, REFINED if len(starts) > MANY else 0)
     found = sorted((one for one in looked if isinstance(one, Layout)), key=lambda layout: layout.time.step)
     misfits = sorted((one for one in looked if isinstance(one, Misfit)), key=lambda one: one.needs)
     if not found:
         raise CourseError(nowhere(replace(asked, hardware=whole), misfits))
     found = [refined(asked, layout) for layout in found[:REFINED]] + found[REFINED:]
     found.sort(key=lambda layout: layout.time.step)
-    return Plan(config, hardware, gpus, free, tuple(found), tuple(misfits), refused, looked.count(None))
+    return Plan(config, hardware, gpus, free, tuple(found), tuple(misfits), refused, looked.count(None),
+                asked.fixed, asked.precisions, whole)
 
 
 def seated(hardware: Hardware, gpus: int) -> Hardware:
@@ -297,19 +306,30 @@ def orders(asked: Search, config: Config) -> list[str]:
 
 # ---- the search
 
-def firsts(asked: Search, starts: Sequence[Config]) -> list[Layout | Misfit | None]:
-    """`first` of each layout. Of many, those that promise the most come first, and what cannot be among the fastest `REFINED` is
-    None."""
-    promised = [promise(asked, start) if len(starts) > MANY else 0.0 for start in starts]
+def quickest(plan: Plan, gpus: int = 0, batch: int = 0) -> Layout | None:
+    """The fastest layout of another request, with so many GPUs or such a global batch: of the few most promising ones. None where
+    none fits."""
+    config = changed(plan.config, {"train.global_batch": batch or plan.config.train.global_batch})
+    hardware = seated(plan.whole, gpus or plan.gpus)
+    asked = Search(config, hardware, gpus or plan.gpus, plan.fixed, plan.precisions or (config.precision,), plan.free)
+    found = [one for one in firsts(asked, possible(asked)[0], FEW) if isinstance(one, Layout)]
+    found.sort(key=lambda layout: layout.time.step)
+    return min((refined(asked, one) for one in found[:FEW]), key=lambda layout: layout.time.step, default=None)
+
+
+def firsts(asked: Search, starts: Sequence[Config], most: int) -> list[Layout | Misfit | None]:
+    """`first` of each layout. With `most` those that promise the most come first, and what cannot be among so many fastest ones
+    is None; 0: all are looked at."""
+    promised = [promise(asked, start) if most else 0.0 for start in starts]
     found: list[Layout | Misfit | None] = [None] * len(starts)
     steps: list[float] = []                         # of the fastest
     for at in sorted(range(len(starts)), key=promised.__getitem__):
-        limit = steps[-1] if len(starts) > MANY and len(steps) == REFINED else math.inf
+        limit = steps[-1] if most and len(steps) == most else math.inf
         if promised[at] >= limit:                   # and so do all that follow
             break
         one = found[at] = first(asked, starts[at], limit)
         if isinstance(one, Layout):
-            steps = sorted([*steps, one.time.step])[:REFINED]
+            steps = sorted([*steps, one.time.step])[:most or None]
     return found
 
 

@@ -21,11 +21,12 @@ from course.models import GPTConfig
 from course.perf import flops, host, kernels, memory, steptime
 from course.perf import hardware as hardware_presets
 from course.perf.hardware import Hardware
-from course.perf.layouts import refusal
-from course.perf.plan import FREE, KEYS, PEAKS, Layout, Misfit, Plan, as_plain, changed, plain, search, settings
+from course.perf.layouts import divisors, refusal
+from course.perf.plan import FREE, KEYS, PEAKS, Layout, Misfit, Plan, as_plain, changed, plain, quickest, search, settings
 
 HIDDEN = 0.03                                       # the share of a step below which a part is not named
 LIMIT = 0.1                                         # the share of a step, or of its rate, from which on something limits it
+GAIN = 0.03                                         # the share of a step from which on another request is worth naming
 OWN_CPUS = 4                                        # of a rank beside its loader's: the step's threads, backward's, NCCL's
 GRAPHS: tuple[dict[str, Any], ...] = ({"graphs": True}, {"compile": True, "graphs": True})
 WIDTH = 132                                         # of the table, where no terminal says
@@ -141,15 +142,46 @@ def limits(plan: Plan) -> list[str]:
                      f"{first.time.loading / first.time.step:.0%} of a step"
                      + cured(plan, first, [{"data.workers": 2 * max(1, d.workers)}, {"data.loader": "threads"}])
                      + " course bench loaders measures them.")
-    batch, dp = plan.config.train.global_batch, first.config.parallel.dp
-    twice = steptime.predict(changed(first.config, {"train.global_batch": 2 * batch}), plan.hardware, plan.gpus)
-    gain = twice.samples_per_s / first.time.samples_per_s - 1
+    return lines + fewer(plan) + batches(plan)
+
+
+def fewer(plan: Plan) -> list[str]:
+    """Fewer GPUs that would take less time for a step, if there are any: numbers that divide little have slow layouts."""
+    now, node = plan.layouts[0].time, plan.whole.links[0].span or plan.gpus
+    whole = [d for d in divisors(plan.config.train.global_batch) if d < plan.gpus and (d <= node or d % node == 0)]
+    counts = {2 ** ((plan.gpus - 1).bit_length() - 1), whole[-1]} if plan.gpus > 1 else set()
+    for count in sorted(counts, reverse=True):
+        at_peak = now.flops * plan.gpus / count / now.peak              # seconds
+        one = quickest(plan, gpus=count) if at_peak < now.step else None
+        if one and one.time.step < now.step * (1 - GAIN):
+            return [f"Fewer GPUs would be faster: {count:,} of them would take {one.time.step * 1e3:,.0f} ms."]
+    return []
+
+
+def batches(plan: Plan) -> list[str]:
+    """Whether the global batch is a limit, and what would help: a batch near it that more layouts divide, or twice as many
+    samples."""
+    first, batch = plan.layouts[0], plan.config.train.global_batch
+    dp, rate = first.config.parallel.dp, first.time.samples_per_s
     largest = f"dp={dp} is as large as it lets dp be on {plan.gpus} GPUs" if dp == math.gcd(plan.gpus, batch) < plan.gpus else ""
-    if largest or gain > LIMIT:
-        more = f"with twice as many samples a step layout 1 would make {gain:.0%} more a second" if gain >= 0.01 else ""
-        lines.append(f"The global batch of {batch} is a limit: {', and '.join(filter(None, (largest, more)))}. A larger "
-                     "train.global_batch also changes what is learned (lesson 08).")
-    return lines
+    near = [one.time for number in near_batches(batch, plan.gpus) if (one := quickest(plan, batch=number))]
+    good = next((time for time in near if time.samples_per_s > rate * (1 + GAIN)), None)
+    twice = steptime.predict(changed(first.config, {"train.global_batch": 2 * batch}), plan.hardware, plan.gpus)
+    gain = (good or twice).samples_per_s / rate - 1
+    if not largest and not good and gain <= LIMIT:
+        return []
+    more = f"with twice as many samples a step layout 1 would make {gain:.0%} more a second" if gain >= 0.01 else ""
+    if good:
+        more = f"train.global_batch={good.samples} would take {good.step * 1e3:,.0f} ms, {gain:.0%} more samples a second"
+    return [f"The global batch of {batch} is a limit: {', and '.join(filter(None, (largest, more)))}. Another "
+            "train.global_batch also changes what is learned (lesson 08)."]
+
+
+def near_batches(batch: int, gpus: int) -> list[int]:
+    """The multiples next to a batch, the nearer one first, of the largest divisor of the GPUs that is not larger, if that does
+    not divide it: so dp can be large."""
+    d = max(d for d in divisors(gpus) if d <= batch)
+    return sorted([d * (batch // d), d * (batch // d + 1)], key=lambda one: abs(one - batch)) if batch % d else []
 
 
 def cured(plan: Plan, layout: Layout, changes: Sequence[dict[str, Any]]) -> str:

@@ -320,6 +320,30 @@ def test_a_cure_is_one_that_helps_and_is_not_taken_yet():
     assert steptime.predict(one, H100, 8).step < 0.5 * size / 1e9
 
 
+@pytest.mark.parametrize(("preset", "settings", "gpus", "count", "batch"), [
+    ("dit-xl", [], 5, 4, 255), ("gpt-7b", ["compile=true", "train.global_batch=1024"], 1000, 512, 1000)])
+def test_what_divides_little_says_what_would_be_faster(preset, settings, gpus, count, batch):
+    """Fewer GPUs, and a batch near by: asked with these, the search finds what was said."""
+    found = search(load(preset, settings), H100, gpus, proposal.fixed(settings))
+    told = " ".join(proposal.limits(found))
+    said = re.search(r"Fewer GPUs would be faster: (\d+) of them would take ([\d,]+) ms\.", told)
+    near = re.search(r"and train.global_batch=(\d+) would take ([\d,]+) ms, (\d+)% more samples a second", told)
+    assert (int(said[1]), int(near[1])) == (count, batch)
+    less = search(load(preset, settings), H100, count, proposal.fixed(settings)).layouts[0].time
+    words = [*settings, f"train.global_batch={batch}"]
+    other = search(load(preset, words), H100, gpus, proposal.fixed(words)).layouts[0].time
+    now = found.layouts[0].time
+    assert less.step < now.step and f"{less.step * 1e3:,.0f}" == said[2] and f"{other.step * 1e3:,.0f}" == near[2]
+    assert int(near[3]) == round(100 * (other.samples_per_s / now.samples_per_s - 1)) > 3
+
+
+def test_a_number_of_gpus_and_a_batch_that_divide_well_are_left_alone():
+    found = search(load("gpt-7b", ["compile=true", "train.global_batch=1024"]), H100, 512)
+    told = " ".join(proposal.limits(found))
+    assert "Fewer" not in told and "with twice as many samples" in told and proposal.near_batches(1024, 512) == []
+    assert proposal.near_batches(1024, 1000) == [1000, 2000] and proposal.near_batches(64, 1000) == [50, 100]
+
+
 def test_a_layout_without_a_pipeline_is_named_where_a_graph_would_make_it_the_fastest():
     """Asked with that, the search finds one as fast at least; nothing is said where there is none, or where it would not fit."""
     batch = ["data.source=mock", "train.global_batch=8"]
