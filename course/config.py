@@ -35,7 +35,7 @@ NUMBERS = {
     (0, math.inf): "train.micro_batch train.eval_every train.stall_s train.threads parallel.dp parallel.bucket_mb data.workers "
                    "data.train_samples data.valid_samples optim.lr optim.min_lr optim.eps optim.momentum optim.weight_decay "
                    "optim.warmup optim.clip profile.steps profile.after model.kv_heads model.mlp_ratio model.mlp_width "
-                   "model.loss_chunk",
+                   "model.loss_chunk model.vocab_used",
     (0, 1): "optim.betas optim.ema model.dropout model.drop_path",
 }
 T = TypeVar("T")
@@ -462,6 +462,9 @@ def check_gpt(c: GPTConfig) -> None:
     if c.heads % c.groups:
         raise CourseError(f"model.heads={c.heads} is not divisible by model.kv_heads={c.kv_heads}, each of which serves as many "
                           "queries: change one of them")
+    if c.vocab_used > c.vocab:
+        raise CourseError(f"model.vocab_used={c.vocab_used} is more than model.vocab={c.vocab}, which has padding besides: make "
+                          "model.vocab larger")
     if c.position == "rotary" and c.dim // c.heads % 2:
         raise CourseError(f"model.position=rotary turns pairs of numbers, and heads of {c.dim // c.heads} have an odd one: "
                           "change model.dim or model.heads")
