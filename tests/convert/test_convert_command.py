@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 
 from course import checkpoint, config, fp8, random
-from course.convert import command, te, weights
+from course.convert import command, dit, te, weights
 from course.errors import CourseError
 from course.evaluate import load_model, read_config
 from course.generate import generate
@@ -551,6 +552,11 @@ class Bomb:
         return print, ("executed",)
 
 
+class BombState(Namespace):
+    def __setstate__(self, state):
+        print("executed")
+
+
 def test_pickles_are_refused_and_not_executed(tmp_path, capsys):
     run = fresh(tmp_path, "gpt")
     convert(run, tmp_path / "te.safetensors", to="te")
@@ -562,6 +568,24 @@ def test_pickles_are_refused_and_not_executed(tmp_path, capsys):
     for target in ("out.pt", "out.bin"):
         with pytest.raises(CourseError, match="never pickled"):
             convert(run, tmp_path / target, to="te")
+
+
+def test_a_training_checkpoint_of_dit_has_its_arguments_beside_and_nothing_in_them_runs(tmp_path, capsys):
+    """As facebookresearch/DiT's train.py saves it: model, ema, opt and args."""
+    state = {name: x.float() for name, x in dit_reference.state_of().items()}
+    arguments = Namespace(model="DiT-XL/2", image_size=256, global_seed=0, data_path="/data")
+    found = {"model": {name: torch.zeros_like(x) if name != "pos_embed" else x for name, x in state.items()}, "ema": state,
+             "opt": torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))]).state_dict(), "args": arguments}
+    torch.save(found, tmp_path / "0400000.pt")
+    run = tmp_path / "runs" / "dit" / "theirs"
+    convert(tmp_path / "0400000.pt", run, ["model.heads=3"])
+    expected = dit.from_theirs(state, dit_reference.CONFIG)
+    assert all(torch.equal(x, expected[name]) for name, x in weights_of(run).items())
+    for arguments in (Namespace(model=Bomb()), Bomb(), BombState()):
+        torch.save(found | {"args": arguments}, tmp_path / "bad.pt")
+        with pytest.raises(CourseError, match="holds more than tensors"):
+            convert(tmp_path / "bad.pt", tmp_path / "runs" / "dit" / "bad", ["model.heads=3"])
+    assert "executed" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("given", "words"), [
