@@ -106,6 +106,8 @@ NAMES = {"gpt2": {"vocab": "vocab_size", "context": "n_positions", "dim": "n_emb
          "llama": {"vocab": "vocab_size", "context": "max_position_embeddings", "dim": "hidden_size",
                    "depth": "num_hidden_layers", "heads": "num_attention_heads", "mlp_width": "intermediate_size",
                    "norm_eps": "rms_norm_eps"}}
+STRETCH = {"rope_factor": "factor", "rope_low": "low_freq_factor", "rope_high": "high_freq_factor",
+           "rope_context": "original_max_position_embeddings"}           # of rope_type=llama3
 # and those that have to have one value, since we have no other; absent is that value
 FIXED: dict[str, dict[str, Any]] = {
     "gpt2": {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
@@ -145,8 +147,8 @@ def of_llama(found: Mapping[str, Any]) -> dict[str, Any]:
     """What a Llama's config.json says in another way than we do."""
     rope = found.get("rope_parameters") or found.get("rope_scaling") or {}
     rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if rope_type != "default":
-        raise refused("rope_type", rope_type, "default")
+    if rope_type not in ("default", "llama3"):
+        raise refused("rope_type", rope_type, "default and llama3")
     heads, dim = found["num_attention_heads"], found["hidden_size"]
     if (found.get("head_dim") or dim // heads) * heads != dim:
         raise refused("head_dim", found["head_dim"], f"hidden_size / num_attention_heads, {dim // heads}")
@@ -155,7 +157,23 @@ def of_llama(found: Mapping[str, Any]) -> dict[str, Any]:
         raise refused("mlp_bias", found.get("mlp_bias", False), f"attention_bias, {bias}")
     kv_heads = found.get("num_key_value_heads") or heads
     return {"kv_heads": 0 if kv_heads == heads else kv_heads, "bias": bias,
-            "rope_theta": float(rope.get("rope_theta", found.get("rope_theta", 10_000.0)))}
+            "rope_theta": float(rope.get("rope_theta", found.get("rope_theta", 10_000.0))),
+            **(of_llama3(rope) if rope_type == "llama3" else {})}
+
+
+def of_llama3(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """The stretched rotary positions of Llama 3.1 and later."""
+    if missing := [theirs for theirs in STRETCH.values() if theirs not in rope]:
+        raise CourseError(f"config.json has rope_type=llama3 without {', '.join(missing)}: give a model's folder as it was "
+                          "published")
+    return {ours: rope[theirs] for ours, theirs in STRETCH.items()}
+
+
+def rope_for(c: GPTConfig) -> dict[str, Any]:
+    """How a Llama's config.json says a GPT's rotary positions."""
+    if c.stretch is None:
+        return {"rope_type": "default", "rope_theta": c.rope_theta}
+    return {"rope_type": "llama3", "rope_theta": c.rope_theta} | {theirs: getattr(c, ours) for ours, theirs in STRETCH.items()}
 
 
 def refused(key: str, value: Any, only: Any) -> CourseError:
@@ -186,7 +204,7 @@ def config_for(c: GPTConfig, dtype: torch.dtype = torch.float32) -> dict[str, An
     else:
         values |= {"intermediate_size": c.hidden, "num_key_value_heads": c.groups, "head_dim": c.dim // c.heads,
                    "attention_bias": c.bias, "mlp_bias": c.bias, "rope_theta": c.rope_theta,      # and for version 5 on:
-                   "rope_parameters": {"rope_type": "default", "rope_theta": c.rope_theta}}
+                   "rope_parameters": rope_for(c)}
     return {"model_type": kind, "architectures": [CLASSES[kind]], "tie_word_embeddings": c.tied,
             "dtype": str(dtype).removeprefix("torch."), "bos_token_id": None, "eos_token_id": None, **values}
 

@@ -4,8 +4,8 @@
     pytorch_model.bin     or  pytorch_model.bin.index.json    and its files, read with weights only: nothing in them executes
 
 or one file of any name: .safetensors, or .pt, .pth and .bin. Of a training checkpoint of the latter kind, with several sets of
-weights, the moving average counts; beside them it may have an argparse.Namespace, as facebookresearch/DiT's have. One tensor is in memory at
-a time: a file of PyTorch's is mapped, not read.
+weights, the moving average counts; beside them it may have an argparse.Namespace, as facebookresearch/DiT's have. One tensor is
+in memory at a time: a file of PyTorch's is mapped, not read.
 """
 
 import argparse

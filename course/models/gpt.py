@@ -25,6 +25,7 @@ from course.models.layers import (
     GroupedAttention,
     Linear,
     RMSNorm,
+    Stretch,
     SwiGLU,
     Tokens,
     Total,
@@ -51,6 +52,11 @@ class GPTConfig:
     norm_eps: float = 1e-5
     position: Literal["learned", "rotary"] = "learned"
     rope_theta: float = 10_000.0                    # rotary's slowest pair of numbers turns once in about 2π·theta tokens
+    # rotary's slow pairs turn so many times slower, as in Llama 3.1 and later, by layers.Stretch; 1: no slower
+    rope_factor: float = 1.0
+    rope_low: float = 1.0                           # slow: at most so many turns in rope_context tokens
+    rope_high: float = 4.0                          # fast, as without: at least so many; between them some of both
+    rope_context: int = 8192                        # tokens that the model was trained on before its context became longer
     bias: bool = True                               # of the linears; the head has none
     dropout: float = 0.0                            # after the embedding, attention and MLP
     tied: bool = True                               # the output projection is the token embedding, one weight
@@ -67,6 +73,11 @@ class GPTConfig:
     def groups(self) -> int:
         """How many heads of keys and values there are."""
         return self.kv_heads or self.heads
+
+    @property
+    def stretch(self) -> Stretch | None:
+        """How rotary positions are stretched, if they are."""
+        return Stretch(self.rope_factor, self.rope_low, self.rope_high, self.rope_context) if self.rope_factor != 1 else None
 
     @property
     def words(self) -> int:
@@ -352,7 +363,7 @@ class GPT(nn.Module):
             x = self.embed(batch)                                       # (B, T, D)
         if "seen" in batch:                                             # the same angles for all blocks: computed once
             dtype = torch.promote_types(x.dtype, torch.float32)
-            turn = turns(batch["seen"][0], self.c.dim // self.c.heads, self.c.rope_theta, dtype)
+            turn = turns(batch["seen"][0], self.c.dim // self.c.heads, self.c.rope_theta, dtype, self.c.stretch)
             batch = {**batch, "turn": turn}                             # (2, T, d / 2)
         for block in self.blocks.values():
             x = block(x, batch)                                         # (B, T, D)
