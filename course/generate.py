@@ -69,7 +69,7 @@ def generate(model: Any, tokens: Tensor, count: int, temperature: float = 1.0, t
         with cached(model, length + count) if cache else nullcontext(), autocast(of_weights(model, "fp32"), tokens.device):
             known = 0                               # tokens that the cache has
             for _ in range(count):
-                logits = model(as_batch(model, tokens, known))[:, -1]   # (B, V)
+                logits = model(as_batch(model, tokens, known))[:, -1, :model.c.words]      # (B, V), without padding
                 tokens = torch.cat([tokens, draw(logits, temperature, top_k, seed, tokens.shape[1])[:, None]], 1)
                 known = tokens.shape[1] - 1 if cache else 0
     finally:
