@@ -384,7 +384,7 @@ def test_overlap_is_chosen_with_the_micro_batch():
 def test_what_is_said_of_measured_peaks():
     """Of whole steps recorded and of held-out configurations, as today's code predicts them."""
     off = [memory.predict(step.config).allocated / 1e9 / step.memory_gb - 1 for step in recorded.steps() if step.kind == "step"]
-    for name in ("heldout", "heldout_2", "heldout_3"):
+    for name in heldout.SEEDS:
         drawn = {row["name"]: row for row in heldout.listed(name)}
         for row in json.loads((heldout.RESULTS / f"{name}_h200.json").read_text())["rows"]:
             off.append(heldout.predicted_gb(drawn[row["name"]]) / max(row["memory_gb"], row["first_gb"]) - 1)
