@@ -21,14 +21,17 @@ from course.models import GPTConfig
 from course.perf import flops, host, kernels, memory, steptime
 from course.perf import hardware as hardware_presets
 from course.perf.hardware import Hardware
-from course.perf.layouts import divisors, refusal
-from course.perf.plan import FREE, KEYS, PEAKS, Layout, Misfit, Plan, as_plain, changed, plain, quickest, search, settings
+from course.perf.layouts import AMPERE, divisors, refusal
+from course.perf.plan import FREE, KEYS, PEAKS, Layout, Misfit, Plan, as_plain, changed, get, plain, quickest, search, settings
 
 HIDDEN = 0.03                                       # the share of a step below which a part is not named
 LIMIT = 0.1                                         # the share of a step, or of its rate, from which on something limits it
-GAIN = 0.03                                         # the share of a step from which on another request is worth naming
+GAIN = 0.03                                         # the share from which on another request or one more change is named
 OWN_CPUS = 4                                        # of a rank beside its loader's: the step's threads, backward's, NCCL's
-GRAPHS: tuple[dict[str, Any], ...] = ({"graphs": True}, {"compile": True, "graphs": True})
+COMPILED: tuple[dict[str, Any], ...] = ({"compile": True}, {"compile": True, "stream": "narrow"},
+                                        {"compile": True, "kernels": "hand"},
+                                        {"compile": True, "stream": "narrow", "kernels": "hand"})
+GRAPHS: tuple[dict[str, Any], ...] = ({"graphs": True}, *({**change, "graphs": True} for change in COMPILED))
 WIDTH = 132                                         # of the table, where no terminal says
 
 
@@ -132,9 +135,9 @@ def limits(plan: Plan) -> list[str]:
     first, lines = plan.layouts[0], []
     if first.time.launch > LIMIT * first.time.step:
         lines.append(f"The GPUs wait for the host's launches during {first.time.launch / first.time.step:.0%} of a step"
-                     + cured(plan, first, [{"compile": True}, *GRAPHS]))
+                     + cured(plan, first, [*COMPILED, *GRAPHS]))
         lines += unpiped(plan)
-    elif not first.config.compile and (cure := cured(plan, first, [{"compile": True}])) != ".":
+    elif (cure := cured(plan, first, COMPILED)) != ".":
         lines.append(f"Kernels that memory limits take {first.time.memory / first.time.step:.0%} of a step" + cure)
     if first.time.loading > LIMIT * first.time.step:
         d = first.config.data
@@ -194,7 +197,7 @@ def cured(plan: Plan, layout: Layout, changes: Sequence[dict[str, Any]]) -> str:
 def unpiped(plan: Plan) -> list[str]:
     """Where the fastest layout is a pipeline, which no graph captures: one without that a graph makes faster, if there is any."""
     first, lines = plan.layouts[0], list[str]()
-    step, _ = helped(plan, first, [{"compile": True}], first.time.step)
+    step, _ = helped(plan, first, COMPILED, first.time.step)
     for number, layout in enumerate(plan.layouts, 1):
         if first.config.parallel.pp > 1 == layout.config.parallel.pp:
             step, words = helped(plan, layout, GRAPHS, step)
@@ -205,14 +208,20 @@ def unpiped(plan: Plan) -> list[str]:
 
 
 def helped(plan: Plan, layout: Layout, changes: Sequence[dict[str, Any]], now: float) -> tuple[float, str]:
-    """(seconds of a step, "compile=true") with the change that is predicted to help most, if it fits; (now, "") if none does."""
-    words = ""
+    """(seconds of a step, "compile=true") with the change that is predicted to help most, if it fits; (now, "") if none helps by
+    more than `LIMIT`. What changes more than another has to gain more than `GAIN` by that.
+
+    Kernels by hand are proposed from Ampere on, where Triton is supported (its README, "Compatibility").
+    """
+    most, words, hand = now * (1 - LIMIT), "", plan.hardware.capability >= AMPERE
     for change in changes:
         config = changed(layout.config, change)
-        if config != layout.config and not refusal(config) and memory.predict(config).total <= plan.room:
+        possible = not refusal(config) and (hand or "kernels" not in change) and memory.fits(config, plan.room)
+        if config != layout.config and possible:
             step = steptime.predict(config, plan.hardware, plan.gpus).step
-            if step < now * (1 - LIMIT):
-                now, words = step, " ".join(f"{key}={plain(value)}" for key, value in change.items())
+            if step < most:
+                now, most = step, step * (1 - GAIN)
+                words = " ".join(f"{key}={plain(value)}" for key, value in change.items() if value != get(layout.config, key))
     return now, words
 
 

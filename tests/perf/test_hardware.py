@@ -1,3 +1,7 @@
+import re
+from dataclasses import fields
+from pathlib import Path
+
 import pytest
 
 from course.errors import CourseError
@@ -26,6 +30,19 @@ def test_an_own_file_changes_a_preset(tmp_path):
     found = hardware.load(str(file))
     assert found.name == "ours" and len(found.links) == 3 and found.links[2].bandwidth == 12.5e9
     assert found.peak("fp8") == 1979e12
+
+
+def test_the_guides_example_is_hardware(tmp_path):
+    """docs/using.md's file loads and means what its comments say; and the page names every key that a file may have."""
+    page = (Path(__file__).parents[2] / "docs/using.md").read_text()
+    (example,) = re.findall(r"```yaml\n(base: .*?)```", page, re.DOTALL)
+    file = tmp_path / "ours.yaml"
+    file.write_text(example)
+    found, base = hardware.load(str(file)), hardware.load("h100-80")
+    assert (found.memory, found.storage, found.peaks, found.capability) == (100e9, 20e9, base.peaks, base.capability)
+    assert [link.span for link in found.links] == [4, 4 * 64, 0] and found.links[2].latency == 8e-6
+    keys = {entry.name for kind in (hardware.Hardware, hardware.Link) for entry in fields(kind)}
+    assert [key for key in keys if not re.search(rf"\b{key}:|`{key}`", page)] == []
 
 
 @pytest.mark.parametrize(("text", "words"), [

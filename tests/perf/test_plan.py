@@ -296,8 +296,8 @@ def test_what_would_fit_with_nothing_left_free_says_so():
 @pytest.mark.parametrize(("preset", "settings", "says"), [
     ("gpt-124m", ["train.global_batch=2", "graphs=true"],
      r"batch of 2 is a limit: dp=2 is as large as it lets dp be on 4 GPUs, and .*%"),
-    ("gpt-124m", ["compile=true"], ""), ("vit-mp", ["data.source=mock", "compile=true"], ""),
-    ("gpt-124m", [], r"Kernels that memory limits take \d\d% of a step: compile=true would make it \d+ ms instead of \d+\."),
+    ("gpt-124m", ["compile=true", "stream=narrow", "kernels=hand"], ""), ("vit-mp", ["data.source=mock", "compile=true"], ""),
+    ("gpt-124m", [], r"Kernels that memory limits take \d\d% of a step: compile=true .*would make it \d+ ms instead of \d+\."),
     ("vit-mp", ["data.source=files", "compile=true"],
      r"Loading is the limit: .*loader=native with data.workers=4 .*\d\d% of a step: data.loader=threads would make it")])
 def test_what_holds_back_every_layout_is_said(preset, settings, says):
@@ -309,8 +309,14 @@ def test_a_cure_is_one_that_helps_and_is_not_taken_yet():
     """Of 2.4 GB/s a node no number of workers gets more; a graph has no launches that compiling could save."""
     loading = search(load("vit-mp", ["data.source=files", "compile=true", "data.workers=32"]), H100, 8)
     assert "data.workers=64" not in " ".join(proposal.limits(loading))
+<<<<<<< HEAD
     waiting = search(load("vit-base", ["data.source=mock", "parallel.cp=4"]), H100, 64, ["parallel.cp"])
     assert re.search(r"wait for the host's launches during \d+% of a step: graphs=true would make", proposal.limits(waiting)[0])
+=======
+    waiting = search(load("vit-base", ["data.source=mock"]), H100, 64)
+    said = r"wait for the host's launches during \d+% of a step: compile=true graphs=true would make"
+    assert re.search(said, proposal.limits(waiting)[0])
+>>>>>>> plan-fixes
     graphed = search(load("vit-base", ["data.source=mock", "graphs=true"]), H100, 64)
     assert "launches" not in " ".join(proposal.limits(graphed))
     slow = replace(H100, storage=1e9)
