@@ -328,7 +328,7 @@ def test_what_divides_little_says_what_would_be_faster(preset, settings, gpus, c
     found = search(load(preset, settings), H100, gpus, proposal.fixed(settings))
     told = " ".join(proposal.limits(found))
     said = re.search(r"Fewer GPUs would be faster: (\d+) of them would take ([\d,]+) ms\.", told)
-    near = re.search(r"and train.global_batch=(\d+) would take ([\d,]+) ms, (\d+)% more samples a second", told)
+    near = re.search(r"train.global_batch=(\d+) would take ([\d,]+) ms, (\d+)% more samples a second", told)
     assert (int(said[1]), int(near[1])) == (count, batch)
     less = search(load(preset, settings), H100, count, proposal.fixed(settings)).layouts[0].time
     words = [*settings, f"train.global_batch={batch}"]
