@@ -279,11 +279,20 @@ def attention_backward(dy: Tensor, qkv: Tensor, y: Tensor, lse: Tensor, causal: 
     qkv, y, dy, dqkv, delta = qkv.contiguous(), y.contiguous(), dy.contiguous(), torch.empty_like(qkv), torch.empty_like(lse)
     B, T, _, h, d = qkv.shape
     sums = qkv.new_zeros(B, triton.cdiv(T, PART.value), 3, h, d, dtype=torch.float32)
-    tile = Tile(64, 32, 3) if causal or T < 512 else Tile(128, 64, 3, 240)
+    tile = Tile(64, 32, 3) if causal or T < 512 or cramped(qkv) else Tile(128, 64, 3, 240)
     queries[tile.grid(qkv)](qkv, *tile.views(qkv), y, dy, lse, delta, dqkv, sums, *tile.others(qkv, causal), **tile.how())
     tile = Tile(PART.value, 32 if parts(d)[1] else 64, 3, 168)
     keys[tile.grid(qkv)](qkv, *tile.views(qkv), *tile.views(dy), lse, delta, dqkv, sums, *tile.others(qkv, causal), **tile.how())
     return dqkv, sums.sum((0, 1))
+
+
+def cramped(qkv: Tensor) -> bool:
+    """Whether a program with the larger tile of heads over 96 would need more shared memory, 131 KB, than the GPU has.
+
+    It copies tiles by descriptor, as on Hopper, but has 99 KB: Blackwell in workstations, capability 12. Ada, which has as many,
+    is at 84 KB.
+    """
+    return qkv.shape[-1] > 96 and torch.cuda.get_device_capability(qkv.device)[0] == 12
 
 
 class Tile(NamedTuple):
@@ -300,8 +309,12 @@ class Tile(NamedTuple):
     registers: int = 0
 
     def grid(self, qkv: Tensor) -> tuple[int, int]:
-        """The programs: of a head, and heads. `CourseError` for more heads than a launch can have."""
-        B, T, _, h, _ = qkv.shape
+        """The programs: of a head, and heads. `CourseError` for more heads than a launch can have, and for longer samples than
+        32-bit places reach."""
+        B, T, _, h, d = qkv.shape
+        if T * 3 * h * d >= 2**31:
+            raise CourseError(f"attention by hand: {T} tokens of {h} heads of {d} are {T * 3 * h * d} numbers in a sample, and "
+                              "2147483647 are the most: use a shorter context, or attention=cudnn")
         if B * h > 65535:
             raise CourseError(f"attention by hand: {B} samples of {h} heads are {B * h} heads at a time, and 65535 is the most: "
                               "use a smaller train.micro_batch, or attention=cudnn")

@@ -237,7 +237,12 @@ def mlp_forward(mlp: Any, x: Tensor) -> Tensor:                         # (B, T,
 
 
 def attention_forward(attn: Any, x: Tensor, batch: Batch | None = None) -> Tensor:      # (B, T, D)
-    """Attention over what the linear before it puts out, as it is; backward also gives the gradient of that linear's bias."""
+    """Attention over what the linear before it puts out, as it is; backward also gives the gradient of that linear's bias.
+
+    While text is generated, keys and values of past tokens come from elsewhere: then the module's own.
+    """
+    if type(attn.core) is not layers.Attend:
+        return type(attn).forward(attn, x, *[batch] * (batch is not None))
     qkv = attn.qkv(x).unflatten(-1, (3, -1, attn.head_dim))             # (B, T, 3, h, d)
     return attn.out(packed_attention(qkv, apart(attn.qkv), attn.core.causal).flatten(2))            # (B, T, D)
 

@@ -17,7 +17,7 @@ import math
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import combinations, pairwise
+from itertools import accumulate, combinations, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,6 +38,8 @@ DAMAGED = ".damaged"                                 # at the end of the name of
 PARTS = {"format", "state", "config", "tensors", "files"}        # of an index; and "sha256", which older ones lack
 MALFORMED = (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError, OverflowError)     # what JSON that is
                                                      # not an index runs into
+
+KINDS: dict[type, str] = {torch.optim.SGD: "momentum_buffer", torch.optim.Adam: "exp_avg"}     # a state that no other kind has
 
 
 class Damaged(CourseError):
@@ -357,7 +359,7 @@ def load(checkpoint: Path, index: dict[str, Any], model: nn.Module, optimizer: t
     """Fill the model's parameters, and the optimizer's states, each rank reading only its boxes.
 
     average: give the model the moving average of the weights instead of the last ones. An optimizer's average of which the
-    checkpoint has none starts at the weights.
+    checkpoint has none starts at the weights. Where its states are `of_another` optimizer, none is read.
 
     Raises `CourseError` if the checkpoint is of another model, or has no average, before anything is changed.
     """
@@ -372,12 +374,18 @@ def load(checkpoint: Path, index: dict[str, Any], model: nn.Module, optimizer: t
     for parameter, value in average_of(optimizer).items():
         name = placement(parameter).name
         value.copy_(read_part(checkpoint, index, f"{name}.ema" if f"{name}.ema" in index["tensors"] else name, parameter))
-    for parameter in updates:
+    for parameter in [] if of_another(index, optimizer) else updates:
         for key, found in index["tensors"].items():
             stem, _, leaf = key.rpartition(".")
             if stem == placement(parameter).name and leaf != "ema" and optimizer is not None:
                 value = read_part(checkpoint, index, key, parameter) if found["shape"] else read_box(checkpoint, index, key, ())
                 optimizer.state[parameter][leaf] = value.to(parameter.device)
+
+
+def of_another(index: dict[str, Any], optimizer: torch.optim.Optimizer | None) -> bool:
+    """Whether a checkpoint's states are those of an optimizer of another kind, to which this one's first step is its first."""
+    leaves = {name.rpartition(".")[2] for name in index["tensors"]}
+    return any(leaf in leaves and not isinstance(optimizer, kind) for kind, leaf in KINDS.items())
 
 
 def read_more(checkpoint: Path, index: dict[str, Any], names: Iterable[str]) -> dict[str, Tensor]:
@@ -392,9 +400,12 @@ def read_part(checkpoint: Path, index: dict[str, Any], name: str, parameter: Ten
 
 
 def read_placed(checkpoint: Path, index: dict[str, Any], name: str, where: Placement) -> Tensor:
-    """The box of a global tensor, or the flat range of it."""
-    part = read_box(checkpoint, index, name, where.box)
-    return part if where.flat is None else part.flatten()[slice(*where.flat)]
+    """The box of a global tensor, or the flat range of it: that alone is read."""
+    if where.flat is None:
+        return read_box(checkpoint, index, name, where.box)
+    none = torch.empty(0, dtype=getattr(torch, index["tensors"][name]["dtype"]))
+    parts = [read_box(checkpoint, index, name, box).flatten() for box in boxes_of(where.box, where.flat)]
+    return torch.cat([none, *parts]) if len(parts) != 1 else parts[0]
 
 
 def fits(checkpoint: Path, index: dict[str, Any], parameters: list[nn.Parameter]) -> None:
@@ -419,9 +430,9 @@ def read_box(checkpoint: Path, index: dict[str, Any], name: str, box: Box) -> Te
     try:
         whole = torch.empty(box_shape(box), dtype=getattr(torch, found["dtype"]))
         for piece in found["pieces"] if box else found["pieces"][:1]:           # all that own a part have a number of their own
-            if shared := overlap(box, piece["box"]):
+            if any(overlap(box, part) for part in boxes_of(piece["box"], piece["flat"])):
                 with safe_open(checkpoint / piece["file"], "pt") as file:
-                    numbers += fill(whole, file, piece, *shared)
+                    numbers += fill(whole, box, file, piece)
     except (SafetensorError, OSError, RuntimeError, *MALFORMED) as error:
         raise Damaged(f"{checkpoint} does not hold {name} as its index says ({error}): remove {checkpoint}") from error
     if numbers != whole.numel():
@@ -429,15 +440,50 @@ def read_box(checkpoint: Path, index: dict[str, Any], name: str, box: Box) -> Te
     return whole
 
 
-def fill(whole: Tensor, file: Any, piece: dict[str, Any], source: tuple[slice, ...], target: tuple[slice, ...]) -> int:
-    """Copy a part of a piece of an opened file to where it belongs; returns how many numbers these are."""
-    if piece["flat"] is None:
-        part = file.get_slice(piece["key"])[source] if source else file.get_tensor(piece["key"])
-        whole[target] = part
-        return part.numel()
-    flat, here = unflat(file.get_tensor(piece["key"]), piece)
-    whole[target] = torch.where(here[source], flat[source], whole[target])
-    return int(here[source].sum())
+def fill(whole: Tensor, box: Box, file: Any, piece: dict[str, Any]) -> int:
+    """Copy what a piece of an opened file has of a box to where it belongs in `whole`; returns how many numbers these are."""
+    if not piece["box"]:
+        whole.copy_(file.get_tensor(piece["key"]).view(()))
+        return 1
+    stored, parts = file.get_slice(piece["key"]), boxes_of(piece["box"], piece["flat"])
+    sizes = [math.prod(box_shape(part)) for part in parts]
+    if stored.get_shape() != (list(box_shape(piece["box"])) if piece["flat"] is None else [sum(sizes)]):
+        raise ValueError("a piece of another shape")
+    numbers = 0
+    for part, size, end in zip(parts, sizes, accumulate(sizes), strict=True):
+        if shared := overlap(box, part):
+            source, target = shared
+            found = stored[source] if piece["flat"] is None else box_of_flat(stored, end - size, box_shape(part), source)
+            whole[target] = found
+            numbers += found.numel()
+    return numbers
+
+
+def box_of_flat(stored: Any, start: int, shape: tuple[int, ...], source: tuple[slice, ...]) -> Tensor:
+    """`x[source]` of an array x of a shape that lies at `start` of a stored flat range: from its first number to its last."""
+    strides = torch.empty(shape, device="meta").stride()
+    first = start + sum(side.start * stride for side, stride in zip(source, strides, strict=True))
+    last = start + sum((side.stop - 1) * stride for side, stride in zip(source, strides, strict=True))
+    return stored[first:last + 1].as_strided([side.stop - side.start for side in source], strides)
+
+
+def boxes_of(box: Box, flat: Sequence[int] | None) -> list[Box]:
+    """The boxes, in order, that a flat range of a box is made of: a part of a row, whole rows, a part of a row."""
+    if flat is None or not box:
+        return [box] if flat is None or flat[0] < flat[1] else []
+    (top, _), *inner = box
+    size = max(1, math.prod(box_shape(tuple(inner))))                   # of a row
+    (first, skipped), (last, used) = divmod(flat[0], size), divmod(flat[1], size)
+
+    def part_of_row(row: int, *part: int) -> list[Box]:
+        return [((top + row, top + row + 1), *box) for box in boxes_of(tuple(inner), part)]
+
+    if first == last:
+        return part_of_row(first, skipped, used) if skipped < used else []
+    before = part_of_row(first, skipped, size) if skipped else []
+    after = part_of_row(last, 0, used) if used else []
+    first += skipped > 0
+    return [*before, *([((top + first, top + last), *inner)] if first < last else []), *after]
 
 
 def overlap(wanted: Box, piece: Box) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
@@ -451,11 +497,3 @@ def overlap(wanted: Box, piece: Box) -> tuple[tuple[slice, ...], tuple[slice, ..
     in_piece = tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(both, piece, strict=True))
     in_wanted = tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(both, wanted, strict=True))
     return in_piece, in_wanted
-
-
-def unflat(part: Tensor, piece: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """(the box of a piece with its flat range filled in, where that is)."""
-    shape = box_shape(piece["box"])
-    values, here = part.new_zeros(math.prod(shape)), torch.zeros(math.prod(shape), dtype=torch.bool)
-    values[slice(*piece["flat"])], here[slice(*piece["flat"])] = part, True
-    return values.view(shape), here.view(shape)

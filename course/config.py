@@ -31,11 +31,11 @@ MOST = 100_000                                       # values in a YAML file tha
 NUMBERS = {
     (1, math.inf): "train.steps train.global_batch data.lead data.ahead log.every checkpoint.every checkpoint.keep parallel.pp "
                    "parallel.cp parallel.tp parallel.chunks model.vocab model.context model.dim model.depth model.heads "
-                   "model.channels model.classes model.patch model.grid model.latent",
+                   "model.rope_factor model.rope_context model.channels model.classes model.patch model.grid model.latent",
     (0, math.inf): "train.micro_batch train.eval_every train.stall_s train.threads parallel.dp parallel.bucket_mb data.workers "
                    "data.train_samples data.valid_samples optim.lr optim.min_lr optim.eps optim.momentum optim.weight_decay "
                    "optim.warmup optim.clip profile.steps profile.after model.kv_heads model.mlp_ratio model.mlp_width "
-                   "model.loss_chunk",
+                   "model.loss_chunk model.vocab_used model.rope_low",
     (0, 1): "optim.betas optim.ema model.dropout model.drop_path",
 }
 T = TypeVar("T")
@@ -462,6 +462,12 @@ def check_gpt(c: GPTConfig) -> None:
     if c.heads % c.groups:
         raise CourseError(f"model.heads={c.heads} is not divisible by model.kv_heads={c.kv_heads}, each of which serves as many "
                           "queries: change one of them")
+    if c.vocab_used > c.vocab:
+        raise CourseError(f"model.vocab_used={c.vocab_used} is more than model.vocab={c.vocab}, which has padding besides: make "
+                          "model.vocab larger")
+    if not c.rope_low < c.rope_high < math.inf:
+        raise CourseError(f"model.rope_high={c.rope_high} must be more than model.rope_low={c.rope_low}: pairs that turn oftener "
+                          "than the former are fast, than the latter not slow")
     if c.position == "rotary" and c.dim // c.heads % 2:
         raise CourseError(f"model.position=rotary turns pairs of numbers, and heads of {c.dim // c.heads} have an odd one: "
                           "change model.dim or model.heads")

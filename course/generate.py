@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from course import random
 from course.attention import attend
 from course.errors import CourseError
+from course.precision import autocast, of_weights
 
 
 class CachedAttend(nn.Module):
@@ -53,9 +54,10 @@ def generate(model: Any, tokens: Tensor, count: int, temperature: float = 1.0, t
              cache: bool = True) -> Tensor:
     """`count` more tokens after each prompt: (B, T) int64 -> (B, T + count).
 
-    model: a whole GPT (not a pipeline's stage, nor one that tp or cp has cut). temperature: 0 takes the most probable token,
-    below 1 prefers probable ones. top_k: draw from so many of the most probable alone; 0: from all. The same seed draws the
-    same tokens, for each row its own. cache: without it everything is computed again for each token, to compare with.
+    model: a whole GPT (not a pipeline's stage, nor one that tp or cp has cut); one whose weights are in 16 bits multiplies in 16.
+    temperature: 0 takes the most probable token, below 1 prefers probable ones. top_k: draw from so many of the most probable
+    alone; 0: from all. The same seed draws the same tokens, for each row its own. cache: without it everything is computed again
+    for each token, to compare with.
 
     Raises `CourseError` where prompt and new tokens are more than the model's context, or the prompt has none.
     """
@@ -64,10 +66,10 @@ def generate(model: Any, tokens: Tensor, count: int, temperature: float = 1.0, t
     was_training = model.training
     model.eval()
     try:
-        with cached(model, length + count) if cache else nullcontext():
+        with cached(model, length + count) if cache else nullcontext(), autocast(of_weights(model, "fp32"), tokens.device):
             known = 0                               # tokens that the cache has
             for _ in range(count):
-                logits = model(as_batch(model, tokens, known))[:, -1]   # (B, V)
+                logits = model(as_batch(model, tokens, known))[:, -1, :model.c.words]      # (B, V), without padding
                 tokens = torch.cat([tokens, draw(logits, temperature, top_k, seed, tokens.shape[1])[:, None]], 1)
                 known = tokens.shape[1] - 1 if cache else 0
     finally:

@@ -36,6 +36,13 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager:
     return nullcontext()
 
 
+def of_weights(model: nn.Module, precision: str) -> str:
+    """The precision, or, where that is of 32 bits and weights are in 16 (`course/parallel/masters.py`), which no matmul takes
+    together, that of the weights."""
+    kinds = {p.dtype for p in model.parameters()}
+    return precision if precision in LOW else next((name for name, low in LOW.items() if low in kinds), precision)
+
+
 def narrow(model: Any, precision: str) -> nn.Module:
     """Let what flows from block to block be in the 16 bits of the matmuls, from the embedding on, as in Megatron-LM.
 

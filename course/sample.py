@@ -27,8 +27,8 @@ def main(run: Path, prompt: str, count: int, temperature: float, top_k: int, see
     words = bpe.load(found(run, settings, tokenizer))
     model, step = load_model(run, settings, device_of(settings))
     known = words.encode(prompt).ids
-    if max(known, default=0) >= settings.model.vocab:
-        raise CourseError(f"the prompt has token {max(known)}, and the model knows {settings.model.vocab}: the tokenizer is not "
+    if max(known, default=0) >= settings.model.words:
+        raise CourseError(f"the prompt has token {max(known)}, and the model knows {settings.model.words}: the tokenizer is not "
                           "its own; give that with --tokenizer FILE")
     tokens = torch.tensor([known] * samples, device=next(model.parameters()).device).view(samples, len(known))
     written = generate(model, tokens, count, temperature, top_k, seed)

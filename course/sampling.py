@@ -23,7 +23,7 @@ from torch import Tensor
 from course import random
 from course.errors import CourseError
 from course.models.diffusion import STEPS, signal
-from course.precision import autocast
+from course.precision import autocast, of_weights
 
 Noise = Callable[[int], Tensor]                     # the fresh noise of a step, (B, C, H, W)
 Predictor = Callable[[Tensor, Tensor], Tensor]      # latents (B, C, H, W), times (B,) -> noise or velocity (B, C, H, W)
@@ -47,18 +47,21 @@ class Sampling:
 def draw(model: Any, labels: Tensor, settings: Sampling, precision: str = "fp32") -> Tensor:
     """A sample of each label (N,), on the model's device: (N, C, H, W), float32 (float64 of a model in that).
 
+    A model whose weights are in 16 bits (`course/parallel/masters.py`) multiplies in 16, whatever the precision.
+
     Raises `CourseError` for what cannot be drawn so.
     """
     c, weight = model.c, next(model.parameters())
+    wide = torch.promote_types(weight.dtype, torch.float32)
     sampler = check(settings, c)
     parts, labels = [], labels.to(weight.device)
     for ids in torch.arange(len(labels), device=weight.device).split(settings.batch):
         predict = guided(model, labels[ids], settings.guidance, settings.channels, precision)
-        x = noise(START, settings.seed, 0, ids, c.latent, weight.dtype)
+        x = noise(START, settings.seed, 0, ids, c.latent, wide)
         if sampler == "euler":
             parts.append(euler(predict, x, settings.steps))
         else:
-            fresh = partial(noise, FRESH, settings.seed, ids=ids, shape=c.latent, dtype=weight.dtype)
+            fresh = partial(noise, FRESH, settings.seed, ids=ids, shape=c.latent, dtype=wide)
             parts.append(ddim(predict, x, settings.steps, settings.eta, fresh))
     return torch.cat(parts)
 
@@ -86,8 +89,10 @@ def noise(key: int, seed: int, step: int, ids: Tensor, shape: tuple[int, ...], d
 
 def predictor(model: Any, labels: Tensor, precision: str) -> Predictor:
     """What a DiT, whole on this device, says of latents with these labels (B,)."""
+    matmuls = of_weights(model, precision)
+
     def predict(x: Tensor, time: Tensor) -> Tensor:
-        with autocast(precision, x.device):
+        with autocast(matmuls, x.device):
             output = model(model.inputs(x, time, labels))               # (B, T, P)
         return model.fields(output.to(x.dtype))
 

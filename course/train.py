@@ -235,6 +235,8 @@ def resume(run: Path, training: Training) -> tuple[int, int]:
     speak(mesh, f"resuming {run} at step {index['state']['step']}")
     for change in configuration.differences(index["config"], configuration.as_plain(config)):
         speak(mesh, f"  changed since then: {change}")
+    if checkpoint.of_another(index, training.optimizer):
+        speak(mesh, "  what it saved of its optimizer is of another kind and left out: this one starts afresh")
     return index["state"]["step"], index["state"]["samples"]
 
 

@@ -1,6 +1,7 @@
 """Validation while training, and the forward pass that serves evaluation."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from course.metrics import latitude_weights, squared_error
 from course.parallel.mesh import Mesh
 from course.precision import autocast
 from course.report import Report
+from course.step import split
 
 if TYPE_CHECKING:
     from course.config import Config
@@ -30,29 +32,43 @@ def row_weights(pairs: Pairs, device: torch.device) -> Tensor:
     return latitude_weights(torch.from_numpy(layout.grid_latitudes(pairs.years[0])).float()).to(device)
 
 
-def forward_only(model: nn.Module, precision: str) -> Callable[[Batch], tuple[Tensor | None, Batch]]:
+def forward_only(model: nn.Module, precision: str, loss_alone: bool = False) -> Callable[[Batch], tuple[Tensor | None, Batch]]:
     """The model's output, without gradients or dropout, in float32 or float64, and the prepared batch, of which it is.
 
     In a layout that cuts samples both are of this rank's tokens; `model.tokens.whole` puts the output together. In a
-    pipeline the last stage has the output, the others None.
+    pipeline the last stage has the output, the others None. loss_alone: the output is for `model.loss` and nothing else, so that
+    a model that computes its loss piece by piece need not have all of it.
     """
     @torch.no_grad()
     def forward(batch: Batch) -> tuple[Tensor | None, Batch]:
-        was_training = model.training
-        model.eval()
         device = batch["sample"].device
-        batch = model.prepare(batch, torch.zeros((), dtype=torch.int64, device=device))   # type: ignore[operator]
-        batch = model.tokens.cut(batch)               # type: ignore[union-attr, operator]
-        with autocast(precision, device):
-            if hasattr(model, "pipeline"):
-                stages: Any = model
-                output = stages.pipeline.infer(lambda chunk, _, x: stages.chunks[chunk](batch, x), len(batch["sample"]))
-            else:
-                output = model(batch)
-        model.train(was_training)
-        return (output if output is None or precision == "fp64" else output.float()), batch
+        with evaluating(model, loss_alone):
+            batch = model.prepare(batch, torch.zeros((), dtype=torch.int64, device=device))   # type: ignore[operator]
+            batch = model.tokens.cut(batch)           # type: ignore[union-attr, operator]
+            with autocast(precision, device):
+                if hasattr(model, "pipeline"):
+                    stages: Any = model
+                    output = stages.pipeline.infer(lambda chunk, _, x: stages.chunks[chunk](batch, x), len(batch["sample"]))
+                else:
+                    output = model(batch)
+        return (output if output is None else output.to(torch.promote_types(output.dtype, torch.float32))), batch
 
     return forward
+
+
+@contextmanager
+def evaluating(model: nn.Module, loss_alone: bool) -> Iterator[None]:
+    """Inside the block the model does not train, and a head that has a `loss_alone` knows whether anybody wants logits."""
+    was_training, heads = model.training, [module for module in model.modules() if hasattr(module, "loss_alone")]
+    model.eval()
+    for head in heads:
+        head.loss_alone = loss_alone                  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        model.train(was_training)
+        for head in heads:
+            head.loss_alone = False                   # type: ignore[assignment]
 
 
 @dataclass(frozen=True)
@@ -81,9 +97,9 @@ class Validation:
         """`valid_loss` over all samples and ranks; of weather `valid_rmse`, and a picture of the first forecast to the report."""
         device, mesh = self.mesh.world.device, self.mesh
         one_of_many = mesh.cp.rank == mesh.tp.rank == 0                                    # the ranks that have the same samples
-        forward = forward_only(model, self.config.precision)
+        forward = forward_only(model, self.config.precision, loss_alone=not self.channels)
         sums = torch.zeros(2 + len(self.channels), dtype=torch.float64, device=device)     # loss, weight, squared errors
-        for number, batch in enumerate(eval_loader(self.config, mesh.dp, device, self.pairs)):
+        for number, batch in enumerate(self._micro_batches()):
             output, ready = forward(batch)
             if number == 0 and self.channels:
                 self._picture(model, batch, output, report, step)
@@ -103,6 +119,11 @@ class Validation:
             ordered = dict(zip(self.channels, (sums[2:] / sums[1]).sqrt().tolist(), strict=True))
             found["valid_rmse"] = {self._name: ordered[self._name]} | ordered
         return found
+
+    def _micro_batches(self) -> Iterator[Batch]:
+        """This rank's samples, no more of them at a time than in a forward pass of training."""
+        for batch in eval_loader(self.config, self.mesh.dp, self.mesh.world.device, self.pairs):
+            yield from split(batch, self.config.train.micro_batch)
 
     @property
     def _name(self) -> str:

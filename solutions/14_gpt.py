@@ -665,7 +665,7 @@ lab.beside("times as fast", my_speedup, slow / fast)
 # starting its operators does, be it for one position or for fifty. With 7 billion parameters one position at a time has another
 # limit: every weight is read from memory, for two FLOPs each (lesson 00's roofline). That is why servers write for many at once.
 #
-# > **Predict.** How many MB is the cache of GPT 7B (32 blocks of width 4096, 16 bits) for one text of 1024 tokens?
+# > **Predict.** How many MB is the cache of GPT 7B (32 blocks of width 4096, 16 bits) for one text of 2048 tokens?
 
 # %%
 my_cache_mb = 10                 # your prediction
@@ -675,9 +675,9 @@ big = config.load("gpt-7b").model
 lab.beside("cache", my_cache_mb, 2 * big.depth * big.dim * 2 * big.context / 1e6, "MB", "counted")
 
 # %% [markdown]
-# Two vectors of width `dim` for each block and token: half a megabyte a token. 100 texts at once would fill three quarters of an
-# H200. Hence **grouped heads** (`model.kv_heads`): several heads of queries share one of keys and values. Llama 3 has 8 for 32
-# heads, a quarter of the cache.
+# Two vectors of width `dim` for each block and token: half a megabyte a token. 100 texts of 2048 at once would fill three
+# quarters of an H200. Hence **grouped heads** (`model.kv_heads`): several heads of queries share one of keys and values. Llama
+# 3 has 8 for 32 heads, a quarter of the cache.
 #
 # ## The Megatron way
 #
@@ -821,8 +821,8 @@ print("fastest:", min(pipelines[1:], key=lambda case: case.ms).name, "- you said
 # > (A micro-batch of 16 samples is 16 · 2048 · 2304 · 2 bytes; gradients go back.)
 #
 # <details><summary>Answer</summary>
-# 151 MB, from 8 GPUs, 32 times, in two directions: 77 GB, 6 s at 100 Gb/s. In 2x8x2 micro-batches are half as large and no
-# stage is in the middle: 19 GB, 1.5 s. That is 4.5 s apart, and the iterations, 22.2 and 16.3 s, are 5.9 s: so it seems that they
+# 151 MB, from 8 GPUs, 32 times, in two directions: 77 GB, 6.2 s at 100 Gb/s. In 2x8x2 micro-batches are half as large and no
+# stage is in the middle: 19 GB, 1.5 s. That is 4.6 s apart, and the iterations, 22.2 and 16.3 s, are 5.9 s: so it seems that they
 # do. All eight copies are the same: each rank can send an eighth, and the other side gathers them over NVLink
 # (<a href="https://arxiv.org/abs/2104.04473">Narayanan et al. 2021</a>, section 4.1).
 # </details>

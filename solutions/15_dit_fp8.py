@@ -439,8 +439,9 @@ lab.picture(figures_dit.beside_seeds(windows, references.unfold(1, LENGTH, LENGT
 # wrong after a hundred thousand: watch the amaxes there. And a mistake that hurts less than the seeds scatter is not seen:
 # more seeds, longer windows, and the same-seed difference itself, window by window, are the finer instruments.
 #
-# The same on an H200, in models that people train: DiT-XL/2 on 256 and on 512 pixels and GPT 1.3B, each from the same
-# weights.
+# The same on an H200, in models that people train: DiT-XL/2 on 256 and on 512 pixels and GPT 1.3B, all runs of a model from
+# the same fresh weights. Not everything was run with each: frozen scales with DiT on 256 pixels alone, another attention kernel
+# not there, Transformer Engine not on 512.
 #
 # > **Predict.** Which of the recipes is nearest to bf16: delayed with a history of 1024 and its maximum, delayed with the
 # > last step alone, or current scaling? And is flash attention in place of cuDNN's, in bf16, nearer than any of them?
@@ -465,14 +466,14 @@ for model, about in lab.results("alignment_h200")["models"].items():
                 "Lines of FP8 recipes around zero, and a grey band, bf16's seeds, which single windows leave now and then")
 
 # %% [markdown]
-# **What you see.** In the mean over its windows every recipe stays within what seeds do, and frozen scales do not: 320% off.
-# Single windows leave the band, as other seeds do. (The gap of another seed is larger than the spread: the difference of two
-# seeds scatters more than each of them.) In GPT 1.3B, whose losses are means over 8192 tokens a step, the instrument is fine
-# enough to rank them: another attention kernel, which is nothing but rounding, makes 0.07%; FP8 0.2 to 0.3%; other seeds more
-# than 1%. The recipes hardly differ: a maximum over 1024 steps is as near as the newest amax alone. DiT's curves differ more,
-# since a step's loss depends on the times that it draws. With 16 images a step (512 pixels) rounding alone makes 3.4%, and the
-# seeds are 14% apart: there the test would let a real fault of ten percent pass. *State the spread.* Without it "FP8 agrees" says
-# nothing.
+# **What you see.** In the mean over its windows every recipe stays within what seeds do, and frozen scales, tried in DiT on 256
+# pixels, do not: 320% off. Single windows leave the band, as other seeds do. (The gap of another seed is larger than the
+# spread: the difference of two seeds scatters more than each of them.) In GPT 1.3B, whose losses are means over 8192 tokens a
+# step, the instrument is fine enough to rank them: another attention kernel, which is nothing but rounding, makes 0.07%; FP8
+# 0.2 to 0.3%; other seeds more than 1%. The recipes hardly differ: a maximum over 1024 steps is as near as the newest amax
+# alone. DiT's curves differ more, since a step's loss depends on the times that it draws. With 16 images a step (512 pixels)
+# rounding alone makes 3.4%, and the seeds are 14% apart: there the test would let a real fault of ten percent pass. *State the
+# spread.* Without it "FP8 agrees" says nothing.
 #
 # The same instrument serves for a *layout*. Context parallelism cuts each sample's tokens over two GPUs: the same sums in another
 # order. So its gap has to be rounding's.
@@ -614,21 +615,31 @@ lab.picture(figures_precision.costs(bars, "tensors of the size of x, read or wri
 # is a part: lesson 02's question, how large a part, comes before the kernel.
 
 # %%
+fused = lab.results("dit_fused_h200")["rows"]
+in_graphs = all("hand_ms" in row for row in fused)                     # since then kernels by hand are measured with them
 lab.recorded("dit_fused_h200", {f"{row['case']}, {row['samples']} x {row['tokens']} tokens of {row['dim']}": {
     "eager, ms": row["eager_ms"], "compiled, ms": row["compiled_ms"], "times as fast": row["eager_ms"] / row["compiled_ms"],
-    "GB/s, compiled": row["gb_per_s"]} for row in lab.results("dit_fused_h200")["rows"]},
+    "GB/s, compiled": row["gb_per_s"], **({"by hand, ms": row["hand_ms"]} if in_graphs else {})} for row in fused},
              "The three steps, forward and backward, eager and compiled (`python -m course.perf.fused FILE`)")
+gains = [row["eager_ms"] / row["compiled_ms"] for row in fused]
+most = max(row["gb_per_s"] for row in fused) / 1e3
+print(f"compiled {min(gains):.1f} to {max(gains):.1f} times as fast, up to {most:.1f} TB/s;",
+      "measured in CUDA graphs" if in_graphs else "measured call by call, so with what the host takes for each call")
 
 # %% [markdown]
-# All but one are 1.3 to 2.7 times as fast, more for larger tensors. The smallest, gate and add with 19 million numbers, is
-# *slower* compiled: it ends at a quarter of a millisecond, as the next larger one does, which is about what the host takes to
-# call a compiled function forward and backward. Inside a compiled block, where the three steps are a part of one call, this is
-# paid once. (More than 2.4 is no contradiction: backward has passes of its own to save.)
+# The larger the tensors, the more is gained. (More than 2.4 is no contradiction: backward has passes of its own to save.)
 #
-# 0.9 to 2.6 TB/s: a copy on this GPU reaches 4.3. The compiler's kernels are not the last word. For a width of 1152, which is no
-# power of two, they read a row twice, and each sum over tokens, for the gradients of shift, scale and gate, reads the tensors
-# once more. `kernels=hand` puts kernels in their place that read each tensor once (`course/between.py`, and GELU and Adam with
-# the weights' average besides).
+# Look at *how* it was measured before you believe a small number. **Call by call**, a time has in it what the host takes to
+# call a function forward and backward, a fifth to a quarter of a millisecond if it is compiled. Whatever the GPU needs less
+# time for ends there: in the measurement of November 22nd the smallest, gate and add with 19 million numbers, is *slower*
+# compiled than eager, which says nothing about its kernel. Inside a compiled block, where the three steps are a part of one
+# call, this is paid once. So the program has since learned to replay each step from a CUDA graph, in which the host has no part
+# (lesson 06), and to measure kernels by hand as well. The line below the table says which of the two it is.
+#
+# The largest, where the host hardly counts, stay well below the 4.3 TB/s that a copy on this GPU reaches. The compiler's
+# kernels are not the last word. For a width of 1152, which is no power of two, they read a row twice, and each sum over tokens,
+# for the gradients of shift, scale and gate, reads the tensors once more. `kernels=hand` puts kernels in their place that read
+# each tensor once (`course/between.py`, and GELU and Adam with the weights' average besides).
 #
 # It takes attention, too. DiT-XL's 1152 numbers are 16 heads of 72; tensor cores want sides that are powers of two, or nearly,
 # and PyTorch's kernel, cuDNN's, pads a head with zeros to 128. `course/attention_kernel.py` takes it as 64 and 16 numbers, and
@@ -679,11 +690,11 @@ lab.beside("the clock meanwhile", my_clock, row["clock_mhz"], "MHz", "recorded o
 print(f"while it draws {row['power_w']:.0f} of the {row['power_limit_w']:.0f} W that it may")
 
 # %% [markdown]
-# Tensor cores at work take more power than the board may draw, so the clock goes down until they no longer do. The peak that MFU
-# divides by is 132 multiprocessors times 4096 operations in a cycle times 1830 MHz; at 1635 MHz it would be a tenth less, whatever
-# the code. Two GPUs of one make differ in this by some percents, and one GPU differs from its own first, cool second. So compare two
-# versions in one run, by turns; and when a kernel that saves bytes saves no time, look at the clock: what it saved may have been
-# power that the next multiplication takes.
+# Tensor cores at work take more power than the board may draw, so the clock goes down until they no longer do. The peak that
+# MFU divides by is 132 multiprocessors times 4096 operations in a cycle times 1830 MHz; at 1635 MHz it would be a tenth less,
+# whatever the code. Two GPUs of one make differ in this by some percents, and one GPU differs from its own first, cool second.
+# So compare two versions in one run, by turns; and when a kernel that saves bytes saves no time, look at the clock: what it
+# saved may have been power that the next multiplication takes.
 
 # %% [markdown]
 # ## A curve that is a little worse

@@ -304,7 +304,7 @@ check("box-overlap")
 #
 # Now put a wanted box together. Each piece is its box and a function `read(slices)`, which reads a part of the piece from the
 # disk and returns it. Use `overlap`. **Read only what you need**: a piece may have gigabytes. The numbers are to stay as they
-# are, bit for bit.
+# are, bit for bit. A single number, whose box is `()`, comes in the same way.
 
 # %% exercise="put-together"
 def put_together(pieces: list[tuple[Box, Callable[[tuple[slice, ...]], Tensor]]], wanted: Box, dtype: torch.dtype) -> Tensor:
@@ -328,8 +328,8 @@ check("put-together")
 #
 # <details><summary>Answer</summary>
 # A flat range is a box with one dim, of the flattened tensor: [a, b). Between two layouts that cut the same tensor into flat
-# ranges alone, your function does it already. Where a flat range meets a box, fill the range into an empty box of the piece's
-# shape, remember which numbers are there, and copy those: 5 lines, <code>course.checkpoint.unflat</code>.
+# ranges alone, your function does it already. Where a flat range meets a box, cut it into boxes first: a part of a row, whole rows,
+# a part of a row. Then it is your function again: <code>course.checkpoint.boxes_of</code>.
 # </details>
 #
 # ## The real thing

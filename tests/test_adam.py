@@ -31,17 +31,17 @@ def kernel(monkeypatch):
 
 
 def trained(kind, ema, betas=(0.9, 0.999)):
-    """Parameters, states and averages after five steps: the third is skipped, before the fourth one parameter is frozen."""
+    """Parameters, states and averages after six steps: the third and fifth are skipped, before the fourth one is frozen."""
     torch.manual_seed(0)
     held = [nn.Parameter(torch.randn(shape)) for shape in ((4, 5), (7,), (3, 6))]
     optimizer = kind(held, torch.tensor(1e-2), betas, 1e-8, 0.1, fused=True)
     average = Average(optimizer, ema) if ema else None
-    for number in range(5):
+    for number in range(6):
         for p in held:
             p.grad = torch.randn(p.shape) * 4
         if number > 2:
             held[2].grad = None
-        optimizer.grad_scale, optimizer.found_inf = torch.tensor(4.0), torch.tensor(float(number == 2))
+        optimizer.grad_scale, optimizer.found_inf = torch.tensor(4.0), torch.tensor(float(number in (2, 4)))
         optimizer.step()
     states = {f"{i} {name}": optimizer.state[p][name] for i, p in enumerate(held) for name in sorted(optimizer.state[p])}
     return {**dict(enumerate(p.detach() for p in held)), **states,

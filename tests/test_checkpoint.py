@@ -78,6 +78,21 @@ def test_a_box_is_put_together_from_the_pieces_that_overlap_it(tmp_path):
         assert torch.equal(checkpoint.read_box(tmp_path, index, "w", box), whole[a:b, c:d])
 
 
+def test_a_flat_range_is_made_of_boxes_in_order():
+    """Every range of a box that has no 0 in a corner: its numbers in order, in a handful of boxes."""
+    box = ((2, 5), (1, 3), (4, 8))
+    numbers = torch.arange(24).view(3, 2, 4)
+    for first in range(25):
+        for end in range(first, 25):
+            boxes = checkpoint.boxes_of(box, (first, end))
+            found = [numbers[tuple(slice(a - low, b - low) for (a, b), (low, _) in zip(part, box, strict=True))].flatten()
+                     for part in boxes]
+            assert torch.equal(torch.cat([torch.arange(0), *found]), torch.arange(first, end))
+            assert len(boxes) <= 5 and all(len(part) for part in found)
+    assert checkpoint.boxes_of(box, (0, 24)) == [box] == checkpoint.boxes_of(box, None)
+    assert checkpoint.boxes_of((), (0, 1)) == [()]
+
+
 def flip_a_byte(path):
     file = path / "rank00000.safetensors"
     data = bytearray(file.read_bytes())

@@ -1,12 +1,15 @@
 """Sampling: with the cache the same tokens as without it, and drawn with the model's probabilities."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from course import generate, random
+from course import config, generate, random
 from course.errors import CourseError
 from course.models import GPTConfig, build_model
-from course.parallel import place_serial
+from course.parallel import build_mesh, join, place_serial
+from course.train import assemble
 
 KINDS = {"gpt2": {}, "llama": {"kv_heads": 2, "norm": "rms", "mlp": "swiglu", "position": "rotary", "bias": False, "tied": False}}
 
@@ -34,6 +37,24 @@ def test_the_cache_changes_no_token(kind, how):
     assert torch.equal(kept, again) and kept.shape == (3, 24) and torch.equal(kept[:, :5], prompts())
     assert kept[:, 5:].unique().numel() > 3         # it does not repeat one token
     assert model.training and [block.attn.core for block in model.blocks.values()] == cores
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_model_in_training_with_kernels_by_hand_can_be_heard(precision):
+    """Its attention has queries, keys and values packed, and in bf16 its weights are in 16 bits; the cache changes no token."""
+    c = config.load("gpt-124m", ["model.vocab=50", "model.context=24", "model.dim=32", "model.depth=2", "model.heads=2",
+                                 f"precision={precision}", "train.device=cpu", "train.global_batch=2", "train.micro_batch=0"])
+    found = []
+    for kernels in ("hand", "pytorch"):
+        training = assemble(replace(c, kernels=kernels), build_mesh(c.parallel, join("cpu")))
+        with torch.no_grad():
+            for p in training.model.parameters():
+                p *= 8 if p.dim() > 1 else 1
+        kept, again = (generate.generate(training.model, prompts(), 12, 0.0, cache=cache) for cache in (True, False))
+        assert torch.equal(kept, again) or precision == "bf16"          # where sums of other lengths are rounded otherwise
+        found.append(kept)
+    assert {p.dtype for p in training.model.parameters()} == {torch.float32} and found[0].unique().numel() > 8
+    assert torch.equal(*found) or precision == "bf16"
 
 
 def test_with_the_cache_each_token_is_computed_once(monkeypatch):

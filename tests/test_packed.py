@@ -28,6 +28,28 @@ def test_it_is_pytorchs_attention_and_so_are_its_gradients(shape, causal):
                                rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("bias", [None, torch.float64, torch.float32])
+def test_with_more_scores_than_have_room_a_cpu_takes_pytorchs_attention(bias, causal, monkeypatch):
+    """The same answers and gradients."""
+    torch.manual_seed(0)
+    qkv = torch.randn(2, 16, 3, 3, 4, dtype=torch.float64, requires_grad=True)
+    given = [qkv, torch.randn(36, dtype=bias, requires_grad=True)] if bias else [qkv]
+
+    def run():
+        y = packed_attention(qkv, given[1] if bias else None, causal)
+        assert y.shape == (2, 16, 3, 4)
+        return y, *torch.autograd.grad(y.square().sum(), given)
+
+    monkeypatch.setattr("course.packed.MOST", 2 * 3 * 16 * 16)
+    formula = run()
+    monkeypatch.setattr("course.packed.PackedAttention", None)
+    with pytest.raises(AttributeError):             # what has room is computed by the formula
+        run()
+    monkeypatch.setattr("course.packed.MOST", 2 * 3 * 16 * 16 - 1)
+    torch.testing.assert_close(run(), formula, rtol=0, atol=1e-5 if bias == torch.float32 else 1e-12)
+
+
 def test_a_gradient_of_a_gradient_is_an_error():
     qkv = torch.randn(1, 4, 3, 1, 4, requires_grad=True)
     grad, = torch.autograd.grad(packed_attention(qkv, None, False).square().sum(), qkv, create_graph=True)
@@ -35,12 +57,27 @@ def test_a_gradient_of_a_gradient_is_an_error():
         grad.square().sum().backward()
 
 
-def test_in_16_bits_it_computes_in_32_and_rounds_once():
+@pytest.mark.parametrize("cast", [False, True])
+def test_in_16_bits_it_computes_in_32_and_rounds_once(cast):
+    """Also under autocast, as in a model; there backward, too, where a block is computed again."""
     torch.manual_seed(0)
-    qkv = torch.randn(2, 16, 3, 2, 8).bfloat16().requires_grad_()
-    y, exact = packed_attention(qkv, None, True), packed_attention(qkv.detach().double(), None, True)
-    assert y.dtype == torch.bfloat16 and torch.equal(y.double(), exact.bfloat16().double())
-    assert torch.autograd.grad(y.sum(), qkv)[0].dtype == torch.bfloat16
+    qkv, dy = (torch.randn(shape).bfloat16() for shape in ((2, 16, 3, 2, 8), (2, 16, 2, 8)))
+    with torch.autocast("cpu", torch.bfloat16, cast):
+        y, lse = torch.ops.course.attention(qkv, True)
+        dqkv, sums = torch.ops.course.attention_backward(dy, qkv, y, lse, True)
+    exact, top = torch.ops.course.attention(qkv.double(), True)
+    wanted = torch.ops.course.attention_backward(dy.double(), qkv.double(), y.double(), top, True)[0]
+    assert lse.dtype == sums.dtype == torch.float32
+    for mine, its in ((y, exact), (dqkv, wanted)):
+        assert mine.dtype == torch.bfloat16
+        torch.testing.assert_close(mine.double(), its.bfloat16().double(), rtol=2**-8, atol=1e-6)
+    assert torch.equal(y.double(), exact.bfloat16().double())
+    torch.testing.assert_close(lse.double(), top, rtol=1e-6, atol=1e-6)
+
+
+def test_shapes_alone_are_known_on_the_meta_device():
+    qkv = torch.empty(2, 16, 3, 2, 8, device="meta", dtype=torch.bfloat16)
+    assert packed_attention(qkv, None, True).shape == (2, 16, 2, 8)
 
 
 def packed(preset, *settings):
@@ -74,7 +111,9 @@ def test_a_backend_that_is_named_is_taken(settings, is_packed):
     assert ("forward" in vars(attn)) == is_packed
 
 
-@pytest.mark.parametrize(("precision", "device", "can"), [("bf16", "cuda", True), ("fp8", "cuda", True), ("tf32", "cuda", False),
-                                                          ("fp64", "cuda", False), ("fp64", "cpu", True)])
-def test_on_gpus_it_is_for_16_bits(precision, device, can):
-    assert packable(precision, torch.device(device)) == can
+@pytest.mark.parametrize(("precision", "capability", "can"), [
+    ("bf16", (9, 0), True), ("fp8", (9, 0), True), ("tf32", (9, 0), False), ("fp64", (9, 0), False), ("bf16", (8, 0), True),
+    ("fp16", (7, 5), False), ("fp64", None, True)])
+def test_on_gpus_it_is_for_16_bits_and_from_ampere_on(precision, capability, can, monkeypatch):
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
+    assert packable(precision, torch.device("cuda" if capability else "cpu")) == can

@@ -69,6 +69,27 @@ def test_resumed_in_mid_epoch_gives_the_same_losses_bit_for_bit(tiny, name):
     assert_same_run(run([*tiny, *extra, "log.name=part"]), whole)
 
 
+@pytest.mark.parametrize("kernels", ["pytorch", "hand"])
+@pytest.mark.parametrize(("first", "then"), [("sgd", "adam"), ("adam", "sgd")])
+def test_another_optimizer_goes_on_with_the_weights_and_starts_afresh(tiny, first, then, kernels, capsys):
+    """Its first step there is a first one, and the other's states are not saved again."""
+    kind = [f"kernels={kernels}", "optim.momentum=0.9", "optim.schedule=constant", "optim.warmup=0", "optim.lr=0.01"]
+    folder = run([*tiny, *kind, f"optim.name={first}"])
+    before = final_tensors(folder)
+    run([*tiny, *kind, f"optim.name={then}", "train.steps=13"])
+    out = capsys.readouterr().out
+    assert f"optim.name: {first} -> {then}" in out and "of another kind and left out: this one starts afresh" in out
+    after = final_tensors(folder)
+    states = {name.rpartition(".")[2] for name in after} & {"step", "exp_avg", "exp_avg_sq", "momentum_buffer"}
+    assert states == ({"momentum_buffer"} if then == "sgd" else {"step", "exp_avg", "exp_avg_sq"})
+    for name in (name for name in before if f"{name}.exp_avg" in after):
+        mean, square = after[f"{name}.exp_avg"] / 0.1, after[f"{name}.exp_avg_sq"] / 0.001
+        assert after[f"{name}.step"] == 1
+        torch.testing.assert_close(mean**2, square, rtol=1e-4, atol=1e-12)
+    for name in (name for name in before if f"{name}.momentum_buffer" in after):
+        torch.testing.assert_close(after[name], before[name] - 0.01 * after[f"{name}.momentum_buffer"])
+
+
 def test_a_damaged_newest_checkpoint_costs_only_the_steps_since_the_one_before(tiny, capsys):
     whole, part = (run([*tiny, f"log.name={name}"]) for name in ("whole", "part"))
     newest = checkpoint.steps(part / "checkpoints")[-1]

@@ -194,7 +194,22 @@ def opened(kind: str, path: Path, run: Path, given: list[str], like: str, rows: 
     log = replace(base.log, dir=folder, name=run.name)
     plain = config.merge(config.as_plain(replace(base, preset=preset, model=model, log=log)), told)
     settings = config.check(config.build(Config, plain, "course convert"))
+    if source:
+        settings = padded(source, settings)
     return source or te.source(path, settings.model, rows), settings
+
+
+def padded(source: Source, settings: Config) -> Config:
+    """The settings, with the number of tokens noted if a vocabulary is asked for that is larger than the file's. The source
+    takes that model over; what else is asked for, and not in the file, it will refuse."""
+    c: Any = settings.model
+    if c.kind == "gpt" and c.vocab > source.c.vocab and not c.vocab_used:
+        c = replace(c, vocab_used=source.c.words)
+    if c != source.c:
+        source.says = "you asked for"
+    if c.kind == "gpt":
+        source.c = replace(source.c, vocab=c.vocab, vocab_used=c.vocab_used)
+    return replace(settings, model=c)
 
 
 def other_kind(path: Path, like: str, theirs: str, ours: str) -> CourseError:
@@ -229,8 +244,8 @@ def rebuild(settings: Config, source: Source, everyone: Axis) -> dict[str, Tenso
     alone = everyone.size == 1
     layout = replace(settings.parallel, pp=1, dp=1, cp=1, tp=1, sp=False, zero=False, chunks=1, schedule="1f1b") if alone else \
         settings.parallel
-    settings = replace(settings, parallel=layout, compile=False, graphs=False,
-                       train=replace(settings.train, device="cpu"))
+    settings = replace(settings, parallel=layout, compile=False, graphs=False, kernels="pytorch", attention="default",
+                       train=replace(settings.train, device="cpu"))     # without what is written for GPUs
     mesh = build_mesh(settings.parallel, join("cpu"))
     training = assemble(settings, mesh)
     fill([*training.model.parameters(), *training.gradients.parameters], source)

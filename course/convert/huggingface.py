@@ -10,6 +10,7 @@ What corresponds to what is data: `TABLES`, one line for each of our parameters.
     grouped     Llama has queries, keys and values apart, heads of queries group by group; our fused projection has rows
                 (queries of a group + 2, kv_heads, head_dim)
     stacked     Llama has the gated MLP's gates and values apart, we have one above the other
+    padded      ours may have more rows than there are tokens (model.vocab=50304 of 50257, so that ranks can share them out)
 
 Rotary positions turn the same pairs in both: number i of a head's first half with number i of the second.
 """
@@ -48,14 +49,30 @@ def unfuse(c: GPTConfig, x: Tensor) -> Parts:
     return q.transpose(0, 1).flatten(0, 2), k.flatten(0, 2), v.flatten(0, 2)
 
 
+def pad(c: GPTConfig, parts: Parts) -> Tensor:
+    """A row for each token, (words, D) -> (vocab, D). Padding is the mean of all rows.
+
+    Its logit is then the mean of all logits, and as the exponential is convex, it takes at most as much of the softmax as a token
+    does on average: the loss grows by less than (vocab - words) / words. A row of zeros has logit 0, which is more than any
+    token has where all logits are negative, as GPT-2's are. Training changes padding as any row, as in Megatron.
+    """
+    rows, = parts
+    more = c.vocab - len(rows)
+    if len(rows) != c.words or not more:
+        return rows                                  # of the wrong size, which `Source.part` refuses
+    mean = rows.mean(0, keepdim=True, dtype=torch.promote_types(rows.dtype, torch.float32))
+    return torch.cat([rows, mean.to(rows.dtype).expand(more, -1)])
+
+
 TRANSPOSED = Layout(lambda c, parts: parts[0].T, lambda c, x: (x.T,))
+PADDED = Layout(pad, lambda c, x: (x[:c.words],))
 POSITIONS = Layout(lambda c, parts: parts[0][None], lambda c, x: (x[0],))
 GROUPED = Layout(fuse, unfuse)
 STACKED = Layout(lambda c, parts: torch.cat(parts), lambda c, x: x.chunk(2))
 
 
 GPT2: Table = {
-    "embed.token.weight": (SAME, ("transformer.wte.weight",)),
+    "embed.token.weight": (PADDED, ("transformer.wte.weight",)),
     "embed.pos": (POSITIONS, ("transformer.wpe.weight",)),
     **both("blocks.*.norm1", SAME, "transformer.h.*.ln_1"),
     **both("blocks.*.attn.qkv", TRANSPOSED, "transformer.h.*.attn.c_attn", bias=SAME),
@@ -64,11 +81,11 @@ GPT2: Table = {
     **both("blocks.*.mlp.up", TRANSPOSED, "transformer.h.*.mlp.c_fc", bias=SAME),
     **both("blocks.*.mlp.down", TRANSPOSED, "transformer.h.*.mlp.c_proj", bias=SAME),
     **both("head.norm", SAME, "transformer.ln_f"),
-    "head.proj.weight": (SAME, ("lm_head.weight",)),
+    "head.proj.weight": (PADDED, ("lm_head.weight",)),
 }
 ATTENTION = "model.layers.*.self_attn"
 LLAMA: Table = {
-    "embed.token.weight": (SAME, ("model.embed_tokens.weight",)),
+    "embed.token.weight": (PADDED, ("model.embed_tokens.weight",)),
     **both("blocks.*.norm1", SAME, "model.layers.*.input_layernorm"),
     **both("blocks.*.attn.qkv", GROUPED, f"{ATTENTION}.q_proj", f"{ATTENTION}.k_proj", f"{ATTENTION}.v_proj"),
     **both("blocks.*.attn.out", SAME, f"{ATTENTION}.o_proj"),
@@ -76,7 +93,7 @@ LLAMA: Table = {
     **both("blocks.*.mlp.up", STACKED, "model.layers.*.mlp.gate_proj", "model.layers.*.mlp.up_proj"),
     **both("blocks.*.mlp.down", SAME, "model.layers.*.mlp.down_proj"),
     **both("head.norm", SAME, "model.norm"),
-    "head.proj.weight": (SAME, ("lm_head.weight",)),
+    "head.proj.weight": (PADDED, ("lm_head.weight",)),
 }
 TABLES = {"gpt2": GPT2, "llama": LLAMA}
 # what older files have besides: tables that follow from the configuration, and the head of tied weights once more
@@ -89,6 +106,8 @@ NAMES = {"gpt2": {"vocab": "vocab_size", "context": "n_positions", "dim": "n_emb
          "llama": {"vocab": "vocab_size", "context": "max_position_embeddings", "dim": "hidden_size",
                    "depth": "num_hidden_layers", "heads": "num_attention_heads", "mlp_width": "intermediate_size",
                    "norm_eps": "rms_norm_eps"}}
+STRETCH = {"rope_factor": "factor", "rope_low": "low_freq_factor", "rope_high": "high_freq_factor",
+           "rope_context": "original_max_position_embeddings"}           # of rope_type=llama3
 # and those that have to have one value, since we have no other; absent is that value
 FIXED: dict[str, dict[str, Any]] = {
     "gpt2": {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
@@ -128,8 +147,8 @@ def of_llama(found: Mapping[str, Any]) -> dict[str, Any]:
     """What a Llama's config.json says in another way than we do."""
     rope = found.get("rope_parameters") or found.get("rope_scaling") or {}
     rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if rope_type != "default":
-        raise refused("rope_type", rope_type, "default")
+    if rope_type not in ("default", "llama3"):
+        raise refused("rope_type", rope_type, "default and llama3")
     heads, dim = found["num_attention_heads"], found["hidden_size"]
     if (found.get("head_dim") or dim // heads) * heads != dim:
         raise refused("head_dim", found["head_dim"], f"hidden_size / num_attention_heads, {dim // heads}")
@@ -138,7 +157,23 @@ def of_llama(found: Mapping[str, Any]) -> dict[str, Any]:
         raise refused("mlp_bias", found.get("mlp_bias", False), f"attention_bias, {bias}")
     kv_heads = found.get("num_key_value_heads") or heads
     return {"kv_heads": 0 if kv_heads == heads else kv_heads, "bias": bias,
-            "rope_theta": float(rope.get("rope_theta", found.get("rope_theta", 10_000.0)))}
+            "rope_theta": float(rope.get("rope_theta", found.get("rope_theta", 10_000.0))),
+            **(of_llama3(rope) if rope_type == "llama3" else {})}
+
+
+def of_llama3(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """The stretched rotary positions of Llama 3.1 and later."""
+    if missing := [theirs for theirs in STRETCH.values() if theirs not in rope]:
+        raise CourseError(f"config.json has rope_type=llama3 without {', '.join(missing)}: give a model's folder as it was "
+                          "published")
+    return {ours: rope[theirs] for ours, theirs in STRETCH.items()}
+
+
+def rope_for(c: GPTConfig) -> dict[str, Any]:
+    """How a Llama's config.json says a GPT's rotary positions."""
+    if c.stretch is None:
+        return {"rope_type": "default", "rope_theta": c.rope_theta}
+    return {"rope_type": "llama3", "rope_theta": c.rope_theta} | {theirs: getattr(c, ours) for ours, theirs in STRETCH.items()}
 
 
 def refused(key: str, value: Any, only: Any) -> CourseError:
@@ -160,7 +195,7 @@ def kind_of(c: GPTConfig) -> str:
 def config_for(c: GPTConfig, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     """The values of a config.json. Raises `CourseError` for a GPT that is neither a GPT-2 nor a Llama."""
     kind = kind_of(c)
-    values = {theirs: getattr(c, ours) for ours, theirs in NAMES[kind].items()} | FIXED[kind]
+    values = {theirs: getattr(c, ours) for ours, theirs in NAMES[kind].items()} | FIXED[kind] | {"vocab_size": c.words}
     if kind == "gpt2":
         activation = next(theirs for theirs, ours in GELU.items() if ours == c.mlp)
         width = None if c.hidden == 4 * c.dim else c.hidden             # None: four times the model's
@@ -169,7 +204,7 @@ def config_for(c: GPTConfig, dtype: torch.dtype = torch.float32) -> dict[str, An
     else:
         values |= {"intermediate_size": c.hidden, "num_key_value_heads": c.groups, "head_dim": c.dim // c.heads,
                    "attention_bias": c.bias, "mlp_bias": c.bias, "rope_theta": c.rope_theta,      # and for version 5 on:
-                   "rope_parameters": {"rope_type": "default", "rope_theta": c.rope_theta}}
+                   "rope_parameters": rope_for(c)}
     return {"model_type": kind, "architectures": [CLASSES[kind]], "tie_word_embeddings": c.tied,
             "dtype": str(dtype).removeprefix("torch."), "bos_token_id": None, "eos_token_id": None, **values}
 

@@ -4,9 +4,11 @@
     pytorch_model.bin     or  pytorch_model.bin.index.json    and its files, read with weights only: nothing in them executes
 
 or one file of any name: .safetensors, or .pt, .pth and .bin. Of a training checkpoint of the latter kind, with several sets of
-weights, the moving average counts. One tensor is in memory at a time: a file of PyTorch's is mapped, not read.
+weights, the moving average counts; beside them it may have an argparse.Namespace, as facebookresearch/DiT's have. One tensor is
+in memory at a time: a file of PyTorch's is mapped, not read.
 """
 
+import argparse
 import json
 import pickle
 import re
@@ -106,9 +108,14 @@ def model_in(path: Path, header: Mapping[str, str]) -> Any:
 
 
 def read_pickled(file: Path) -> Mapping[str, Tensor]:
-    """The tensors of a file of PyTorch's, mapped into memory. Whatever it holds besides tensors is refused, not executed."""
+    """The tensors of a file of PyTorch's, mapped into memory. Whatever it holds besides tensors is refused, not executed.
+
+    Of classes it may name argparse.Namespace, which training scripts keep their arguments in: it is a dict with dots, and making
+    one runs nothing.
+    """
     try:
-        found = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            found = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:                      # weights_only raises what the bytes suggest, RuntimeError to KeyError
         raise more_than_tensors(file, error) or damaged(file, error) from error
     if not isinstance(found, Mapping):

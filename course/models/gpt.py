@@ -25,6 +25,7 @@ from course.models.layers import (
     GroupedAttention,
     Linear,
     RMSNorm,
+    Stretch,
     SwiGLU,
     Tokens,
     Total,
@@ -38,6 +39,7 @@ class GPTConfig:
 
     kind: Literal["gpt"] = "gpt"
     vocab: int = 50304                              # GPT-2's 50257 tokens, padded to a multiple of 128
+    vocab_used: int = 0                             # the first so many are tokens, the rest is padding; 0: all
     context: int = 1024                             # the most tokens that the model looks at
     dim: int = 768
     depth: int = 12
@@ -50,10 +52,15 @@ class GPTConfig:
     norm_eps: float = 1e-5
     position: Literal["learned", "rotary"] = "learned"
     rope_theta: float = 10_000.0                    # rotary's slowest pair of numbers turns once in about 2π·theta tokens
+    # rotary's slow pairs turn so many times slower, as in Llama 3.1 and later, by layers.Stretch; 1: no slower
+    rope_factor: float = 1.0
+    rope_low: float = 1.0                           # slow: at most so many turns in rope_context tokens
+    rope_high: float = 4.0                          # fast, as without: at least so many; between them some of both
+    rope_context: int = 8192                        # tokens that the model was trained on before its context became longer
     bias: bool = True                               # of the linears; the head has none
     dropout: float = 0.0                            # after the embedding, attention and MLP
     tied: bool = True                               # the output projection is the token embedding, one weight
-    # tokens whose logits are in memory at a time while training; 0: of all. At GPT-2's vocabulary 4096 are 0.8 GB in float32,
+    # tokens whose logits are in memory at a time for the loss; 0: of all. At GPT-2's vocabulary 4096 are 0.8 GB in float32,
     # and as rows of a matmul enough for tensor cores
     loss_chunk: int = 4096
 
@@ -66,6 +73,16 @@ class GPTConfig:
     def groups(self) -> int:
         """How many heads of keys and values there are."""
         return self.kv_heads or self.heads
+
+    @property
+    def stretch(self) -> Stretch | None:
+        """How rotary positions are stretched, if they are."""
+        return Stretch(self.rope_factor, self.rope_low, self.rope_high, self.rope_context) if self.rope_factor != 1 else None
+
+    @property
+    def words(self) -> int:
+        """How many tokens there are, padding not counted."""
+        return self.vocab_used or self.vocab
 
 
 class Embed(nn.Module):
@@ -141,8 +158,7 @@ class ChunkedLoss(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, target: Tensor, weights: Tensor, cross_entropy: CrossEntropy,
                 size: int, chunk: Any = None) -> Tensor:                # (N, D), (V, D), (N,), (N,)
-        kind = x.device.type
-        low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype            # of the matmuls
+        low = format_of_matmuls(x)
         matrix, sums = weight.to(low), torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
         total, parts = torch.zeros_like(weights[0]), []
         for rows, aims, factors in zip(x.to(low).split(size), target.split(size), weights.split(size), strict=True):
@@ -161,6 +177,12 @@ class ChunkedLoss(Function):
         to_x, to_weight = ctx.dtypes
         # dw in its own memory, which nobody else has; a second backward is an error of autograd's, not a wrong number
         return dx.to(to_x) * grad, dw.mul_(grad).to(to_weight), None, None, None, None, None
+
+
+def format_of_matmuls(x: Tensor) -> torch.dtype:
+    """That of x, or what autocast makes of it."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def add_product(sums: Tensor, a: Tensor, b: Tensor) -> None:
@@ -206,8 +228,18 @@ class Chunk:
 # 8192 logits each, forward and backward took 69 MB so and 39 MB in a loop
 @torch._disable_dynamo
 def chunked_loss(*given: Any) -> Tensor:
-    """`ChunkedLoss`, chunk after chunk."""
-    return ChunkedLoss.apply(*given)
+    """`ChunkedLoss`, chunk after chunk; in evaluation its value alone."""
+    return ChunkedLoss.apply(*given) if torch.is_grad_enabled() else sum_of_chunks(*given)
+
+
+def sum_of_chunks(x: Tensor, weight: Tensor, target: Tensor, weights: Tensor, cross_entropy: CrossEntropy, size: int,
+                  chunk: Chunk) -> Tensor:                              # (N, D), (V, D), (N,), (N,)
+    """The same sum without a gradient of x or weight. That of a chunk's logits takes the softmax's memory, and is dropped."""
+    low, total = format_of_matmuls(x), torch.zeros_like(weights[0])
+    matrix = weight.to(low)                                             # (V, D)
+    for rows, aims, factors in zip(x.to(low).split(size), target.split(size), weights.split(size), strict=True):
+        total = total + chunk(rows, matrix, aims, factors, cross_entropy)[0]
+    return total                                                        # ()
 
 
 class Enter(nn.Module):
@@ -222,8 +254,9 @@ class Enter(nn.Module):
 class Head(nn.Module):
     """Map each token to the logits of the next, (B, T, V).
 
-    In training with `loss_chunk` it puts out the sum of the loss instead, a scalar, and no one ever has all logits. FP8's
-    matmul, which notes what it meets, is not taken apart: with it there are logits in training too.
+    In training with `loss_chunk`, and in evaluation where `loss_alone` says that nobody wants logits, it puts out the sum of the
+    loss instead, a scalar, and no one ever has all logits. FP8's matmul, which notes what it meets, is not taken apart: with it
+    there are logits at any rate.
     """
 
     def __init__(self, c: GPTConfig):
@@ -232,10 +265,11 @@ class Head(nn.Module):
         self.enter = Enter()
         self.proj = Linear(c.dim, c.vocab, bias=False)
         self.cross_entropy, self.chunk, self.of_chunk = CrossEntropy(), c.loss_chunk, Chunk()
+        self.loss_alone = False                     # set by `course.validate.forward_only`
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:               # (B, T, D)
         x = self.enter(self.norm(x))                                    # (B, T, D)
-        if not (self.training and self.chunk and self.proj.matmul is F.linear):
+        if not ((self.training or self.loss_alone) and self.chunk and self.proj.matmul is F.linear):
             return self.proj(x)                                         # (B, T, V)
         target, weights = batch["target"].clamp(min=0), token_weights(batch)            # 2 x (B, T)
         return chunked_loss(x.flatten(0, 1), self.proj.weight, target.flatten(), weights.flatten(), self.cross_entropy,
@@ -329,7 +363,7 @@ class GPT(nn.Module):
             x = self.embed(batch)                                       # (B, T, D)
         if "seen" in batch:                                             # the same angles for all blocks: computed once
             dtype = torch.promote_types(x.dtype, torch.float32)
-            turn = turns(batch["seen"][0], self.c.dim // self.c.heads, self.c.rope_theta, dtype)
+            turn = turns(batch["seen"][0], self.c.dim // self.c.heads, self.c.rope_theta, dtype, self.c.stretch)
             batch = {**batch, "turn": turn}                             # (2, T, d / 2)
         for block in self.blocks.values():
             x = block(x, batch)                                         # (B, T, D)
@@ -339,5 +373,5 @@ class GPT(nn.Module):
         """A loader's batch of random tokens in the right shapes: samples `first` and on, the same in every run."""
         length = self.c.context + 1
         counter = torch.arange(first * length, (first + samples) * length, device=device).view(samples, length)
-        tokens = (random.uniform(random.key("example", "tokens"), counter) * self.c.vocab).long()
+        tokens = (random.uniform(random.key("example", "tokens"), counter) * self.c.words).long()
         return {"tokens": tokens, "sample": torch.arange(first, first + samples, device=device)}

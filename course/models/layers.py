@@ -2,6 +2,7 @@
 the width it meets, so the same lines run on a shard."""
 
 import math
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -156,14 +157,30 @@ class GroupedAttention(nn.Module):
         return self.out(y.transpose(1, 2).flatten(2))                   # (B, T, D)
 
 
-def turns(position: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Tensor:
+@dataclass(frozen=True)
+class Stretch:
+    """How rotary positions of a model that was trained on short texts are stretched for longer ones, Llama 3.1's way
+    (Grattafiori et al. 2024, arXiv:2407.21783; its numbers are in the models' config.json)."""
+
+    factor: float                                   # how many times slower slow pairs turn
+    low: float                                      # slow: they turn at most so often in the old context
+    high: float                                     # fast, and left as they are: they turn at least so often
+    context: int                                    # the old one
+
+    def __call__(self, speed: Tensor) -> Tensor:                        # (d / 2,), radians a token -> the same
+        kept = ((speed * self.context / (2 * math.pi) - self.low) / (self.high - self.low)).clamp(0, 1)
+        return speed * (kept + (1 - kept) / self.factor)
+
+
+def turns(position: Tensor, head_dim: int, theta: float, dtype: torch.dtype, stretch: Stretch | None = None) -> Tensor:
     """Cosine and sine of the angles by which rotary positions turn each pair of numbers: (T,) -> (2, T, head_dim / 2).
 
     Pair i turns by position · theta^(-2i / head_dim) (Su et al. 2021, arXiv:2104.09864, section 3.4.2). Angles are computed in
     float64, so that far positions are as exact as near ones.
     """
     pair = torch.arange(0, head_dim, 2, device=position.device, dtype=torch.float64)
-    angle = position[:, None] * theta ** (-pair / head_dim)             # (T, d / 2)
+    speed = theta ** (-pair / head_dim)                                 # (d / 2,)
+    angle = position[:, None] * (stretch(speed) if stretch else speed)  # (T, d / 2)
     return torch.stack([angle.cos(), angle.sin()]).to(dtype)
 
 

@@ -13,6 +13,7 @@ over ranks, in buckets.
 import torch
 from torch import Tensor, nn
 
+from course.errors import CourseError
 from course.parallel.data import Naive
 from course.parallel.mesh import Axis
 from course.parallel.placement import place, placement
@@ -37,6 +38,12 @@ class Masters(Naive):
                 master.grad_dtype = low
         of = {copy: master for master, copy in self.copies.items()}
         self.parameters = [of.get(p, p) for p in self.parameters]
+
+    def begin(self, passes: int) -> None:
+        """Backward passes of a step are about to begin. Raises `CourseError` for more than one."""
+        if passes != 1:
+            raise CourseError(f"{passes} backward passes in a step add up gradients, which would be sums in 16 bits: give "
+                              "batches of train.global_batch samples, or set kernels=pytorch, with which weights stay in float32")
 
     def finish(self) -> None:
         """Complete the gradients, and hand those of the copies to their masters."""

@@ -59,6 +59,7 @@ class World:
     rank: int = 0
     size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    node: int = 0                                  # processes on each node, if a launcher says it; else 0
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ def join(device: str = "auto") -> World:
         # PyTorch notes the newest collectives, of gloo and of NCCL: what a stalled run tells of (course/watchdog.py)
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
         dist.init_process_group(backend, rank=rank, world_size=size, device_id=chosen if chosen.type == "cuda" else None)
-    return World(rank, size, chosen)
+    return World(rank, size, chosen, _on_node())
 
 
 def wait_at_most(seconds: float) -> None:
@@ -207,7 +208,8 @@ def build_mesh(parallel: "Parallel", world: World) -> Mesh:
     `parallel.order` names the axes slowest first: in `pp-dp-cp-tp` neighbouring ranks differ in tp, so
     tensor-parallel groups sit on neighbouring GPUs. dp=0 takes whatever the other axes leave.
 
-    Raises `CourseError` where the sizes do not multiply to the number of processes.
+    Raises `CourseError` where the sizes do not multiply to the number of processes, and where ranks that are to reach into each
+    other's memory are not on one node.
     """
     sizes = {name: getattr(parallel, name) for name in AXES}
     others = sizes["pp"] * sizes["cp"] * sizes["tp"]
@@ -220,6 +222,11 @@ def build_mesh(parallel: "Parallel", world: World) -> Mesh:
     if world.size == 1:
         return Mesh(world, torch.zeros(1, 1, 1, 1, dtype=torch.long), *(Axis(name) for name in (*AXES, "dp_cp", "all")))
     ranks = lay_out(sizes, parallel.order)
+    nodes = groups(ranks, AXES.index("tp")) // (world.node or world.size)
+    if parallel.symmetric and bool((nodes != nodes[:, :1]).any()):
+        raise CourseError(f"parallel.overlap=symmetric joins GPUs of one node, and with {world.node} processes on each some of "
+                          f"parallel.tp={sizes['tp']} are on two (parallel.order={parallel.order}): start a multiple of "
+                          f"{sizes['tp']} on each node, or use parallel.overlap=nccl")
     grid = DeviceMesh(world.device.type, ranks, mesh_dim_names=AXES)
     joint = grid["dp", "cp"]._flatten("dp_cp")
     whole = Axis("all", world.size, world.rank, tuple(range(world.size)), dist.group.WORLD)
@@ -229,6 +236,15 @@ def build_mesh(parallel: "Parallel", world: World) -> Mesh:
 
 def _axis(name: str, mesh: DeviceMesh) -> Axis:
     return Axis(name, mesh.size(), mesh.get_local_rank(), tuple(mesh.mesh.flatten().tolist()), mesh.get_group())
+
+
+def _on_node() -> int:
+    """How many processes each node has, by torchrun's or srun's variables; 0 if they do not say, or not all have equally many."""
+    env = os.environ
+    if "RANK" in env and "WORLD_SIZE" in env:
+        return int(env.get("LOCAL_WORLD_SIZE", 0))
+    each, _, times = env.get("SLURM_STEP_TASKS_PER_NODE", "").partition("(")            # "8(x2)", of uneven ones "8,4"
+    return int(each) if each.isdigit() and "," not in times else 0
 
 
 def _identity() -> tuple[int, int, int]:

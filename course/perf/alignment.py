@@ -38,6 +38,7 @@ from course.parallel import build_mesh, join, leave, place_serial, placement
 from course.perf import bench, lanes
 from course.perf.command import command
 from course.perf.lanes import Row
+from course.precision import parameter_dtype
 from course.report import memory_gb
 from course.train import Training, assemble, global_loss
 
@@ -117,7 +118,13 @@ def settings(model: str, run: str, small: bool) -> Config:
 
 
 def same_weights(model: nn.Module, config: Config, device: torch.device) -> None:
-    """Give a model the first weights of seed 0, whatever its own seed is for."""
+    """Give a model the first weights of seed 0, whatever its own seed is for.
+
+    Raises `CourseError` for one whose weights are copies in 16 bits, over which the optimizer would write what it has of its own.
+    """
+    if any(p.dtype != parameter_dtype(config.precision) for p in model.parameters()):
+        raise CourseError("runs are compared from the same weights, and of 16-bit ones the optimizer has others, its masters: "
+                          "compare with kernels=pytorch and parallel.zero=false")
     fresh = random.initialize(place_serial(build_model(config.model)), 0, device)
     values = {placement(p).name: p for p in fresh.parameters()}
     with torch.no_grad():

@@ -164,7 +164,7 @@ def ring_time(local: Local, attend: Callable[..., float], heads: float, here: fl
     for back in (False, True):
         own, other = attend(heads, here, here, causal, back), attend(heads, here, here / (2 if causal else 1), False, back)
         message = pair * (1 + wide) if back else pair
-        wire = comms.CALL + group.steps / math.ceil(math.log2(p.cp)) + message / group.bandwidth
+        wire = comms.CALL + group.ring / turns + message / group.bandwidth
         merged = queries if not causal else 0.75 * queries              # rows that a round adds to, on average
         merge = local.seconds([("elementwise", merged * (2 + 6 * wide) if not back else (merged + message / 2) * (1 + 2 * wide))])
         out.append(own + turns * other)

@@ -37,14 +37,15 @@ from course.perf.memory import Memory
 from course.perf.steptime import Time
 
 # What the search chooses, where the user has not
-KEYS = (*(f"parallel.{key}" for key in (*AXES, "order", "sp", "overlap", "context", "schedule", "chunks", "zero")),
+KEYS = (*(f"parallel.{key}" for key in (*AXES, "order", "sp", "overlap", "context", "schedule", "chunks", "zero", "bucket_mb")),
         "train.micro_batch", "train.recompute", "precision")
 WAYS = ("parallel.sp", "parallel.overlap", "parallel.context", "parallel.zero")         # of which `rest` has all combinations
 RECOMPUTE = ("none", "selective", "full")           # from fast to small
 FEW = 8                                             # GPUs of which all that a layout can vary in is tried together
 MARGIN = 0.005                                      # of the time: no prediction is better than that
 FREE = 0.05                                         # of a GPU's memory: most peaks that were measured are this near (`PEAKS`)
-PEAKS = (132, 116)                                  # whose memory was measured here, and of them within 5% of what is predicted
+PEAKS = (144, 127)                                  # whose memory was measured here, and of them within 5% of what is predicted
+BUCKET = 4                                          # MiB of gradients in a bucket for each rank that shares it, over nodes
 REFINED = 32                                        # layouts, the most promising ones, of which all that is greedy is searched
 MANY = 256                                          # layouts, of more than which those that cannot be among these are left out
 SLACK = 0.8                                         # of a sample's time in the largest micro-batch: in no smaller one it is less
@@ -81,7 +82,7 @@ class Plan:
     """The answer of a search."""
 
     config: Config                                  # what was asked
-    hardware: Hardware
+    hardware: Hardware                              # its nodes as `seated` fills them
     gpus: int
     free: float                                     # the share of a GPU's memory that layouts leave
     layouts: tuple[Layout, ...]                     # that fit, the fastest first
@@ -90,6 +91,12 @@ class Plan:
     slower: int = 0                                 # of many layouts those too slow for the list, fit or not
     fixed: frozenset[str] = frozenset()             # keys that were not to be chosen
     precisions: tuple[str, ...] = ()                # formats that were
+    machine: Hardware | None = None                 # with whole nodes, where `hardware` has them filled in part
+
+    @property
+    def whole(self) -> Hardware:
+        """The hardware with whole nodes."""
+        return self.machine or self.hardware
 
     @property
     def room(self) -> float:
@@ -140,6 +147,7 @@ def search(config: Config, hardware: Hardware, gpus: int, fixed: Iterable[str] =
         hardware.peak(precision)
         if sentence := unable(changed(config, {"precision": precision}), hardware):
             raise CourseError(sentence)
+    whole, hardware = hardware, seated(hardware, gpus)
     asked = Search(config, hardware, gpus, frozenset(fixed), tuple(precisions) or (config.precision,), free)
     starts, refused = possible(asked)
     if not starts:
@@ -148,11 +156,21 @@ def search(config: Config, hardware: Hardware, gpus: int, fixed: Iterable[str] =
     found = sorted((one for one in looked if isinstance(one, Layout)), key=lambda layout: layout.time.step)
     misfits = sorted((one for one in looked if isinstance(one, Misfit)), key=lambda one: one.needs)
     if not found:
-        raise CourseError(nowhere(asked, misfits))
+        raise CourseError(nowhere(replace(asked, hardware=whole), misfits))
     found = [refined(asked, layout) for layout in found[:REFINED]] + found[REFINED:]
     found.sort(key=lambda layout: layout.time.step)
     return Plan(config, hardware, gpus, free, tuple(found), tuple(misfits), refused, looked.count(None),
-                asked.fixed, asked.precisions)
+                asked.fixed, asked.precisions, whole)
+
+
+def seated(hardware: Hardware, gpus: int) -> Hardware:
+    """The same, with as many GPUs in a node as a job of so many has on each: 60 on nodes of 8 are 10 nodes with 6."""
+    node = hardware.links[0].span or gpus
+    each = max(count for count in range(1, min(node, gpus) + 1) if gpus % count == 0)
+    if gpus <= node or each == node:
+        return hardware
+    return replace(hardware, links=tuple(replace(link, span=max(1, link.span * each // node)) if link.span else link
+                                         for link in hardware.links))
 
 
 # ---- variants
@@ -176,7 +194,8 @@ def possible(asked: Search) -> tuple[list[Config], dict[str, int]]:
 
 def start_of(asked: Search, sizes: dict[str, int], precision: str) -> tuple[str, Config | None]:
     """("", a variant of a layout that a run takes), or (why it takes none, None)."""
-    base = changed(asked.config, {"precision": precision, **{f"parallel.{axis}": size for axis, size in sizes.items()}})
+    base = changed(asked.config, {"precision": precision, "parallel.bucket_mb": bucket_of(asked, sizes["dp"] * sizes["cp"]),
+                                  **{f"parallel.{axis}": size for axis, size in sizes.items()}})
     if too_thin(base):
         return "a context-parallel rank would have no token", None
     why = ""
@@ -191,12 +210,22 @@ def start_of(asked: Search, sizes: dict[str, int], precision: str) -> tuple[str,
     return why, None
 
 
+def bucket_of(asked: Search, ranks: int) -> float:
+    """parallel.bucket_mb for so many ranks of dp x cp: over nodes the larger, the more there are.
+
+    A ring has as many steps as ranks, whatever the bytes. Megatron-core's buckets have max(40e6, 1e6 * dp) numbers of 4 bytes for
+    this reason (megatron/core/distributed/distributed_data_parallel_config.py).
+    """
+    usual = asked.config.parallel.bucket_mb
+    return asked.values("parallel.bucket_mb", [max(usual, BUCKET * ranks) if asked.gpus > asked.node else usual])[0]
+
+
 def out_of_reach(asked: Search, config: Config) -> str:
     """Why symmetric memory, which the user may have asked for, cannot join a layout's tp ranks; "" if it can."""
     if not config.parallel.symmetric or together(asked, config):
         return ""
     return (f"parallel.overlap=symmetric joins GPUs of one node, and parallel.tp={config.parallel.tp} with parallel.order="
-            f"{config.parallel.order} goes beyond {asked.node}: use parallel.overlap=nccl there, or a smaller parallel.tp")
+            f"{config.parallel.order} goes beyond nodes of {asked.node}: use parallel.overlap=nccl there, or another parallel.tp")
 
 
 def too_thin(config: Config) -> bool:
@@ -258,7 +287,7 @@ def contexts(asked: Search, config: Config) -> list[str]:
 def together(asked: Search, config: Config) -> bool:
     """Whether a layout's tp ranks share a node."""
     stride = comms.strides(config.parallel.order, {axis: getattr(config.parallel, axis) for axis in AXES})["tp"]
-    return stride * config.parallel.tp <= asked.node
+    return comms.together(((stride, config.parallel.tp),), asked.hardware, asked.gpus)
 
 
 def orders(asked: Search, config: Config) -> list[str]:
@@ -281,7 +310,8 @@ def quickest(plan: Plan, gpus: int = 0, batch: int = 0) -> Layout | None:
     """The fastest layout of another request, with so many GPUs or such a global batch: of the few most promising ones. None where
     none fits."""
     config = changed(plan.config, {"train.global_batch": batch or plan.config.train.global_batch})
-    asked = Search(config, plan.hardware, gpus or plan.gpus, plan.fixed, plan.precisions or (config.precision,), plan.free)
+    hardware = seated(plan.whole, gpus or plan.gpus)
+    asked = Search(config, hardware, gpus or plan.gpus, plan.fixed, plan.precisions or (config.precision,), plan.free)
     found = [one for one in firsts(asked, possible(asked)[0], FEW) if isinstance(one, Layout)]
     found.sort(key=lambda layout: layout.time.step)
     return min((refined(asked, one) for one in found[:FEW]), key=lambda layout: layout.time.step, default=None)

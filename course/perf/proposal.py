@@ -20,6 +20,7 @@ from course.files import atomic
 from course.models import GPTConfig
 from course.perf import flops, host, kernels, memory, steptime
 from course.perf import hardware as hardware_presets
+from course.perf.hardware import Hardware
 from course.perf.layouts import AMPERE, divisors, refusal
 from course.perf.plan import FREE, KEYS, PEAKS, Layout, Misfit, Plan, as_plain, changed, get, plain, quickest, search, settings
 
@@ -45,7 +46,8 @@ def main(preset: str, overrides: Sequence[str], gpus: int, hardware: str, top: i
         raise CourseError(f"--out {out} is a folder: name a file in it, such as {out / 'plan.json'}")
     config = configuration.load(preset, overrides)
     count = whole_run(config, tokens, samples)
-    plan = search(config, hardware_presets.load(hardware), gpus, fixed(overrides), precisions, free)
+    machine = hardware_presets.load(hardware)
+    plan = search(config, machine, gpus, fixed(overrides), precisions, free)
     if not 1 <= layout <= len(plan.layouts):
         raise CourseError(f"--layout {layout}: the layouts that fit are numbered 1 to {len(plan.layouts)}")
     chosen = plan.layouts[layout - 1]
@@ -57,6 +59,8 @@ def main(preset: str, overrides: Sequence[str], gpus: int, hardware: str, top: i
         with atomic(out) as temporary:
             temporary.write_text(json.dumps(found, indent=1) + "\n")
         print(f"wrote {out}", file=sys.stderr if launch else sys.stdout)             # with --launch a shell may read the output
+    if line := partly(plan, machine):
+        print(line, file=sys.stderr if launch else sys.stdout)
     if launch:
         print(command(preset, overrides, plan, chosen))
         return
@@ -146,7 +150,7 @@ def limits(plan: Plan) -> list[str]:
 
 def fewer(plan: Plan) -> list[str]:
     """Fewer GPUs that would take less time for a step, if there are any: numbers that divide little have slow layouts."""
-    now, node = plan.layouts[0].time, plan.hardware.links[0].span or plan.gpus
+    now, node = plan.layouts[0].time, plan.whole.links[0].span or plan.gpus
     whole = [d for d in divisors(plan.config.train.global_batch) if d < plan.gpus and (d <= node or d % node == 0)]
     counts = {2 ** ((plan.gpus - 1).bit_length() - 1), whole[-1]} if plan.gpus > 1 else set()
     for count in sorted(counts, reverse=True):
@@ -241,6 +245,16 @@ def network(plan: Plan) -> str:
     return ", then ".join(spans)
 
 
+def partly(plan: Plan, machine: Hardware) -> str:
+    """That the GPUs do not fill their nodes, and how many would; "" where they do."""
+    node, used = machine.links[0].span, plan.hardware.links[0].span
+    if used == node:
+        return ""
+    fewer = plan.gpus // node * node
+    return (f"{plan.gpus} GPUs do not fill nodes of {node}: predicted and started as {plan.gpus // used} nodes with {used} each, "
+            f"since a job has equally many on all; {fewer} or {fewer + node} would fill them.")
+
+
 def speed(plan: Plan, layout: Layout) -> float:
     """Tokens a second of a GPT, samples a second of others."""
     m = plan.config.model
@@ -269,6 +283,8 @@ def how(config: Config, base: Config) -> str:
         words.append(p.schedule + (f" x {p.chunks}" if p.chunks > 1 else ""))
     if p.zero and p.dp * p.cp > 1:
         words.append("ZeRO-1")
+    if p.bucket_mb != base.parallel.bucket_mb and p.dp * p.cp > 1:
+        words.append(f"{p.bucket_mb:g} MiB a bucket")
     if config.train.recompute != "none":
         words.append(f"recompute {config.train.recompute}")
     if p.order != base.parallel.order:
@@ -337,7 +353,6 @@ def command(preset: str, overrides: Sequence[str], plan: Plan, layout: Layout) -
         return shlex.join(["course", "train", *words])
     if plan.gpus <= node:
         return shlex.join(["torchrun", "--standalone", f"--nproc-per-node={plan.gpus}", "-m", "course.cli", "train", *words])
-    each = max(count for count in range(1, node + 1) if plan.gpus % count == 0)         # as many on every node
     cpus = OWN_CPUS + layout.config.data.workers                        # Slurm gives a task one CPU unless it is asked for more
-    return shlex.join(["sbatch", f"--nodes={plan.gpus // each}", f"--ntasks-per-node={each}", f"--gpus-per-node={each}",
+    return shlex.join(["sbatch", f"--nodes={plan.gpus // node}", f"--ntasks-per-node={node}", f"--gpus-per-node={node}",
                        f"--cpus-per-task={cpus}", "submit/train.sh", *words])

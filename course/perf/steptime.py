@@ -219,9 +219,7 @@ def partial_time(local: Local, layers: int) -> float:
         each = 6 * m.dim**2 if isinstance(m, DiTConfig) else 6 * m.dim
         seconds += comms.all_reduce(local.gradient * layers * each, local.groups["tp"])
     if p.pp > 1 and isinstance(m, GPTConfig) and m.tied:
-        step = comms.strides(p.order, {"pp": p.pp, "dp": local.dp, "cp": p.cp, "tp": p.tp})["pp"]
-        ends = comms.group_of([((p.pp - 1) * step, 2)], local.kernels.hardware)
-        seconds += comms.all_reduce(local.gradient * m.vocab / p.tp * m.dim, ends)
+        seconds += comms.all_reduce(local.gradient * m.vocab / p.tp * m.dim, local.groups["ends"])
     return seconds
 
 

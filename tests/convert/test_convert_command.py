@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,10 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 
 from course import checkpoint, config, fp8, random
-from course.convert import command, te, weights
+from course.convert import command, dit, te, weights
 from course.errors import CourseError
 from course.evaluate import load_model, read_config
+from course.generate import generate
 from course.launch import ranks
 from course.models import GPTConfig, ViTConfig, build_model
 from course.parallel import World, join, place_serial
@@ -63,6 +65,69 @@ def test_hugging_face_there_and_back(case, tmp_path):
     convert(tmp_path / "out", tmp_path / "runs" / "gpt" / "again")
     first, again = weights_of(run), weights_of(tmp_path / "runs" / "gpt" / "again")
     assert first.keys() == again.keys() and all(torch.equal(first[name], again[name]) for name in first)
+
+
+def odd(folder):
+    """A GPT-2 of theirs of 257 tokens, a prime number as GPT-2's 50257 nearly is, all of whose logits are negative."""
+    torch.manual_seed(0)
+    model = hf.transformers.GPT2LMHeadModel(hf.transformers.GPT2Config(**(hf.GPT2 | {"vocab_size": 257})))
+    with torch.no_grad():
+        model.transformer.ln_f.bias += 3.0
+        model.transformer.wte.weight -= 0.5
+    model.save_pretrained(folder)
+    return model.eval()
+
+
+def on_ranks(run, overrides):
+    """(logits, loss) of the run's model in a layout, on each of its ranks."""
+    from course.parallel import build_mesh
+    from course.train import assemble
+
+    settings = config.load(str(run / "config.yaml"), ["precision=fp32", "train.device=cpu", "data.source=mock", *overrides])
+    model = assemble(settings, build_mesh(settings.parallel, join("cpu"))).model.eval()
+    checkpoint.load(*index_of(run), model)
+    batch = model.prepare({"tokens": hf.TOKENS, "sample": torch.arange(2)}, torch.zeros((), dtype=torch.long))
+    with torch.no_grad():
+        output = model(batch)
+        total, weight = model.loss(output, batch)
+    return output, (total / weight).item()
+
+
+def test_an_odd_vocabulary_is_padded_so_that_ranks_can_share_it_out(tmp_path):
+    theirs, run = odd(tmp_path / "in"), tmp_path / "runs" / "gpt" / "mine"
+    with pytest.raises(CourseError, match=r"does not divide the vocabulary of 257 tokens: pad it, with model.vocab=258$"):
+        convert(tmp_path / "in", run, ["parallel.tp=2"])
+    convert(tmp_path / "in", run, ["parallel.tp=2", "model.vocab=258"])
+    c = read_config(run).model
+    assert (c.vocab, c.vocab_used, c.words) == (258, 257, 257)
+    (first, loss), (second, _) = ranks(2)(on_ranks, run, ["parallel.tp=2"])
+    expected = hf.of_theirs(theirs, hf.TOKENS)[:, :-1]
+    assert expected.max() < -1                       # where a row of zeros would have nearly all of the probability
+    torch.testing.assert_close(torch.cat([first, second], -1)[..., :257], expected, rtol=1e-5, atol=1e-5)
+    true = F.cross_entropy(expected.flatten(0, 1), hf.TOKENS[:, 1:].flatten()).item()
+    assert true < loss < true + 1 / 257
+    model = model_of(run)
+    with torch.no_grad():
+        model.embed.token.weight[257] *= -1e3        # the most probable by far
+        assert hf.logits(model, hf.TOKENS)[:, -1].argmax(-1).tolist() == [257, 257]
+    for temperature in (0, 1):
+        assert generate(model, hf.TOKENS[:, :4], 8, temperature).max() < 257
+
+
+def test_padding_is_cut_off_on_the_way_back_and_made_again(tmp_path):
+    theirs, runs = odd(tmp_path / "in"), tmp_path / "runs" / "gpt"
+    convert(tmp_path / "in", runs / "mine", ["model.vocab=264"])
+    convert(runs / "mine", tmp_path / "out")
+    back = hf.transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert back.config.vocab_size == 257 and torch.equal(hf.of_theirs(back, hf.TOKENS), hf.of_theirs(theirs, hf.TOKENS))
+    convert(tmp_path / "out", runs / "again")
+    first, again = weights_of(runs / "mine"), weights_of(runs / "again")
+    assert read_config(runs / "again").model == read_config(runs / "mine").model
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    with pytest.raises(CourseError, match=r"embed.token.weight as \[257, 32\], and you asked for \[200, 32\]"):
+        convert(tmp_path / "in", runs / "less", ["model.vocab=200"])
+    with pytest.raises(CourseError, match=r"model.vocab_used=257 is more than model.vocab=200"):
+        convert(tmp_path / "out", runs / "less", ["model.vocab=200"])
 
 
 def on_a_rank(*given, **more):
@@ -447,6 +512,17 @@ def test_scales_are_those_that_a_first_step_notes_and_near_those_that_training_h
         assert (ratio[:2] - 1).abs().max() < 0.05 and 0.25 < ratio[2] < 4, (name, ratio)
 
 
+def test_scales_are_rebuilt_without_what_a_run_has_for_gpus(tmp_path, monkeypatch):
+    """Kernels by hand, whose formulas hold all scores of attention on a CPU, and cuDNN's attention, which it has not."""
+    _, run = trained(tmp_path, 2)
+    convert(run, tmp_path / "te.safetensors", to="te")
+    plain = histories(from_te(tmp_path, "plain"))
+    monkeypatch.setattr("course.between.fuse", None)
+    gpu = from_te(tmp_path, "gpu", "kernels=hand", "attention=cudnn")
+    assert (read_config(gpu).kernels, read_config(gpu).attention) == ("hand", "cudnn")
+    assert all(torch.equal(part, plain[name]) for name, part in histories(gpu).items())
+
+
 def test_scales_are_the_same_on_two_ranks(tmp_path):
     _, run = trained(tmp_path, 2)
     convert(run, tmp_path / "te.safetensors", to="te")
@@ -476,6 +552,11 @@ class Bomb:
         return print, ("executed",)
 
 
+class BombState(Namespace):
+    def __setstate__(self, state):
+        print("executed")
+
+
 def test_pickles_are_refused_and_not_executed(tmp_path, capsys):
     run = fresh(tmp_path, "gpt")
     convert(run, tmp_path / "te.safetensors", to="te")
@@ -487,6 +568,24 @@ def test_pickles_are_refused_and_not_executed(tmp_path, capsys):
     for target in ("out.pt", "out.bin"):
         with pytest.raises(CourseError, match="never pickled"):
             convert(run, tmp_path / target, to="te")
+
+
+def test_a_training_checkpoint_of_dit_has_its_arguments_beside_and_nothing_in_them_runs(tmp_path, capsys):
+    """As facebookresearch/DiT's train.py saves it: model, ema, opt and args."""
+    state = {name: x.float() for name, x in dit_reference.state_of().items()}
+    arguments = Namespace(model="DiT-XL/2", image_size=256, global_seed=0, data_path="/data")
+    found = {"model": {name: torch.zeros_like(x) if name != "pos_embed" else x for name, x in state.items()}, "ema": state,
+             "opt": torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))]).state_dict(), "args": arguments}
+    torch.save(found, tmp_path / "0400000.pt")
+    run = tmp_path / "runs" / "dit" / "theirs"
+    convert(tmp_path / "0400000.pt", run, ["model.heads=3"])
+    expected = dit.from_theirs(state, dit_reference.CONFIG)
+    assert all(torch.equal(x, expected[name]) for name, x in weights_of(run).items())
+    for arguments in (Namespace(model=Bomb()), Bomb(), BombState()):
+        torch.save(found | {"args": arguments}, tmp_path / "bad.pt")
+        with pytest.raises(CourseError, match="holds more than tensors"):
+            convert(tmp_path / "bad.pt", tmp_path / "runs" / "dit" / "bad", ["model.heads=3"])
+    assert "executed" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("given", "words"), [

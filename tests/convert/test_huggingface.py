@@ -1,6 +1,7 @@
 """GPT-2 and Llama of `transformers`, randomly initialised: the same logits here, and back there."""
 
 import json
+import math
 from unittest import mock
 
 import pytest
@@ -21,7 +22,11 @@ LLAMA = {**SIZES, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers
 CASES = {"gpt2": {}, "gpt2 gelu untied": {"activation_function": "gelu", "tie_word_embeddings": False, "n_inner": 48},
          "llama": {"num_key_value_heads": 2}, "llama plain": {"tie_word_embeddings": True, "rms_norm_eps": 1e-5},
          "llama biased": {"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True,
-                          "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}}
+                          "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+         # of a head's four pairs one is fast, one between, two are slow
+         "llama 3.1": {"num_key_value_heads": 2, "max_position_embeddings": 128,
+                       "rope_parameters": {"rope_type": "llama3", "rope_theta": 300.0, "factor": 8.0, "low_freq_factor": 1.0,
+                                           "high_freq_factor": 4.0, "original_max_position_embeddings": 64}}}
 
 
 def theirs(case):
@@ -30,7 +35,7 @@ def theirs(case):
     if case.startswith("gpt2"):
         model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2, **CASES[case]))
     else:
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA, **CASES[case]))
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**(LLAMA | CASES[case])))
     with torch.no_grad():
         for p in model.parameters():
             p += 0.3 * torch.randn_like(p)
@@ -44,8 +49,16 @@ def exact_norm(module, x):
 
 def exact_angles(module, x, position_ids):
     """The same of its cosines and sines."""
-    d, theta = module.config.head_dim, module.config.rope_parameters["rope_theta"]
-    angle = position_ids[0].double()[:, None] / theta ** (torch.arange(0, d, 2).double() / d)
+    d, rope = module.config.head_dim, module.config.rope_parameters
+    speed = 1 / rope["rope_theta"] ** (torch.arange(0, d, 2).double() / d)
+    if rope["rope_type"] == "llama3":
+        length, low, high = (rope[key] for key in ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor"))
+        wave = 2 * math.pi / speed
+        share = (length / wave - low) / (high - low)
+        between = (1 - share) * speed / rope["factor"] + share * speed
+        assert (sum(wave > length / low), sum(wave < length / high)) == (2, 1)
+        speed = torch.where(wave > length / low, speed / rope["factor"], torch.where(wave < length / high, speed, between))
+    angle = position_ids[0].double()[:, None] * speed
     angle = torch.cat([angle, angle], -1)[None]
     return angle.cos(), angle.sin()
 
@@ -158,6 +171,10 @@ def saved(case, folder):
     ("gpt2", {"n_head": None}, "lacks n_head"), ("gpt2", {"n_head": "four"}, "heads=four"),
     ("gpt2", {"n_head": 5}, "model.heads=5"),
     ("llama", {"rope_parameters": {"rope_type": "yarn"}}, "rope_type=yarn"),
+    ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "llama3 without low_freq_factor, high_freq_factor"),
+    ("llama 3.1", {"rope_scaling": None, "rope_parameters": {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4, "high_freq_factor": 4,
+        "original_max_position_embeddings": 8}}, "rope_high=4.0 must be more than model.rope_low=4.0"),
     ("llama", {"head_dim": 16}, "head_dim=16"), ("llama", {"mlp_bias": True}, "mlp_bias=True"),
     ("llama", {"hidden_act": "gelu"}, "hidden_act=gelu")])
 def test_what_does_not_fit_is_a_sentence(case, change, words, tmp_path):

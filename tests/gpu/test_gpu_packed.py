@@ -12,7 +12,8 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("shape", [(2, 256, 3, 2, 72), (1, 1024, 3, 2, 72), (2, 128, 3, 12, 64), (1, 1000, 3, 3, 48),
-                                   (3, 37, 3, 1, 96), (1, 1, 3, 1, 16), (1, 520, 3, 2, 40)])
+                                   (3, 37, 3, 1, 96), (1, 1, 3, 1, 16), (1, 520, 3, 2, 40), (2, 577, 3, 2, 120),
+                                   (2, 1000, 3, 2, 104)])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 2**-7), (torch.float16, 2**-10)])
 def test_attention_and_its_gradients_are_those_of_float64(shape, causal, dtype, bound):
     """bf16's weights and their gradients are rounded to 2^-9, and what comes of them once more."""
@@ -33,6 +34,26 @@ def test_more_heads_than_a_launch_can_have_get_a_sentence():
     qkv = torch.zeros(2**15, 1, 3, 3, 16, device="cuda", dtype=torch.bfloat16)
     with pytest.raises(CourseError, match="98304 heads at a time, and 65535 is the most"):
         torch.ops.course.attention(qkv, False)
+
+
+def test_a_longer_sample_than_32_bit_places_reach_gets_a_sentence():
+    """On the meta device, where it takes no memory."""
+    from course.attention_kernel import Tile
+
+    tile, most = Tile(64, 64, 2), 2**31 // (3 * 8 * 64)
+    qkv = torch.empty(1, most + 1, 3, 8, 64, device="meta", dtype=torch.bfloat16)
+    assert tile.grid(qkv[:, :most]) == (-(-most // 64), 8)
+    with pytest.raises(CourseError, match=f"{most + 1} tokens of 8 heads of 64 are 21474.* numbers in a sample, and 2147483647"):
+        tile.grid(qkv)
+
+
+@pytest.mark.parametrize(("width", "capability", "small"), [(120, (12, 0), True), (104, (12, 1), True), (96, (12, 0), False),
+                                                            (120, (8, 9), False), (120, (9, 0), False)])
+def test_wide_heads_have_small_tiles_where_there_is_little_shared_memory(width, capability, small, monkeypatch):
+    from course.attention_kernel import cramped
+
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
+    assert cramped(torch.empty(1, 1, 3, 1, width, device="meta")) == small
 
 
 def test_it_is_one_operator_of_a_compiled_graph():

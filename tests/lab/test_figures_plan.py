@@ -1,6 +1,7 @@
 """Pictures of predictions, and the planner with sliders: each value redraws, and what does not go together gets a sentence."""
 
 import random
+from dataclasses import replace
 
 import pytest
 from matplotlib.figure import Figure
@@ -70,6 +71,22 @@ def test_recorded_runs_of_every_kind_are_found(model, values, files):
     config = figures_plan.config_of(**ALONE | {"model": model} | values)
     found = figures_plan.measured_steps().get(figures_plan.signature(config, figures_plan.MODELS[model].kind), [])
     assert {step.file for step in found} == files
+
+
+def test_steps_of_kernels_by_hand_stand_for_themselves():
+    """PyTorch's and the course's own differ by a tenth: no key of recorded steps has both."""
+    for steps in figures_plan.measured_steps().values():
+        assert len({step.config.kernels for step in steps}) == 1, [step.name for step in steps]
+
+
+def test_what_fits_leaves_as_much_free_as_the_planner_does(monkeypatch):
+    """97% of a GPU are too much, 94% are not."""
+    for share, words in ((0.97, "DOES NOT FIT with 5% free"), (0.94, "fits with 5% free")):
+        needs = memory.predict(figures_plan.config_of(**ALONE)).total
+        small = replace(figures_plan.presets.load("h200"), memory=needs / share)
+        monkeypatch.setattr(figures_plan.presets, "load", lambda name, small=small: small)
+        assert words in texts(figures_plan.explained(**FIRST))
+        monkeypatch.undo()
 
 
 def test_what_does_not_fit_is_said():

@@ -8,11 +8,15 @@ import torch
 
 from course import checkpoint, config, train
 from course.average import average_of
+from course.errors import CourseError
 from course.evaluate import load_model
 from course.launch import ranks
 from course.parallel import build_mesh, join, placement
 from course.parallel.data import Naive
 from course.parallel.masters import Masters
+from course.report import read_metrics
+from course.sampling import Sampling, draw
+from course.validate import Validation
 from tests import test_adam
 
 SMALL = {"vit": ("vit-demo", ["model.grid=[16,32]", "model.residual=false"]),
@@ -134,6 +138,14 @@ def test_one_micro_batch_of_all_samples_is_one():
     assert type(assemble(settings("vit", "train.micro_batch=8")).gradients) is Masters
 
 
+def test_a_batch_that_is_larger_than_the_settings_say_is_refused():
+    training = assemble(settings("vit", "train.micro_batch=8"))
+    before = everything(training)
+    with pytest.raises(CourseError, match=r"2 backward passes in a step .*: give batches of train\.global_batch samples, or set"):
+        training.step(training.model.example(16, torch.device("cpu"), 0))
+    assert all(torch.equal(everything(training)[name], value) for name, value in before.items())
+
+
 def losses_in_two(masters):
     """The losses of a rank of tp=2 in some steps."""
     from tests.parallel import test_masters as t
@@ -174,17 +186,41 @@ def test_either_kind_of_run_goes_on_with_a_checkpoint_of_either(first, then, tmp
     assert_same(everything(resumed), everything(straight))
 
 
-def test_a_run_resumes_and_is_evaluated_with_its_masters(tmp_path):
-    """As `course train` does it, with validation on the way."""
-    run = ["log.tensorboard=false", "log.every=1", "optim.schedule=constant", f"log.dir={tmp_path}"]
-    for name, parts in {"whole": [4], "parts": [2, 4]}.items():
+def test_a_run_resumes_and_is_evaluated_with_its_masters(small_data, tmp_path, monkeypatch):
+    """As `course train` does it, with validation on the way, on the copies: in all as one with float32 weights."""
+    run = ["data.source=files", f"data.path={small_data}", "model.grid=[8,16]", "log.tensorboard=false", "log.every=1",
+           "optim.schedule=constant", "train.eval_every=2", f"log.dir={tmp_path}"]
+    validated, validate = [], Validation.run
+    monkeypatch.setattr(Validation, "run", lambda self, model, *more: (
+        validated.append({p.dtype for p in model.parameters()}) or validate(self, model, *more)))
+    for name, parts in {"whole": [4], "parts": [2, 4], "wide": [4]}.items():
+        monkeypatch.setattr(config.Config, "masters", name != "wide")
         for steps in parts:
-            train.main(settings("dit", *run, f"log.name={name}", f"train.steps={steps}"))
-    whole, parts = (tmp_path / "dit-demo" / name for name in ("whole", "parts"))
-    models = [load_model(folder, settings("dit"), torch.device("cpu"))[0] for folder in (whole, parts)]
-    for p, q in zip(*(model.parameters() for model in models), strict=True):
-        assert p.dtype == torch.float32 and torch.equal(p, q)
+            train.main(settings("vit", *run, f"log.name={name}", f"train.steps={steps}"))
+    assert validated == [{torch.bfloat16, torch.float32}] * 4 + [{torch.float32}] * 2
+    folders = [tmp_path / "vit-demo" / name for name in ("whole", "parts", "wide")]
+    logged = [[(line["loss"], line.get("valid_loss")) for line in read_metrics(folder / "metrics.jsonl")] for folder in folders]
+    assert logged[0] == logged[1] == logged[2] and [valid is None for _, valid in logged[0]] == [True, False] * 2
+    models = [load_model(folder, settings("vit", *run), torch.device("cpu"))[0] for folder in folders]
+    for parameters in zip(*(model.parameters() for model in models), strict=True):
+        assert all(p.dtype == torch.float32 and torch.equal(p, parameters[0]) for p in parameters)
     assert any(not torch.equal(p, p.bfloat16().float()) for p in models[0].parameters())
+
+
+@pytest.mark.parametrize("low", ["bf16", "fp16"])
+@pytest.mark.parametrize("objective", ["epsilon", "flow"])
+def test_from_the_model_of_a_run_is_drawn_as_from_one_with_float32_weights(low, objective):
+    """Whose matmuls are in 16 bits; what they lead from noise to samples stays in float32. Without being told so, too."""
+    c = settings("dit", f"precision={low}", f"model.objective={objective}")
+    mine, other = assemble(c), assemble(c, masters=False)
+    how = Sampling(steps=4, eta=0.5 * (objective == "epsilon"))
+    for training in (mine, other):
+        step(training, 0)
+        training.model.eval()
+    wanted = draw(other.model, torch.arange(3), how, low)
+    for precision in (low, "fp32", "tf32"):
+        found = draw(mine.model, torch.arange(3), how, precision)
+        assert found.dtype == torch.float32 and torch.equal(found, wanted)
 
 
 def test_verify_compares_the_masters():

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -40,6 +41,41 @@ def test_a_process_knows_who_it_is(monkeypatch, environment, expected):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert mesh._identity() == expected
+
+
+@pytest.mark.parametrize(("environment", "node"), [
+    ({}, 0), ({"RANK": "0", "WORLD_SIZE": "1"}, 0), ({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, 4),
+    *[({"SLURM_STEP_TASKS_PER_NODE": each}, node) for each, node in (("8(x2)", 8), ("4", 4), ("8,4", 0), ("8(x2),4", 0))]])
+def test_a_launcher_says_how_many_processes_a_node_has(monkeypatch, environment, node):
+    from course.parallel import mesh
+
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_STEP_TASKS_PER_NODE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert mesh._on_node() == node
+
+
+def test_symmetric_memory_is_refused_where_it_would_go_over_nodes(monkeypatch):
+    """12 processes on two nodes of 6: tp=4 has 4, 5 | 6, 7. On one node, or where nobody knows, it is not."""
+    from course.parallel import mesh
+
+    class Built(Exception):
+        pass
+
+    def built(*_, **__):
+        raise Built
+
+    monkeypatch.setattr(mesh, "DeviceMesh", built)
+    layout = Parallel(tp=4, sp=True, overlap="symmetric")
+    with pytest.raises(CourseError, match=r"with 6 processes on each some of parallel.tp=4 are on two .* multiple of 4 on"):
+        build_mesh(layout, World(size=12, node=6))
+    with pytest.raises(CourseError, match=r"parallel.order=tp-pp-dp-cp"):
+        build_mesh(replace(layout, order="tp-pp-dp-cp"), World(size=8, node=4))
+    for fine, world in ((layout, World(size=12, node=4)), (layout, World(size=12)),
+                        (replace(layout, overlap="nccl"), World(size=12, node=6))):
+        with pytest.raises(Built):
+            build_mesh(fine, world)
 
 
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch):

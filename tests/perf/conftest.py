@@ -12,3 +12,11 @@ def rules(monkeypatch):
     kernels.kernels_of.cache_clear()
     yield
     kernels.kernels_of.cache_clear()
+
+
+@pytest.fixture(params=["rules", "table"])
+def rates(request):
+    """Both that a prediction may stand on: rules, and the H200's table, by the data sheets, as `course plan` takes it."""
+    if request.param == "rules":
+        request.getfixturevalue("rules")
+    return request.param

@@ -75,6 +75,18 @@ def test_all_runs_are_configurations_from_the_same_weights():
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), fresh.parameters(), strict=True))
 
 
+def test_weights_that_are_copies_of_masters_are_refused():
+    """The optimizer would write its own over them after the first step."""
+    from course import config
+    from course.parallel import build_mesh, join
+    from course.train import assemble
+
+    small = config.load("dit-demo", ["model.depth=1", "precision=bf16", "kernels=hand", "train.device=cpu"])
+    training = assemble(small, build_mesh(small.parallel, join("cpu")))
+    with pytest.raises(CourseError, match="has others, its masters: compare with kernels=pytorch and"):
+        alignment.same_weights(training.model, small, torch.device("cpu"))
+
+
 @pytest.mark.slow
 def test_emulated_fp8_agrees_with_bf16_and_frozen_scales_do_not(tmp_path, monkeypatch):
     """A DiT learns digits: recipes within half the spread of three seeds or so, frozen scales ten times outside and more.

@@ -1,8 +1,11 @@
 import json
+import math
+from collections import Counter
 
 import pytest
 
 from course.errors import CourseError
+from course.parallel.mesh import lay_out
 from course.perf import comms, hardware, kernels
 from course.perf.hardware import Hardware, Link
 
@@ -66,11 +69,68 @@ def test_three_levels():
     assert comms.group_of([(32, 2)], hier).bandwidth == 1e9
 
 
-def test_latency_grows_with_the_logarithm():
-    slow = Hardware("slow", 1e9, 1e12, {"bf16": 1e15}, (Link("a", 8, 1.0, 1e30), Link("b", 0, 10.0, 1e30)), 0.0)
-    assert comms.all_gather(8, comms.group_of([(1, 8)], slow)) == pytest.approx(3)
-    assert comms.all_gather(8, comms.group_of([(1, 64)], slow)) == pytest.approx(33)
-    assert comms.all_reduce(8, comms.group_of([(1, 64)], slow)) == pytest.approx(66)
+SLOW = Hardware("slow", 1e9, 1e12, {"bf16": 1e15}, (Link("a", 8, 1.0, 1e30), Link("b", 0, 10.0, 1e30)), 0.0)
+
+
+def test_gathers_and_scatters_go_round_a_ring():
+    """NCCL has no trees for them: 7 steps among 8 neighbours; 64 on 8 nodes, 56 within these and 7 between them."""
+    for collective in (comms.all_gather, comms.reduce_scatter):
+        assert collective(8, comms.group_of([(1, 8)], SLOW)) == pytest.approx(7)
+        assert collective(8, comms.group_of([(1, 64)], SLOW)) == pytest.approx(56 + 70)
+        assert collective(8, comms.group_of([(8, 8)], SLOW)) == pytest.approx(70)
+    three = Hardware("three", 1e9, 1e12, {"bf16": 1e15}, (*SLOW.links[:1], Link("leaf", 32, 3.0, 1e30), Link("b", 0, 10.0, 1e30)))
+    assert comms.all_gather(8, comms.group_of([(1, 64)], three)) == pytest.approx(56 + 6 * 3 + 10)
+
+
+def test_all_reduce_takes_a_tree_where_that_has_fewer_steps():
+    assert comms.all_reduce(8, comms.group_of([(1, 2)], SLOW)) == pytest.approx(2)
+    assert comms.all_reduce(8, comms.group_of([(1, 8)], SLOW)) == pytest.approx(2 * 3)
+    assert comms.all_reduce(8, comms.group_of([(1, 64)], SLOW)) == pytest.approx(2 * 33)
+
+
+def test_sixteen_thousand_ranks_wait_for_the_steps_of_their_ring():
+    """25 MB: 14,336 steps of 2 us and 2047 of 5 are 39 ms, where a tree's would be 0.06."""
+    group = comms.group_of([(1, 16384)], hardware.load("h100-80"))
+    assert comms.reduce_scatter(25e6, group) == pytest.approx(14336 * 2e-6 + 2047 * 5e-6, rel=0.01)
+    assert comms.all_reduce(25e6, group) < 1e-3
+
+
+def axis(order, name, sizes):
+    """The group of an axis, as `groups` gives it."""
+    return comms.groups(order, sizes.get("pp", 1), sizes.get("dp", 1), sizes.get("cp", 1), sizes.get("tp", 1), TWO)[name]
+
+
+def test_groups_that_a_border_cuts_wait_for_the_network():
+    """Three ranks a group, nodes of 8: ranks 6, 7 | 8 lie on two of them. Two of the three have one port beside them."""
+    assert axis("pp-dp-cp-tp", "tp", {"tp": 3, "dp": 2}).bandwidth == 100e9         # 6 ranks: all on a node
+    assert axis("pp-dp-cp-tp", "tp", {"tp": 3, "dp": 4}).bandwidth == 10e9
+    assert axis("pp-dp-cp-tp", "tp", {"tp": 6, "dp": 4}).bandwidth == 20e9          # 6, 7 | 8 to 11
+    assert axis("pp-dp-cp-tp", "tp", {"tp": 4, "dp": 15}).bandwidth == 100e9
+    assert axis("pp-dp-cp-tp", "cp", {"cp": 5, "dp": 8}).bandwidth == 10e9          # 5, 6, 7 | 8, 9 and so on
+    assert axis("pp-dp-cp-tp", "cp", {"cp": 2, "tp": 3, "dp": 4}).bandwidth == 10e9             # ranks 6 and 9, 7 and 10
+
+
+@pytest.mark.parametrize("order", ["pp-dp-cp-tp", "tp-cp-dp-pp", "dp-pp-tp-cp"])
+@pytest.mark.parametrize("sizes", [(2, 3, 5, 3), (3, 7, 2, 6), (7, 4, 2, 2)])
+def test_the_group_that_lies_worst_is_that_of_all_groups_one_by_one(sizes, order):
+    """Beside lists of ranks, laid out as a mesh does (parallel/mesh.py)."""
+    sizes = dict(zip(("pp", "dp", "cp", "tp"), sizes, strict=True))
+    for name, dims in (("tp", (0, 1, 2, 3)), ("cp", (0, 1, 3, 2)), ("dp_cp", (0, 3, 1, 2))):
+        lists = lay_out(sizes, order).permute(dims).reshape(-1, math.prod(sizes[axis] for axis in name.split("_"))).tolist()
+        nodes = [Counter(rank // 8 for rank in ranks).values() for ranks in lists]
+        fewest = [min(counts) for counts in nodes if len(counts) > 1]
+        assert axis(order, name, sizes).bandwidth == (10e9 * min(fewest) if fewest else 100e9), name
+
+
+def test_the_ends_of_a_pipeline_are_where_they_are():
+    """8 ranks on a node: the first and the last are 7 apart, and joined by NVLink. On two nodes they are not."""
+    alone = Hardware("alone", 1e9, 1e12, {"bf16": 1e15}, (NODE,), 0.0)
+    for one in (alone, TWO):
+        assert comms.groups("pp-dp-cp-tp", 8, 1, 1, 1, one)["ends"].bandwidth == 100e9
+        assert comms.groups("dp-pp-cp-tp", 4, 1, 1, 2, one)["ends"].bandwidth == 100e9
+    assert axis("pp-dp-cp-tp", "ends", {"pp": 8, "tp": 2}).bandwidth == 10e9
+    assert axis("dp-pp-cp-tp", "ends", {"pp": 8, "dp": 2}).bandwidth == 100e9
+    assert axis("pp-dp-cp-tp", "ends", {}).size == 1
 
 
 def test_measured_curves_stand_in_for_the_formula_on_the_innermost_link():

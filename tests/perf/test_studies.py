@@ -1,5 +1,5 @@
-"""The layouts that notes on training DiT with Megatron-core studied on nodes of 8 H20, predicted without a measured
-table; nothing is fitted. `pytest -s` prints them.
+"""The layouts that notes on training DiT with Megatron-core studied on nodes of 8 H20, predicted without a measured table and
+with the H200's; nothing is fitted. `pytest -s` prints them.
 
 The notes say of the 3B at 64k tokens: tp4pp4 and tp8pp2 differ little, tp2pp8 runs out of memory; of the others no outcome is
 handed down. They do not name the models, nor what else was set: here the presets, with sequence parallelism, on 16 GPUs.
@@ -19,7 +19,7 @@ MIDDLE = ["model.latent=[4,256,256]", "train.micro_batch=2", "train.global_batch
 GPUS = 16
 
 
-pytestmark = pytest.mark.usefixtures("rules")
+pytestmark = pytest.mark.usefixtures("rates")
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def gb(found):
 
 
 @pytest.fixture
-def long():
+def long(rates):
     found = {(tp, pp): study("dit-3b", tp, pp, *LONG) for tp, pp in ((4, 4), (8, 2), (2, 8))}
     for (tp, pp), one in found.items():
         tell(f"3B, 64k tokens, tp{tp}pp{pp}", one)
@@ -64,12 +64,12 @@ def test_the_3b_at_64k_tokens_runs_out_of_memory_at_tp2pp8_alone(long):
     assert most.activations > 0.9 * most.allocated and most.stage == 0
 
 
-def test_tp4pp4_and_tp8pp2_differ_by_the_bubble_alone(long):
-    """By 20%, not "little". With 8 micro-batches, all that one pipeline of 16 GPUs has, 1F1B over 4 ranks idles 3/8 of its
-    working time and over 2 ranks 1/8, whoever computes: that is 22%, and tp8's dearer collectives give 2% back. So little a
-    difference needs virtual stages, which the notes do not mention."""
+def test_tp4pp4_and_tp8pp2_differ_by_the_bubble_alone(long, rates):
+    """By 20% (19 by the table), not "little". With 8 micro-batches, all that one pipeline of 16 GPUs has, 1F1B over 4 ranks idles
+    3/8 of its working time and over 2 ranks 1/8, whoever computes: that is 22%, and tp8's dearer collectives give 2 or 3% back.
+    So little a difference needs virtual stages, which the notes do not mention."""
     a, b = long[4, 4].time, long[8, 2].time
-    assert a.step / b.step - 1 == pytest.approx(0.205, abs=0.01)
+    assert a.step / b.step - 1 == pytest.approx(0.20 if rates == "rules" else 0.19, abs=0.01)
     # the bubble is (p - 1) / m of the work (all ranks but for the ends have as much)
     for time, p in ((a, 4), (b, 2)):
         work = time.matmul + time.attention + time.memory + time.tensor
@@ -83,7 +83,7 @@ def test_tp4pp4_and_tp8pp2_differ_by_the_bubble_alone(long):
     for (tp, pp), one in virtual.items():
         tell(f"3B, 64k tokens, tp{tp}pp{pp}, 5 chunks", one)
         assert one.fits
-    assert virtual[4, 4].time.step / virtual[8, 2].time.step - 1 == pytest.approx(0.034, abs=0.01)
+    assert virtual[4, 4].time.step / virtual[8, 2].time.step - 1 == pytest.approx(0.03 if rates == "rules" else 0.02, abs=0.01)
 
 
 def test_the_planner_says_so():
@@ -96,7 +96,7 @@ def test_the_planner_says_so():
     assert short.term == "activations" and short.cure == "train.recompute=selective"
 
 
-def test_the_3b_at_16k_tokens_over_tp():
+def test_the_3b_at_16k_tokens_over_tp(rates):
     """ZeRO-1 and compiled blocks make tp2 fit. More tp costs little time: matmuls are slow beside NVLink on an H20."""
     found = {tp: study("dit-3b", tp, 1, *MIDDLE, "parallel.zero=true", "compile=true") for tp in (2, 4, 8)}
     bare = study("dit-3b", 2, 1, *MIDDLE)
@@ -105,7 +105,8 @@ def test_the_3b_at_16k_tokens_over_tp():
     tell("3B, 16k tokens, tp2, neither", bare)
     assert all(one.fits for one in found.values()) and not bare.fits
     assert gb(found) == pytest.approx([67.5, 42.8, 33.6], rel=0.02)
-    assert [one.time.step for one in found.values()] == pytest.approx([5.90, 6.06, 6.36], rel=0.01)
+    seconds = [5.90, 6.06, 6.37] if rates == "rules" else [5.95, 6.13, 6.59]
+    assert [one.time.step for one in found.values()] == pytest.approx(seconds, rel=0.01)
 
 
 def test_the_7b_in_three_layouts():

@@ -148,13 +148,14 @@ def grids(inputs: Tensors) -> list[list[Box]]:
 
 
 def draw_layouts(seed: int, hidden: bool) -> Tensors:
-    """A matrix and three layouts of it: whole rows, whole columns, and both cut."""
+    """A matrix and three layouts of it: whole rows, whole columns, and both cut; and a single number."""
     generator = torch.Generator().manual_seed(seed)
     rows, columns = (13, 17) if hidden else (9, 12)
     cuts = [[*(1 + torch.randperm(rows - 1, generator=generator)[:2]).tolist(),
              *(1 + torch.randperm(columns - 1, generator=generator)[:2]).tolist()] for _ in range(3)]
     cuts[0][2:], cuts[1][:2] = [columns, columns], [rows, rows]
-    return {"tensor": torch.randn(rows, columns, generator=generator).double(), "cuts": torch.tensor(cuts)}
+    return {"tensor": torch.randn(rows, columns, generator=generator).double(), "cuts": torch.tensor(cuts),
+            "single": torch.randn((), generator=generator)}
 
 
 def looked_at(part: Any, box: Box, dtype: torch.dtype) -> Tensor:
@@ -172,7 +173,7 @@ def looked_at(part: Any, box: Box, dtype: torch.dtype) -> Tensor:
 
 
 def regroup(inputs: Tensors) -> Tensors:
-    """Every layout's boxes from the pieces of every other; how many numbers were read for it; and in other formats."""
+    """Every layout's boxes from the pieces of every other; how many numbers were read for it; other formats; a single number."""
     whole, layouts = inputs["tensor"], grids(inputs)
     values: list[Tensor] = []
     read = 0
@@ -180,7 +181,7 @@ def regroup(inputs: Tensors) -> Tensors:
     def reader(part: Tensor) -> Callable[[Slices], Tensor]:
         def give(slices: Slices) -> Tensor:
             nonlocal read
-            found = part[slices_of(slices, "put_together", 2)].clone()
+            found = part[slices_of(slices, "put_together", part.dim())].clone()
             read += found.numel()
             return found
 
@@ -198,7 +199,9 @@ def regroup(inputs: Tensors) -> Tensors:
     for given in ((1e18 * whole).long() + 1, -whole.relu().bfloat16()):        # more digits than float64 has; zeros with a sign
         part = put_together(cut(given, layouts[2]), layouts[0][-1], given.dtype)
         kept.append(looked_at(part, layouts[0][-1], given.dtype).contiguous().flatten().view(torch.uint8))
-    return {"values": torch.cat(values).nan_to_num(0, 0, 0), "read": torch.tensor([float(count)]), "formats": torch.cat(kept)}
+    single = looked_at(put_together([((), reader(inputs["single"]))], (), torch.float32), (), torch.float32)
+    return {"values": torch.cat(values).nan_to_num(0, 0, 0), "read": torch.tensor([float(count)]), "formats": torch.cat(kept),
+            "single": torch.tensor(float(torch.equal(single, inputs["single"])))}
 
 
 def draw_attention(seed: int, hidden: bool) -> Tensors:
@@ -303,7 +306,9 @@ EXERCISES = [
     Exercise("put-together", "16", (f"{__name__}.put_together",), draw_layouts, regroup, {
         "values": "the boxes of three layouts come from the pieces of each other, number by number",
         "read": "no number is read that is not wanted",
-        "formats": "integers and bfloat16 come through as they are, bit for bit"}, limits=QUICK, points=2, tolerance=0.0,
+        "formats": "integers and bfloat16 come through as they are, bit for bit",
+        "single": "so does a single number, such as Adam's count of steps, whose box () has no sides"},
+        flags={"single": "another number came"}, limits=QUICK, points=2, tolerance=0.0,
         why_tolerance="nothing is computed, so every bit stays"),
     Exercise("translate", "16", (f"{__name__}.to_ours", f"{__name__}.to_theirs"), draw_attention, translate, {
         "weights": "to_ours: the two weights are right",

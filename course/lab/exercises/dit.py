@@ -113,7 +113,7 @@ def draw_latents(seed: int, hidden: bool) -> Tensors:
     B, width = (5, 8) if hidden else (3, 4)
     return {"latent": torch.randn(B, 3, 4, width, generator=generator, dtype=torch.float64),
             "time": torch.randint(1, 999, (B,), generator=generator), "label": torch.randint(0, 5, (B,), generator=generator),
-            "scale": torch.cat([torch.tensor([0.0]), 1.1 + 5 * torch.rand(2, generator=generator)]).double(),
+            "scale": torch.cat([torch.tensor([0.0]), 1.1 + 5 * torch.rand(2, generator=generator), torch.tensor([0.5])]).double(),
             "seed": torch.tensor(seed % 2**31)}
 
 

@@ -181,7 +181,10 @@ RATES = (6e14, 4e14, 2.5e12, 1e-5, 3e11)             # around which rates are dr
 
 
 def draw_runs(seed: int, hidden: bool) -> Tensors:
-    """Runs as rows of numbers, and the rates of each: on one GPU, tensor-parallel ones, pipelines, and both, as many of each."""
+    """Runs as rows of numbers, and the rates of each: on one GPU, tensor-parallel ones, pipelines, and both, as many of each.
+
+    Some of each kind have several micro-batches: gradients are added up without a pipeline, too.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def draw(low: int, high: int) -> int:
@@ -192,7 +195,7 @@ def draw_runs(seed: int, hidden: bool) -> Tensors:
     for number in range(4 * each):
         tp, pp = (2 ** draw(1, 4) if number // each in cut else 1 for cut in ((1, 3), (2, 3)))
         samples, tokens, dim, layers = draw(1, 9), draw(256, 3000), 64 * tp * draw(2, 12), draw(1, 7)
-        rows.append([samples, draw(1, 9) if pp > 1 else 1, tokens, dim, draw(2, 5) * dim, layers * pp,
+        rows.append([samples, number % each + draw(1, 9), tokens, dim, draw(2, 5) * dim, layers * pp,
                      draw(1000, 60000) if number % 2 else 0, int(number % each != 0), tp, pp, 100 * samples * tokens * dim,
                      400 * dim**2 * layers])
     spread = 0.5 + torch.rand(len(rows), 5, generator=generator, dtype=torch.float64)

@@ -4,6 +4,7 @@ from course.lab.exercise import Mistake
 
 GRAD = "grad = log.exp().scatter_add(-1, column, -torch.ones_like(log[:, :1]))"
 LOG = "log = (rows @ weight.T).log_softmax(-1)"
+CHUNKS = "for rows, aims in zip(x.split(size), target.split(size), strict=True):"
 HERE = "here = (row >= 0) & (row < rows)"
 PART = "part = F.embedding(row, self.weight) * here[..., None]"
 LEAVE = "return leave(part, self.axis, self.tokens)"
@@ -41,9 +42,15 @@ MISTAKES = {
                 "the mean of a chunk weighs tokens of a small last chunk more: take sums"),
         Mistake("what comes from behind is lost", "of_x * grad, of_weight * grad", "of_x, of_weight",
                 "multiply with `grad`: what comes after the loss, such as a division, has a gradient too"),
-        Mistake("all logits at once", "for rows, aims in zip(x.split(size), target.split(size), strict=True):",
-                "whole = x @ weight.T\n        for rows, aims in zip(x.split(size), target.split(size), strict=True):",
+        Mistake("all logits at once", CHUNKS, f"whole = x @ weight.T\n        {CHUNKS}",
                 "here all logits are there at once: compute those of a chunk inside the loop"),
+        Mistake("the logits of all chunks", CHUNKS, f"pieces = [rows @ weight.T for rows in x.split(size)]\n        {CHUNKS}",
+                "logits, or what was made of them, are kept of all chunks, in a list perhaps, so that in the end all are there "
+                "again: use a chunk's within its turn of the loop, and let them go"),
+        Mistake("a gradient of the weight for each chunk", "of_weight += grad.T @ rows",
+                "parts = [*(parts if of_x[1:] else []), grad.T @ rows]\n            of_weight = sum(parts)",
+                "each chunk has a gradient of the whole weight, (V, D), and all are kept until the end: add each to one sum at "
+                "once"),
         Mistake("the logits are kept", "ctx.save_for_backward(torch.cat(of_x), of_weight)",
                 "ctx.grad = grad\n        ctx.save_for_backward(torch.cat(of_x), of_weight)",
                 "logits, or their gradient, outlive the forward pass: keep what backward needs and nothing else"),
@@ -87,6 +94,9 @@ MISTAKES = {
                 "each rank has the sum over its own columns, and the target's logit if that is here: add up over the ranks"),
         Mistake("all ranks for those of the axis", ", group=axis.group", "",
                 "without `group` all ranks take part, and the axis need not have all: group=axis.group"),
+        Mistake("the largest of all ranks", MOST, MOST.replace(", group=axis.group", ""),
+                "without `group` the largest is that of all ranks, some of which have other samples: beside it all logits here "
+                "may be too small for exp, so group=axis.group here too"),
         Mistake("maxima for sums", ADD, ADD.replace("sums,", "sums, dist.ReduceOp.MAX,"),
                 "the maximum was the first all-reduce: the sum of exponentials and the target's logit are added up"),
         Mistake("every rank has a target", WANTED, "wanted = s.gather(-1, column[..., None]).squeeze(-1)",

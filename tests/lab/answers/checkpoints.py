@@ -109,5 +109,6 @@ WRONG = [(name, source, None) for name, source in FITTED.items()] + [
     ("box-overlap", RIGHT["box-overlap"].replace("slice(first - c, last - c)", "slice(first, last)"), "places in the whole"),
     ("box-overlap", RIGHT["box-overlap"].replace("slice(first - a, last - a)", "slice(first, last)"), "places in the whole"),
     ("box-overlap", RIGHT["box-overlap"].replace("tuple(source), tuple(target)", "tuple(target), tuple(source)"), "come first"),
+    ("put-together", RIGHT["put-together"].replace("if all(", "if wanted and all("), ""),
     ("publish", RIGHT["publish"].replace("disk.flush()\n    disk.remove(old)", "disk.remove(old)"), ""),
 ]

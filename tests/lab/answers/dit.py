@@ -82,6 +82,7 @@ WRONG = [
                                             "found = ask(x.repeat(2, 1, 1, 1), time.repeat(2)); "
                                             "ask(x.repeat(2, 1, 1, 1), time.repeat(2))"), ""),
     ("guidance", RIGHT["guidance"].replace("    return led\n", ""), ""),
+    ("guidance", RIGHT["guidance"].replace("if scale == 1:", "if 0 < scale <= 1:"), ""),
     ("dit-flops", "def dit_flops(tokens, dim, hidden, depth, patch):\n"
                   "    return 6 * tokens * depth * (10 * dim * dim + 2 * dim * hidden)\n", ""),
     ("agrees", RIGHT["agrees"].replace("gap <= spread", "True"), ""),

@@ -92,3 +92,33 @@ def document(index, tokens, i):
     return np.concatenate(pieces) if pieces else tokens[:0]
 ''',
 }
+
+LISTS = '''
+import torch
+
+class LossInChunks(torch.autograd.Function):
+    """Chunk by chunk, and in the end all is there: no tensor is large, the lists are."""
+
+    @staticmethod
+    def forward(ctx, x, weight, target, size):
+        rows, columns = x.split(size), target[:, None].split(size)
+        logs = [(part @ weight.T).log_softmax(-1) for part in rows]
+        total = -sum(log.gather(-1, column).sum() for log, column in zip(logs, columns))
+        grads = [log.exp().scatter_add(-1, column, -torch.ones_like(log[:, :1])) for log, column in zip(logs, columns)]
+        ctx.save_for_backward(torch.cat([grad @ weight for grad in grads]), sum(grad.T @ part for grad, part in zip(grads, rows)))
+        return total
+
+    @staticmethod
+    def backward(ctx, grad):
+        of_x, of_weight = ctx.saved_tensors
+        return of_x * grad, of_weight * grad, None, None
+'''
+
+SUMMED_LATE = RIGHT["loss-in-chunks"].replace("torch.zeros_like(weight), 0", "[], 0").replace(
+    "dw += grad", "dw.append(grad)").replace("ctx.dx, ctx.dw = dx, dw", "ctx.dx, ctx.dw = dx, sum(dw)")
+
+WRONG = [
+    ("loss-in-chunks", LISTS, "kept of all chunks"),
+    ("loss-in-chunks", SUMMED_LATE, "add each to one sum"),
+    ("vocabulary-loss", RIGHT["vocabulary-loss"].replace("MAX, group=axis.group", "MAX"), ""),
+]
