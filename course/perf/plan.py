@@ -551,7 +551,27 @@ def nowhere(asked: Search, misfits: list[Misfit]) -> str:
         if holds(replace(asked, hardware=larger)):
             ways.append(f"take {larger.name}, with {larger.memory / 1e9:.0f} GB each")
             break
-    return told + (": " + ", or ".join(ways) if ways else ": make the model or its samples smaller")
+    return f"{told}: {', or '.join(ways) or smaller(asked)}"
+
+
+def smaller(asked: Search) -> str:
+    """What to make smaller, where neither more nor larger GPUs would do: a GPT's samples, to the largest power of two of tokens
+    that fits, or else the depth. Found by bisection."""
+    m, powers = asked.config.model, list[int]()
+    if isinstance(m, GPTConfig):
+        powers = [2**k for k in range(7, m.context.bit_length()) if 2**k < m.context]
+
+    def most(key: str, values: Sequence[int]) -> int:
+        def fails(value: int) -> bool:
+            return not holds(replace(asked, config=changed(asked.config, {key: value})))
+        at = bisect_left(values, True, key=fails)
+        return values[at - 1] if at else 0
+
+    if tokens := most("model.context", powers):
+        return f"set model.context={tokens}, the largest power of two that fits"
+    if blocks := most("model.depth", range(1, m.depth)):
+        return f"set model.depth={blocks}, the most blocks that fit"
+    return "make the model smaller"
 
 
 def offered(asked: Search) -> str:
