@@ -18,11 +18,11 @@ def atomic(path: Path) -> Iterator[Path]:
     The bytes reach the disk before the rename, so a power cut leaves the old file or the new one. When
     the block fails the temporary file is removed and whatever stood at `path` is untouched.
 
-    Raises `CourseError` where the disk is full or not writable.
+    Raises `CourseError` where the disk is full or not writable, or the path leads through a file.
     """
     temporary = path.with_name(f".{path.name}.tmp")
+    begin(path)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         remove(temporary)
         yield temporary
         for file in [p for p in temporary.rglob("*") if p.is_file()] if temporary.is_dir() else [temporary]:
@@ -36,12 +36,27 @@ def atomic(path: Path) -> Iterator[Path]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error):   # HDF5 sets no errno
             raise CourseError(f"the disk is full while writing {path}: free some space there and run again; "
                               "what was written before is intact") from error
-        if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
-            raise CourseError(f"cannot write {path}: {error.strerror}; choose a folder that you may write to") from error
+        missing = error.errno == errno.ENOENT and error.filename == str(temporary)      # /proc is a folder that takes no file
+        if missing or error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
+            raise cannot_write(path, error) from error
         raise
     except BaseException:
         remove(temporary)
         raise
+
+
+def begin(path: Path) -> None:
+    """Make the folder in which `path` will be. Raises `CourseError` where none can be, whatever the reason."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise cannot_write(path, error) from error
+
+
+def cannot_write(path: Path, error: OSError) -> CourseError:
+    """The sentence for a place that takes no files. Of a file where a folder should be, systems say that it exists."""
+    why = "a part of that path is a file" if isinstance(error, FileExistsError | NotADirectoryError) else error.strerror
+    return CourseError(f"cannot write {path}: {why}; choose a folder that you may write to")
 
 
 def flush(path: Path) -> None:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from course import checkpoint, config
 from course.checkpoint import Piece, write_pieces
 from course.config import Config
+from course.data import order
 from course.errors import CourseError
 from course.evaluate import read_config
 from course.files import atomic
@@ -85,7 +86,9 @@ def resettled(run: Path, old: Config, settings: Iterable[str], name: str) -> Con
     values = config.merge(config.as_plain(old), given)
     folder, preset = place_of(run)
     values["log"] |= {"name": name, "dir": folder}
-    return config.check(config.build(Config, values | {"preset": preset}, f"the configuration of {run}"))
+    new = config.check(config.build(Config, values | {"preset": preset}, f"the configuration of {run}"))
+    order.my_slice(new.train.global_batch, max(new.parallel.dp, 1), 0)      # which it has to be divisible into
+    return new
 
 
 def ranks_of(settings: Config) -> int:

@@ -73,6 +73,8 @@ def check(s: Sampling, c: Any) -> str:
         raise CourseError(f"the sampler {s.sampler} does not fit a model with model.objective={c.objective}: use {fits}")
     if not 1 <= s.steps <= STEPS:
         raise CourseError(f"{s.steps} steps: a sampler takes 1 to {STEPS}")
+    if not math.isfinite(s.guidance):
+        raise CourseError(f"guidance={s.guidance} would make every sample no number: use 1, which is none, to about 10")
     if not 0 <= s.channels <= c.latent[0]:
         raise CourseError(f"guidance of {s.channels} channels: the model has {c.latent[0]}; 0 means all")
     if s.eta and fits == "euler":

@@ -93,7 +93,8 @@ def test_images_are_grey_for_one_channel_and_colours_for_more():
 @pytest.mark.parametrize(("arguments", "words"), [
     (["--labels", "3,10"], "this model has the labels 0 to 9"), (["--labels", "x"], "takes whole numbers from 0"),
     (["--sampler", "euler"], "euler does not fit"), (["--sampler", "dddim"], "sampler=dddim"),
-    (["--steps", "0"], "takes 1 to 1000"),
+    (["--steps", "0"], "takes 1 to 1000"), (["--guidance", "nan"], "guidance=nan would make"),
+    (["--guidance", "inf"], "guidance=inf would make"),
     (["--channels", "2"], "guidance of 2 channels: the model has 1"), (["--vae", "x"], "needs the package diffusers")])
 def test_what_cannot_be_drawn_is_a_sentence(run, arguments, words, monkeypatch):
     monkeypatch.setitem(sys.modules, "diffusers", None)

@@ -1,4 +1,5 @@
 import os
+from pathlib import Path
 
 import pytest
 
@@ -37,6 +38,27 @@ def test_what_the_system_refuses_is_explained(tmp_path, error, words):
         temporary.write_text("half")
         raise error
     assert path.read_text() == "old" and os.listdir(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize("place", ["file/a", "file/folder/a", "file/folder/deep/a"])
+def test_a_path_through_a_file_is_explained(tmp_path, place):
+    (tmp_path / "file").write_text("old")
+    with pytest.raises(CourseError, match=r"cannot write .*: a part of that path is a file; choose"), atomic(tmp_path / place):
+        raise AssertionError("nothing can be written")
+    assert (tmp_path / "file").read_text() == "old"
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="only Linux has /proc")
+@pytest.mark.parametrize("place", ["a", "folder/a"])
+def test_a_folder_that_takes_no_files_is_explained(place):
+    path = Path("/proc") / place
+    with pytest.raises(CourseError, match=f"cannot write {path}: .*; choose"), atomic(path) as temporary:
+        temporary.write_text("new")
+
+
+def test_an_input_that_is_missing_is_not_taken_for_the_output(tmp_path):
+    with pytest.raises(FileNotFoundError), atomic(tmp_path / "a"):
+        (tmp_path / "b").read_text()
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="only Linux has /dev/full")

@@ -297,6 +297,7 @@ def test_mistakes_are_sentences(serial, tmp_path):
     run, *_ = serial
     for settings, name, words in ((["train.steps=9"], "a", "changes the layout alone, not train"),
                                   (["parallel.tp=3"], "b", "parallel.tp=3 does not divide"),
+                                  (["parallel.dp=3"], "a", "is not divisible by the 3 data-parallel ranks"),
                                   (["parallel.tp=2"], "default", "is there already"),
                                   (["parallel.pp=9"], "c", "use a smaller parallel.pp")):
         with pytest.raises(CourseError, match=words):

@@ -34,7 +34,7 @@ from course.data import layout
 from course.data.atmosphere import GAS, GRAVITY, Atmosphere, land, saturation
 from course.data.sphere import Sphere
 from course.errors import CourseError
-from course.files import atomic
+from course.files import atomic, begin
 
 FIRST_YEAR = 1979
 SPIN_UP_DAYS = 25                                # until storms have forgotten how they began
@@ -69,6 +69,7 @@ def make(config: Weather, say: Callable[[str], None] = print) -> None:
     if len(missing) < len(plan):
         say(f"{len(plan) - len(missing)} of {len(plan)} files are there already")
     for file in statistics if missing else []:   # they will be of other years: an interrupted run must not leave them
+        begin(file)                              # or the sentence for a path where nothing can be
         file.unlink(missing_ok=True)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)                     # the transforms are small: as fast, and the same bytes on any number of cores
