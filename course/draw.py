@@ -8,6 +8,8 @@ import torch
 from matplotlib.figure import Figure
 
 from course import pictures
+from course.config import Config
+from course.data.latents import load_vae, numbers_of, read_summary
 from course.errors import CourseError
 from course.evaluate import device_of, load_model, read_config
 from course.files import atomic
@@ -31,7 +33,7 @@ def main(run: Path, labels: list[int], each: int, settings: Sampling, average: b
     labels = labels or list(range(min(10, c.classes)))
     if not 0 <= min(labels) <= max(labels) < c.classes:
         raise CourseError(f"--labels {','.join(map(str, labels))}: this model has the labels 0 to {c.classes - 1}")
-    decode = Decoder(vae) if vae else None          # what is missing should be said before drawing
+    decode = Decoder(vae, *packed_with(config)) if vae else None        # what is missing should be said before drawing
     model, step = load_model(run, config, device_of(config), average)
     start = time.perf_counter()
     each_label = torch.tensor(labels).repeat_interleave(each)
@@ -73,17 +75,25 @@ def save(path: Path, array: np.ndarray) -> None:
         np.save(file, array)
 
 
+def packed_with(config: Config) -> tuple[float | None, float | None]:
+    """(the factor, the number taken off before) with which a run's latents were packed; None where its data is gone."""
+    if config.data.source == "mock" or not (Path(config.data.path) / "latents.json").exists():
+        return None, None
+    made = read_summary(Path(config.data.path))
+    return made["scale"], made.get("shift", 0.0)
+
+
 class Decoder:
-    """Latents to pictures, through the VAE that made them (`diffusers`)."""
+    """Latents to pictures, through the VAE that made them (`diffusers`): x / scale + shift. None: the VAE's own numbers."""
 
-    def __init__(self, vae: str):
-        from course.data.latents import load_vae
-
+    def __init__(self, vae: str, scale: float | None = None, shift: float | None = None):
         self.model = load_vae(vae)
+        own, off = numbers_of(self.model)
+        self.scale, self.shift = own if scale is None else scale, off if shift is None else shift
 
     @torch.no_grad()
     def __call__(self, samples: torch.Tensor) -> torch.Tensor:
         """(N, C, H, W) standardised -> (N, 3, 8·H, 8·W) from 0 to 1."""
         self.model.to(samples.device)
-        parts = [self.model.decode(part / self.model.config.scaling_factor).sample for part in samples.split(16)]
+        parts = [self.model.decode(part / self.scale + self.shift).sample for part in samples.split(16)]
         return to_images(torch.cat(parts).float())

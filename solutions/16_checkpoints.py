@@ -328,8 +328,8 @@ check("put-together")
 #
 # <details><summary>Answer</summary>
 # A flat range is a box with one dim, of the flattened tensor: [a, b). Between two layouts that cut the same tensor into flat
-# ranges alone, your function does it already. Where a flat range meets a box, cut it into boxes first: a part of a row, whole rows,
-# a part of a row. Then it is your function again: <code>course.checkpoint.boxes_of</code>.
+# ranges alone, your function does it already. Where a flat range meets a box, cut it into boxes first: a part of a row, whole
+# rows, a part of a row. Then it is your function again: <code>course.checkpoint.boxes_of</code>.
 # </details>
 #
 # ## The real thing

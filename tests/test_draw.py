@@ -2,6 +2,8 @@
 
 import json
 import sys
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -32,6 +34,19 @@ def run(tmp_path_factory):
 def generate(*arguments):
     result = CliRunner().invoke(app, ["generate", *map(str, arguments)])
     return result.output, result.exception
+
+
+def test_latents_are_decoded_with_the_numbers_that_they_were_packed_with(run, monkeypatch):
+    """Those of the run's data; where that is gone, the VAE's own."""
+    vae = SimpleNamespace(config=SimpleNamespace(scaling_factor=0.25, shift_factor=0.5), to=lambda device: None,
+                          decode=lambda x: SimpleNamespace(sample=x))
+    monkeypatch.setattr(draw, "load_vae", lambda name: vae)
+    c, x = config.load(str(run / "config.yaml")), torch.full((1, 3, 2, 2), 0.1)
+    assert draw.packed_with(c) == (1 / 8, 0.0)
+    torch.testing.assert_close(draw.Decoder("a", *draw.packed_with(c))(x), (x * 8 + 1) / 2)
+    gone = replace(c, data=replace(c.data, path="/nowhere"))
+    assert draw.packed_with(gone) == (None, None)
+    torch.testing.assert_close(draw.Decoder("a", *draw.packed_with(gone))(x), ((x / 0.25 + 0.5 + 1) / 2).clamp(0, 1))
 
 
 def test_validation_is_the_loss_alone(run):

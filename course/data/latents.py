@@ -1,6 +1,6 @@
 """Latents with their classes: what a DiT learns from. Packed in shards, and how they are packed.
 
-    PATH/latents.json       shape, classes, scale, how many samples each shard holds; written last, when all is there
+    PATH/latents.json       shape, classes, scale and shift, how many samples each shard holds; written last, when all is there
     PATH/train/00000.h5     `latents` float32 (N, C, H, W), about 1 in size, and `labels` int64 (N,)
     PATH/valid/00000.h5     the same, to watch while training
 
@@ -139,14 +139,18 @@ def pack(folder: Path, out: Path, scale: float | None = None, valid: int = 50, s
     scale = scale or (encoder.scale if encoder else SD_SCALE)
     read: Read = encoder.read if encoder else read_latents
     files, labels, names = find_files(folder, PICTURES if vae else (".npy", ".pt"))
-    shards = plan(folder, files, labels, f"{scale} {vae} {pixels if vae else ''}", valid, samples)
+    how = f"{scale} {vae} {pixels if vae else ''}" + (f" {encoder.shift}" if encoder and encoder.shift else "")
+    shards = plan(folder, files, labels, how, valid, samples)
     refuse_others(out, shards)
     shape = first_shape(files, read)
+    if vae and any(side % 2 for side in shape[1:]):
+        raise CourseError(f"--pixels {pixels} gives latents of {shape[1]}x{shape[2]}, which no patches of 2 cover: take a "
+                          "multiple of 16")
     for shard in shards:
         if not is_done(out / shard.name):
             write_shard(out / shard.name, shard, folder, shape, scale, read)
             print(f"wrote {out / shard.name}", flush=True)
-    return finish(out, shards, shape, scale, names)
+    return finish(out, shards, shape, scale, names, encoder.shift if encoder else 0.0)
 
 
 def find_files(folder: Path, endings: tuple[str, ...]) -> tuple[list[Path], list[int], list[str]]:
@@ -227,8 +231,9 @@ def write_shard(path: Path, shard: Shard, folder: Path, shape: tuple[int, ...], 
         made["damaged"] = np.array(damaged, h5py.string_dtype())
 
 
-def finish(out: Path, shards: list[Shard], shape: tuple[int, ...], scale: float, names: list[str]) -> dict[str, Any]:
-    """Write latents.json and damaged.txt of all shards; say what there is."""
+def finish(out: Path, shards: list[Shard], shape: tuple[int, ...], scale: float, names: list[str], shift: float = 0.0
+           ) -> dict[str, Any]:
+    """Write latents.json and damaged.txt of all shards; say what there is. shift: what a VAE's were less, before the scale."""
     counts, damaged, some = {}, [], []
     for shard in shards:
         with data_file(out / shard.name, "remove it and run again") as held:
@@ -236,8 +241,8 @@ def finish(out: Path, shards: list[Shard], shape: tuple[int, ...], scale: float,
             damaged += [text.decode() for text in held["damaged"][:]]
             some.append(held["latents"][:16])        # of many classes
     size = float(np.concatenate(some).std())
-    made = {"latent": list(shape), "classes": len(names), "scale": scale, "names": names, "damaged": len(damaged), "std": size,
-            "shards": {name: count for name, count in counts.items() if count}}
+    made = {"latent": list(shape), "classes": len(names), "scale": scale, "shift": shift, "names": names,
+            "damaged": len(damaged), "std": size, "shards": {name: count for name, count in counts.items() if count}}
     if damaged:
         with atomic(out / "damaged.txt") as file:
             file.write_text("\n".join(damaged) + "\n")
@@ -296,6 +301,11 @@ def load_vae(vae: str) -> Any:
                           "stabilityai/sd-vae-ft-ema") from error
 
 
+def numbers_of(vae: Any) -> tuple[float, float]:
+    """(scale, shift): a VAE's latents less the shift, times the scale, are about 1 in size. Most have no shift."""
+    return float(vae.config.scaling_factor), float(getattr(vae.config, "shift_factor", None) or 0.0)
+
+
 class Encoder:
     """A VAE that turns pictures into latents."""
 
@@ -305,7 +315,7 @@ class Encoder:
         self.model = load_vae(vae)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.model.to(self.device)
-        self.scale, self.pixels = float(self.model.config.scaling_factor), pixels
+        (self.scale, self.shift), self.pixels = numbers_of(self.model), pixels
 
     @torch.no_grad()
     def read(self, files: list[Path]) -> Iterator[np.ndarray | str]:
@@ -324,7 +334,7 @@ class Encoder:
         value = torch.arange(said.mean[0].numel(), device=self.device)
         keys = [random.key("vae", file.parent.name, file.name) for file in files]
         noise = torch.stack([random.normal(key, value) for key in keys]).view(said.mean.shape)
-        return (said.mean + said.std * noise).float().cpu().numpy()
+        return (said.mean + said.std * noise - self.shift).float().cpu().numpy()
 
 
 def read_picture(file: Path, pixels: int) -> np.ndarray | str:

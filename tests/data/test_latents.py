@@ -281,6 +281,20 @@ def test_pictures_go_through_the_vae(pictures):
     assert torch.equal(again.__getitems__([0, 4])["latent"], batch["latent"][[0, 4]])
 
 
+@pytest.mark.parametrize("scale", [None, 0.9])
+def test_a_shift_is_taken_off_before_the_scale_and_kept_with_the_data(pictures, monkeypatch, scale):
+    monkeypatch.setattr(Vae, "config", SimpleNamespace(scaling_factor=0.25, shift_factor=0.5))
+    made = pack(pictures, scale=scale, valid=0, vae="some-vae", pixels=16)
+    assert (made["scale"], made["shift"]) == (scale or 0.25, 0.5)
+    mean = Latents(str(pictures.parent / "out"), "train", (4, 2, 2), 2).__getitems__([0, 5])["latent"].mean((1, 2, 3))
+    torch.testing.assert_close(mean, (torch.tensor([-1.0, 1.0]) - 0.5) * (scale or 0.25), rtol=0, atol=1e-3)
+
+
+def test_latents_that_no_patches_cover_are_refused(pictures):
+    with pytest.raises(CourseError, match="--pixels 24 gives latents of 3x3, which no patches of 2 cover"):
+        pack(pictures, valid=0, vae="some-vae", pixels=24)
+
+
 def test_without_diffusers_or_the_vae_it_is_a_sentence(pictures, monkeypatch):
     with pytest.raises(CourseError, match="the VAE other cannot be loaded"):
         pack(pictures, vae="other")
