@@ -59,9 +59,9 @@ def too_old(what: str, least: float, h: Hardware, instead: str) -> str:
             f"{h.capability:.1f}: set {instead}")
 
 
-def hopeless(c: Config) -> bool:
-    """Whether no run takes a layout's sizes, whatever else of it varies."""
-    return bool(of_tensor(c) or of_batch(c)) or c.model.depth < c.parallel.pp
+def hopeless(c: Config) -> str:
+    """Why no run takes a layout's sizes, whatever else of it varies; "" if one may."""
+    return of_tensor(c) or of_batch(c) or (of_pipeline(c) if c.model.depth < c.parallel.pp else "")
 
 
 def of_tensor(c: Config) -> str:

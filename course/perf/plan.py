@@ -198,6 +198,8 @@ def start_of(asked: Search, sizes: dict[str, int], precision: str) -> tuple[str,
                                   **{f"parallel.{axis}": size for axis, size in sizes.items()}})
     if too_thin(base):
         return "a context-parallel rank would have no token", None
+    if sentence := hopeless(base):
+        return sentence, None
     why = ""
     for chunks in schedules(asked, base):
         for others in rest(asked, base):
@@ -205,8 +207,6 @@ def start_of(asked: Search, sizes: dict[str, int], precision: str) -> tuple[str,
             if not (sentence := refusal(config) or out_of_reach(asked, config)):
                 return "", config
             why = why or sentence
-            if hopeless(config):
-                return why, None
     return why, None
 
 

@@ -167,7 +167,7 @@ def batches(plan: Plan) -> list[str]:
     first, batch = plan.layouts[0], plan.config.train.global_batch
     dp, rate = first.config.parallel.dp, first.time.samples_per_s
     largest = f"dp={dp} is as large as it lets dp be on {plan.gpus} GPUs" if dp == math.gcd(plan.gpus, batch) < plan.gpus else ""
-    near = [one.time for number in near_batches(batch, plan.gpus) if (one := quickest(plan, batch=number))]
+    near = (one.time for number in near_batches(batch, plan.gpus) if (one := quickest(plan, batch=number)))
     good = next((time for time in near if time.samples_per_s > rate * (1 + GAIN)), None)
     twice = steptime.predict(changed(first.config, {"train.global_batch": 2 * batch}), plan.hardware, plan.gpus)
     gain = (good or twice).samples_per_s / rate - 1

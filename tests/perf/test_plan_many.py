@@ -34,7 +34,9 @@ def test_what_is_refused_in_every_variant_is_asked_about_once(monkeypatch):
     monkeypatch.setattr(plan, "refusal", lambda config: asked.append(config) or refusal(config))
     request = plan.Search(load("gpt-7b", ["train.global_batch=1024"]), H100, 15120, frozenset(), ("bf16",))
     starts, refused = plan.possible(request)
-    assert len(starts) == 195 and sum(refused.values()) == 11005 and len(asked) < 1.2 * 11200
+    assert len(starts) == 195 and sum(refused.values()) == 11005 and len(asked) < 11200
+    eight = replace(request, precisions=("fp8",))   # the reason is the sizes, not what else would be refused of the first variant
+    assert set(plan.possible(eight)[1]) >= {one for one in refused if "does not divide" in one}
 
 
 @pytest.mark.parametrize(("preset", "settings", "gpus", "precisions"), [
