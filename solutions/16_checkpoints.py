@@ -405,7 +405,7 @@ lab.beside("equal digits", my_digits, min(16.0, -math.log10(max(gap, 1e-16))))
 my_peak = 50                     # your prediction, MB
 
 # %%
-larger = ["model.vocab=4096", "model.dim=256", "model.depth=4", "precision=fp32", "train.global_batch=1", "log.name=larger"]
+larger = ["model.vocab=4096", "model.dim=256", "model.depth=4", "precision=fp32", "train.global_batch=2", "log.name=larger"]
 c = config.load("gpt-demo", [*TINY, *larger, "train.steps=1"])
 fit(assemble(c, build_mesh(c.parallel, World())))
 with Meter() as meter:

@@ -668,8 +668,8 @@ for error, words in sorted(misses, key=lambda miss: -abs(miss[0]))[:6]:
 # now. What two do *together* is not: they wait for each other's hosts, and a collective beside a matrix multiplication slows
 # both. That is how the 74% came: the list said where to look, and older steps that it had nothing to do with said how much. With
 # it these eight are off by 15%. They are held out no longer, so that is no proof either. Of a fourth list those for one GPU have
-# been measured since: ten of twelve within 9%, two a quarter too short, 29% at worst, and both of these wait for their host. So it
-# is arithmetic as long as it is the GPU that one waits for.
+# been measured since: ten of twelve within 9%, two a quarter too short, 29% at worst, and both of these wait for their host. So
+# it is arithmetic as long as it is the GPU that one waits for.
 #
 # The first list was off by 10% and the second by 11% when they were measured. What the host needs was then guessed from how many
 # kernels a block launches; that is measured now, setting by setting, and each row of the third list was timed by turns with a
