@@ -18,6 +18,7 @@ from course.parallel.mesh import Axis, abandoned, launched
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 GO_ON = 75                                           # status of a run that was stopped and can go on, EX_TEMPFAIL of sysexits.h
 LOOK, GRACE = 0.5, 2.0                               # seconds between looks at the others; that an exception of our own may take
+STORE = 5.0                                          # seconds in which the store answers, if it does
 
 
 class Stop:
@@ -29,16 +30,20 @@ class Stop:
         self._asked = torch.zeros(1, dtype=torch.int32)
         self._pending: dist.Work | None = None
         self._over = threading.Event()
+        self._watcher: threading.Thread | None = None
         self._stopped = False
 
     def __enter__(self) -> "Stop":
         self._old = {number: signal.signal(number, self._hear) for number in SIGNALS}
         if self.everyone.size > 1 and launched():
-            threading.Thread(target=self._watch, daemon=True).start()
+            self._watcher = threading.Thread(target=self._watch, name="stop", daemon=True)
+            self._watcher.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._over.set()
+        if self._watcher is not None:                # a thread that is in the store's C++ when Python ends aborts the process
+            self._watcher.join(STORE)
         if self._stopped and launched():             # a launcher whose first process is gone may send more: all end alike
             for number in (signal.SIGTERM, signal.SIGUSR1):
                 signal.signal(number, signal.SIG_IGN)

@@ -19,6 +19,7 @@ BEGINS = re.compile(r"(\[rank\d+\]: )?(Traceback \(most recent call last\)|cours
 LOST = re.compile(r"[Cc]onnection (closed|reset|refused)|Broken pipe|another rank has failed|DistBackendError|DistNetworkError")
 OF_A_RANK = re.compile(r" *(\d+): ?(.*)")            # as srun --label writes it
 ENDED = re.compile(r"srun: error: (\S+): tasks? ([\d,-]+): (.*)")
+GONE = re.compile(r"course: rank (\d+) \(process \d+ of (\S+)\) is gone")         # as course/watchdog.py says it
 
 
 class Causes:
@@ -64,6 +65,11 @@ class Causes:
     def cause(self):
         """A headline, and the ranks in the order in which they are shown."""
         order = sorted(self.held, key=lambda rank: any("another rank has failed" in line for line in self.held[rank][:1]))
+        gone = next((match.groups() for lines in self.held.values() for match in map(GONE.search, lines) if match), None)
+        if gone:                                     # srun may hear first of those that gave way
+            ends = [match.groups() for match in map(ENDED.match, self.ends) if match]
+            host, ranks, how = next((end for end in ends if gone[0] in numbers(end[1])), (gone[1], gone[0], "it is gone"))
+            return f"== first failed rank {ranks} on {host}: {how}\n", order
         told = ENDED.match(self.ends[0]) if self.ends else None
         if told and not set(numbers(told.group(2))) & set(self.held):
             # it ended without a word: killed, or out of memory; what the others say is a consequence

@@ -100,6 +100,13 @@ def test_of_a_rank_that_was_killed_srun_tells_before_what_the_others_say():
     assert told(*LOST, *end) == ["== first failed rank 3 on n2: Killed", LOST[-1], *end]
 
 
+def test_a_rank_that_the_watch_calls_gone_is_the_first_that_failed_whomever_srun_names_first():
+    gave_way, killed = "srun: error: n1: task 1: Exited with exit code 1", "srun: error: n2: tasks 2-3: Killed"
+    watch = "0: course: rank 2 (process 6436 of n2) is gone: it was killed at step 5"
+    assert told(gave_way, watch, killed) == ["== first failed rank 2-3 on n2: Killed", watch, gave_way, killed]
+    assert told(gave_way, watch) == ["== first failed rank 2 on n2: it is gone", watch, gave_way]
+
+
 def test_one_sentence_for_a_user_is_a_cause_and_a_rank_that_gives_way_is_none():
     gives_way = "0: another rank has failed: this one ends, too"
     assert told(gives_way, "2: course: no such folder") == ["== first failed rank 2:", "2: course: no such folder", gives_way]
