@@ -66,8 +66,8 @@ doctor.show(doctor.examine())
 #
 # Whatever a model is called, a training step comes down to two kinds of work: **arithmetic** on numbers, and **moving**
 # numbers between memory and the units that do the arithmetic. A machine has a ceiling for each: so many floating-point
-# operations a second (FLOP/s), so many bytes a second. You are going to measure both. A machine that is busy with
-# something else measures too slow, so close other programs that compute; `quiet.look()` says whether any are left.
+# operations a second (FLOP/s), so many bytes a second. You are going to measure both. On a busy machine every
+# measurement comes out too slow, so close other programs that compute; `quiet.look()` says whether any are left.
 
 # %%
 from course.lab import quiet
@@ -97,10 +97,10 @@ peak_flops = 2 * side**3 / seconds
 lab.beside("matrix multiplication, 1024 x 1024, float32", my_flops_per_second / 1e9, peak_flops / 1e9, "GFLOP/s")
 
 # %% [markdown]
-# **What you should see:** cores × cycles × operations, for instance 2 × 3 × 10⁹ × 32 = 190 GFLOP/s, is what a CPU could do
-# if nothing ever waited, and a large matrix multiplication comes close to it. (A GPU reaches tens of thousands.) If yours is
-# well below, it does fewer operations in a cycle than you thought, or runs slower when it is warm. From here on the
-# ceiling is what you *measured*.
+# **What you should see:** cores × cycles × operations, for instance 2 × 3 × 10⁹ × 32 = 190 GFLOP/s, is what a CPU could
+# do if nothing ever waited, and a large matrix multiplication comes close to it. (A GPU reaches tens of thousands of
+# GFLOP/s.) If yours is well below, it does fewer operations in a cycle than you thought, or runs slower when it is
+# warm. From here on the ceiling is what you *measured*.
 #
 # *How was this measured?* One run proves little: the first one finds nothing in the caches, and at any moment your
 # machine may be busy with something else. `bench.seconds` runs the work a few times without counting, then takes the
@@ -142,7 +142,8 @@ print(f"\nIn the time in which one byte moves, this machine does {peak_flops / p
 # byte it moves leaves the arithmetic units waiting. On the best GPUs the balance is above 100, which is why so
 # much of this course is about moving less.
 #
-# If you doubt a measurement, run its cell again: two that differ by more than a few percent tell of a machine that is not quiet.
+# If you doubt a measurement, run its cell again: if the two results differ by more than a few percent, your machine is
+# not quiet.
 
 # %% [markdown]
 # ## Your first exercise: what a matrix multiplication costs
@@ -176,8 +177,9 @@ check("matmul-cost")
 # %% [markdown]
 # ## How long must it take?
 #
-# Work of so many FLOPs and bytes meets both ceilings. While the arithmetic units are busy with one piece, the next can
-# be on its way from memory, so the two times overlap, and in the best case **the longer one** is all you wait for.
+# A piece of work, so many FLOPs and so many bytes, meets both ceilings. While the arithmetic units are busy with one
+# piece, the next can be on its way from memory, so the two times overlap, and in the best case **the longer one** is
+# all you wait for.
 #
 # > **Question.** Multiplying two 1024 × 1024 matrices: which of your two ceilings bounds it? And adding them?
 #
@@ -279,10 +281,11 @@ slider = widgets.explore(layer_on_the_roof, tokens=[1, 4, 16, 64, 256, 1024, 409
 # %% [markdown]
 # <details><summary>Answer</summary>
 # At roughly twice your machine's balance: on a laptop, ten or twenty tokens. As long as the weights are most of what
-# moves, t tokens do 2·t operations for each weight of 4 bytes: t/2 FLOPs a byte. Where that equals the balance, the mark
-# reaches the ceiling. From there on more tokens cost more time; before, they cost next to <i>nothing</i>. In bf16 on an H200 it
-# takes more than 300. This is why one works in batches, and why a language model that writes one token at a time
-# leaves a GPU idle.
+# moves, t tokens do 2·t operations for each weight of 4 bytes: t/2 FLOPs a byte. Where that equals the balance, the
+# mark reaches the ceiling. From there on more tokens cost more time; before, they cost next to <i>nothing</i>. In bf16
+# on an H200, whose balance is about 160, it takes more than 300: by then the layer's inputs and outputs are as many
+# bytes as its weights, and no longer small beside them. This is why one works in batches, and why a language model that
+# writes one token at a time leaves a GPU idle.
 # </details>
 
 # %% [markdown]

@@ -100,10 +100,10 @@ lab.picture(figures.patches(state[u10], side, "u10 of one state, in patches; the
 # | `target` | (B, C, H, W) | float32 | the states six hours later |
 # | `sample` | (B,) | int64 | the samples' ids: their positions in the data set, from 0 |
 #
-# What are the ids for? When the data do not fill the last batch, it is filled up with **padding**: samples of zeros, whose id
-# is −1. Whoever computes a loss must know them, because padding must not count. And whatever is random in training, such
-# as dropout, is drawn as a function of the sample's id, so that a sample meets the same randomness on whichever GPU it ends
-# up (lesson 07).
+# What are the ids for? When the data do not fill the last batch, it is filled up with **padding**: samples of zeros,
+# whose id is −1. Whatever computes a loss has to look at the ids, because padding must not count. And whatever is
+# random in training, such as dropout, is drawn as a function of the sample's id, so that a sample meets the same
+# randomness on whichever GPU it ends up (lesson 07).
 #
 # > **Predict** what the next cell prints for a batch of three samples and one of padding, before you run it.
 
@@ -183,8 +183,9 @@ my_persistence = 0.5             # your prediction
 # - `forward(output, batch)` returns the sum of the real samples' losses, and the sum of the weights. `output` and
 #   `batch["target"]` are in patches, (B, T, P).
 #
-# The class has a part already: `self.norm(x)` gives the 2-norm of each sample of x, over all its tokens, as (B,). Use it, or
-# write the norm yourself; from lesson 11 on, when a sample's tokens lie on several GPUs, it is `self.norm` that knows.
+# The class has a part already: `self.norm(x)` gives the 2-norm of each sample of x, over all its tokens, as (B,). Use
+# it, or write the norm yourself; from lesson 11 on, when a sample's tokens lie on several GPUs, `self.norm` takes care
+# of that.
 #
 # > **Question, before you write.** The target of padding is all zeros. What is its relative error, and what does
 # > multiplying *that* by a weight of 0 give?
@@ -214,7 +215,7 @@ persistence = (total / weight).item()
 lab.beside("loss of persistence", my_persistence, persistence)
 
 # %% [markdown]
-# In six hours a state changes by about a quarter of what distinguishes it from the average. Persistence is hard to beat because
+# In six hours a state changes by about a quarter of its distance from the average. Persistence is hard to beat because
 # most of the weather does stay.
 #
 # ## The model before training
@@ -326,8 +327,8 @@ lab.picture(curve, "A rough curve that starts at the loss of persistence and sin
 # MFU. The numerator counts the multiplications of matrices that the model needs, and nothing else: a program does not become
 # better by doing unnecessary work.
 #
-# > **Predict** the MFU of your training step, between 0 and 1. (As your machine's ceiling counts what it does in a matrix
-# > multiplication of 1024 × 1024, measured again at this moment.)
+# > **Predict** the MFU of your training step, between 0 and 1. (The ceiling is what your machine reaches in a matrix
+# > multiplication of 1024 × 1024, measured once more in the next cell.)
 
 # %%
 my_mfu = 0.9                     # your prediction
@@ -357,8 +358,8 @@ lab.show("course.step.train_step")
 # Your parts 1 and 3, forward and backward, have become a function, `compute`. It is what changes from one kind of
 # parallelism to the next, while the rest stays. Three things are new around it:
 #
-# - **`gradients`** completes what `compute` leaves in `.grad` where several processes have parts of it, and clears it at the end
-#   (lesson 07); alone, it only clears;
+# - **`gradients`** completes what `compute` leaves in `.grad` when several processes each have a part of it (lesson
+#   07), and clears it at the end; in a single process it only clears;
 # - **skipping**: if the loss or the gradient is not finite, a flag on the device makes the optimizer keep its old
 #   state. Nothing is decided in Python, so Python never waits for the device (lesson 02 shows what waiting costs);
 # - **clipping**: a gradient that is too long is scaled down.
@@ -410,9 +411,9 @@ check("accumulate")
 # > padding. What is wrong with averaging the means of the two micro-batches?
 #
 # <details><summary>Answer</summary>
-# The mean of four samples and the mean of one would count the same, so the lonely sample would have four times its
-# weight. Sums, divided once by <i>W</i> = 5, give every sample the same. This mistake is common, and hard to see: training works,
-# only a little worse than it should.
+# The mean of four samples and the mean of one would count the same, so the lonely sample would have four times the
+# weight of each of the others. Sums, divided once by <i>W</i> = 5, give every sample the same. This mistake is common,
+# and hard to see: training works, only a little worse than it should.
 # </details>
 
 # %% [markdown]
@@ -421,8 +422,8 @@ check("accumulate")
 # Everything is there. `lab.yours(...)` puts your loss and your `eager` in the library's place, and `train.main` is what
 # `course train` calls. 500 steps of 4 samples.
 #
-# > **Predict.** How many seconds will they take? The next cell computes it from your speed above; validation and saving come
-# > on top. How much do you give for them?
+# > **Predict.** How many seconds will they take? The next cell computes the steps alone, from your speed above.
+# > Validation and saving come on top: correct the number by what you expect of them.
 
 # %%
 my_seconds = settings.train.global_batch * 500 / samples_per_second              # your prediction: correct it
@@ -454,8 +455,8 @@ for key, value in last.items():
 # %% [markdown]
 # ## Read the curves
 #
-# > **Question.** What do you expect of the validation loss, above or below the training loss? Why do both drop fastest
-# > at the beginning?
+# > **Question.** In the lines that the run printed, validation and training loss lie close together. Why? And why do
+# > both drop fastest at the beginning?
 
 # %%
 steps = [record["step"] for record in records]
@@ -506,8 +507,8 @@ lab.beside("\nu10, error below that of persistence", my_percent, 100 * scores["b
 #
 # For more than six hours the model is fed its own forecast, again and again. Each time it adds an error to the ones before.
 #
-# > **Question.** Which of the other forecasts is the hardest to beat after six hours, and which after five days? And why does the
-# > picture's dotted line, climatology, not rise?
+# > **Question.** Which of the other forecasts is the hardest to beat after six hours, and which after five days? And
+# > why does climatology, the dotted line in the next picture, not rise?
 
 # %%
 from IPython.display import Image, display

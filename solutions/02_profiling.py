@@ -130,12 +130,12 @@ lab.show("course.step.train_step")
 #
 # - PyTorch's own sees what happens inside `with record_function(name):`;
 # - NVIDIA's `nsys`, which sees everything on a machine but knows nothing of Python, sees **NVTX ranges**:
-#   `torch.cuda.nvtx.range_push("data")` begins one, `torch.cuda.nvtx.range_pop()` ends the innermost. They are to be had only
-#   where CUDA is in use, `torch.cuda.is_initialized()`.
+#   `torch.cuda.nvtx.range_push("data")` begins one, `torch.cuda.nvtx.range_pop()` ends the innermost. Use them only
+#   where CUDA is in use, that is, where `torch.cuda.is_initialized()` is true.
 #
-# The block may raise an exception. Then its range has to end nevertheless, or all that follows would seem to lie within it.
-# With `@contextmanager` (of `contextlib`) a function becomes something for `with`: what stands before `yield` runs before the
-# block, what stands after it afterwards.
+# The block may raise an exception. Even then its range has to end, or everything that follows would seem to lie within
+# it. With `@contextmanager` (of `contextlib`) a function becomes something for `with`: the code before `yield` runs
+# before the block, the code after it afterwards.
 
 # %% exercise="named-parts"
 from course.profile import part
@@ -234,8 +234,8 @@ def replay(launches: Sequence[float], works: Sequence[float]) -> tuple[float, fl
 check("launch-bound")
 
 # %% [markdown]
-# Kernels of a transformer differ: matrix multiplications take long, additions and norms are short. With your model, see at which
-# batch a step stops being launch-bound: the work of each kernel grows with the batch, its launch does not.
+# Kernels of a transformer differ: matrix multiplications take long, additions and norms are short. Use your function to
+# see at which batch a step stops being launch-bound: the work of each kernel grows with the batch, its launch does not.
 
 # %%
 batches = [1, 2, 4, 8, 16, 32, 64]
@@ -290,9 +290,10 @@ def exposed(communication: Sequence[tuple[float, float]], computation: Sequence[
 check("exposed-time")
 
 # %% [markdown]
-# Use it on a recorded step of the wider weather model (width 1024), on two H200 GPUs that share its matrices: each has one half
-# of every matrix, and multiplies by that half. So each gets only a part of every result, and in every block the two have to
-# send each other their parts, eight times, forward and backward. (This is called *tensor parallelism*; lesson 10 builds it.)
+# Use it on a recorded step of the wider weather model (width 1024), on two H200 GPUs that share its matrices: each has
+# one half of every matrix, and multiplies by that half. So each gets only a part of every result, and the two have to
+# exchange their parts eight times in every block, forward and backward together. (This is called *tensor parallelism*;
+# lesson 10 builds it.)
 #
 # > **Predict.** How many percent of this step are exposed communication?
 
@@ -328,8 +329,8 @@ lab.picture(account.picture(found, "vit-demo on this machine"),
             "One bar: forward and backward nearly half each, the rest is narrow")
 
 # %% [markdown]
-# Forward has a larger share than by the clock at the beginning. Here the processor of the step makes the batch too, and the
-# account, which sees nothing but operators, takes that for forward.
+# Forward has a larger share than by the clock at the beginning. In the step that was profiled the CPU also made the
+# batch, and the account, which sees nothing but operators, counts that as forward.
 #
 # > **Predict.** The reference model (width 384, 16 samples) on an H200, in TF32, then in bf16, then compiled: will the step wait
 # > for the host?

@@ -128,10 +128,10 @@ lab.beside("the page cache over the disk", my_times, disk / cache, "times")
 #
 # ## Floors
 #
-# Two stations can hardly be got around: the page cache's bytes have to be copied into memory, and memory has to be copied
-# to the GPU. (NVIDIA's GPUDirect Storage goes from the disk straight to the GPU, where machine and file system allow it;
-# then there is no page cache either.) How fast each can be at best is a **floor** (of the time; a ceiling of the speed). On
-# the H200's machine they were measured with nothing else going on:
+# Two stations are hard to avoid: the page cache's bytes have to be copied into memory, and memory has to be copied to
+# the GPU. (NVIDIA's GPUDirect Storage goes from the disk straight to the GPU, where machine and file system allow it;
+# then there is no page cache either.) How fast each can be at best is a **floor** (of the time; a ceiling of the
+# speed). On the H200's machine they were measured with nothing else going on:
 
 # %%
 recorded = lab.results("loaders_h200")
@@ -145,17 +145,17 @@ lab.recorded("loaders_h200", {name: {"pairs/s": speed, "GB/s": speed * pair_byte
 # > **Question.** The model wants about 180 pairs a second. Which station is in the way?
 #
 # <details><summary>Answer</summary>
-# With one thread that reads, the first; with several, none. Eight threads read four times as much as the model wants, and
-# the link carries seven times as much. So whatever a loader loses here it loses on its own account.
+# With one thread that reads, the first; with several, none. Eight threads read four times as much as the model wants,
+# and the link carries seven times as much. So a loader that is slower than this has only itself to blame.
 # </details>
 #
 # ## Which sample, when, and by whom
 #
-# In training every sample comes once an epoch, in an order that looks random and is another one in each epoch. With n
-# data-parallel ranks (lesson 07) each step's *global* batch is cut into n parts, a part for each rank. The usual way to get
-# there is a random generator in each process, whose state one saves, restores, and keeps in step. There is a simpler one:
-# make the order a **pure function**. `samples_at(seed, n, start, stop)` says which samples stand at the places `start` to
-# `stop − 1` of the endless stream of shuffled epochs of n samples:
+# In training every sample comes once an epoch, in an order that looks random and differs from epoch to epoch. With n
+# data-parallel ranks (lesson 07) each step's *global* batch is cut into n parts, a part for each rank. The usual way to
+# get there is a random generator in each process, whose state one saves, restores, and keeps in step. There is a
+# simpler one: make the order a **pure function**. `samples_at(seed, n, start, stop)` says which samples stand at the
+# places `start` to `stop − 1` of the endless stream of shuffled epochs of n samples:
 
 # %%
 print("places 0 to 9:  ", order.samples_at(0, 10, 0, 10).tolist())
@@ -314,9 +314,9 @@ lab.beside("reading", my_reading, 100 * worker["read"] / sum(worker.values()), "
 # **What you should see:** a fifth, more or less. The expensive part is often the fourth: memory that is shared anew for
 # every batch has to be handed out by the operating system page by page, and cleared.
 #
-# And all of it is traffic on one resource that more workers do not multiply: the machine's **memory bandwidth**. Count it
-# in units of the pair's bytes: each of the five reads and writes it, normalising twice, 12 passes in all, 0.5 GB for a pair
-# of 41 MB.
+# And all of it is traffic on one resource that more workers do not multiply: the machine's **memory bandwidth**. Count
+# it in units of a pair's bytes. Each of the five steps reads them once and writes them once, and normalising does both
+# twice: 12 passes in all, 0.5 GB for a pair of 41 MB.
 #
 # > **Question.** 180 pairs a second of that is how many GB/s? And what does the smallest loader have to move?
 #
@@ -325,13 +325,13 @@ lab.beside("reading", my_reading, 100 * worker["read"] / sum(worker.values()), "
 # straight into pinned memory, and a read by the GPU: 22 GB/s.
 # </details>
 #
-# A worker also takes a batch alone, from its first byte to its last. A batch of 16 pairs is 0.7 GB; a worker that needs 60
-# ms for a pair has it ready after a second. Many workers give many batches, each as late as that, and each of them is
-# memory: two are waiting for each worker (`prefetch_factor`), 21 GB for 16 workers.
+# A worker also prepares a batch by itself, from its first byte to its last. A batch of 16 pairs is 0.7 GB; a worker
+# that needs 60 ms for a pair has it ready after a second. More workers give more batches, but each still takes as long.
+# And each takes memory: every worker keeps two batches waiting (`prefetch_factor`), which is 21 GB for 16 workers.
 #
 # ## Reading ahead
 #
-# Whoever reads, the reading should happen *while* the GPU computes. So read the next batch before it is asked for: a
+# Whoever does the reading, it should happen *while* the GPU computes. So read the next batch before it is asked for: a
 # **queue** between one who reads and one who computes. How long should it be?
 #
 # Below, a step takes 1 and reading takes 0.8 on average. In the first case each read takes just that. In the second one
@@ -350,9 +350,9 @@ lab.picture(figures.curves({name: (depths, [100 * figures_loading.waited(times, 
             "second falls slowly, over tens of batches; always 1.2 stays at a sixth, however many")
 
 # %% [markdown]
-# Three lessons. **One** batch ahead is worth the most: it makes reading and computing simultaneous. **More** hide reads
-# that are late now and then: the queue has to hold as many steps as the latest read takes, and more where late ones come in
-# groups. And **no** depth helps if reading is too slow on average; more readers do.
+# Three lessons. **One** batch ahead is worth the most: it makes reading and computing simultaneous. **More** batches
+# hide reads that are late now and then: the queue has to hold as many steps as the slowest read takes, and more where
+# slow reads come in groups. And **no** depth helps if reading is too slow on average; more readers do.
 #
 # > **Question.** What does depth cost?
 #
@@ -511,9 +511,9 @@ lab.beside("spoilt batches", my_torn, max(torn(False), 0.01), how="counted")
 print(f"and when the copy is waited for: {torn(True)}")
 
 # %% [markdown]
-# **What you should see:** nearly all, mixtures or even whole batches in the place of others, and not one error message. A
-# single buffer that is waited for is read and copied in turns; so the loader has a ring of them, and waits only for the one
-# that it is about to use again.
+# **What you should see:** nearly all, mixtures or even whole batches in the place of others, and not one error message.
+# With a single buffer that is waited for, reading and copying take turns. So the loader has a ring of buffers, and
+# waits only for the one that it is about to use again.
 #
 # One more look at `send`: it normalises **on the GPU**. The states cross the link as they stand in the file.
 #
@@ -617,13 +617,15 @@ lab.picture(figures_loading.against(speeds, {"floor": floors}, needs, "Loaders o
             "with 16 workers. A horizontal line for the compiled model lies between them, one for TF32 below all")
 
 # %% [markdown]
-# **What you should see:** three kinds of loader. Those that move each byte once, threads and DALI over `.npy` files, lie on
-# the floor. DALI with its processes reaches a quarter of it: what they read has still to come out of their shared memory.
-# The DataLoader hardly gets faster from 1 to 8 workers. With 16 it jumps; why, we have not found out.
+# **What you should see:** three kinds of loader. Those that move each byte once, threads and DALI over `.npy` files,
+# lie on the floor or close to it. DALI with its processes reaches a quarter of it: what they read has still to come out
+# of their shared memory. The DataLoader hardly gets faster from 1 to 8 workers. With 16 it jumps; why, we have not
+# found out.
 #
-# And two lines for what the model wants. A loader *above* the line costs nothing, however much faster another one is. In
-# TF32 all of them are: there, nothing in this lesson matters. It is when the model gets faster (lessons 04 and 05) that the
-# loader becomes the bottleneck, at some moment, without having changed.
+# And two lines for what the model wants. A loader that reads ahead and lies *above* the line costs nothing, however
+# much faster another one is. In TF32 all of them lie above it: there, nothing in this lesson matters but reading ahead.
+# It is when the model gets faster (lessons 04 and 05) that the loader becomes the bottleneck, at some moment, without
+# having changed.
 #
 # ## Together
 #
@@ -651,11 +653,12 @@ lab.picture(figures.rungs(bars, "samples/s", "Training steps of the weather mode
             "kinds of DALI come within a few percent of random data on the device")
 
 # %% [markdown]
-# **What you should see:** in TF32 even a loader that makes the step wait costs only a quarter, since the step itself is so
-# slow, and eight processes make that good. In bf16 the same eight processes starve the model. Threads and DALI, which read far
-# ahead, cost a few percent. The lower of the two speeds is a good prediction where they are far apart. What it leaves
-# out: copies to the GPU, and what normalises there, share the GPU's memory with the model. And a loader's speed belongs to
-# its machine: the DataLoader, which gave 37 pairs a second on 16 cores, gives 67 in these steps, on a machine with 32.
+# **What you should see:** in TF32 even a loader that makes the step wait costs only a quarter, since the step itself is
+# so slow, and eight processes win that back. In bf16 the same eight processes starve the model. Threads and DALI, which
+# read far ahead, cost a few percent. The lower of the two speeds is a good prediction where they are far apart. What it
+# leaves out: copies to the GPU, and what normalises there, share the GPU's memory with the model. And a loader's speed
+# belongs to its machine: the DataLoader, which gave 37 pairs a second on 16 cores, gives 67 in these steps, on a
+# machine with 32.
 #
 # ## In practice
 #
