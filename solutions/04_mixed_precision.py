@@ -193,13 +193,14 @@ lab.picture(figures.curves({"weights kept in bf16": ([f"{rate:g}" for rate in ra
             "few with 0.01")
 
 # %% [markdown]
-# **What you should see:** about four fifths. And they do not add up: an update that is rounded away leaves no trace,
+# **What you should see:** about four fifths. And such updates do not add up: one that is rounded away leaves no trace,
 # however often it comes. When a schedule lets the learning rate fall, training in bf16 weights comes to a halt.
 #
 # So the weights stay in float32, the **master weights**, and the 16-bit copy is made of them when it is needed.
-# Autocast does just that (Micikevicius et al. 2018, *Mixed precision training*, arXiv:1710.03740). Frameworks that keep bf16
-# weights beside a float32 copy in the optimizer, as Megatron-LM does, do it, too; it is the same 16 bytes a parameter
-# (lesson 13). (Rounding up or down at random, in proportion, is another way out: then small updates count on average.)
+# Autocast does just that (Micikevicius et al. 2018, *Mixed precision training*, arXiv:1710.03740). Other frameworks,
+# such as Megatron-LM, keep bf16 weights beside a float32 copy in the optimizer. The idea is the same, and so is the
+# memory: 16 bytes a parameter, or 18 where gradients are added up in float32 (lesson 13). (Rounding up or down at
+# random, in proportion, is another way out: then small updates count on average.)
 #
 # Does it matter for the loss? Train a small model twice from the same weights, in bf16 with a small learning rate, and the
 # second time round the weights to bf16 after each step.
@@ -347,8 +348,8 @@ lab.picture(figures.curves({"loss scale": (range(0, 20_000, 20), scales[::20]),
 #
 # ## Exercise: the cast
 #
-# Steps 2 and 3. `torch.finfo(kind).max` is a format's largest number. Cut off *before* you cast: whether a
-# cast makes infinity, NaN or the largest number of what is beyond it depends on format, device and version.
+# Steps 2 and 3. `torch.finfo(kind).max` is a format's largest number. Cut off *before* you cast: what lies beyond the
+# largest number becomes infinity, NaN or that number, depending on format, device and version.
 
 # %% exercise="fp8-cast"
 from course.lab.exercises.precision import to_fp8
@@ -357,11 +358,11 @@ from course.lab.exercises.precision import to_fp8
 check("fp8-cast")
 
 # %% [markdown]
-# > **Question.** Your function makes the largest number of an infinity. Why is that dangerous in training?
+# > **Question.** Your function turns an infinity into the largest number. Why is that dangerous in training?
 #
 # <details><summary>Answer</summary>
 # An overflow elsewhere would pass for a large number: the step would not be skipped, and the weights would follow a
-# gradient that means nothing. The library's cast makes NaN of whatever is not finite, so that it is noticed.
+# gradient that means nothing. The library's cast turns whatever is not finite into NaN, so that it is noticed.
 # </details>
 
 # %%
@@ -455,12 +456,12 @@ lab.picture(figures_precision.spread({"gradients of queries, keys and values": q
             "under the whole hump, that of E4M3 only under its right part")
 
 # %% [markdown]
-# **What you should see:** E4M3 is *better*, by its one bit, as long as the scale is right. Then come the lines in which the
-# scale was made for something larger: a sample that is far harder than the others, a spike in the loss. E5M2 does not
-# notice. E4M3 bears a factor of a hundred, loses most of its numbers at ten thousand, and all at a million. The wide range
-# is not for every day: it is *insurance* against a wrong scale. (It matters more the more a tensor's numbers spread, and
-# those of large models spread more than these.) Whoever has a scale for each 128 numbers, instead of one for a tensor,
-# needs less of it: block scaling uses E4M3 throughout.
+# **What you should see:** E4M3 is *better*, by its one bit, as long as the scale is right. Then come the lines in which
+# the scale was made for something larger: a sample that is far harder than the others, a spike in the loss. E5M2 does
+# not notice. E4M3 bears a factor of a hundred, loses most of its numbers at ten thousand, and all at a million. The
+# wide range is not for every day: it is *insurance* against a wrong scale. (It matters more where a tensor's numbers
+# spread more widely, as those of large models do.) Whoever has a scale for each 128 numbers, instead of one for a
+# tensor, needs less of it: block scaling uses E4M3 throughout.
 #
 # ## Where the scale comes from
 #
@@ -533,10 +534,11 @@ lab.picture(figures_precision.promised(one[1:], {f"let through by a history of {
 
 # %% [markdown]
 # **What you should see:** a history of 1 is too small half of the time: it is the step before, and the next amax is as
-# likely larger as smaller. One of 16 is too small while gradients grow, at the beginning, and rarely later. What is cut off
-# then is the largest number or a few, to a half or a third of what they are: training hardly notices. A long history has
-# its price at the other end: after a spike the scale is too careful until the spike has left the history, and small numbers
-# are rounded away. Transformer Engine advises 1024 steps; a `margin` leaves powers of two free above.
+# likely larger as smaller. One of 16 is too small while gradients grow, at the beginning, and rarely later. What is cut
+# off then is the largest number or a few of them, to a half or a third of their size, and training hardly notices. A
+# long history has its price at the other end: after a spike the scale is too careful until the spike has left the
+# history, and small numbers are rounded away. Transformer Engine advises 1024 steps; a `margin` leaves powers of two
+# free above.
 #
 # > **Question.** In data and tensor parallelism, each rank sees another part of a tensor. What has to happen to the amaxes?
 #
@@ -585,11 +587,12 @@ lab.picture(figures.curves({name: (range(20, 121, 20), curves.means(run).tolist(
 # > million times too large. And for the frozen ones: which tensors *grow* in the course of training?
 #
 # <details><summary>Answer</summary>
-# E4M3: the history (of 1024 steps) remembers the gradient of the first batch, and everything after it is rounded to zero.
-# Only what no FP8 product stands in front of still learns: the embedding, the head, a few biases. In E5M2 the same history
-# leaves nearly all gradients above the smallest number. <br>Frozen: gradients in E5M2 survive that, too. But weights and
-# activations grow, the input of attention's output matrix tenfold within 60 steps, and what exceeds the amax of the first
-# step is cut off, more and more of it, always in the same direction.
+# E4M3: the history (of 1024 steps) remembers the gradient of the first batch, and everything after it is rounded to
+# zero. The only parameters that still learn are those whose gradients pass through no FP8 product: the embedding, the
+# head, a few biases. In E5M2 the same history leaves nearly all gradients above the smallest number. <br>Frozen:
+# gradients in E5M2 survive that, too. But weights and activations grow, the input of attention's output matrix tenfold
+# within 60 steps, and what exceeds the amax of the first step is cut off, more and more of it, always in the same
+# direction.
 # </details>
 #
 # The same over all 300 steps on an H200, where the products really are of eight bits, and beside them Transformer Engine's
@@ -714,19 +717,19 @@ groups = {"fp32, on the device": "width 384", "tf32, on the device": "width 384"
 panels = {panel: {name: rungs[name] for name, its in groups.items() if its == panel} for panel in dict.fromkeys(groups.values())}
 lab.picture(figures.rungs(panels, "samples/s", "Training steps of the weather model on one H200"),
             "Bars of samples per second: fp32 and TF32 are short, fp16 and bf16 several times as long and equal. Compiled bf16 "
-            "is longer still, FP8 about as long as that. At width 1024 FP8 is a little longer than bf16")
+            "is longer still, FP8 a little shorter than that. At width 1024 FP8 is a little longer than bf16")
 
 # %% [markdown]
-# > **Question.** bf16 gains far more than the factor of two of the data sheet. Where does the rest come from? (4050 tokens;
-# > think of what else than linears there is.) And FP8 hardly gains at 384, and little at 1024: what share of the arithmetic
-# > is in its linears?
+# > **Question.** bf16 gains far more than the factor of two of the data sheet. Where does the rest come from? (4050
+# > tokens; think of what else than linears there is.) And FP8 even loses a little at width 384, and gains little at
+# > 1024: what share of the arithmetic is in its linears?
 #
 # <details><summary>Answer</summary>
 # The fast fused kernels for attention, cuDNN's and flash, exist for 16 bits only. In float32 PyTorch takes another, several
 # times slower, and with 4050 tokens attention is most of the arithmetic. Besides, norms, GELU and sums move half the bytes.
 # Lesson 02's profiler shows it: run <code>course profile vit-short</code> with both. <br>A token costs 24 h² FLOPs a layer
 # in linears, and 4 T h in attention, forward. With T = 4050 the linears' share is 36% at width 384, and 60% at a width of
-# 1024. FP8 makes only these faster, and at 384 the casts eat most of that.
+# 1024. FP8 makes only these faster, and at 384 the casts cost more than that gains.
 # </details>
 #
 # ## In practice
@@ -745,8 +748,8 @@ lab.picture(figures.rungs(panels, "samples/s", "Training steps of the weather mo
 #   at logits.
 # - FP8 for wide layers and many tokens, compiled, and with the first and the last linear in bf16 (`fp8.keep`).
 # - *Am I really running FP8?* Look for kernels with `e4m3` or `f8f8` in their names in a profile.
-# - *My curves differ*: start both from the same weights, before you blame the format. Layers of another library initialise
-#   otherwise.
+# - *My curves differ*: start both from the same weights, before you blame the format. Another library's layers are
+#   initialised differently.
 #
 # ## What you know now
 #

@@ -85,9 +85,10 @@ lab.beside("the chain, in copies of x", my_copies, apart_seconds / copy_seconds,
 
 # %% [markdown]
 # **What you should see:** three to five. A copy is two trips: `x` comes out of memory, and a copy of it goes in. The
-# chain makes six. Each line reads what the line before has just written, 50 MB that no cache holds until then. (The rest is
-# arithmetic, which on a CPU is not quite free. And on a CPU each new result of this size comes fresh from the operating
-# system, page by page, which makes its trip slower than one into memory that is there; this is why the unit here is `clone`.)
+# chain makes six. Each line reads what the line before has just written, 50 MB that no cache holds until then. (The
+# rest is arithmetic, which on a CPU is not quite free. And on a CPU each new result of this size comes fresh from the
+# operating system, page by page, which makes that trip slower than one into memory that is already there. `clone` pays
+# for this too, which is why it is the unit here.)
 
 # %%
 kernels_apart = [("layer_norm", ["x"], ["n"]), ("multiply", ["n"], ["m"]), ("add", ["m"], ["y"])]
@@ -115,8 +116,9 @@ lab.picture(figures_fusing.trips({"one after another": kernels_apart, "fused": [
 # one that it writes. Return two numbers:
 #
 # - what the operators move **one after another**: each reads from memory all that it names, and writes its result there;
-# - what **one kernel** in their place moves: what comes from outside it reads once, however many of its operators use it; what
-#   it has made itself it still has. It writes those results that somebody needs afterwards, and no others.
+# - what **one kernel** in their place moves: it reads each tensor that comes from outside once, however many of its
+#   operators use it; what it has computed itself it still holds. It writes the results that somebody needs afterwards,
+#   and no others.
 
 # %% exercise="fused-bytes"
 Operator = tuple[Sequence[str], str]                 # the names of the tensors that it reads, and of the one that it writes
@@ -205,10 +207,11 @@ else:
     print("This needs a C++ compiler, and there is none here")
 
 # %% [markdown]
-# **What you should see:** one kernel, whose name lists what it has swallowed, and a speed-up of between 1.4 and four. Three is
-# what the bytes say; on a CPU the norm's arithmetic takes its part, on a GPU it does not. Values differ in the last digits,
-# since sums are taken in another order. Compiling took seconds where the chain takes a fraction of one; it pays if the chain
-# runs often. (Less than two seconds say that the kernel was still on disk from an earlier run: Inductor has a cache.)
+# **What you should see:** one kernel, whose name lists what it has swallowed, and a speed-up of between 1.4 and four.
+# Three is what the bytes say; on a CPU the norm's arithmetic takes its part, on a GPU it does not. Values differ in the
+# last digits, since sums are taken in another order. Compiling took seconds where the chain takes a fraction of one; it
+# pays if the chain runs often. (If it took less than two seconds, the kernel was still on disk from an earlier run:
+# Inductor has a cache.)
 #
 # On the roofline both lie near the slope of memory, as measured by `clone`. Fusing moves the mark to the right, the same FLOPs
 # for fewer bytes, and so up the slope.
@@ -327,9 +330,9 @@ else:
 # gate, residual sum, norm and modulation, across the border of the two branches; at the end gate and residual sum.
 # Megatron-LM's diffusion transformer names the same three as its fused steps.
 #
-# And a speed-up far smaller than three, perhaps none: in this block matrix products take nearly all of the time, and its
-# activations, 1.6 MB, stay in the CPU's cache. On a GPU the same chains weigh more, since it is ahead of your machine by
-# thousands in matrix products, but only by a hundred in bytes; you will see how much below.
+# And a speed-up far smaller than three, perhaps none: in this block matrix products take nearly all of the time, and
+# its activations, 1.6 MB, stay in the CPU's cache. On a GPU the same chains weigh more, since it multiplies matrices
+# thousands of times as fast as your machine, but moves bytes only a hundred times as fast; you will see how much below.
 #
 # > **Question.** In bf16 by autocast (lesson 04) weights and norms stay in float32, and matrix products want 16 bits. Which
 # > operators come on top, and which of them can be fused away?
@@ -435,7 +438,8 @@ from course.lab.exercises.fusing import Modulate
 check("fused-modulate")
 
 # %% [markdown]
-# Now count, beside what the compiler keeps of the plain chain. Nobody told it.
+# Now count what yours keeps, and beside it what the compiler keeps of the plain chain. Nobody has told the compiler
+# about this trick.
 #
 # > **Predict.** How many tensors as large as `x` will the *compiled* chain keep?
 
@@ -452,8 +456,8 @@ else:
     print("The compiled one needs a C++ compiler, and there is none here")
 
 # %% [markdown]
-# The compiler sees forward and backward pass as *one* graph, and cuts it where least has to be carried across: it has found the
-# same as you. (This is the partitioner of AOTAutograd, the stage between Dynamo and Inductor.)
+# The compiler sees forward and backward pass as *one* graph, and cuts it where the least has to be carried across: it
+# has found the same trick as you. (This is the partitioner of AOTAutograd, the stage between Dynamo and Inductor.)
 #
 # Does a real model get the same gradients with yours? Put it into the blocks of `dit-demo`. The library's block normalises
 # first, with `norm1` or `norm2`, and then calls `modulate`, which you saw above. Yours does both in one go. So the next cell
@@ -530,11 +534,11 @@ print(*recorded, sep="\n")
 lab.beside("graphs", my_graphs, len(recorded), how="counted")
 
 # %% [markdown]
-# Each piece between two breaks is a graph, if it computes anything: the comparison, the largest number, the product behind the
-# `if`. Nothing of them can share a kernel.
+# Each piece between two breaks is a graph, if it computes anything: the comparison, the largest number, the product
+# behind the `if`. No two of them can share a kernel.
 #
-# How do you *find* breaks? `fullgraph=True` makes an error of the first one that Dynamo finds no way around, and names the
-# line:
+# How do you *find* breaks? `fullgraph=True` turns the first break that Dynamo finds no way around into an error, which
+# names the line:
 
 # %%
 with launches.afresh():
@@ -552,17 +556,17 @@ with launches.afresh():
 #
 # Write `tame` so that Dynamo records it whole, with the same results. Go through what breaks:
 #
-# - **`x[sample >= 0]`** has as many rows as there are real samples. A size that depends on the data cannot be planned with.
-#   Keep the shape, and make sure that padding does not count;
-# - **`.item()`** makes a number of Python. Keep a tensor of one number, shape `()`;
+# - **`x[sample >= 0]`** has as many rows as there are real samples. A size that depends on the data cannot be known in
+#   advance. Keep the shape, and make sure that padding does not count;
+# - **`.item()`** returns a Python number. Keep a tensor of one number, shape `()`;
 # - **`print`** needs the value too. Return the number as a second result. Whoever logs can look at it every hundred steps;
 # - **`if`** needs it as well. Compute both outcomes, and choose: `torch.where(condition, one, other)`.
 #
 # > **Question, before you write.** `.item()` did something more: what did it do to the *gradient*?
 #
 # <details><summary>Answer</summary>
-# It cut it off. A number of Python has no history, so the factor was a constant for autograd. A tensor has a history,
-# and the gradient would go through the largest number too: another result, with no message. Say what you mean:
+# It cut it off. A Python number has no history, so the factor was a constant for autograd. A tensor has a history, and
+# the gradient would go through the largest number too: another result, with no message. Say what you mean:
 # <code>detach()</code>.
 # </details>
 

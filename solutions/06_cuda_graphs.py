@@ -114,9 +114,9 @@ lab.beside("samples from which on a graph gains less than 10%", my_break_even, b
            how="computed")
 
 # %% [markdown]
-# So a graph makes no kernel faster. It takes the host out of the way, and gains just what the GPU would have waited for it: a
-# lot for one sample, nothing for many. (The gaps between kernels become a little shorter too, which this arithmetic leaves
-# out.) Keep that in mind for the measurements.
+# So a graph makes no kernel faster. It takes the host out of the way, and gains exactly the time that the GPU would
+# have waited for the host: a lot with one sample, nothing with many. (The gaps between kernels become a little shorter
+# too, which this arithmetic leaves out.) Keep that in mind for the measurements.
 #
 # ## A graph that you can look into
 #
@@ -145,9 +145,9 @@ with tape.capturing(graph):
 print("z after the capture:", z.tolist())
 
 # %% [markdown]
-# No numbers: **capturing computes nothing**. It writes down what there would be to do. `y` and `z` exist, their memory is
-# reserved, and nobody has written into it (the tape puts NaN there, so that you notice; on a GPU there is whatever was there
-# before). What the tape holds is this:
+# No numbers: **capturing computes nothing**. It only writes down what is to be done. `y` and `z` exist, their memory is
+# reserved, and nobody has written into it (the tape puts NaN there, so that you notice; on a GPU there is whatever was
+# there before). What the tape holds is this:
 
 # %%
 def address(tensor: Tensor) -> str:
@@ -161,8 +161,8 @@ for call in graph.calls:
 print(f"x lies at {address(x)}, y at {address(y)}, z at {address(z)}")
 
 # %% [markdown]
-# How does it come by that? Below autograd every operation of PyTorch passes a place where one may look at it. Skim this; the
-# rest of the lesson does not need it.
+# How does the tape know? Below autograd, every operation of PyTorch passes through a place where a program may watch
+# it. Skim this; the rest of the lesson does not need it.
 
 # %%
 lab.show("course.lab.tape.Recorder")
@@ -385,8 +385,8 @@ for _ in range(3):
 print(f"rate {rate.item()}, count {count}; the rate of the third step is {PEAK * 3 / RAMP}")
 
 # %% [markdown]
-# Nothing in it ever told the graph that there was a count. What must be found without an error is what was quietly frozen:
-# learning rates, loss scales, step counts, probabilities that change, seeds made in Python.
+# Nothing ever told the graph that there was a count. No error points to what was quietly frozen, so you have to look
+# for it: learning rates, loss scales, step counts, probabilities that change, seeds made in Python.
 #
 # ## Exercise: decided on the device
 #
@@ -517,8 +517,8 @@ for _ in range(4):
 lab.beside("the tape's memory over an eager step's", my_memory, captured.graph.bytes / eager.peak, "times", "counted")
 
 # %% [markdown]
-# A CUDA graph, which does use memory again, costs far less: little or nothing on top of the eager step. The most that tensors
-# took on an H200, with and without:
+# A CUDA graph, which does use memory again, costs far less: a few percent on top of the eager step, or nothing. The
+# most memory that tensors took on an H200, with and without:
 
 # %%
 rungs = {row["rung"]: row for row in lab.results("vit_h200")["rows"]}
@@ -668,8 +668,8 @@ lab.beside("compiled, in a graph, over compiled", my_compiled_times, both / spee
 lab.beside("compiled over uncompiled, both in a graph", my_fewer_kernels, both / speed["in a graph"], "times", "recorded")
 
 # %% [markdown]
-# Each cures what the other leaves: the graph takes the host away, and compiling makes the kernels fewer and their bytes less.
-# Only together are both the GPU's work and the way to it as short as can be.
+# Each cures what the other leaves: the graph takes the host away, and compiling makes the kernels fewer and their bytes
+# less. Only together do they make both the GPU's work and the wait for it as short as can be.
 #
 # > **Predict.** The reference model (width 384, 4,050 tokens, 16 samples), in bf16 and compiled: how many percent faster in a
 # > graph?
