@@ -49,8 +49,9 @@ lab.begin("07")
 # cut in two halves of three, and each half gives a gradient. Every "rank" could take the mean over the samples that it has:
 # the first has three real samples, the second two.
 #
-# > **Predict.** Take the average of these two gradients. How far is it from the gradient of the mean over all five real samples?
-# > Relative to its length: 0 is equal, 1 as far as it is long.
+# > **Predict.** Take the average of these two gradients. How far is it from the gradient of the mean over all five real
+# > samples? (Relative to that gradient's length: 0 means equal, 1 that the difference is as long as the gradient
+# > itself.)
 
 # %%
 my_difference = 0.01             # your prediction
@@ -131,9 +132,10 @@ for line in ranks(2)(look, config.load("vit-demo", [*LAYOUT, "parallel.dp=2", "p
 # > **Question.** If the weights were *not* equal at the start, would averaged gradients make them so?
 #
 # <details><summary>Answer</summary>
-# No. All ranks would take the same steps from different places, and stay as far apart as they began. Their gradients would be
-# those of different functions, and the average of those is the gradient of nothing. The loss still goes down for a while,
-# which makes it hard to see. A learning program compares the weights of its ranks now and then; <code>course verify</code> does.
+# No. All ranks would take the same steps from different places, and stay as far apart as they began. Their gradients
+# would be those of different functions, and the average of those is the gradient of nothing. The loss still goes down
+# for a while, which makes it hard to see. A training program should compare the weights of its ranks now and then;
+# <code>course verify</code> does.
 # </details>
 #
 # ## One message
@@ -260,10 +262,11 @@ my_ring_megabytes = 3.57         # your prediction
 # %% [markdown]
 # ## Exercise: all-reduce from sends and receives
 #
-# Write it for any number of ranks, and tensors of any shape, also if n does not divide their size. `axis` says who you are:
-# `axis.rank` of `axis.size`, and `axis.ranks` are the numbers that `dist.isend` and `dist.irecv` want (their third argument
-# is `axis.group`). `x` stays as it is. Useful: `tensor_split(n)` cuts a tensor into n pieces as equal as possible, which are
-# *views*: what you write into a piece stands in the tensor. Pieces differ in size, so receive into a tensor of the right one.
+# Write it for any number of ranks, and for tensors of any shape, even if n does not divide their size. `axis` says who
+# you are: `axis.rank` of `axis.size`, and `axis.ranks` are the numbers that `dist.isend` and `dist.irecv` want (their
+# third argument is `axis.group`). `x` stays as it is. Useful: `tensor_split(n)` cuts a tensor into n pieces as equal as
+# possible, which are *views*: what you write into a piece stands in the tensor. Pieces differ in size, so receive into
+# a tensor of the right size.
 
 # %% exercise="ring-all-reduce"
 def ring_all_reduce(x: Tensor, axis: Axis) -> Tensor:
@@ -309,8 +312,9 @@ print("MB sent by each rank:", [round(count / 1e6, 2) for count in around])
 # > **Question.** How long did 1 MB take, and how long would it have taken at 347 GB/s? What does the difference say?
 #
 # <details><summary>Answer</summary>
-# 1.5 MB / 60 GB/s = 25 microseconds instead of 4. The other 20 are latency: starting the collective, and six steps. They
-# weigh as much as 5 MB do. So many small messages are bad, and one puts gradients together before one sends them.
+# 1.5 MB / 60 GB/s = 25 microseconds instead of 4. The other 20 are latency: starting the collective, and six steps. In
+# that time the links would carry about 5 MB more. So many small messages are bad, and one puts gradients together
+# before one sends them.
 # </details>
 #
 # ## Exercise: average the gradients
@@ -366,8 +370,9 @@ print(f"naive: the weights of the two ranks differ by {apart['naive']:.1e} learn
 lab.beside("none: they differ by", my_distance, apart["none"], "learning rates")
 
 # %% [markdown]
-# Averaged, they are equal to the last bit: equal weights and equal gradients make equal updates. Not averaged, the ranks drift
-# apart by as much as they move: in five steps, in which each moves a weight by up to five learning rates, up to twice that.
+# Averaged, they are equal to the last bit: equal weights and equal gradients make equal updates. Not averaged, the
+# ranks drift apart by as much as they move: in five steps a rank moves a weight by up to five learning rates, so two
+# ranks can end up to ten apart.
 #
 # ## While backward runs
 #
@@ -484,8 +489,8 @@ lab.show("course.parallel.data.Bucketed")
 # - `start_mean(bucket, axis)` begins the all-reduce of `bucket.flat` with `async_op=True`, which returns at once, and keeps what
 #   it returns in `bucket.work`;
 # - `finish_mean(bucket, axis)` waits for `bucket.work`, and makes the sum the mean. (NCCL can average by itself,
-#   `ReduceOp.AVG`, and gloo only add. `mean(x)` is the operation to ask for, and `divide(x, axis)` does
-#   what it leaves to do. To add and to divide yourself is right as well.)
+#   `ReduceOp.AVG`; gloo can only add. `mean(x)` is the operation to ask for, and `divide(x, axis)` does what is left to
+#   do after it. To add and then divide yourself is right as well.)
 #
 # > **Question, before you write.** With micro-batches, a step has several backward passes, and gradients add up. When may a
 # > bucket be sent? And why must all ranks start buckets in the same order, whichever is complete first?

@@ -9,10 +9,10 @@
 # %% [markdown]
 # # 08 · Scaling and convergence
 #
-# With data parallelism n GPUs process n times the samples in a second, if the batch grows with them. Is the model trained n times
-# sooner? Only if a sample in a large batch teaches as much as one in a small batch, and whether it does is not a question about
-# computers. In this lesson you measure how batch, learning rate and the number of samples hang together, and find out up to which
-# batch more GPUs buy time.
+# With data parallelism n GPUs process n times the samples in a second, if the batch grows with them. Is the model
+# trained n times sooner? Only if a sample in a large batch teaches as much as one in a small batch, and whether it does
+# is not a question about computers. In this lesson you measure how batch, learning rate and the number of samples
+# depend on one another, and find out up to which batch more GPUs buy time.
 #
 # | | |
 # |---|---|
@@ -243,11 +243,11 @@ ends = {"same": losses["16"], "sqrt": losses["16, sqrt"], "linear": losses["16, 
 print(f"the best at 16: {min(ends, key=lambda rule: ends[rule])}; you said {my_best_rule}")
 
 # %% [markdown]
-# **What you should see:** it hardly matters. Rates of 0.002 and of four times that end within a percent of one another, and
-# far behind the batch of 4. Neither rule makes up for 120 steps less. The noise scale foretold it: a batch of 4 is above it
-# already, so there is little noise left to average away, and a better direction is not what was missing. The rules speak of
-# batches *below* the noise scale, and that is where these batches may be later on. To see it, one has to train for longer, and
-# to try many rates with every batch: that is what the reference runs did.
+# **What you should see:** it hardly matters. Rates of 0.002 and of four times that end within a percent of one another,
+# and far behind the batch of 4. Neither rule makes up for 120 fewer steps. The noise scale foretold it: a batch of 4 is
+# above it already, so there is little noise left to average away, and a better direction is not what was missing. The
+# rules speak of batches *below* the noise scale, and that is where these batches may be later on. To see it, one has to
+# train for longer, and to try many rates with every batch: that is what the reference runs did.
 #
 # ## Warm-up and schedule
 #
@@ -463,8 +463,9 @@ lab.picture(figures_data.logarithmic({"good rates and their middle": (batches, l
 #
 # $$\text{samples} = E_{min}\left(1 + \frac{B}{B_{crit}}\right),\qquad \text{steps} = S_{min}\left(1 + \frac{B_{crit}}{B}\right)$$
 #
-# At the **critical batch** $B_{crit} = E_{min} / S_{min}$ one needs twice the fewest samples, and twice the fewest steps. Far
-# below it a larger batch is free: as many samples, fewer steps. Far above it one pays in samples for almost no step less.
+# At the **critical batch** $B_{crit} = E_{min} / S_{min}$ one needs twice the fewest samples, and twice the fewest
+# steps. Far below it a larger batch is free: as many samples, fewer steps. Far above it one pays in samples and saves
+# almost no steps.
 #
 # > **Predict** the critical batch of this model. You measured a noise scale above.
 
@@ -519,8 +520,9 @@ for other in (0.15, 0.14, 0.13, 0.12):
 print(f"you said {my_easier}")
 
 # %% [markdown]
-# Smaller: the further training has come, the larger a batch is worth having, as the noise scale grows. (Some who train large
-# models begin with a small batch and enlarge it.) And a number like this is known to a quarter, not to a digit.
+# Smaller: the further training has come, the larger a batch is worth having, as the noise scale grows. (Some who train
+# large models begin with a small batch and enlarge it.) And a number like this is known to within a quarter of its
+# value, no better.
 #
 # ## Is that the noise scale?
 
@@ -529,9 +531,9 @@ print(f"noise scale after 640 samples {early_noise:.1f}, after 2,560 {late_noise
       f"critical batch for a loss of {target} {critical:.1f}")
 
 # %% [markdown]
-# Not the same number: the critical batch is several times as large. The theory that equates them is about plain gradient
-# descent, whose step is the best one at every moment, on a loss that curves alike in all directions. What the forecast is good
-# for is the order of magnitude: a few, perhaps tens, and not thousands.
+# Not the same number: the critical batch is many times as large. The theory that equates them is about plain gradient
+# descent, whose step is the best one at every moment, on a loss that curves alike in all directions. What the forecast
+# is good for is the order of magnitude: a few, perhaps tens, and not thousands.
 #
 # It also grows on the way to the target. Could one not have it for nothing? Every run of the reference wrote down the norm of
 # its gradient at each validation, batch 4 and batch 128 among them: two batch sizes, two equations.
@@ -630,11 +632,11 @@ print("devices, times sooner:", ", ".join(f"{count}: {times:.1f}" for count, tim
 lab.beside("32 devices, times sooner", my_speedup, sooner[-1])
 
 # %% [markdown]
-# Two devices are worth two, eight are worth five, and the last sixteen are worth almost nothing. That is the end of data
-# parallelism as a way to be done sooner, and no network is to blame. Samples a second grew 32 times, and a report
-# that shows only them shows a success. A larger model has a larger critical batch, up to millions of tokens for language
-# models, and it grows during training. But every model has one. Who has more GPUs than that must cut the *model*, not the
-# batch: lessons 09 to 14.
+# Two devices are worth two, eight are worth five, and the last sixteen are worth almost nothing. That is the end of
+# data parallelism as a way to be done sooner, and no network is to blame. Samples a second grew 32 times, and a report
+# that shows only them shows a success. A larger model has a larger critical batch, up to millions of tokens for
+# language models, and it grows during training. But every model has one. Whoever has more GPUs than that must cut the
+# *model*, not the batch: lessons 09 to 14.
 #
 # ## What the runs leave out
 #

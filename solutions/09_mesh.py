@@ -219,7 +219,8 @@ for what, attempt in attempts.items():
 #
 # ## Exercise: the nodes that a group touches
 #
-# `groups` has a row of ranks for each group of an axis. Return over how many nodes the most spread of them lies.
+# `groups` has a row of ranks for each group of an axis. Count the nodes that each group touches, and return the largest
+# count.
 
 # %% exercise="nodes-touched"
 def nodes_touched(groups: Tensor, per_node: int) -> int:
@@ -233,8 +234,8 @@ def nodes_touched(groups: Tensor, per_node: int) -> int:
 check("nodes-touched")
 
 # %% [markdown]
-# Now explore. The picture shows 16 GPUs on two nodes; squares with the same letter are a group along the chosen axis. Below
-# it stands what each axis has to use, in the order that is laid out.
+# Now explore. The picture shows 16 GPUs on two nodes; squares with the same letter are a group along the chosen axis.
+# Below it stands which link each axis uses, in the order that you chose.
 #
 # > **Predict, before you move anything:** with `pp=2, dp=2, tp=4`, which order puts *only* `pp` on the network? Is there
 # > one that puts only `tp` there? And with `tp=16`, can any order keep it off the network?
@@ -269,8 +270,9 @@ slider = widgets.explore(sixteen_gpus, sizes=list(shapes), order=["pp-dp-cp-tp",
 # You will build all of these in the next lessons; here is what they cost one GPU:
 #
 # - **tp**: in each layer two all-reduces of an activation in the forward pass, two in the backward pass (lesson 10);
-# - **cp**, gathering keys and values: in each layer an all-gather of both forward, a reduce-scatter of both their gradients
-#   backward. Keys are as large as an activation, less what `tp` has cut: it has the heads. So are values;
+# - **cp**, gathering keys and values: in each layer an all-gather of both forward, a reduce-scatter of both their
+#   gradients backward. A rank's keys are as large as an activation divided by `tp`, since `tp` cuts the heads. So are
+#   its values;
 # - **pp**, a stage in the middle: one activation to the next stage forward, one gradient of it back, for each micro-batch;
 # - **dp**: an all-reduce of all gradients that this GPU has, once a step, over dp × cp.
 #
@@ -417,17 +419,17 @@ lab.picture(figures_mesh.stacked(orders, "seconds of communication in a step", "
 #
 # <details><summary>Answer</summary>
 # The slowest axis goes through the slowest part of the network. pp sends fewer bytes, so it should be the slowest:
-# pp-dp-cp-tp. On the other hand gradients travel once a step and a stage waits for each activation: where latency counts
-# more than bytes it is closer. Megatron-LM's default also has pp slowest.
+# pp-dp-cp-tp. On the other hand gradients travel only once a step, while a stage waits for every activation: where
+# latency counts more than bytes, the choice is closer. Megatron-LM's default also has pp slowest.
 # </details>
 #
 # > **Question.** A colleague trains on nodes of 4 GPUs with `tp=8`, because the model does not fit otherwise. What would
 # > you look at first?
 #
 # <details><summary>Answer</summary>
-# At what else could make it fit: pp=2 with tp=4, since a pipeline's traffic is small enough for the network, or ZeRO and
-# activation checkpointing (lesson 13). Then compute both, with your functions: tp=8 on nodes of 4 is the picture of tp=16
-# again.
+# At what else could make it fit: pp=2 with tp=4, since a pipeline's traffic is small enough for the network, or ZeRO
+# and activation checkpointing (lesson 13). Then compute both, with your functions: on nodes of 4, tp=8 is on the
+# network in every order, as tp=16 was above.
 # </details>
 #
 # ## What you know now

@@ -136,11 +136,12 @@ check("copy-reduce")
 #
 # ## Does it train as one process does?
 #
-# "Is the difference between tp=1 and tp=8 rounding or a mistake?" is the question that users of large frameworks ask most.
-# You need not guess: `course verify` trains the same model from the same weights twice, on one process and in the layout,
-# in 64 bits and with plain gradient descent, and compares every parameter after every step. (`model.residual=false` leaves the
-# blocks' residual sums alone. It is about the end: `vit-demo` adds its input to its output, with a head that starts at zero,
-# behind which no other parameter would move in the first step.)
+# "Is the difference between tp=1 and tp=8 rounding or a mistake?" is the question that users of large frameworks ask
+# most. You need not guess: `course verify` trains the same model from the same weights twice, on one process and in the
+# layout, in 64 bits and with plain gradient descent, and compares every parameter after every step.
+# (`model.residual=false` does not touch the blocks' residual sums. It is about the end of the model: `vit-demo` adds
+# its input to its output and has a head that starts at zero, so that in the first step nothing but the head would
+# move.)
 #
 # > **Predict.** By how much will they differ, relative to how much training changed them? A 64-bit number has 16 digits.
 
@@ -177,10 +178,10 @@ equal = verify.tell(settings, ranks(2)(with_a_mistake)[0])
 
 # %% [markdown]
 # <details><summary>Answer</summary>
-# The first loss is right, since the forward pass is; the second is off by a hundred-millionth. Wrong are the parameters in
-# front of a door, whose gradients have come through it: norms, the embedding, the positions, all blocks below. Right are
-# the last MLP and the head, which lie behind the last door. Training with Adam would hide much of it, since Adam divides a
-# gradient by its size. The loss curve would look a little worse, and nobody would know why.
+# The first loss is right, since the forward pass is; the second is off by a hundred-millionth. The parameters in front
+# of a door are wrong, because their gradients have come through it: norms, the embedding, the positions, all blocks
+# below. The last MLP and the head are right: they lie behind the last door. Training with Adam would hide much of it,
+# since Adam divides a gradient by its size. The loss curve would look a little worse, and nobody would know why.
 # </details>
 #
 # ## Which rows of qkv?
@@ -370,8 +371,8 @@ for tp in (2, 4):
 #
 # ## Exercise: gather and scatter
 #
-# The same form as before, with a dim. You get `all_gather(x, dim, axis, n)`, which puts pieces together that need not be
-# equally long to n rows, and `reduce_scatter(x, dim, axis)`, this rank's piece of the sum.
+# The same form as before, with a dim. You get `all_gather(x, dim, axis, n)`, which joins the ranks' pieces, equally
+# long or not, into a tensor of n rows along `dim`, and `reduce_scatter(x, dim, axis)`, this rank's piece of the sum.
 
 # %% exercise="gather-scatter"
 from course.parallel.mappings import Gather, Scatter  # noqa: F401
@@ -487,10 +488,10 @@ lab.recorded("tp_h200", scaling.table(rows, lambda case: "one GPU, compiled" if 
              why="The same stack: tensor parallelism without and with sequence parallelism and overlap, and DTensor")
 
 # %% [markdown]
-# **What you should see:** sequence parallelism alone saves memory (9.9 GB become 7.3 on 4 GPUs), not time. NCCL beside the
-# multiplications wins back what it costs and no more: its kernels take multiprocessors from the matrices. *Symmetric* copies
-# go by the GPU's copy engines, which compute nothing: on 4 GPUs 103 ms become 94, but on 2 nothing is won. Whatever you have read
-# about overlap, measure it.
+# **What you should see:** sequence parallelism alone saves memory (9.9 GB become 7.3 on 4 GPUs), not time. Running NCCL
+# beside the multiplications wins back the time that sequence parallelism costs, and no more: its kernels take
+# multiprocessors from the matrices. *Symmetric* copies go by the GPU's copy engines, which compute nothing: on 4 GPUs
+# 103 ms become 94, but on 2 nothing is won. Whatever you have read about overlap, measure it.
 
 # %% [markdown]
 # ## What you know now

@@ -46,9 +46,9 @@ lab.begin("11")
 #
 # Tensor parallelism cuts a layer's width, pipelines cut its depth. With long samples neither is the problem.
 #
-# > **Predict.** A GPT block keeps some megabytes of one sample of 512 tokens for its backward pass. How many times as much
-# > of 2048? PyTorch's attention does not keep the scores, tokens × tokens of them; it computes them again. And on two ranks
-# > with half of the tokens each?
+# > **Predict.** For its backward pass, a GPT block keeps some megabytes of a sample of 512 tokens. How many times as
+# > much does it keep of a sample of 2048? PyTorch's attention does not keep the scores, tokens × tokens of them; it
+# > computes them again. And on two ranks with half of the tokens each?
 
 # %%
 my_times = 16.0                  # your prediction: 2048 tokens over 512, one process
@@ -73,8 +73,9 @@ lab.beside("2048 tokens over 512", my_times, kept[2048] / kept[512], "times", "c
 lab.beside("each of two ranks", my_share, halved / kept[2048], "of one process", "counted")
 
 # %% [markdown]
-# **What you should see:** four times as much for four times the tokens: memory is *linear* in the tokens, and half of them
-# is half of it, or almost. The work of attention is quadratic, so at some length it is nearly all the work there is.
+# **What you should see:** four times as much for four times the tokens: memory is *linear* in the tokens, and half of
+# the tokens take half of the memory, or almost. The work of attention is quadratic, so at some length it is nearly all
+# the work there is.
 #
 # ## What does a piece need of the others?
 #
@@ -88,9 +89,9 @@ lab.beside("each of two ranks", my_share, halved / kept[2048], "of one process",
 # stay where they are. And the loss: it is a sum over all tokens, so at the end the ranks' sums have to be added up.
 # </details>
 #
-# So there are two **seams** in the model. At one, attention's core with the queries, keys and values of this rank, surgery
-# puts a module that gets at the others'. At the other, a loss's sum over tokens is completed. Nothing else in the model
-# knows.
+# So there are two **seams** in the model. One is attention's core, which is given this rank's queries, keys and values:
+# there surgery puts a module that gets the keys and values of the other ranks. At the other, a loss's sum over tokens
+# is completed. Nothing else in the model knows.
 
 # %%
 lab.show("course.parallel.context.context_parallel")
@@ -178,8 +179,9 @@ print("exp, sum, log:", big.exp().sum().log().item(), "  logsumexp:", big.logsum
 #
 # ## Exercise: merge
 #
-# Write into `out` (B, h, T, d) and `lse` (B, h, T) the answer for the keys of both, **in place**: the ring calls it for a
-# part of its queries, a view of the whole.
+# `out` (B, h, T, d) and `lse` (B, h, T) are the answer for some keys, `new_out` and `new_lse` that for others. Change
+# `out` and `lse` into the answer for all of these keys, **in place**: the ring passes views, a part of its queries at a
+# time.
 
 # %% exercise="merge"
 from course.parallel.ring import merge
@@ -280,9 +282,9 @@ my_pairs = {"s < r": 4, "s > r": 4}                  # your prediction, of four
 # %% [markdown]
 # ## Exercise: what a round computes
 #
-# Return two slices: which rows (of this rank's queries) and which columns (of the keys from `source`) see each other. What
-# is not causal sees everything. If it is, each rank has a zigzag: `queries` is the number of both pieces' rows together.
-# The rank's own keys are done already, so `source` differs from `rank`.
+# Return two slices: which rows (of this rank's queries) and which columns (of the keys from `source`) see each other.
+# If attention is not causal, everything sees everything. If it is, each rank has a zigzag: `queries` is the number of
+# both pieces' rows together. The rank's own keys are done already, so `source` differs from `rank`.
 
 # %% exercise="visible"
 from course.parallel.ring import visible

@@ -316,7 +316,7 @@ lab.picture(figures_pipeline.timelines(both, 4),
             "the idle time lies elsewhere")
 
 # %% [markdown]
-# Not at all: the bubble is the same. Who first reads about 1F1B often thinks otherwise. What it gains is memory:
+# Not at all: the bubble is the same. People who first read about 1F1B often expect otherwise. What it gains is memory:
 
 # %%
 made = {name: [make(4, rank, 16) for rank in range(4)] for name, make in
@@ -469,9 +469,10 @@ def neighbours_at_ease() -> str:
 print(ranks(2)(neighbours_at_ease))
 
 # %% [markdown]
-# Another danger is silent. A message carries no name: the receiver takes the next one from that sender for the one that it
-# awaits. If two ranks disagree on the order of their passes, shapes still fit, nothing stops, and the model trains with the
-# wrong gradients. `schedule.crossed` counts such messages before anything runs; your check used it.
+# Another danger is silent. A message carries no name: the receiver assumes that whatever comes next from that sender is
+# the one that it awaits. If two ranks disagree on the order of their passes, shapes still fit, nothing stops, and the
+# model trains with the wrong gradients. `schedule.crossed` counts such messages before anything runs; your check used
+# it.
 
 # %%
 lost = [gpipe(2, 0, 4), [*gpipe(2, 1, 4)[:4], *reversed(gpipe(2, 1, 4)[4:])]]       # rank 1 goes backward in the other order
@@ -517,9 +518,9 @@ assert equal
 # %% [markdown]
 # ## On four GPUs
 #
-# 16 blocks of width 4096 on four H200, 16 micro-batches of 4096 tokens, bf16, causal attention; the same for PyTorch's own
-# `torch.distributed.pipelining`. One GPU does the work in so many milliseconds, four would ideally need a quarter; the share
-# that is missing is idle, or lost otherwise.
+# 16 blocks of width 4096 on four H200, 16 micro-batches of 4096 tokens, bf16, causal attention; the same for PyTorch's
+# own `torch.distributed.pipelining`. Four GPUs would ideally need a quarter of the time that one needs. The share of
+# their time beyond that is *lost*: they are idle, or slower than alone.
 #
 # > **Predict.** What share will 1F1B lose, and interleaved with two chunks? In theory 3 / 19 = 15.8% and 3 / 35 = 8.6%.
 
