@@ -202,9 +202,9 @@ curve = figures.curves({"activations": (samples, activations)}, "samples", "MB",
 lab.picture(curve, "Activations rise on a straight line through the origin; the others are horizontal lines, which it crosses")
 
 # %% [markdown]
-# Activations grow with the samples, or with the tokens of one long sample; the rest stays. For small batches of large models
-# the optimizer is the problem, for large batches or long sequences activations are. They need different remedies. Always ask
-# first **which bytes**.
+# Activations grow with the samples, or with the tokens of one long sample; the rest stays. From four samples on they
+# are the larger part here. For small batches of large models the optimizer is the problem, for large batches or long
+# sequences activations are. They need different remedies. Always ask first **which bytes**.
 
 # %% [markdown]
 # ## Part one: what data-parallel ranks keep twice
@@ -254,8 +254,8 @@ lab.picture(figures_memory.stacked(bars, limits={"one H200": 141}, title="7 bill
             "Bars of 112, 63, 38.5 and 14 GB for the stages 0 to 3. Half of the first is optimizer states")
 
 # %% [markdown]
-# All of them do, barely: 112 GB leave little for activations. Stage 1 takes away nearly half, the largest single saving, and
-# it is almost free. You are going to write it.
+# All of them do, stage 0 barely: its 112 GB leave little for activations. Stage 1 takes away nearly half, the largest
+# single saving, and it is almost free. You are going to write it.
 #
 # > **Question.** Stages 1 and 2 move as many bytes as plain data parallelism does, stage 3 half as many again. How can stage
 # > 1 cost nothing?
@@ -440,8 +440,8 @@ lab.show("course.recompute.recompute")
 lab.show("course.recompute.keep_dear")
 
 # %% [markdown]
-# > **Predict.** In units of (B, T, D) for each block: what does *full* keep, and what *selective*? Which matrix
-# > multiplications put out how much?
+# > **Predict.** In units of (B, T, D) for each block: what does *full* keep, and what *selective*? (How much does each
+# > matrix multiplication put out?)
 
 # %%
 my_full = 1                      # your predictions
@@ -496,7 +496,7 @@ lab.beside("selective: kept by each block", my_selective, each["selective"], "(B
 # %%
 bars = {how: {"activations": values["after forward, MB"]} for how, values in measured.items()}
 lab.picture(figures_memory.stacked(bars, "MB", title="Activations after the forward pass, 4 samples, 4 blocks"),
-            "Three bars: none the longest, selective about seven tenths of it, full about a sixth")
+            "Three bars: none the longest, selective about seven tenths of it, full about an eighth")
 
 # %% [markdown]
 # ## Put together
@@ -515,10 +515,11 @@ slider = widgets.explore(figures_memory.explained, size=["7 B", "0.35 B", "1.3 B
 
 # %% [markdown]
 # <details><summary>Answer</summary>
-# 13 billion need 201 GB for the parameters, plus activations. ZeRO-1 over 8 ranks brings that to 69 GB, and with 27 GB of
-# activations it fits. 70 billion: weights and gradients in bf16 are 258 GB, so stages 1 and 2 do not help; ZeRO-3 over 8
-# needs 129 GB, and fits only with full recomputing, over 64 ranks with ease. Or one cuts the model by tensor and pipeline
-# parallelism: lesson 17 asks which is faster.
+# The model called 13 B has 12.6 billion parameters in this shape, and 70 B has 64. At 16 bytes each, 12.6 billion need
+# 201 GB, plus activations. ZeRO-1 over 8 ranks brings that to 69 GB, and with 27 GB of activations it fits. 70 billion:
+# weights and gradients in bf16 alone are 258 GB, so stages 1 and 2 do not help; ZeRO-3 over 8 needs 129 GB, and fits
+# only with full recomputing, over 64 ranks with ease. Or one cuts the model by tensor and pipeline parallelism: lesson
+# 17 asks which is faster.
 # </details>
 #
 # ## On four GPUs

@@ -79,9 +79,10 @@ lab.show("course.models.gpt.Head")
 # %% [markdown]
 # (`Head` computes the loss itself while training: that is the next section.)
 #
-# > **Predict.** A model with fresh weights knows nothing. What is its loss, with a vocabulary of 512 tokens? And which part of
-# > the 124 million parameters of GPT-2 small is the token embedding, 50,304 rows of 768? (Its vocabulary has 50,257 tokens. Rows
-# > that nobody uses round it up to a multiple of 128, so that eight ranks get equal pieces, and tensor cores whole tiles.)
+# > **Predict.** A model with fresh weights knows nothing. What is its loss, with a vocabulary of 512 tokens? And what
+# > share of the 124 million parameters of GPT-2 small is the token embedding, 50,304 rows of 768? (Its vocabulary has
+# > 50,257 tokens. Unused rows round it up to a multiple of 128, so that eight ranks get equal pieces, and tensor cores
+# > whole tiles.)
 
 # %%
 my_loss = 1.0                    # your predictions
@@ -120,7 +121,7 @@ lab.beside("the embedding's part of GPT 124M", my_percent, 100 * small.embed.tok
 # GPT 124M, a batch of 64 samples of 1024 tokens on one GPU. A block keeps 16 activations of the shape (B, T, D) for its backward
 # pass (lesson 13), in 16 bits.
 #
-# > **Predict.** How many GB are that for one block? How many GB are the logits, (B, T, V) in float32, in which a loss is
+# > **Predict.** How many GB is that for one block? How many GB are the logits, (B, T, V) in float32, in which a loss is
 # > computed?
 
 # %%
@@ -144,8 +145,9 @@ lab.beside("the logits are", my_logits_gb, figures_gpt.logits_bytes(64, c.contex
 # there again. Recomputing each turn (lesson 13) would do, at the price of computing the logits twice.
 # </details>
 #
-# There is a better way. The loss is the *end* of the network. What comes back from behind it is one number: how the loss is
-# divided. So nothing has to be waited for: as soon as a chunk's logits are there, compute their gradient too,
+# There is a better way. The loss is the *end* of the network. All that the backward pass brings to it from behind is
+# one number, the factor that the loss is scaled with. So there is nothing to wait for: as soon as a chunk's logits are
+# there, compute their gradient too,
 #
 # $$\frac{\partial\,\text{loss}_t}{\partial\,s_{tv}} = p_{tv} - [v = \text{target}_t], \qquad p = \mathrm{softmax}(s),$$
 #
@@ -255,8 +257,8 @@ lab.show("course.models.gpt.ChunkedLoss")
 lab.show("course.models.gpt.chunk_of_loss")
 
 # %% [markdown]
-# The widget counts logits that a GPU has at a time, beside what the 12 blocks of GPT 124M keep of the same tokens. `tp` is the
-# next section.
+# The widget shows the logits that a GPU holds at one time, beside what the 12 blocks of GPT 124M keep of the same
+# tokens. `tp` is the next section.
 #
 # > **Predict, before you move the sliders:** with the vocabulary of Llama 3, 128,256 tokens, what is it that fills the GPU?
 
@@ -303,9 +305,10 @@ print("rank", 13 // 4, "row", 13 % 4, "- you said", my_rank, "and", my_row)
 #
 # ## Exercise: the embedding
 #
-# Two parts. `own(tokens, rows, axis)` says, for every token, in which of this rank's `rows` rows it is (0, some row that exists,
-# if it is another rank's), and whether it is here at all. `forward` looks up (`F.embedding(row, self.weight)`), puts the zeros,
-# and leaves the region where ranks compute parts: `leave(x, axis, tokens)` with `self.tokens`, as in lesson 10.
+# Two parts. `own(tokens, rows, axis)` returns two tensors with an entry for every token: which of this rank's `rows`
+# rows it is (or 0, a row that exists, if it is another rank's), and whether it is here at all. `forward` looks up
+# (`F.embedding(row, self.weight)`), puts the zeros, and leaves the region where ranks compute parts: `leave(x, axis,
+# tokens)` with `self.tokens`, as in lesson 10.
 
 # %% exercise="vocabulary-embedding"
 from course.parallel.vocabulary import VocabularyEmbedding, own
@@ -404,12 +407,13 @@ lab.beside("three numbers", my_three, ranks(2)(bytes_a_token, "pieces")[0], "byt
 lab.beside("gathered logits", my_gathered, ranks(2)(bytes_a_token, "gathered")[0], "bytes a token", "counted")
 
 # %% [markdown]
-# **What you should see:** 12 bytes against 16,384: an all-gather forward, a reduce-scatter backward. (Who remembers that all
-# ranks compute the same loss can take a slice of the gradient instead and send nothing back: 8,192.) And the 12 do not grow with
-# the vocabulary.
+# **What you should see:** 12 bytes against 16,384: an all-gather forward, a reduce-scatter backward. (All ranks compute
+# the same loss, so a program that uses this can take a slice of the gradient instead and send nothing back: 8,192.) And
+# the 12 do not grow with the vocabulary.
 #
-# The chunked loss takes this cross-entropy as it takes the serial one, so with `tp=8` and chunks of 4096 tokens a rank has 0.1 GB
-# of logits at a time, of the 13. Does it all train as one process does? Both answers of yours, in the library's place:
+# The chunked loss takes this cross-entropy as it takes the serial one, so with `tp=8` and chunks of 4096 tokens a rank
+# has 0.1 GB of logits at a time, of the 13. Does all of it train as one process does? Here are both of your answers in
+# the library's place:
 
 # %%
 def with_yours() -> list[verify.Gap]:
@@ -461,8 +465,8 @@ for text in ("    def read(self, size=-1):", "xylophone"):
 # A document may have several sequences (paragraphs, say), so the file says which belong together. Everything is little-endian,
 # and nothing lies between the parts.
 #
-# > **Predict.** How many bytes has the `.idx` of our training split, of 471 documents (more or less, as your Python has files)
-# > with one sequence each?
+# > **Predict.** How many bytes does the `.idx` of our training split have? It has 471 documents (a few more or less,
+# > depending on your Python's files) with one sequence each.
 
 # %%
 my_idx_bytes = 1000              # your prediction
@@ -532,9 +536,9 @@ print(tokenizer.decode(document(index, everything, 7)[:80].tolist()))
 # %% [markdown]
 # ## Samples across documents
 #
-# Documents have all lengths, a GPU wants samples of one. Padding short ones would waste computing, cutting long ones text. So
-# all documents are laid end to end and cut every `context` tokens. A sample takes one token more, the target of its last one,
-# which is the first of the next sample.
+# Documents have all lengths; a GPU wants samples of one length. Padding the short ones would waste computing, cutting
+# the long ones would waste text. So all documents are laid end to end and cut every `context` tokens. A sample takes
+# one token more, the target of its last one, which is the first of the next sample.
 
 # %%
 lab.picture(figures_gpt.packed([7, 4, 13, 2, 9], 8),
@@ -552,8 +556,8 @@ samples = Sequences(str(data), "train", 128, 512)
 lab.beside("samples", my_samples, len(samples), how="counted")
 
 # %% [markdown]
-# One token less than there are, divided by 128: besides the very first token only those after the last whole sample, fewer than
-# 128, are never predicted.
+# One token less than there are, divided by 128. Only two kinds of tokens are never predicted: the very first one, and
+# those after the last whole sample, fewer than 128.
 #
 # > **Question.** A sample may hold the end of one file and the beginning of another. What does a token of the second see of the
 # > first? Is that a mistake?
@@ -688,9 +692,9 @@ lab.beside("cache", my_cache_mb, 2 * big.depth * big.dim * 2 * big.context / 1e6
 # - **pp** cuts the blocks into stages: few bytes, and a bubble of (p − 1) / (m + p − 1) with m micro-batches. Between nodes.
 # - **dp** cuts the batch: one all-reduce of the gradients a step, beside the backward pass. Whatever is left.
 #
-# OneFlow's engineers published what Megatron-LM took on their cluster, V100 GPUs of 16 GB, 8 in a node, with 100 Gb/s between
-# nodes, and samples of 2048 tokens. A case is named *dp* x *tp* x *pp* _ *global batch* _ *width* x *depth*. For instance,
-# one GPU with a batch of 2, `1x1x1_2_1536x16`: 464 ms, 14,362 MiB.
+# OneFlow's engineers published how much time and memory Megatron-LM took on their cluster, V100 GPUs of 16 GB, 8 in a
+# node, with 100 Gb/s between nodes, and samples of 2048 tokens. A case is named *dp* x *tp* x *pp* _ *global batch* _
+# *width* x *depth*. For instance, one GPU with a batch of 2, `1x1x1_2_1536x16`: 464 ms, 14,362 MiB.
 #
 # ### Eight GPUs
 #
@@ -785,10 +789,10 @@ lab.picture(figures_gpt.grid([case for case in CASES if case.layout[1] >= 8 and 
             "Five cases. TFLOP/s of a GPU: 22 for 1x8x1, 18 and 15 with dp over nodes, but 5 and 2 where tp goes over nodes")
 
 # %% [markdown]
-# A cliff: 5610 ms, 4.7 TFLOP/s of a GPU where there were 22. A ring over two nodes is as fast as the network between them, all
-# 64 all-reduces go through it, and 2 s is what they would take at its full rate, and 3 s with those of the recomputed blocks.
-# Nobody reaches the full rate. Beside it 4x8x1 on *32* GPUs, tp within a node and dp between nodes, loses a third, not four
-# fifths. This is the oldest rule of the trade: **tp never leaves the node.**
+# A cliff: 5610 ms, 4.7 TFLOP/s of a GPU where there were 22. A ring over two nodes is as fast as the network between
+# them, and all 64 all-reduces go through it. At its full rate they would take 2 s, or 3 s with those of the recomputed
+# blocks. Nobody reaches the full rate. Beside it 4x8x1 on *32* GPUs, tp within a node and dp between nodes, loses a
+# third, not four fifths. This is the oldest rule of the trade: **tp never leaves the node.**
 #
 # ### Pipelines
 #
@@ -889,10 +893,11 @@ for file, rows in layers.items():
 # not make a small step faster; a larger micro-batch, a CUDA graph (lesson 06) or fewer launches do.
 # </details>
 #
-# In the tables of layers are these alone, ours and megatron-core's, on the same GPUs. Where they are wide (3072), all take the
-# same time within 1%: it is that of the matrix multiplications. Where they are narrow and the samples few, the host is the limit,
-# and whoever launches least wins. On one GPU those are ours, which are compiled: the smallest take 84% to 87% of the time of
-# megatron-core's. On two it is megatron-core's plain tensor parallelism, with half of the collectives of sequence parallelism.
+# The tables of *layers* have the time of the layers alone, ours and megatron-core's, on the same GPUs. Where they are
+# wide (3072), all take the same time within 1%, that of the matrix multiplications. Where they are narrow and the
+# samples few, the host is the limit, and whoever launches least wins. On one GPU that is the course, whose layers are
+# compiled: the smallest take 84% to 87% of the time of megatron-core's. On two GPUs it is megatron-core's plain tensor
+# parallelism, which has half as many collectives as sequence parallelism.
 #
 # On one H200: GPT 124M with 64 samples of 1024 tokens, whole training steps.
 #
@@ -911,8 +916,9 @@ saved = rungs[f"{chunked}, all logits"]["memory_gb"] - rungs[chunked]["memory_gb
 lab.beside("GB that chunks save", my_gb_saved, saved, "GB", "recorded")
 
 # %% [markdown]
-# Chunks save 12.4 GB: all logits and their gradient, 6.6 GB each in 16 bits, less what one chunk takes. Not three times as
-# much as all logits, as on the CPU above, for the compiler fuses the softmax, so that no copy in 32 bits is ever written.
+# Chunks save 12.4 GB: all logits and their gradient, 6.6 GB each in 16 bits, less what one chunk takes. It is not three
+# times all logits, as on the CPU above, because the compiler fuses the softmax, so that no copy in 32 bits is ever
+# written.
 #
 # And chunks are 3% *faster*. That is not a law: as the compiler wrote them, they were 4% slower. Now a kernel of the library's
 # (`course/loss_kernel.py`, 60 lines of Triton) reads a chunk's logits from memory once and writes their gradient in their
@@ -966,7 +972,7 @@ for name, settings in {"Llama 2 7B": two, "Llama 3 8B": three}.items():
 # - A vocabulary over ranks: zeros and a sum to look up, three numbers a token for the loss, nothing for the gradient.
 # - `.bin` and `.idx`: all tokens end to end, and where they begin. Samples cross documents; their order does not know the layout.
 # - Losses of different tokenizers do not compare; bits a byte do. A cache of keys and values turns n² positions into n.
-# - tp within the node, pp between nodes, dp for the rest. Count the bytes, and the grid's surprises are none.
+# - tp within the node, pp between nodes, dp for the rest. Count the bytes, and the grid holds no surprises.
 #
 # **Check your work once more, from outside.** Save the notebook; then, in a terminal: `course check
 # notebooks/14_gpt_mine.ipynb`.

@@ -172,11 +172,11 @@ lab.picture(figures.curves({"your blocks": (range(25, 701, 25), means.tolist())}
 #
 # ## Exercise: a guided prediction
 #
-# `predictor(model, labels, precision)` makes a function of latents (B, C, H, W) and times (B,), which asks the model with these
-# labels. Return such a function, guided. Ask **once**, with a batch of both halves, first with the class, then with
-# `model.c.classes`, the unknown one; where the scale is 1, of the class alone. `channels` is a habit of the paper, whose
-# released code guides three of the four channels: only the first so many are led then, the others stay as the class has
-# them.
+# `predictor(model, labels, precision)` makes a function of latents (B, C, H, W) and times (B,), which asks the model
+# with these labels. Return such a function, guided. Ask **once**, with a batch of two halves: first those with the
+# class, then those with `model.c.classes`, the unknown one. Where the scale is 1, ask for the class alone. `channels`
+# comes from the paper's released code, which guides three of the four channels: if it is not 0, only the first so many
+# channels are guided, and the others stay as predicted with the class.
 
 # %% exercise="guidance"
 from course.sampling import guided
@@ -284,7 +284,7 @@ print(f"DiT-XL/2, 256 pixels: {total / 1e9:.1f} GFLOP a sample; at 512 pixels (1
 
 # %% [markdown]
 # The modulation has a third of a block's *weights*, and next to none of its FLOPs: 6 D² weights that work once for 256
-# tokens. So "6 FLOPs a parameter and token", the rule for GPT, is half as much again too high here.
+# tokens. So "6 FLOPs a parameter and token", the rule for GPT, gives almost half as much again as there is here.
 #
 # ## Two formulas, one of them wrong?
 #
@@ -328,10 +328,10 @@ print(f"all: {sum(ours.values()) / 1e9:.2f} counted, {sum(theirs.values()) / 1e9
 # | $2h/(s\,h\,l)$ | $2 \cdot h^2$ | the time's second map | forward alone: $6h$ is right |
 # | $2l/(s\,h\,l)$ | $2\,l\,h$ | nothing: no map has $l\,h$ weights | a slip |
 #
-# So **2h** is right, and it hardly matters: the last term is less than a thousandth of a percent. Both versions count the
-# head's modulation $s$ times, which makes the step half a percent too large, and leave out a few small products. A formula
-# for a report should be tested against a counter, module by module; this library's is (`tests/perf/test_flops.py`, to the
-# last digit).
+# So of the two **2h** is the one that was meant, though without the backward pass, and it hardly matters: the last term
+# is less than a thousandth of a percent. Both versions count the head's modulation $s$ times, which makes the step half
+# a percent too large, and leave out a few small products. A formula for a report should be tested against a counter,
+# module by module; this library's is (`tests/perf/test_flops.py`, to the last digit).
 #
 # > **Question.** With `train.recompute=full` the GPU executes a third more. Does MFU rise?
 #
@@ -423,7 +423,7 @@ lab.picture(figures_dit.beside_seeds(windows, references.unfold(1, LENGTH, LENGT
 
 # %% [markdown]
 # **What you should see:** FP8 is within a percent of bf16, less than bf16 differs from itself; frozen scales are off by
-# several times the spread, and more and more.
+# several times the spread, and more and more. (The dotted lines are the other two seeds of bf16.)
 #
 # > **Question.** Frozen scales are those of the *first* step. Remember what adaLN-Zero does in that step: which amaxes are
 # > zero in it?
@@ -439,9 +439,9 @@ lab.picture(figures_dit.beside_seeds(windows, references.unfold(1, LENGTH, LENGT
 # wrong after a hundred thousand: watch the amaxes there. And a mistake that hurts less than the seeds scatter is not seen:
 # more seeds, longer windows, and the same-seed difference itself, window by window, are the finer instruments.
 #
-# The same on an H200, in models that people train: DiT-XL/2 on 256 and on 512 pixels and GPT 1.3B, all runs of a model from
-# the same fresh weights. Not everything was run with each: frozen scales with DiT on 256 pixels alone, another attention kernel
-# not there, Transformer Engine not on 512.
+# The same on an H200, in models that people train: DiT-XL/2 on 256 and on 512 pixels and GPT 1.3B, all runs of a model
+# from the same fresh weights. Not every case was run with every model: frozen scales only with DiT on 256 pixels,
+# another attention kernel not with that one, Transformer Engine not on 512 pixels.
 #
 # > **Predict.** Which of the recipes is nearest to bf16: delayed with a history of 1024 and its maximum, delayed with the
 # > last step alone, or current scaling? And is flash attention in place of cuDNN's, in bf16, nearer than any of them?
@@ -629,23 +629,26 @@ print(f"compiled {min(gains):.1f} to {max(gains):.1f} times as fast, up to {most
 # %% [markdown]
 # The larger the tensors, the more is gained. (More than 2.4 is no contradiction: backward has passes of its own to save.)
 #
-# Look at *how* it was measured before you believe a small number. **Call by call**, a time has in it what the host takes to
-# call a function forward and backward, a fifth to a quarter of a millisecond if it is compiled. Whatever the GPU needs less
-# time for ends there: in the measurement of November 22nd the smallest, gate and add with 19 million numbers, is *slower*
-# compiled than eager, which says nothing about its kernel. Inside a compiled block, where the three steps are a part of one
-# call, this is paid once. So the program has since learned to replay each step from a CUDA graph, in which the host has no part
-# (lesson 06), and to measure kernels by hand as well. The line below the table says which of the two it is.
+# Look at *how* it was measured before you believe a small number. Measured **call by call**, a time includes what the
+# host takes to call a function forward and backward, a fifth to a quarter of a millisecond if it is compiled. Work for
+# which the GPU needs less than that seems to take that long: in the measurement of November 22nd the smallest, gate and
+# add with 19 million numbers, is *slower* compiled than eager, which says nothing about its kernel. Inside a compiled
+# block, where the three steps are a part of one call, this is paid once. So the program has since learned to replay
+# each step from a CUDA graph, in which the host has no part (lesson 06), and to measure kernels by hand as well. The
+# line below the table says which of the two it is.
 #
 # The largest, where the host hardly counts, stay well below the 4.3 TB/s that a copy on this GPU reaches. The compiler's
 # kernels are not the last word. For a width of 1152, which is no power of two, they read a row twice, and each sum over tokens,
 # for the gradients of shift, scale and gate, reads the tensors once more. `kernels=hand` puts kernels in their place that read
 # each tensor once (`course/between.py`, and GELU and Adam with the weights' average besides).
 #
-# It takes attention, too. DiT-XL's 1152 numbers are 16 heads of 72; tensor cores want sides that are powers of two, or nearly,
-# and PyTorch's kernel, cuDNN's, pads a head with zeros to 128. `course/attention_kernel.py` takes it as 64 and 16 numbers, and
-# writes the gradients of queries, keys and values where the linear before them takes them, with the sum for its bias.
+# It replaces attention, too. DiT-XL's 1152 numbers are 16 heads of 72; tensor cores want sides that are powers of two,
+# or nearly, and PyTorch's kernel, cuDNN's, pads a head with zeros to 128. `course/attention_kernel.py` takes a head as
+# 64 and 16 numbers. It also writes the gradients of queries, keys and values to where the linear before them will read
+# them, with the sum for its bias.
 #
-# > **Predict** which share of the products is with zeros, padded to 128 and as 64 + 16.
+# > **Predict** what share of the multiplications is with zeros, if a head is padded to 128, and if it is taken as 64 +
+# > 16.
 
 # %%
 my_padding, my_parts = 0.3, 0.05       # your predictions
@@ -655,9 +658,10 @@ lab.beside("zeros, padded to 128", 100 * my_padding, 100 * (1 - 72 / 128), "%", 
 lab.beside("zeros, as 64 + 16", 100 * my_parts, 100 * (1 - 72 / 80), "%", "counted")
 
 # %% [markdown]
-# Seven numbers in sixteen are zeros there, one in ten here. Not all of that is gained: backward, two of seven products are
-# computed a second time here, since adding up the queries' gradient in memory, where many programs would meet, has no fixed
-# order. The rest of the gain is what no longer has to be done: three gradients put side by side, and summed for the bias.
+# Seven numbers in sixteen are zeros there, one in ten here. Not all of that difference is gained: in the backward pass
+# two of this kernel's seven products repeat others. To spare them, many programs would have to add to the queries'
+# gradient in memory, in no fixed order. On the other hand some work is no longer needed at all: putting the three
+# gradients side by side, and summing them for the bias.
 #
 # > **Predict.** A step of DiT-XL/2 at 256 pixels took 116 ms with the compiler's kernels. How long does it take with these?
 
@@ -672,9 +676,10 @@ lab.beside("a step with kernels by hand", my_step, hand["ms"], "ms", "recorded o
 print(f"{hand['compilers_ms'] / hand['ms']:.2f} times as fast; and FP8 is {hand['ms'] / hand8['ms']:.2f} times as fast as that")
 
 # %% [markdown]
-# The matrix multiplications are two thirds of that step and were left as they are; they only lost their casts: Adam by hand reads
-# gradients in 16 bits and writes 16-bit weights beside its float32 masters (`course/parallel/masters.py`). What FP8 gains is
-# more now: it makes the multiplications shorter and nothing else, so the less else there is, the larger is its part (Amdahl).
+# The matrix multiplications are two thirds of that step and were left as they are; they only lost their casts: Adam by
+# hand reads gradients in 16 bits and writes 16-bit weights beside its float32 masters (`course/parallel/masters.py`).
+# What FP8 gains is more now: it makes the multiplications shorter and nothing else, so the less there is besides them,
+# the more of the step becomes faster (Amdahl).
 
 # %% [markdown]
 # An MFU of 46%: what keeps it from more? Not only code.
@@ -690,11 +695,11 @@ lab.beside("the clock meanwhile", my_clock, row["clock_mhz"], "MHz", "recorded o
 print(f"while it draws {row['power_w']:.0f} of the {row['power_limit_w']:.0f} W that it may")
 
 # %% [markdown]
-# Tensor cores at work take more power than the board may draw, so the clock goes down until they no longer do. The peak that
-# MFU divides by is 132 multiprocessors times 4096 operations in a cycle times 1830 MHz; at 1635 MHz it would be a tenth less,
-# whatever the code. Two GPUs of one make differ in this by some percents, and one GPU differs from its own first, cool second.
-# So compare two versions in one run, by turns; and when a kernel that saves bytes saves no time, look at the clock: what it
-# saved may have been power that the next multiplication takes.
+# Tensor cores at work take more power than the board may draw, so the clock goes down until they no longer do. The peak
+# that MFU divides by is 132 multiprocessors times 4096 operations in a cycle times 1830 MHz; at 1635 MHz it would be a
+# tenth less, whatever the code. Two GPUs of one make differ in this by a few percent, and so does one GPU from itself
+# in its first, cool second. So compare two versions in one run, by turns; and when a kernel that saves bytes saves no
+# time, look at the clock: what it saved may have been power that the next multiplication takes.
 
 # %% [markdown]
 # ## A curve that is a little worse
@@ -707,8 +712,8 @@ print(f"while it draws {row['power_w']:.0f} of the {row['power_limit_w']:.0f} W 
 # | cp1 | 0.1926 | 0.1921 | 0.1830 |
 # | cp2 | 0.2171 | 0.2170 | 0.2151 |
 #
-# The times beside it are discussed; the losses are not. Yet context parallelism changes *where* things are computed, and
-# nothing of what (lesson 11).
+# The notes discuss the times, and say nothing about the losses. Yet context parallelism changes *where* things are
+# computed, and nothing of what (lesson 11).
 #
 # > **Question.** How large is the gap, in percent? Could it be rounding? Could it be another seed? Use what you have
 # > learned in this lesson.
@@ -749,8 +754,8 @@ my_guess = {pretend.POSITIONS: "higher", pretend.OWN_NOISE: "higher", pretend.SA
             pretend.NO_GRADIENT: "higher", pretend.NOT_AVERAGED: "higher", pretend.CONDITION: "higher"}
 
 # %% [markdown]
-# Seven trainings on two ranks take a while, so we pretend them in one process: a rank is a slice of the batch, with half of
-# each sample's tokens; attention gathers keys and values from the slices. The numbers are those of two ranks
+# Seven trainings on two ranks take a while, so we imitate them in one process: a rank is a slice of the batch, with
+# half of each sample's tokens; attention gathers keys and values from the slices. The numbers are those of two ranks
 # (`tests/lab/test_pretend.py` compares them).
 
 # %%

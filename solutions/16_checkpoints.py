@@ -372,7 +372,8 @@ print(f"{len(old)} tensors;", sum(torch.equal(old[name], new[name]) for name in 
 # > **Question.** The run has 28 parameters. Why are there more than 28 tensors?
 #
 # <details><summary>Answer</summary>
-# Each parameter has Adam's two means, its count of steps, and, with optim.ema, a moving average: five for each.
+# Beside each parameter itself there are Adam's two means, its count of steps and, with optim.ema, a moving average:
+# five tensors for each.
 # </details>
 #
 # > **Predict.** Now four ranks, two by two, go on from the resharded checkpoint to step 5. To how many digits will their losses
@@ -389,10 +390,10 @@ print("on four", *(f"{loss:.12f}" for loss in on_four))
 lab.beside("equal digits", my_digits, min(16.0, -math.log10(max(gap, 1e-16))))
 
 # %% [markdown]
-# Fifteen or so (16 stands for: all of them): what remains is the order of additions. This answers the question that users of
-# large frameworks ask most, "is the difference between tp=1 and tp=8 acceptable, or a silent failure?": load **one logical
-# checkpoint** into both layouts, take a step in float64, and compare there. A failure is then a difference in the third digit,
-# not in the fifteenth.
+# Fifteen or so (16 means all of them): the rest is the order of additions. This answers the question that users of
+# large frameworks ask most, "is the difference between tp=1 and tp=8 acceptable, or a silent failure?": load **one
+# logical checkpoint** into both layouts, take a step in float64, and compare there. A failure is then a difference in
+# the third digit, not in the fifteenth.
 #
 # ## Memory: one tensor at a time
 #
@@ -483,8 +484,9 @@ print(f"damaged of 10, opened and written: {plain} (you said {my_plain})")
 print(f"damaged of 10, written beside it and renamed: {safe} (you said {my_atomic})")
 
 # %% [markdown]
-# The plain writer leaves a ruin whenever it is killed between opening the file, which empties it, and its last byte; and the
-# good checkpoint that had that name is gone. The other leaves none: a rename either has happened or has not.
+# The plain writer leaves a broken file whenever it is killed between opening the file, which empties it, and its last
+# byte; and the good checkpoint that had that name is gone. The other leaves none: a rename either has happened or has
+# not.
 #
 # A **power cut** is worse than a kill. After a kill the operating system still writes what it has been given. When the power
 # goes, whatever it had not *flushed* (`fsync`) is lost, and it flushes in the order that suits it: the new name may be on the
