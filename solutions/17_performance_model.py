@@ -64,9 +64,10 @@ h200 = hardware.load("h200")
 # | out | D·D |
 # | up and down | 2·D·M |
 #
-# **Attention.** Queries times keys, then weights times values: for each pair of tokens D products each, 4·T²·D FLOPs for T
-# tokens. The backward pass has four such matmuls, and one more: fused attention keeps no scores, it computes them *again*
-# (lesson 13 would call that recomputing). And with a causal mask a kernel leaves out half of everything.
+# **Attention.** Queries times keys, then weights times values: each takes D multiplications and additions for every
+# pair of tokens, together 4·T²·D FLOPs for T tokens. The backward pass has four such matmuls, and one more: fused
+# attention keeps no scores, it computes them *again* (lesson 13 would call that recomputing). And with a causal mask a
+# kernel leaves out half of everything.
 #
 # > **Predict.** Attention grows with T², linear maps with T. GPT 1.3B has D = 2048, M = 4·D and a causal mask. From which number
 # > of tokens on does attention execute more FLOPs than the linear maps?
@@ -77,8 +78,8 @@ my_crossover = 8192              # your prediction, in tokens
 # %% [markdown]
 # ## Exercise: the FLOPs of a block
 #
-# Return two numbers, because the two kinds run at different rates: FLOPs of the linear maps and of attention, that one training
-# step *executes* for one sample in one block, forward and backward.
+# Return two numbers, because the two kinds run at different rates: the FLOPs of the linear maps and the FLOPs of
+# attention that one training step *executes* for one sample in one block, forward and backward.
 
 # %% exercise="block-flops"
 def block_flops(tokens: int, dim: int, hidden: int, kv_dim: int, causal: bool) -> tuple[float, float]:
@@ -202,11 +203,13 @@ for kind, part in kernels.MEMORY.items():
 # | attention's answer | D | 2 | within |
 # | hidden units before and after GELU | 2·M | 2 | within |
 #
-# *Within* attention and MLP tensor parallelism cuts heads and hidden units: each rank has 1/tp. *Around* them, without sequence
-# parallelism, every rank has everything. With it each has its own tokens alone, of what the norms are given and of what they put
-# out. The latter is gathered for the next linear map; the gathered tensor is not kept, but gathered again in the backward pass.
+# *Within* attention and MLP tensor parallelism cuts heads and hidden units: each rank has 1/tp. *Around* them, without
+# sequence parallelism, every rank has everything. With it each rank has only its own tokens, both of what the norms are
+# given and of what they put out. The latter is gathered for the next linear map; the gathered tensor is not kept, but
+# gathered again in the backward pass.
 #
-# > **Predict.** GPT 7B (D = 4096, M = 4·D), tp = 8. How many times fewer bytes are that with sequence parallelism than without?
+# > **Predict.** GPT 7B (D = 4096, M = 4·D), tp = 8. How many times fewer bytes does a block keep with sequence
+# > parallelism than without?
 
 # %%
 my_times_fewer = 8.0             # your prediction
@@ -364,22 +367,23 @@ lab.recorded("dp_h200", {case: {"ms": rows[case]["ms"], "the library predicts": 
 lab.beside("bucketed", my_bucketed, rows["bucketed, compiled"]["ms"], "ms", "recorded")
 
 # %% [markdown]
-# 78.4: hidden is not free. Of 7.9 ms buckets hide 2.6 only. NCCL's kernels run on the same multiprocessors as the matmuls, up
-# to 32 of 132, so you would guess that these lose a quarter. But a matmul is cut for all 132: with fewer, its last pieces wait
-# for a second wave.
+# 78.4: hidden is not free. Of 7.9 ms the buckets hide only 2.6. NCCL's kernels run on the same multiprocessors as the
+# matmuls, up to 32 of 132, so you would guess that these lose a quarter. But a matmul is cut for all 132: with fewer,
+# its last pieces wait for a second wave.
 #
-# The library had guessed that quarter, too, and predicted 2.3 ms for the buckets where 5.3 were measured. Now it lets what is
-# hidden cost 74% of its time, the mean of six such pairs of steps. It is its one number that was taken from steps; this pair is
-# one of the six, so that the prediction above is right proves nothing. What does: overlapped tensor parallelism and the ring of
-# lesson 11, from which it was *not* taken, were off by 9% in the median with the guess, and are off by 2% with it. Remember
-# this: *overlap is where performance models are too optimistic*.
+# The library had guessed that quarter, too, and predicted 2.3 ms for the buckets where 5.3 were measured. Now it lets
+# what is hidden cost 74% of its time, the mean of six such pairs of steps. This is the one number in the library's
+# model that was taken from whole steps. The pair above is one of the six, so its right prediction proves nothing. What
+# proves something are overlapped tensor parallelism and the ring of lesson 11, from which the number was *not* taken:
+# they were off by 9% in the median with the guess, and are off by 2% with the 74%. Remember this: *overlap is where
+# performance models are too optimistic*.
 #
 # ## The bubble
 #
-# A pipeline of p ranks with m micro-batches idles (p − 1) / (m + p − 1) of its time (lesson 12), if all ranks take equally
-# long. They do not: the last one has the logits. Let rank i need s_i seconds for one micro-batch, forward and backward. The
-# slowest rank works on all m of them, and waits once while the first one passes the others on its way there and back. With v
-# chunks on each rank (interleaved) that wait is v times shorter.
+# A pipeline of p ranks with m micro-batches idles (p − 1) / (m + p − 1) of its time (lesson 12), if all ranks take
+# equally long. They do not: the last one has the logits. Let rank i need s_i seconds for one micro-batch, forward and
+# backward. The slowest rank works on all m micro-batches, and waits once: while the first micro-batch passes through
+# the other ranks, there and back. With v chunks on each rank (interleaved) that wait is v times shorter.
 #
 # ## Exercise: the seconds of a pipeline
 
@@ -487,9 +491,9 @@ print({name: round(ms) for name, ms in my_ms.items()})
 planning.told(my_ms)
 
 # %% [markdown]
-# "Half of the data sheet", which stands here at first, is a popular rule. It is about a third too long. And the rates of this
-# lesson: 670 TFLOP/s for matmuls, attention's at these numbers of tokens, kernels of the compiler or of PyTorch, and a link's
-# at these bytes?
+# "Half of the data sheet", which stands here at first, is a popular rule. It is about a third too long. How close do
+# the rates of this lesson come: 670 TFLOP/s for matmuls, attention's at these numbers of tokens, memory's for the
+# compiler's kernels or PyTorch's, and a link's for messages of this size?
 
 # %%
 told = {"one GPU": Rates(matmul=670e12, attention=440e12, memory=2.6e12, latency=2e-6, bandwidth=350e9),
@@ -619,10 +623,10 @@ for tp, pp in ((4, 4), (8, 2), (2, 8)):
           f"{steptime.predict(c, h20).step:.1f} s" + ("   did not fit - you said " + my_misfit if (tp, pp) == (2, 8) else ""))
 
 # %% [markdown]
-# tp2 pp8. A rank of tp has 1/tp of each activation; the first rank of a 1F1B pipeline has an eighth of the blocks, but of
-# *eight* micro-batches (lesson 12): pp does not make activations fewer at all. The notes say that the other two "differ
-# little". The model says 19%, all of it the bubble of 8 micro-batches: with virtual stages 2% would be left. Either they had
-# them, or little was 19%.
+# tp2 pp8. A rank of tp has 1/tp of each activation; the first rank of a 1F1B pipeline has an eighth of the blocks, but
+# of *eight* micro-batches (lesson 12): pp does not make activations fewer at all. The notes say that the other two
+# "differ little". The model says 19%, all of it the bubble of 8 micro-batches: with virtual stages 2% would be left.
+# Either they had them, or by *little* they meant 19%.
 #
 # ## Held out
 #
@@ -633,7 +637,8 @@ for tp, pp in ((4, 4), (8, 2), (2, 8)):
 # they were held out no longer: so there is a second list by another seed, `heldout_2.json`, and a third, `heldout_3.json`, each
 # committed after the one before was measured, and before *it* was.
 #
-# > **Predict.** The median error of time was 2.5% above. Of the third list, which nobody had seen? And the worst?
+# > **Predict.** The median error of time was 2.5% above. What is it for the third list, which nobody had seen? And what
+# > is the worst error?
 
 # %%
 my_held_median, my_held_worst = 8.0, 30.0            # your predictions, in percent
@@ -662,14 +667,15 @@ for error, words in sorted(misses, key=lambda miss: -abs(miss[0]))[:6]:
     print(f"    {error:+4.0%}  {words}")
 
 # %% [markdown]
-# **What you should see:** twenty of the thirty, on one and two GPUs; the others wait for a machine with four. The median error is
-# 4%, that of what the authors had looked at. But look at the two kinds apart: on one GPU all twelve are within 6%; on two the
-# median is 16%, and none is too long by more than half a percent. What one GPU does alone, kernel after kernel, is arithmetic by
-# now. What two do *together* is not: they wait for each other's hosts, and a collective beside a matrix multiplication slows
-# both. That is how the 74% came: the list said where to look, and older steps that it had nothing to do with said how much. With
-# it these eight are off by 15%. They are held out no longer, so that is no proof either. Of a fourth list those for one GPU have
-# been measured since: ten of twelve within 9%, two a quarter too short, 29% at worst, and both of these wait for their host. So
-# it is arithmetic as long as it is the GPU that one waits for.
+# **What you should see:** twenty of the thirty, on one and two GPUs; the others wait for a machine with four. The
+# median error is 4%, not much more than the 2.5% of the steps that the authors had looked at. But look at the two kinds
+# apart: on one GPU all twelve are within 6%; on two the median is 16%, and none is too long by more than half a
+# percent. What one GPU does alone, kernel after kernel, is arithmetic by now. What two do *together* is not: they wait
+# for each other's hosts, and a collective beside a matrix multiplication slows both. That is how the 74% came: the list
+# said where to look, and older steps that it had nothing to do with said how much. With it these eight are off by 15%.
+# They are held out no longer, so that is no proof either. Of a fourth list the configurations for one GPU have been
+# measured since. Ten of twelve predictions are within 9%; two are a quarter too short, 29% at worst, and both of these
+# steps wait for their host. So one GPU is arithmetic as long as the GPU is what one waits for.
 #
 # The first list was off by 10% and the second by 11% when they were measured. What the host needs was then guessed from how many
 # kernels a block launches; that is measured now, setting by setting, and each row of the third list was timed by turns with a

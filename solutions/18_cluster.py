@@ -199,14 +199,14 @@ lab.picture(figures_cluster.limit(),
 #
 # - `bash` runs a `trap` only when the command in the foreground has ended. If that is `srun`, the trap runs at the time limit.
 #   So `srun ... &` goes into the background, its process number is `$!`, and the script waits for it with `wait`.
-# - A signal **ends `wait`**, with a status above 128, and not the ranks. Whoever does not wait again leaves the script while
-#   the ranks save; and when the script ends, Slurm kills them.
+# - A signal **ends `wait`**, with a status above 128, and not the ranks. A script that does not wait again ends while
+#   the ranks are still saving, and when the script ends, Slurm kills them.
 # - Under `set -e` a `wait` that reports a failure ends the script before it could look at the status: `wait "$ranks" ||
 #   status=$?`.
 #
-# A run of this library that was stopped by USR1 and has saved ends with the status **75** (`EX_TEMPFAIL` of `sysexits.h`: try
-# again later), `srun` with the highest status of its ranks. Only then the job is to go back into the queue, `scontrol requeue
-# "$SLURM_JOB_ID"`; after any other failure it would fail again, and again.
+# A run of this library that was stopped by USR1 and has saved ends with the status **75** (`EX_TEMPFAIL` of
+# `sysexits.h`: try again later), `srun` with the highest status of its ranks. Only then should the job go back into the
+# queue, `scontrol requeue "$SLURM_JOB_ID"`; after any other failure it would fail again, and again.
 #
 # > **Question.** Why not call `scontrol requeue` in the trap, right after `kill -USR1`?
 #
@@ -217,12 +217,13 @@ lab.picture(figures_cluster.limit(),
 #
 # ## Exercise: a batch script, from a blank page
 #
-# Return the text of a script that runs `python -m course.cli train` on every task, with the arguments that `sbatch` was given
-# after the script's name (`"$@"`), on so many nodes, with so many tasks on each and so many CPUs for each; and, unless `gpus`
-# is 0, so many GPUs on each node. Ask for twenty minutes and a warning a minute before. Ranks meet at `MASTER_ADDR` and
-# `MASTER_PORT`, which the script sets, and compute with as many threads as they have CPUs. Whatever the ranks' end, the job
-# ends with their status; after a warning they save, and then the job goes back into the queue. After `scontrol requeue` sleep a
-# minute: Slurm ends the script meanwhile. (In an f-string the shell's `{` and `}` are written `{{` and `}}`.)
+# Return the text of a script that runs `python -m course.cli train` on every task, with the arguments that `sbatch` was
+# given after the script's name (`"$@"`), on so many nodes, with so many tasks on each and so many CPUs for each; and,
+# unless `gpus` is 0, so many GPUs on each node. Ask for twenty minutes and a warning a minute before. Ranks meet at
+# `MASTER_ADDR` and `MASTER_PORT`, which the script sets, and compute with as many threads as they have CPUs. However
+# the ranks end, the job ends with their status; after a warning they save, and then the job goes back into the queue.
+# After `scontrol requeue` sleep a minute: Slurm ends the script meanwhile. (In an f-string the shell's `{` and `}` are
+# written `{{` and `}}`.)
 
 # %% exercise="batch-script"
 def batch_script(nodes: int, tasks: int, cpus: int, gpus: int) -> str:
@@ -588,7 +589,7 @@ for name, (interval, share) in least.items():
 #
 # ## A layout for the job
 #
-# What to ask sbatch for, the planner of lesson 17 says. GPT 7B, 134 billion tokens, on 64 H100s in nodes of 8:
+# The planner of lesson 17 says what to ask `sbatch` for. GPT 7B, 134 billion tokens, on 64 H100s in nodes of 8:
 
 # %% [markdown]
 # > **Predict.** `course plan --launch` prints the line that starts the best layout. What stands after `--nodes=` and
@@ -623,8 +624,8 @@ print(f"{days:.2f} days without failures, {days / (1 - share):.2f} with those of
 print(f"checkpoint.every={interval / best.time.step:.0f}: every {interval / 60:.0f} minutes")
 
 # %% [markdown]
-# > **Predict.** In the middle of it a node dies, and there is no spare one. What percentage of the speed have the seven nodes
-# > that are left, each with its best layout? And six?
+# > **Predict.** In the middle of it a node dies, and there is no spare one. What percentage of the speed do the seven
+# > nodes that are left reach, in the best layout for them? And six nodes?
 
 # %%
 my_seven, my_six = 87.0, 75.0    # your predictions, in percent
@@ -680,7 +681,7 @@ print(evidence.judge(evidence.gather(report, Path.cwd()), "", lambda number: ({}
 # ## What you know now
 #
 # - A script runs once, a task is a rank, and `srun` starts ranks. One task for each GPU.
-# - Ask the scheduler what it knows. Make of the job's number what two jobs must not share.
+# - Ask the scheduler what it knows. Derive from the job's number whatever two jobs must not share.
 # - A warning has to pass three hands, script, srun and rank, and each can drop it. Only 75 goes back into the queue.
 # - A signal's handler sets a flag. Ranks agree on the step after which they stop.
 # - Nothing lost means the same numbers, and that can be tested with `==`.
