@@ -19,7 +19,7 @@
 # | you need | a laptop; no GPU |
 # | reading and doing | about 90 minutes |
 # | computing | 2 minutes on two cores |
-# | you write | a loss (12 lines), a training step (7), the loop's forward and backward (12) |
+# | you write | a loss (6 lines), a training step (7), the loop's forward and backward (12) |
 # | you measure | samples per second, the share of your machine that they use, and forecast skill against *persistence* |
 #
 # You should have done [lesson 00](00_start_here.ipynb). Work in a copy, as there: *File → Save Notebook As…*,
@@ -123,9 +123,10 @@ print("sample is", batch["sample"].tolist(), "and the largest number in the padd
 lab.show("course.models.vit.Embed")
 
 # %% [markdown]
-# The whole model is built from a few numbers. Weights come from a pure function of (seed, name of the parameter,
-# position), so you and everybody else who runs this cell start from the same ones, on any machine and, later, on any number
-# of GPUs.
+# The whole model is built from a few numbers. They are in `settings`: `vit-demo`, which was loaded above, is a
+# **preset**, a file of settings with a name. Weights come from a pure function of (seed, name of the parameter,
+# position), so you and everybody else who runs this cell start from the same ones, on any machine and, later, on any
+# number of GPUs.
 
 
 # %%
@@ -393,9 +394,10 @@ lab.show("course.step.train_step")
 #
 # $$\text{sum}\cdot\frac{\texttt{mesh.dp.size}}{W}\cdot\texttt{progress.loss\_scale}$$
 #
-# Two of these factors are 1 in this lesson. `mesh.dp.size` is the number of data-parallel ranks: each
-# computes the gradient of its own samples, and then they take the **average** over ranks, though what we want is the sum.
-# `loss_scale` keeps small gradients from vanishing in 16 bits (lesson 04); the step divides by it. The check tries both.
+# Two of these factors are 1 in this lesson. `mesh.dp.size` is the number of data-parallel ranks: each computes the
+# gradient of its own samples, and then they take the **average** over the ranks, though what we want is the sum.
+# `loss_scale` keeps small gradients from vanishing in 16 bits (lesson 04); the step divides by it. The check tries
+# both.
 #
 # `compute(batch)` returns this rank's share of the mean loss, the sum over its micro-batches of sum / $W$: detached, without
 # either factor.

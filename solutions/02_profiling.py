@@ -19,7 +19,7 @@
 # | you need | a laptop; no GPU |
 # | reading and doing | about 75 minutes |
 # | computing | half a minute on two cores |
-# | you write | named parts of a step (7 lines), busy and exposed time (5 and 1), who waits for whom (5) |
+# | you write | named parts of a step (9 lines), busy and exposed time (5 and 1), who waits for whom (6) |
 # | you measure | where a step's time goes |
 #
 # You should have done [lesson 01](01_baseline.ipynb). Work in a copy: *File → Save Notebook As…*, `02_profiling_mine.ipynb`.
@@ -93,9 +93,10 @@ lab.recorded("profile_h200", {"a clock around the line": {"microseconds": seen["
 # > **Question.** How can the line be over before the multiplication is?
 #
 # <details><summary>Answer</summary>
-# The line only <i>launches</i> the work: it puts a kernel into the GPU's queue and returns. Python goes on while the GPU
-# computes. The clock shows how long launching took. To see the rest one has to wait, <code>torch.cuda.synchronize()</code>;
-# but whoever waits after every line keeps the queue empty, and changes what they measure.
+# The line only <i>launches</i> the work: it puts a <b>kernel</b>, a program that runs on the GPU, into the GPU's queue
+# and returns. Python goes on while the GPU computes. The clock shows how long launching took. To see the rest one has
+# to wait, <code>torch.cuda.synchronize()</code>; but whoever waits after every line keeps the queue empty, and changes
+# what they measure.
 # </details>
 #
 # So there are two timelines, the host's and the GPU's, and neither says everything. A **profiler** records both, without waiting:
@@ -274,8 +275,9 @@ lab.beside("samples that keep the GPU busy for nine tenths of the step, of these
 # %% [markdown]
 # ## Communication: exposed or hidden
 #
-# With several GPUs there is a third reason to wait. Sending between GPUs runs beside computing, if the program lets it; then it
-# costs (almost) nothing. Only the **exposed** part counts, while nothing computes.
+# With several GPUs there is a third reason to wait. Sending between GPUs runs beside computing, if the program lets it;
+# then it costs (almost) nothing. Only the **exposed** part counts: the time in which something is sent and nothing is
+# computed.
 #
 # ## Exercise: exposed time
 

@@ -122,8 +122,8 @@ print(f"{'weights, and their gradients':32} {next(model.parameters()).dtype}, {n
 # Everything that is large and multiplied is in 16 bits, what is added up stays in 32: the residual stream, which every
 # block adds to, the norms, the loss, the weights and their gradients.
 #
-# > **Question.** Weights in float32 are cast in every forward pass. Why not keep them in bf16 and save that, and half of
-# > their memory? Say what you think; the next section measures it.
+# > **Question.** Weights in float32 are cast in every forward pass. Why not keep them in bf16, and save the casts and
+# > half of the memory? Say what you think; the next section measures it.
 #
 # ## What vanishes
 #
@@ -537,8 +537,8 @@ lab.picture(figures_precision.promised(one[1:], {f"let through by a history of {
 # likely larger as smaller. One of 16 is too small while gradients grow, at the beginning, and rarely later. What is cut
 # off then is the largest number or a few of them, to a half or a third of their size, and training hardly notices. A
 # long history has its price at the other end: after a spike the scale is too careful until the spike has left the
-# history, and small numbers are rounded away. Transformer Engine advises 1024 steps; a `margin` leaves powers of two
-# free above.
+# history, and small numbers are rounded away. Transformer Engine, NVIDIA's library of FP8 layers, advises 1024 steps; a
+# `margin` leaves powers of two free above.
 #
 # > **Question.** In data and tensor parallelism, each rank sees another part of a tensor. What has to happen to the amaxes?
 #

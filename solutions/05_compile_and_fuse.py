@@ -20,7 +20,7 @@
 # | you need | a laptop, if possible with a C++ compiler (`g++` or `clang++`); no GPU |
 # | reading and doing | about 90 minutes |
 # | computing | 1 minute on two cores, a part of it compiling |
-# | you write | bytes of a fused chain (4 lines), kernels of a block (6), a fused modulate (9), code without breaks (3) |
+# | you write | bytes of a fused chain (4 lines), kernels of a block (7), a fused modulate (9), code without breaks (3) |
 # | you measure | kernels and time of a block and of a step, uncompiled and compiled; and recorded steps of an H200 |
 #
 # You should have done [lesson 01](01_baseline.ipynb); the roofline is that of [lesson 00](00_start_here.ipynb). Work in a copy:
@@ -178,8 +178,8 @@ lab.beside("\nGELU", my_gelu, ratios["GELU by its formula"], "times", "counted")
 # 1. **Dynamo** goes through your Python once, with stand-ins for tensors, and records which operations it calls: a **graph**.
 #    It also notes what the record depends on (shapes, types, the Python values it saw) as *guards*. Whenever the guards hold,
 #    the recorded graph runs in place of your Python.
-# 2. **Inductor** makes kernels of the graph, and decides what to fuse. For a GPU it writes Triton, for a CPU C++, and has it
-#    compiled.
+# 2. **Inductor** makes kernels of the graph, and decides what to fuse. For a GPU it writes Triton, a language for
+#    kernels, for a CPU C++, and has it compiled.
 #
 # Here is what Dynamo records of the chain:
 
@@ -237,12 +237,12 @@ lab.picture(figures.roofline({"this machine": (peak_flops, peak_bytes)}, points,
 # > **Question.** Why does a compiler not make one kernel of a whole block, matrix multiplications and all?
 #
 # <details><summary>Answer</summary>
-# In a chain each number of the result needs one number of the input, or one token's. Of a matrix product each number needs a
-# whole row and a whole column: the next product cannot begin before the one before it is done. And a fast product fills the
-# chip's registers and shared memory with tiles of its matrices. So products are calls of a library (cuBLAS, MKL), written for
-# one purpose. Attention is, too: FlashAttention is two products and a softmax fused by hand. (A short chain can be appended to
-# a product, as the bias is in <code>addmm</code>. Inductor does so with products that it writes itself,
-# <code>mode="max-autotune"</code>.)
+# In a chain each number of the result needs one number of the input, or one token's. In a matrix product each number
+# needs a whole row and a whole column: the next product cannot begin before the one before it is done. And a fast
+# product fills the chip's registers and shared memory with tiles of its matrices. So products are calls of a library
+# (cuBLAS, MKL), written for one purpose. Attention is, too: FlashAttention is two products and a softmax fused by hand.
+# (A short chain can be appended to a product, as the bias is in <code>addmm</code>. Inductor does so with products that
+# it writes itself, <code>mode="max-autotune"</code>.)
 # </details>
 #
 # ## Exercise: kernels of a block

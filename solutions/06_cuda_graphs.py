@@ -20,7 +20,7 @@
 # | you need | a laptop; no GPU |
 # | reading and doing | about 90 minutes |
 # | computing | 1 minute on two cores |
-# | you write | when a graph is worth it (7 lines), a step in static buffers (16), a step that decides nothing on the host (9) |
+# | you write | when a graph is worth it (6 lines), a step in static buffers (16), a step that decides nothing on the host (10) |
 # | you measure | a step, launched piece by piece and replayed, against its batch |
 #
 # You should have done [lesson 02](02_profiling.ipynb). Work in a copy: *File → Save Notebook As…*,
@@ -219,8 +219,8 @@ lab.picture(figures_capturing.buffers(),
 # %% [markdown]
 # ## What must have happened before
 #
-# A capture writes down *everything* that happens in it, also what was meant to happen once. Adam makes its two averages when
-# it is first called, filled with zeros, and a count of its steps beside them.
+# A capture writes down *everything* that happens in it, including what was meant to happen only once. Adam makes its
+# two averages when it is first called, filled with zeros, and a count of its steps beside them.
 #
 # > **Predict.** The step below is captured without having run before, and replayed three times. How many steps has Adam
 # > counted?
@@ -246,10 +246,10 @@ print("Adam has counted", int(adam.state[weight]["step"]), "of 3 steps. On the t
       ", ".join(call.name for call in too_early.calls))
 
 # %% [markdown]
-# One. Making the states has been recorded too (`zeros`, `zeros_like`), so every replay begins with new ones: Adam without a
-# memory. That is why real steps come before a capture, the **warm-up**. In them, everything that is made once is made: the
-# optimizer's states, cuBLAS's work space, NCCL's connections, compiled kernels. They are steps of the training like all
-# others, each on a batch of its own.
+# One. Making the states has been recorded too (`zeros`, `zeros_like`), so every replay begins with new ones: Adam
+# without a memory. That is why real steps come before a capture, the **warm-up**. In them, everything that is made once
+# is made: the optimizer's states, cuBLAS's work space, the connections of NCCL (the library that sends between GPUs,
+# lesson 07), compiled kernels. They are steps of the training like all others, each on a batch of its own.
 #
 # ## Exercise: static buffers
 #
@@ -337,10 +337,10 @@ lab.show("course.lab.exercises.capturing.on_host")
 # > Capture it in the step with the count 0. Which of the three stops the capture with an error, and which goes unnoticed?
 #
 # <details><summary>Answer</summary>
-# The <code>if</code> stops it: Python wants to know a value that has not been computed. <code>torch.tensor(...)</code> stops
-# it as well: it copies a number from the host's memory, which a graph does not hold on to. The learning rate goes unnoticed.
-# A number of Python's goes into the graph as the number that it was, here 1/8 of the peak, and stays that for all steps. The
-# count goes unnoticed too: it is 1 after the capture, and 1 after a thousand replays.
+# The <code>if</code> stops it: Python wants to know a value that has not been computed. <code>torch.tensor(...)</code>
+# stops it as well: it copies a number from the host's memory, which a graph does not hold on to. The learning rate goes
+# unnoticed. A Python number goes into the graph as the number that it was, here 1/8 of the peak, and stays that for all
+# steps. The count goes unnoticed too: it is 1 after the capture, and 1 after a thousand replays.
 # </details>
 
 # %%

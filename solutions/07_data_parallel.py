@@ -19,7 +19,7 @@
 # | you need | a laptop; no GPU. Lessons 00 and 01 |
 # | reading and doing | about two hours |
 # | computing | 1.5 minutes on two cores, most of it in checks |
-# | you write | a ring all-reduce (12 lines), averaged gradients (7), buckets (8), their overlap (7), a timeline (6) |
+# | you write | a ring all-reduce (14 lines), averaged gradients (8), a timeline (7), buckets (9), their overlap (8) |
 # | you measure | bytes sent, what overlap hides, scaling efficiency |
 #
 # Work in a copy: *File → Save Notebook As…*, `07_data_parallel_mine.ipynb`.
@@ -306,8 +306,9 @@ print("MB sent by each rank:", [round(count / 1e6, 2) for count in around])
 # sheet or `nccl-tests` gives the *bus bandwidth* of an all-reduce, it is $2\,(n-1)/n$ × bytes / time: what each link really
 # carried.
 #
-# On four H200 joined by NVLink (PyTorch 2.11, NCCL 2.28, 2026-11-21) the bus bandwidth was 60 GB/s for 1 MB, 280 for 25 MB,
-# 328 for 134 MB and 347 for 512 MB.
+# On GPUs, collectives are the work of **NCCL**, NVIDIA's library for them; your processes here use **gloo**, which does
+# the same on CPUs. On four H200s joined by NVLink, the fast links between the GPUs of one machine, the bus bandwidth
+# was 60 GB/s for 1 MB, 280 for 25 MB, 328 for 134 MB and 347 for 512 MB (PyTorch 2.11, NCCL 2.28, 2026-11-21).
 #
 # > **Question.** How long did 1 MB take, and how long would it have taken at 347 GB/s? What does the difference say?
 #

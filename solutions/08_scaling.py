@@ -19,7 +19,7 @@
 # | you need | a laptop; no GPU. Lessons [00](00_start_here.ipynb), [01](01_baseline.ipynb) and [07](07_data_parallel.ipynb) |
 # | reading and doing | about 90 minutes |
 # | computing | 1.5 minutes on two cores |
-# | you write | the noise in a gradient (3 lines), two scaling rules (3), a learning-rate schedule (7), samples to a target (8) |
+# | you write | the noise in a gradient (3 lines), two scaling rules (4), a learning-rate schedule (7), samples to a target (9) |
 # | you measure | the noise in a gradient; the best learning rate, and samples, steps and time to a target, against the batch |
 #
 # Work in a copy: *File → Save Notebook As…*, `08_scaling_mine.ipynb`. The curves of this lesson are of real runs, 55 of them,

@@ -19,7 +19,7 @@
 # | you need | a laptop; no GPU |
 # | reading and doing | about 60 minutes |
 # | computing | half a minute on two cores |
-# | you write | the layout (4 lines), the groups (1), the nodes that a group touches (1), the bytes of each axis (8) |
+# | you write | the layout (4 lines), the groups (1), the nodes that a group touches (2), the bytes of each axis (8) |
 # | you measure | the bytes that a real training step sends along each axis |
 #
 # You should have done lesson 07: you know what an all-reduce is, and what it sends. Work in a copy: *File → Save Notebook

@@ -19,7 +19,7 @@
 # | you need | a laptop; no GPU |
 # | reading and doing | about 2 hours |
 # | computing | 1 minute on two cores, most of it in checks |
-# | you write | copy and reduce (5 lines), a rank's rows of qkv (2), column and row linear (4), gather and scatter (6) |
+# | you write | copy and reduce (5 lines), a rank's rows of qkv (3), column and row linear (4), gather and scatter (6) |
 # | you measure | all-reduces and bytes of a step, activations kept for the backward pass; and read times of 1, 2 and 4 H200s |
 #
 # You should have done [lesson 09](09_mesh.ipynb). Work in a copy: *File → Save Notebook As…*,

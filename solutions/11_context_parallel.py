@@ -11,9 +11,10 @@
 #
 # One sample can be too long for one GPU: a book, an hour of video, a map of the whole earth in small patches. **Context
 # parallelism** cuts the sample itself: each rank has some of its *tokens*, through the whole model. Almost nothing in a
-# transformer minds. Attention does, since every token looks at all others. There are three ways to let it, and you write
-# the parts of two: gathering keys and values, and a ring that never holds more than two pieces. For the ring you need the
-# trick behind flash attention, and a way to share out the work of causal attention that leaves nobody waiting.
+# transformer minds. Attention does, since every token looks at all others. There are three ways to make that possible,
+# and you write the parts of two: gathering keys and values, and a ring that never holds more than two pieces. For the
+# ring you need the trick behind flash attention, and a way to share out the work of causal attention that leaves nobody
+# waiting.
 #
 # | | |
 # |---|---|

@@ -19,7 +19,7 @@
 # | you need | a laptop; no GPU |
 # | reading and doing | about 90 minutes |
 # | computing | 1 minute on two cores |
-# | you write | GPipe (1 line), 1F1B (6 lines) |
+# | you write | GPipe (1 line), 1F1B (4 lines) |
 # | you measure | the bubble and the activations that each rank keeps, predicted and seen |
 #
 # You should have done [lesson 01](01_baseline.ipynb) (micro-batches) and [lesson 10](10_tensor_parallel.ipynb) (`placement`).
@@ -46,9 +46,9 @@ lab.begin("12")
 # %% [markdown]
 # ## Cut by depth
 #
-# A **stage** is a run of neighbouring blocks; the first stage also has the embedding, the last one the head and the loss.
-# Here are the 5 blocks of a small model on 4 ranks. Five is not a multiple of four, and need not be: the library shares
-# blocks out as `tensor_split` does, the first ones get one more.
+# A **stage** is a run of neighbouring blocks; the first stage also has the embedding, the last one the head and the
+# loss. Here are the 5 blocks of a small model on 4 ranks. Five is not a multiple of four, and need not be: the library
+# shares blocks out as `tensor_split` does, so that the first ranks get one more.
 #
 # > **Predict.** Which ranks get what?
 

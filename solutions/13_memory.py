@@ -19,7 +19,7 @@
 # | you need | a laptop; no GPU |
 # | reading and doing | about 90 minutes |
 # | computing | under 1 minute on two cores |
-# | you write | bytes of a training (8 lines), a ZeRO-1 optimizer (9), a block that is recomputed (7) |
+# | you write | bytes of a training (8 lines), a ZeRO-1 optimizer (10), a block that is recomputed (9) |
 # | you measure | bytes per parameter and per token; what recomputing costs in FLOPs |
 #
 # You should have done [lesson 01](01_baseline.ipynb) (the training step), [lesson 07](07_data_parallel.ipynb) (data

@@ -20,7 +20,7 @@
 # | you need | a laptop; no GPU |
 # | reading and doing | about 3 hours |
 # | computing | 2 minutes on two cores, half of it in checks |
-# | you write | a loss in chunks (12 lines), the vocabulary's embedding (6) and its loss (11), a reader of token files (5 and 3) |
+# | you write | a loss in chunks (12 lines), the vocabulary's embedding (6) and its loss (10), a reader of token files (7 and 3) |
 # | you measure | bytes of logits, bytes exchanged a token, a key-value cache; and read times of 8 to 32 GPUs |
 #
 # You should have done [lesson 10](10_tensor_parallel.ipynb) and [lesson 13](13_memory.ipynb). Work in a copy: *File → Save

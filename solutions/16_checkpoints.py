@@ -19,7 +19,7 @@
 # | you need | a laptop; no GPU |
 # | reading and doing | about 2 hours |
 # | computing | 1 minute on two cores, half of it in checks |
-# | you write | what two boxes share (5 lines), a tensor from pieces (6), a save (8), a converter both ways (8) |
+# | you write | what two boxes share (6 lines), a tensor from pieces (6), a save (8), a converter both ways (9) |
 # | you measure | equality, bit for bit, after each; memory while resharding; a loss curve in another library |
 #
 # You should have done [lesson 10](10_tensor_parallel.ipynb) (how tensor parallelism cuts heads) and

@@ -575,8 +575,9 @@ for step in off[:8]:
 #
 # ## Beside other people's numbers
 #
-# The rates come from H200s. On other GPUs the library takes the same *efficiencies* of their data sheets. That is a bet, and
-# published numbers tell how it goes: V100s in 2021, A100s, H20s and H100s, other libraries, other authors.
+# The rates come from H200s. On other GPUs the library assumes the same *efficiencies*, as shares of their data sheets'
+# numbers. That is a bet, and published numbers tell how it goes: V100s in 2021, A100s, H20s and H100s, other libraries,
+# other authors.
 
 # %%
 by_group: dict[str, dict[str, float]] = {}
@@ -625,7 +626,7 @@ for tp, pp in ((4, 4), (8, 2), (2, 8)):
 # %% [markdown]
 # tp2 pp8. A rank of tp has 1/tp of each activation; the first rank of a 1F1B pipeline has an eighth of the blocks, but
 # of *eight* micro-batches (lesson 12): pp does not make activations fewer at all. The notes say that the other two
-# "differ little". The model says 19%, all of it the bubble of 8 micro-batches: with virtual stages 2% would be left.
+# "differ little". The model says 19%, all of it the bubble of 8 micro-batches: with interleaving 2% would be left.
 # Either they had them, or by *little* they meant 19%.
 #
 # ## Held out

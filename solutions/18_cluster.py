@@ -20,7 +20,7 @@
 # | you need | a laptop; with Slurm installed (Debian, Ubuntu: `apt-get install slurm-wlm munge`) two real nodes start on it |
 # | reading and doing | about 90 minutes |
 # | computing | 2 minutes on two cores |
-# | you write | where ranks meet (5 lines), a batch script (20), a loop that loses nothing (12), how often to save (3) |
+# | you write | where ranks meet (5 lines), a batch script (27), a loop that loses nothing (12), how often to save (3) |
 # | you measure | steps lost to a preemption and to a lost node; the report is read by whoever grades |
 #
 # You should have done [lesson 07](07_data_parallel.ipynb) (ranks), [lesson 16](16_checkpoints.ipynb) (checkpoints) and
@@ -462,10 +462,11 @@ told = [line for line in job.log.splitlines() if not re.match(r"(\d: )?step ", l
 print("\n".join(line[:180] for line in told[1:9]))
 
 # %% [markdown]
-# The others have ended within seconds. One of them says which rank is gone, and `--kill-on-bad-exit` does the rest: without the
-# two, the nodes that are left would wait for the time limit, and be charged. The job has FAILED, and your script has rightly
-# not put it back: nobody has ended with 75. (When a *real* node dies, Slurm itself notices, ends the job with `NODE_FAIL`, and
-# puts it back: that is what `--requeue` allows.) Here, submit it again: the same words.
+# The others have ended within seconds. One of them says which rank is gone, and the step that it last reported. (Ranks
+# report every two seconds, so it had got a little further.) `--kill-on-bad-exit` does the rest: without these two,
+# the nodes that are left would wait for the time limit, and be charged. The job has FAILED, and your
+# script has rightly not put it back: nobody has ended with 75. (When a *real* node dies, Slurm itself notices, ends the
+# job with `NODE_FAIL`, and puts it back: that is what `--requeue` allows.) Here, submit it again: the same words.
 
 # %%
 job = completed("lost", submit("lost"))
