@@ -53,7 +53,7 @@ lab.begin("00")
 # %% [markdown]
 # ## What is this machine?
 #
-# `course doctor` looks at everything that the course uses, and says how to mend what is missing. Nothing in this lesson
+# `course doctor` looks at everything that the course uses, and says how to get what is missing. Nothing in this lesson
 # needs more than an *ok* for Python and PyTorch. Rows without a mark are plain facts, or things you can do without.
 
 # %%
@@ -317,8 +317,8 @@ lab.beside("memory traffic, H200 over this machine", my_bytes_ratio, h200["copy"
 # **What you should see:** against a laptop's CPU, thousands of times the arithmetic, and about a hundred times the memory
 # traffic.
 #
-# > **Question.** The GPU gains more in arithmetic than in memory traffic, and more again with every smaller format. What
-# > does that do to its balance, and to the work of whoever programs it?
+# > **Question.** The GPU gains more in arithmetic than in memory traffic, and more again with every smaller format.
+# > What does that do to its balance, and to the work of its programmers?
 #
 # <details><summary>Answer</summary>
 # The balance rises from a few FLOPs a byte to well over a hundred. Operations that were bounded by arithmetic on

@@ -9,10 +9,10 @@
 # %% [markdown]
 # # 02 · Profiling
 #
-# In lesson 01 you counted a training step's floating-point operations and found that your machine reaches a part of its peak.
-# Where does the rest of the time go? Whoever guesses, guesses wrong; this lesson is about looking. You take a step apart with a
-# profiler, learn why a clock around a line of code lies on a GPU, and write the arithmetic that turns a thousand little bars into
-# one sentence: *this step waits for data*, or *for the host*, or *for other GPUs*.
+# In lesson 01 you counted a training step's floating-point operations and found that your machine reaches a part of its
+# peak. Where does the rest of the time go? Guesses are usually wrong; this lesson is about looking. You take a step
+# apart with a profiler, learn why a clock around a line of code lies on a GPU, and write the arithmetic that turns a
+# thousand little bars into one sentence: *this step waits for data*, or *for the host*, or *for other GPUs*.
 #
 # | | |
 # |---|---|
@@ -95,8 +95,8 @@ lab.recorded("profile_h200", {"a clock around the line": {"microseconds": seen["
 # <details><summary>Answer</summary>
 # The line only <i>launches</i> the work: it puts a <b>kernel</b>, a program that runs on the GPU, into the GPU's queue
 # and returns. Python goes on while the GPU computes. The clock shows how long launching took. To see the rest one has
-# to wait, <code>torch.cuda.synchronize()</code>; but whoever waits after every line keeps the queue empty, and changes
-# what they measure.
+# to wait, <code>torch.cuda.synchronize()</code>; but a program that waits after every line keeps the queue empty, and
+# changes what it measures.
 # </details>
 #
 # So there are two timelines, the host's and the GPU's, and neither says everything. A **profiler** records both, without waiting:

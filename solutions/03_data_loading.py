@@ -118,10 +118,10 @@ print(f"from the disk {memory.nbytes / disk / 1e9:.1f} GB/s, from the page cache
 lab.beside("the page cache over the disk", my_times, disk / cache, "times")
 
 # %% [markdown]
-# **What you should see:** a few times as fast; how many depends on your disk. (On a cloud machine "the disk" may itself be
-# a cache on somebody else's computer, and on macOS this cell cannot make the system forget.) Whoever measures a loader in
-# its second epoch measures the page cache. That is fine if the training will run from there, too: 10 years of this data are
-# 300 GB, and nodes with eight GPUs often have 2 TB.
+# **What you should see:** a few times as fast; how many depends on your disk. (On a cloud machine "the disk" may itself
+# be a cache on somebody else's computer, and on macOS this cell cannot make the system forget.) If you measure a loader
+# in its second epoch, you measure the page cache. That is fine if the training will run from there, too: 10 years of
+# this data are 300 GB, and nodes with eight GPUs often have 2 TB.
 #
 # `os.preadv` deserves a look: it reads so many bytes at such a place of a file, *into memory that you give it*. While it
 # copies, it lets go of Python's lock, so several threads can do it at once.
@@ -311,8 +311,8 @@ for part, ms in worker.items():
 lab.beside("reading", my_reading, 100 * worker["read"] / sum(worker.values()), "%")
 
 # %% [markdown]
-# **What you should see:** a fifth, more or less. The expensive part is often the fourth: memory that is shared anew for
-# every batch has to be handed out by the operating system page by page, and cleared.
+# **What you should see:** a fifth, more or less. The expensive part is often the fourth: new shared memory for every
+# batch has to be handed out by the operating system page by page, and cleared.
 #
 # And all of it is traffic on one resource that more workers do not multiply: the machine's **memory bandwidth**. Count
 # it in units of a pair's bytes. Each of the five steps reads them once and writes them once, and normalising does both
@@ -372,7 +372,7 @@ lab.picture(figures.curves({name: (depths, [100 * figures_loading.waited(times, 
 #   END)` returns `END` after the last batch.)
 # - A `deque` holds the futures of the batches that are on their way, oldest first.
 # - What reading raises must come out of the generator when that batch's turn comes: `.result()` does that by itself.
-# - Whoever leaves a loop early closes the generator: the thread has to end. A `with` block around the executor sees to
+# - Leaving a loop early closes the generator: then the thread has to end. A `with` block around the executor sees to
 #   that.
 #
 # > **Question, before you write.** When should the next read be asked for: before a batch is handed out by `yield`, or
@@ -542,10 +542,11 @@ lab.show("course.data.threads.loader")
 #
 # ## DALI
 #
-# NVIDIA's **DALI** is a library of pipelines for data: you describe what happens to a batch as a graph of operators, and it
-# runs ahead by itself, on CPU threads or on the GPU. It has readers for images, video, audio and NumPy files, and none for
-# HDF5. What it cannot read, Python does, in a **parallel external source**: worker processes that call your function and
-# put what it returns into shared memory *that stays*, a ring of it, so that no memory is handed out anew for each batch.
+# NVIDIA's **DALI** is a library of pipelines for data: you describe what happens to a batch as a graph of operators,
+# and it runs ahead by itself, on CPU threads or on the GPU. It has readers for images, video, audio and NumPy files,
+# and none for HDF5. What it cannot read, Python does, in a **parallel external source**: worker processes that call
+# your function and put what it returns into shared memory *that stays*, a ring of it, so that no batch needs new
+# memory.
 
 # %%
 lab.show("course.data.dali.hdf5_pipeline")
@@ -673,7 +674,7 @@ lab.picture(figures.rungs(bars, "samples/s", "Training steps of the weather mode
 # - First ask whether the step waits for data at all: train on `data.source=mock`, on the same device. If it is not faster,
 #   stop here.
 # - Then the floors. If the model wants more than they give, the data have to become smaller: store 16 bits, crop, compress.
-# - Then the loader. Count how often it copies a byte, and where memory is handed out anew.
+# - Then the loader. Count how often it copies a byte, and where it asks for new memory.
 # - `num_workers` has an optimum; find it by measuring, on the machine that you will train on, with all of its GPUs at work.
 # - On a file server chunk your files so that a sample is one contiguous read of a megabyte or more.
 #
@@ -682,8 +683,8 @@ lab.picture(figures.rungs(bars, "samples/s", "Training steps of the weather mode
 # - Bytes of a sample times samples a second is what every station on the way has to carry; page cache and link are floors.
 # - The order of samples can be a pure function of (seed, place): shuffled anew each epoch, cut for any number of ranks,
 #   resumed from one number.
-# - Read ahead: one batch makes reading and computing simultaneous, more hide what is late, none mends an average that is
-#   too slow.
+# - Read ahead: one batch makes reading and computing simultaneous, more hide what is late, none helps where the average
+#   is too slow.
 # - Pinned memory, a stream of its own and events bring a batch to the GPU beside the step; without the events it is wrong
 #   in silence.
 # - A loader is fast enough when it is faster than the model, and which one is faster changes with every lesson.

@@ -82,8 +82,8 @@ lab.picture(figures_precision.steps(),
 #
 # Nobody trains in 16 bits throughout. In **mixed precision** each operation has the format that it can bear: matrix
 # multiplications in 16 bits, where the time goes; sums over many numbers (norms, softmax, the loss) in 32. PyTorch's
-# `autocast` decides by a list of operations. It casts what goes *into* an operation; weights are cast anew in each forward
-# pass.
+# `autocast` decides by a list of operations. It casts what goes *into* an operation; weights are cast again in each
+# forward pass.
 #
 # > **Predict.** Inside `autocast` to bf16, in which format does each of these leave its result: the matrix multiplication
 # > of queries, keys and values; a norm; the sum of the residual connection; the loss? And in which format are the weights'
@@ -137,7 +137,7 @@ for _ in range(1000):
 print({str(kind): round(value.item(), 3) for kind, value in x.items()})
 
 # %% [markdown]
-# In bf16 it stays 1 for ever. An addend smaller than **half a step** is rounded away, each time. Training consists of such
+# In bf16 it stays 1 forever. An addend smaller than **half a step** is rounded away, each time. Training consists of such
 # additions: a weight of 0.1 and an update of 0.0001.
 #
 # Train the model for 60 steps on the weather, and look at the last update of each weight. Adam's update is the learning
@@ -280,8 +280,8 @@ print(f"with the loss times 65536: {zeros(last * 2.0**16):.4f}% become zero")
 # ## Exercise: a dynamic loss scaler
 #
 # So the scale looks for its place by itself. It starts high. After a step in which a gradient was not finite (which was
-# skipped, as you saw in `train_step` in lesson 01) it is **halved**. After `GROW_AFTER` = 2000 good steps *in a row* it is
-# **doubled**, as a trial, and counting begins anew.
+# skipped, as you saw in `train_step` in lesson 01) it is **halved**. After `GROW_AFTER` = 2000 good steps *in a row* it
+# is **doubled**, as a trial, and the count starts again.
 #
 # `next_scale(precision, scale, good, bad)` returns the scale and the count of good steps after a step. `bad` is 1.0 if the
 # step was bad, else 0.0. All three are tensors on the device: an `if bad:` would make the host wait for the GPU in each
@@ -460,8 +460,8 @@ lab.picture(figures_precision.spread({"gradients of queries, keys and values": q
 # the scale was made for something larger: a sample that is far harder than the others, a spike in the loss. E5M2 does
 # not notice. E4M3 bears a factor of a hundred, loses most of its numbers at ten thousand, and all at a million. The
 # wide range is not for every day: it is *insurance* against a wrong scale. (It matters more where a tensor's numbers
-# spread more widely, as those of large models do.) Whoever has a scale for each 128 numbers, instead of one for a
-# tensor, needs less of it: block scaling uses E4M3 throughout.
+# spread more widely, as those of large models do.) With a scale for each 128 numbers, instead of one for a tensor, less
+# insurance is needed: block scaling uses E4M3 throughout.
 #
 # ## Where the scale comes from
 #
@@ -494,8 +494,8 @@ from course.lab.exercises.precision import delayed_scale
 check("delayed-scale")
 
 # %% [markdown]
-# Now replay the training of above, for the gradient of one linear's output: you have its amax in each of the 60 steps.
-# Compare it with what the scale of the steps before lets through: `largest / scale`.
+# Now replay the training from above, for the gradient of one linear's output: you have its amax in each of the 60
+# steps. Compare it with what the scale of the steps before lets through: `largest / scale`.
 #
 # In two of the 60 steps there is nothing to compare. In the first the gradient is zero: the head's weights start at zero, and
 # nothing comes back through them. In the second no step before has had a gradient that a scale could be made for. That
@@ -561,7 +561,7 @@ lab.picture(figures_precision.promised(one[1:], {f"let through by a history of {
 # - **fp32** and **bf16**;
 # - **FP8** with delayed scaling;
 # - FP8 with gradients in **E4M3**;
-# - FP8 with **frozen** scales: those after the first step, for ever.
+# - FP8 with **frozen** scales: those after the first step, forever.
 #
 # > **Predict.** By how many percent is each of the last three off from bf16, after 120 steps?
 

@@ -12,7 +12,7 @@
 # Matrix multiplications do nearly all of a model's arithmetic. Between them stand small operations: norms, activations, sums,
 # scales. They compute next to nothing, and yet they take a good part of a step, because each of them carries whole
 # activations from memory and back. The remedy is to **fuse** them: read once, do everything, write once. In this lesson you
-# count what that saves, fuse one chain by hand with its backward pass, let `torch.compile` do the rest, and mend code that
+# count what that saves, fuse one chain by hand with its backward pass, let `torch.compile` do the rest, and fix code that
 # stops it.
 #
 # | | |
@@ -409,9 +409,9 @@ _, kept_apart = counting.saved(lambda: chain(x_small, shift_small, scale_small))
 lab.beside("kept by the chain, in units of x", my_kept, kept_apart / x_small.nbytes, how="counted")
 
 # %% [markdown]
-# Two: the norm keeps `x`, and the product keeps `n`, which is the other factor in the gradient of `scale`. But `n` is `x`
-# minus a mean, over a deviation: two numbers a token. Whoever has `x` and these two has `n` again in no time, *inside* the
-# kernel of the backward pass, where it costs no trip at all.
+# Two: the norm keeps `x`, and the product keeps `n`, which is the other factor in the gradient of `scale`. But `n` is
+# `x` minus a mean, over a deviation: two numbers a token. From `x` and these two, `n` is there again in no time,
+# *inside* the kernel of the backward pass, where it costs no trip at all.
 #
 # ## Exercise: a fused modulate
 #
@@ -552,14 +552,15 @@ with launches.afresh():
 # %% [markdown]
 # In a run, `TORCH_LOGS=graph_breaks` prints each with its reason, and changes nothing else.
 #
-# ## Exercise: mend the breaks
+# ## Exercise: fix the breaks
 #
 # Write `tame` so that Dynamo records it whole, with the same results. Go through what breaks:
 #
 # - **`x[sample >= 0]`** has as many rows as there are real samples. A size that depends on the data cannot be known in
 #   advance. Keep the shape, and make sure that padding does not count;
 # - **`.item()`** returns a Python number. Keep a tensor of one number, shape `()`;
-# - **`print`** needs the value too. Return the number as a second result. Whoever logs can look at it every hundred steps;
+# - **`print`** needs the value too. Return the number as a second result. The code that logs can look at it every
+#   hundred steps;
 # - **`if`** needs it as well. Compute both outcomes, and choose: `torch.where(condition, one, other)`.
 #
 # > **Question, before you write.** `.item()` did something more: what did it do to the *gradient*?

@@ -190,7 +190,7 @@ print("after captured_x.copy_: ", z.tolist())
 
 # %% [markdown]
 # The first replay knew nothing of the new tensor. `x = ...` makes the *name* point to other memory; the list has the old
-# address, and what lies there has not changed. Nothing crashes, nothing warns: the step trains on the first batch for ever.
+# address, and what lies there has not changed. Nothing crashes, nothing warns: the step trains on the first batch forever.
 # Whatever a replay is to read must be **copied to where it reads**.
 #
 # The same holds at the other end.
@@ -473,8 +473,8 @@ lab.show("course.step.advance")
 # are a function of a step count that is a tensor ([lesson 01](01_baseline.ipynb)), so there is nothing to be done.
 #
 # **Several GPUs.** NCCL's collectives are kernels, and are captured like others: `bad` above is a maximum over all ranks,
-# taken inside the graph. Three things follow. Every rank has to capture, and to replay equally often, or the others wait for
-# ever. The connections must be there before the capture: they come with the first collective, in the warm-up. And what
+# taken inside the graph. Three things follow. Every rank has to capture, and to replay equally often, or the others wait
+# forever. The connections must be there before the capture: they come with the first collective, in the warm-up. And what
 # decides whether there will be a collective must not be on one rank alone.
 #
 # **Pipelines** are refused. Their ranks run different programs that meet in sends and receives, in an order that the host
@@ -536,8 +536,8 @@ lab.recorded("vit_h200", {f"{model}, {label}": {"GB": rungs[rung]["memory_gb"]}
 # after another. On a CPU nothing runs beside the host: host and device are the same cores, and what the host does comes *on
 # top of* the work. So something can be saved here too, for a reason of its own.
 #
-# > **Predict.** The tiny model of above, one sample, on one core. How many times as long as a replay does the eager step
-# > take? And with 64 samples?
+# > **Predict.** The tiny model from above, one sample, on one core. How many times as long as a replay does the eager
+# > step take? And with 64 samples?
 
 # %%
 my_gain = {1: 5.0, 64: 1.0}      # your prediction, times
@@ -590,9 +590,9 @@ for samples, predicted in my_gain.items():
 # > larger tensors?
 #
 # <details><summary>Answer</summary>
-# It makes its result, and for that it needs memory. A large piece comes from the operating system, page by page as it is
-# first written to, and goes back when the tensor is freed, in every step anew. A replay writes where it wrote before. The
-# next cell counts the pages.
+# It makes its result, and for that it needs memory. A large piece comes from the operating system, page by page as it
+# is first written to, and goes back when the tensor is freed, again in every step. A replay writes where it wrote
+# before. The next cell counts the pages.
 # </details>
 
 # %%
@@ -736,9 +736,9 @@ else:
 # > been loaded, or the optimizer starts again with the averages of before. How can that be?
 #
 # <details><summary>Answer</summary>
-# The graph trains the tensors of the capture. Whoever loads by making <i>new</i> tensors changes nothing that it reads.
-# <code>load_state_dict</code> of a module copies in place; that of PyTorch's optimizers puts other tensors in the place of
-# the states. So load first, then warm up and capture.
+# The graph trains the tensors of the capture. Loading that makes <i>new</i> tensors changes nothing that the graph
+# reads. <code>load_state_dict</code> of a module copies in place; that of PyTorch's optimizers puts other tensors in
+# the place of the states. So load first, then warm up and capture.
 # </details>
 #
 # ## In practice

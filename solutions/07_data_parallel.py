@@ -499,7 +499,7 @@ lab.show("course.parallel.data.Bucketed")
 # <details><summary>Answer</summary>
 # In the last pass: before, its gradients are not complete, and sending them each time would cost as much for every micro-batch.
 # Ranks meet in collectives by order alone: if one starts bucket 2 while another starts bucket 3, they add up different things, or
-# wait for ever. In which order gradients come may depend on a rank's data; the order of the buckets must not.
+# wait forever. In which order gradients come may depend on a rank's data; the order of the buckets must not.
 # </details>
 
 # %% exercise="overlap"

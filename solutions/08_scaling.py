@@ -228,8 +228,8 @@ lab.beside("\nvit-bs2048", my_rate, config.load("vit-bs2048").optim.lr, how="pre
 # %% [markdown]
 # Back to the experiment: 40 steps of 16 samples, with the rate that each rule gives.
 #
-# > **Predict.** You measured the noise scale. Which of the three rates will be the best one for 16 samples? And how much of the
-# > distance to the small batch will it make good?
+# > **Predict.** You measured the noise scale. Which of the three rates will be the best one for 16 samples? And how
+# > much of the distance to the small batch will it make up?
 
 # %%
 my_best_rule = "sqrt"            # your prediction: "same", "sqrt" or "linear"
@@ -244,10 +244,10 @@ print(f"the best at 16: {min(ends, key=lambda rule: ends[rule])}; you said {my_b
 
 # %% [markdown]
 # **What you should see:** it hardly matters. Rates of 0.002 and of four times that end within a percent of one another,
-# and far behind the batch of 4. Neither rule makes up for 120 fewer steps. The noise scale foretold it: a batch of 4 is
-# above it already, so there is little noise left to average away, and a better direction is not what was missing. The
-# rules speak of batches *below* the noise scale, and that is where these batches may be later on. To see it, one has to
-# train for longer, and to try many rates with every batch: that is what the reference runs did.
+# and far behind the batch of 4. Neither rule makes up for 120 fewer steps. The noise scale predicted it: a batch of 4
+# is above it already, so there is little noise left to average away, and a better direction is not what was missing.
+# The rules speak of batches *below* the noise scale, and that is where these batches may be later on. To see it, one
+# has to train for longer, and to try many rates with every batch: that is what the reference runs did.
 #
 # ## Warm-up and schedule
 #
@@ -267,9 +267,9 @@ print(f"validation loss with 20 steps of warm-up {losses['16, linear']:.4f}, wit
 lab.beside("it is higher by", my_cold_percent, max(0.01, 100 * (hasty / losses["16, linear"] - 1)), "%")
 
 # %% [markdown]
-# A few steps decide over the whole run. Had all runs had 5 steps of warm-up, you would have concluded that the linear rule
-# ruins training, when it was the warm-up that was too short. Whoever compares batches or rates has to give each of them
-# everything else that it needs.
+# A few steps decide over the whole run. Had all runs had 5 steps of warm-up, you would have concluded that the linear
+# rule ruins training, when it was the warm-up that was too short. A fair comparison of batches or rates gives each of
+# them everything else that it needs.
 #
 # At the end a long step is of no use: noise makes the weights jump about the floor of the valley, at a height that the noise and
 # the rate decide. So the rate falls, here along half a cosine (Loshchilov and Hutter 2017).

@@ -549,7 +549,8 @@ lab.beside("lost in interleaved, two chunks", my_two_chunks, lost_share["interle
 # - A schedule is a list. Simulate it before you run it: is it complete, does it end, how long is it, what does it keep?
 # - 1F1B is as fast as GPipe and keeps p − rank micro-batches instead of m. Interleaving divides the bubble by about v, for v
 #   times the messages.
-# - Order is everything: who sends first may wait for ever, and who awaits in another order gets the wrong data in silence.
+# - Order is everything: ranks that all send first may wait forever, and a rank that receives in another order gets the
+#   wrong data in silence.
 # - What is used on two stages has a gradient in two parts.
 #
 # **Check your work once more, from outside.** Save the notebook; then, in a terminal: `course check

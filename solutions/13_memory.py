@@ -431,9 +431,9 @@ check("recompute")
 # 01), so it drops the same, however often one asks.
 # </details>
 #
-# The library uses PyTorch's `checkpoint`, which does the same as yours with any arguments, and stops recomputing as soon as
-# the last tensor that is needed is there. It has one more choice, **selective**: results that are dear to compute, those of
-# matrix multiplications and attention, are kept; what is cheap (norms, GELU, sums) is computed again.
+# The library uses PyTorch's `checkpoint`, which does the same as yours with any arguments, and stops recomputing as
+# soon as the last tensor that is needed is there. It has one more choice, **selective**: results that are expensive to
+# compute, those of matrix multiplications and attention, are kept; what is cheap (norms, GELU, sums) is computed again.
 
 # %%
 lab.show("course.recompute.recompute")

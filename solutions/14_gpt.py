@@ -850,9 +850,9 @@ grid = widgets.explore(figures_gpt.explained, cases=list(figures_gpt.GROUPS),
 #
 # ## On H200s
 #
-# > **Predict.** From V100 to H200 matrix multiplications became about eight times as fast by the data sheets (125 and 989
-# > TFLOP/s in 16 bits), NVLink three times (300 and 900 GB/s, both directions together). With the same model on 8 GPUs, does
-# > 1x8x1 lose less against 8x1x1 than the 44% of above, or more?
+# > **Predict.** From V100 to H200 matrix multiplications became about eight times as fast by the data sheets (125 and
+# > 989 TFLOP/s in 16 bits), NVLink three times (300 and 900 GB/s, both directions together). With the same model on 8
+# > GPUs, does 1x8x1 lose more or less than the 44% above, compared with 8x1x1?
 
 # %%
 my_loss_percent = 44.0           # your prediction, for H200

@@ -48,9 +48,9 @@ if not Path("data/digits/latents.json").is_file():
 # ## Noise
 #
 # Take a clean sample and mix noise into it: a little, more, until nothing else is left. There are two recipes for it.
-# **Diffusion** mixes such that the variance stays 1, $x_t = \sqrt{a_t}\,x_0 + \sqrt{1 - a_t}\,\varepsilon$; the share $a_t$
-# of the signal falls from 1 to 0 over a thousand steps of time. **Rectified flow** goes in a straight line, $x_t = (1 - t)\,x_0 +
-# t\, \varepsilon$.
+# **Diffusion** mixes so that the variance stays 1, $x_t = \sqrt{a_t}\,x_0 + \sqrt{1 - a_t}\,\varepsilon$; the share
+# $a_t$ of the signal falls from 1 to 0 over a thousand steps of time. **Rectified flow** goes in a straight line, $x_t
+# = (1 - t)\,x_0 + t\, \varepsilon$.
 #
 # > **Predict.** At half of the time, $t = 500$, how large is $\sqrt{a_t}$, what is left of the sample in diffusion? In
 # > rectified flow it is one half.
@@ -144,12 +144,12 @@ lab.picture(figures.curves({"your blocks": (range(25, 701, 25), means.tolist())}
                            "A DiT of a quarter million parameters learns digits"), "A curve that falls from 1.7 below 0.6")
 
 # %% [markdown]
-# **What you should see:** about 1.7, the loss of whoever says 0. Each block hands its tokens on as they are, so that a DiT
-# of any depth starts as no depth at all, and no layer is in the way of another's gradient. (The gates then open one after
-# another.)
+# **What you should see:** about 1.7, the loss of a model that says 0. Each block hands its tokens on as they are, so
+# that a DiT of any depth starts as no depth at all, and no layer is in the way of another's gradient. (The gates then
+# open one after another.)
 #
 # > **Question.** All of `ada` is zero, so the gates are, so the branches add nothing. Does the gradient of `ada` not
-# > vanish, too, for ever?
+# > vanish, too, forever?
 #
 # <details><summary>Answer</summary>
 # The gradient of a <i>gate</i> is the branch's output times what comes from above, which is not zero, once the output layer
@@ -185,7 +185,7 @@ from course.sampling import guided
 check("guidance")
 
 # %% [markdown]
-# > **Predict.** From $s = 1$ to 2, 4 and 8: will digits get ever better? Will they get more alike?
+# > **Predict.** From $s = 1$ to 2, 4 and 8: will digits keep getting better? Will they get more alike?
 
 # %%
 digit_run.model.eval()
@@ -355,7 +355,7 @@ for how in ("none", "selective", "full"):
 # - **Windows**: a loss of one step is mostly the luck of its times and noise. Compare means of many steps.
 # - A **yardstick**: bf16 differs from itself, with another seed. What FP8 changes should be less than that.
 # - A **bound**, said before; and a **control**: something that is known to be bad, and that the method has to fail. Ours is
-#   FP8 with **frozen** scales, those of the first step for ever.
+#   FP8 with **frozen** scales, those of the first step forever.
 #
 # > **Question.** Why compare FP8 with the bf16 run of the *same* seed, and not with the mean of several?
 #
@@ -493,9 +493,10 @@ for name in (REFERENCE, "fp8 delayed, 1024 max", "fp8 current", "fp8 Transformer
     print(f"{name:24} first losses of GPT 1.3B:", ", ".join(f"{loss:.2f}" for loss in starts[name]["losses"][:5]))
 
 # %% [markdown]
-# One curve begins otherwise: Transformer Engine's second loss is 11.1, all others' is 10.3. Its delayed scaling starts with
-# scales of 1, so that the first gradients are lost; ours looks at the first step before it casts. Two steps later it has caught
-# up. A comparison of the first steps alone would have found a difference between two *libraries*, and called it one of FP8.
+# One curve begins differently: Transformer Engine's second loss is 11.15, all others' is 10.3. Its delayed scaling
+# starts with scales of 1, so that the first gradients are lost; ours looks at the first step before it casts. Two steps
+# later it has caught up. A comparison of the first steps alone would have found a difference between two *libraries*,
+# and called it one of FP8.
 
 # %% [markdown]
 # ## Am I really running FP8?

@@ -140,9 +140,10 @@ lab.beside("weights alone: the loss is higher by up to", my_weights_alone,
 print("with everything, equal to the last bit:", ways["everything"] == after)
 
 # %% [markdown]
-# Only everything is enough, and then to the last bit. Adam without its states takes its first steps in the direction of the
-# *sign* of a single gradient, all parameters at the full rate; and a learning rate that begins anew undoes what the cosine had
-# settled. Had the data begun from the start as well, some would be seen twice and the rest perhaps never.
+# Only everything is enough, and then to the last bit. Adam without its states takes its first steps in the direction of
+# the *sign* of a single gradient, all parameters at the full rate; and a learning rate that starts again undoes what
+# the cosine had settled. Had the data begun from the start as well, some would be seen twice and the rest perhaps
+# never.
 #
 # So a checkpoint has:
 #
@@ -266,9 +267,9 @@ for folder in (by_tp, by_zero):
 # are no boxes: a share may begin in the middle of a row. A piece of a ZeRO-1 run is therefore a **flat range** of the numbers of
 # a box. (If the tensor lies whole in one rank's share, there is one piece.)
 #
-# Whoever reads, in whatever layout, knows which boxes *it* needs, from the placements of its parameters (lesson 10), and takes
-# of each piece what the two boxes share. Colours are the pieces of an old layout; the framed box is what one rank of the new
-# layout wants.
+# A reader, in whatever layout, knows from the placements of its parameters (lesson 10) which boxes *it* needs, and
+# takes from each piece what the two boxes share. Colours are the pieces of an old layout; the framed box is what one
+# rank of the new layout wants.
 #
 # > **Predict, before you move the sliders:** pieces of 2 ranks that cut rows, boxes of 3. How many pieces does each rank need?
 # > And if the new ones cut columns? When does each new rank need exactly one piece?
@@ -767,7 +768,7 @@ for name, own in in_fp8.scaling.state().items():
 # - A checkpoint is all that changes from step to step: with the weights alone the loss jumps.
 # - A file should say *what it holds*, boxes of logical tensors, not who wrote it. Then any layout reads any other's.
 # - Resharding is the intersection of boxes; one tensor in memory at a time is enough.
-# - Write beside it, flush, rename, flush: whoever finds the name finds all of it.
+# - Write beside it, flush, rename, flush: a reader that finds the name finds all of it.
 # - Converting is renaming, transposing and reordering rows. What fits every shape may still be wrong: compare *outputs*.
 # - Libraries initialise differently. From one checkpoint their curves are the same.
 # - FP8's scales are not worth carrying over, since one pass makes them anew; but without any there are no gradients.

@@ -116,9 +116,9 @@ lab.beside("attention executes more from", my_crossover, linear / attention, "to
 # > is computed again. Why count what is not executed?
 #
 # <details><summary>Answer</summary>
-# MFU is made of <i>model</i> FLOPs, what the mathematics asks for. It compares runs whatever their kernels do: whoever computes
-# things twice gets no credit for it. Counting causal attention whole is a convention (Chowdhery et al. 2022, appendix B). To
-# predict a <i>time</i> you need what is executed.
+# MFU is made of <i>model</i> FLOPs, what the mathematics asks for. It compares runs whatever their kernels do:
+# computing something twice earns no credit. Counting causal attention whole is a convention (Chowdhery et al. 2022,
+# appendix B). To predict a <i>time</i> you need what is executed.
 # </details>
 
 # %%
@@ -631,12 +631,13 @@ for tp, pp in ((4, 4), (8, 2), (2, 8)):
 #
 # ## Held out
 #
-# The steps above were looked at by whoever wrote the model. A model is worth what it says of configurations that its authors
-# never looked at. So thirty were drawn by seed, over all axes on 1, 2 and 4 GPUs, and committed to the repository *before* any
-# of them was measured (`course/perf/results/heldout.json`). They are odd ones, as chance draws them: TF32 with tensor
-# parallelism, uncompiled pipelines, recomputation that nobody needs. What their errors taught went into the model, and with that
-# they were held out no longer: so there is a second list by another seed, `heldout_2.json`, and a third, `heldout_3.json`, each
-# committed after the one before was measured, and before *it* was.
+# The authors of the model had looked at all the steps above. A model is worth what it says of configurations that its
+# authors never looked at. So thirty were drawn by seed, over all axes on 1, 2 and 4 GPUs, and committed to the
+# repository *before* any of them was measured (`course/perf/results/heldout.json`). They are odd ones, as chance draws
+# them: TF32 with tensor parallelism, uncompiled pipelines, recomputation that nobody needs. What their errors taught
+# went into the model, and with that they were held out no longer: so there is a second list by another seed,
+# `heldout_2.json`, and a third, `heldout_3.json`, each committed after the one before was measured, and before *it*
+# was.
 #
 # > **Predict.** The median error of time was 2.5% above. What is it for the third list, which nobody had seen? And what
 # > is the worst error?
@@ -764,8 +765,9 @@ print("\nThe same by `course plan ... --tokens 134e9`:", proposal.duration(
     plan.search(seven, hardware.load("h100-80"), 64), fastest, 1, 134e9 / seven.model.context))
 
 # %% [markdown]
-# Two days; and the largest error of this number is not in the model. It is what is not a step: GPUs that break, checkpoints,
-# restarts, the evaluation, the run that had to be done again. Whoever plans adds a fifth at least, and says so.
+# Two days; and the largest error of this number is not in the model. It is what is not a step: GPUs that break,
+# checkpoints, restarts, the evaluation, the run that had to be done again. A good plan adds a fifth at least, and says
+# so.
 #
 # > **Question.** Why not take 4096 GPUs, and be done in three quarters of an hour?
 

@@ -133,8 +133,9 @@ lab.beside("lines", my_lines, len(job.log.splitlines()), how="counted")
 # > is the number on the node. When is it not?
 #
 # <details><summary>Answer</summary>
-# With <code>srun --distribution=cyclic</code> they are dealt out in turn: 0, 2, 4, 6 on the first. Whoever computes the GPU
-# from the rank then gives two ranks the same GPU, and leaves one idle. What the scheduler knows one should ask, not compute.
+# With <code>srun --distribution=cyclic</code> they are dealt out in turn: 0, 2, 4, 6 on the first. A program that
+# computes the GPU from the rank then gives two ranks the same GPU, and leaves one idle. Ask the scheduler for what it
+# knows; do not compute it.
 # </details>
 #
 # The **port** is the trap. PyTorch's examples say 29500. Two jobs on one node cannot both listen there, and the second one dies
@@ -430,7 +431,7 @@ check("go-on")
 
 # %% [markdown]
 # With several ranks there is one more difficulty. The signal reaches each of them at another moment, so that one would stop
-# after step 80 and another after step 81, and the second would wait for the first for ever. So the ranks **agree**: after every
+# after step 80 and another after step 81, and the second would wait for the first forever. So the ranks **agree**: after every
 # step each contributes its flag to an all-reduce (the maximum), which travels while the next step computes. All stop after the
 # same step, one later than the first has heard. `course/stop.py` does that:
 
@@ -646,8 +647,8 @@ for said, layout in zip((my_seven, my_six), fewer.values(), strict=True):
 #
 # ## Your report
 #
-# Here is what you hand in. `report` names the runs of this lesson, by their folders; `measured` has your own numbers. Both are
-# plain values in a cell of code, since whoever grades reads the notebook and does not run it.
+# Here is what you hand in. `report` names the runs of this lesson, by their folders; `measured` has your own numbers.
+# Both are plain values in a cell of code, since the notebook is graded by reading it, not by running it.
 
 # %%
 report = {"undisturbed": "runs/gpt-demo/lesson18-undisturbed", "preempted": "runs/gpt-demo/lesson18-preempted",
