@@ -376,8 +376,8 @@ def lateness(record: Record) -> str:
 
 def gone(run: Path, record: Record) -> str:
     """A rank that ended without a word."""
-    return (f"{record.who} is gone: it was killed (by hand, for memory, or with its node) at step {record.step}, {record.doing}, "
-            f"and was last heard at {clock(record.time)}. {where_next(run)}")
+    return (f"{record.who} is gone: it was killed (by hand, for memory, or with its node). It was last heard at "
+            f"{clock(record.time)}, at step {record.step}, {record.doing}. {where_next(run)}")
 
 
 def where_next(run: Path) -> str:

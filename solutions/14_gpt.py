@@ -851,11 +851,12 @@ grid = widgets.explore(figures_gpt.explained, cases=list(figures_gpt.GROUPS),
 # ## On H200s
 #
 # > **Predict.** From V100 to H200 matrix multiplications became about eight times as fast by the data sheets (125 and
-# > 989 TFLOP/s in 16 bits), NVLink three times (300 and 900 GB/s, both directions together). With the same model on 8
-# > GPUs, does 1x8x1 lose more or less than the 44% above, compared with 8x1x1?
+# > 989 TFLOP/s in 16 bits), NVLink three times (300 and 900 GB/s, both directions together). On eight V100s 1x8x1 took
+# > 44% longer than 8x1x1. Two H200s were measured, with a case each that stands for these two: all ranks along tp, and
+# > all along dp. How much longer does the former take, for the same work?
 
 # %%
-my_loss_percent = 44.0           # your prediction, for H200
+my_loss_percent = 44.0           # your prediction for two H200s; negative if it takes less time
 
 # %%
 files = [name for name in ("grid_h200", "grid_2xh200") if (lab.RESULTS / f"{name}.json").is_file()]
@@ -870,11 +871,8 @@ if files:
     ours = {row["source"]: row["tflops"] for row in rows if row["gpus"] == most and "tflops" in row}
     if {eight[0].name, eight[-1].name} <= ours.keys():
         loss = 100 * (ours[eight[0].name] / ours[eight[-1].name] - 1)
-        if most == 8:
-            print(f"1x8x1 takes {loss:.0f}% longer for the same work: you said {my_loss_percent:.0f}%")
-        else:
-            print(f"This is what {most} GPUs can tell, of 8 nothing is measured yet. Of {most} tensor parallelism takes "
-                  f"{abs(loss):.0f}% {'longer' if loss > 0 else 'less time'} for the same work.")
+        print(f"On {most} GPUs tensor parallelism takes {loss:+.0f}% longer for the same work (below 0: it takes less time); "
+              f"you said {my_loss_percent:+.0f}%.")
 else:
     print("Not measured yet. On a machine with GPUs: course bench grid --out course/perf/results/grid_h200.json")
 

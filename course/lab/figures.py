@@ -43,13 +43,19 @@ def curves(lines: Mapping[str, tuple[Sequence[float], Sequence[float]]], x: str,
     figure = Figure(figsize=(6.5, 3.8), layout="constrained")
     axis = figure.subplots()
     for (name, (xs, ys)), (mark, colour) in zip(lines.items(), cycle(MARKS)):
-        axis.plot(xs, ys, color=colour, label=name, marker=mark if len(xs) < 15 else "", linewidth=1.5 if len(xs) < 100 else 0.9)
+        axis.plot(xs, ys, color=colour, label=name, marker=mark if len(xs) < 60 else "", markevery=1 + len(xs) // 15,
+                  linewidth=1.5 if len(xs) < 100 else 0.9)
     for (name, level), dash in zip((levels or {}).items(), cycle(("--", ":", "-."))):
         axis.axhline(level, color=GREY, linestyle=dash, label=name)
+        low, high = axis.get_ylim()
+        axis.set_ylim(min(low, level - 0.04 * (high - low)), max(high, level + 0.04 * (high - low)))    # off the frame
     axis.set_xlabel(x)
     axis.set_ylabel(y)
     axis.grid(alpha=0.3)
-    axis.legend()
+    if len(lines) + len(levels or {}) > 5:           # too many to leave the lines room
+        figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    else:
+        axis.legend()
     axis.set_title(title)
     return figure
 

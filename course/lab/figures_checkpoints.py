@@ -71,8 +71,8 @@ def together(lines: Curves, dots: Curves, y: str, title: str = "") -> Figure:
     axis = figure.subplots()
     for (name, (xs, ys)), colour, dash in zip(lines.items(), (GREY, ORANGE, BLUE), ("-", "--", "-."), strict=False):
         axis.plot(xs, ys, color=colour, linestyle=dash, label=name)
-    for (name, (xs, ys)), mark in zip(dots.items(), ("o", "s"), strict=False):
-        axis.plot(xs, ys, mark, color=GREEN, markersize=6, label=name)
+    for (name, (xs, ys)), (mark, colour) in zip(dots.items(), (("o", GREEN), ("s", PURPLE)), strict=False):
+        axis.plot(xs, ys, mark, color=colour, markersize=6, label=name)
     axis.set_xlabel("step")
     axis.set_ylabel(y)
     axis.grid(alpha=0.3)

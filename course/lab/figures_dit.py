@@ -33,8 +33,8 @@ def beside_seeds(x: Sequence[float], seeds: np.ndarray, curves: Mapping[str, Seq
     others = 100 * (seeds / seeds[0] - 1)
     deviation = 100 * seeds.std(0, ddof=1) / seeds[0]
     axis.fill_between(x, -deviation, deviation, color=GREY, alpha=0.25, linewidth=0, label="one standard deviation of the seeds")
-    for other in others[1:]:
-        axis.plot(x, other, color=GREY, linewidth=0.9, linestyle=":")
+    for number, other in enumerate(others[1:]):
+        axis.plot(x, other, color=GREY, linewidth=0.9, linestyle=":", label="" if number else "other seeds")
     for (name, curve), (mark, colour) in zip(curves.items(), cycle(MARKS)):
         axis.plot(x, 100 * (np.asarray(curve) / seeds[0] - 1), color=colour, marker=mark, label=name)
     axis.axhline(0, color=GREY, linewidth=0.8)

@@ -44,9 +44,9 @@ def stacked(bars: Mapping[str, Mapping[str, float]], unit: str = "GB", limits: M
                       bbox={"facecolor": "white", "edgecolor": "none", "pad": 1}, zorder=3)          # over a limit's line
     for name, limit in (limits or {}).items():
         axis.axvline(limit, color=GREY, linestyle="--")
-        axis.text(limit, -0.62, f"{name} ", fontsize=8, ha="right", color=GREY)
+        axis.text(limit, -0.72, f"{name} ", fontsize=8, ha="right", va="center", color=GREY)
     axis.set_yticks(range(len(bars)), list(bars))
-    axis.set_ylim(len(bars) - 0.5, -0.75)
+    axis.set_ylim(len(bars) - 0.5, -1.0)
     axis.set_xlim(0, 1.18 * max([*(sum(parts.values()) for parts in bars.values()), *(limits or {}).values()]))
     axis.set_xlabel(unit)
     if title:

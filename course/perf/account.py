@@ -50,7 +50,7 @@ class Account:
     time: dict[str, float]                           # by the keys of LABELS; their sum is `step`
     kinds: dict[str, float]                          # of the computing time: attention, matmul, optimizer, other
     communication: float                             # in all; what is not exposed is hidden behind computation
-    kernels: list[tuple[str, float, float]]          # name, calls a step, ms a step; the dearest first
+    kernels: list[tuple[str, float, float]]          # name, calls a step, ms a step; the most expensive first
     fp8: float                                       # share of the matmuls' time in 8-bit kernels
     gpu: bool
 
@@ -96,10 +96,10 @@ def account(events: list[Event]) -> Account:
         spent[event["name"]] += event["dur"]
     matmuls = {name: total for name, total in spent.items() if kind_of(name) == "matmul"}
     eights = sum(total for name, total in matmuls.items() if any(word in name.lower() for word in FP8))
-    dearest = sorted(spent, key=lambda name: -spent[name])[:12]
+    longest = sorted(spent, key=lambda name: -spent[name])[:12]
     return Account(steps, (end - begin) * per, {key: time[key] * per for key in LABELS},
                    {kind: kinds[kind] * per for kind in WORK}, communication * per,
-                   [(name, calls[name] / steps, spent[name] * per) for name in dearest],
+                   [(name, calls[name] / steps, spent[name] * per) for name in longest],
                    eights / max(1e-9, sum(matmuls.values())), gpu)
 
 
@@ -189,7 +189,7 @@ def text(found: Account) -> str:
         lines += [f"  communication:     {found.communication:.2f} ms, of which {found.hidden:.2f} ms hidden behind computation"]
     if found.gpu:
         lines += [f"  matmuls in FP8:    {found.fp8:.0%} of their time"]
-    lines += ["", "  the dearest " + ("kernels" if found.gpu else "operators, with those that they call") + ":"]
+    lines += ["", "  the most expensive " + ("kernels" if found.gpu else "operators, with those that they call") + ":"]
     lines += [f"  {ms:9.2f} ms {calls:7.1f} x  {name[:90]}" for name, calls, ms in found.kernels]
     return "\n".join(lines)
 
