@@ -211,8 +211,8 @@ def gelu_backward(x: Tensor, dy: Tensor, tanh: bool) -> tuple[Tensor, Tensor]:
 def check(tokens: int) -> None:
     """Raise `CourseError` for longer samples than a launch has programs for, which its second dim counts."""
     if tokens > MOST * ROWS:
-        raise CourseError(f"norms by hand: a sample of {tokens} tokens, and {MOST * ROWS} are the most: use a shorter context, or "
-                          "kernels=pytorch")
+        raise CourseError(f"norms by hand: a sample of {tokens} tokens, and {MOST * ROWS} are the most: use a shorter context "
+                          "or kernels=pytorch")
 
 
 def warps(block: int) -> int:

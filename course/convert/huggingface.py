@@ -271,8 +271,8 @@ def source(folder: Path | str, like: GPTConfig | None = None) -> Source:
     bare = kind == "gpt2" and not any(name.startswith("transformer.") for name in tensors)
     embedding = rule(kind, "embed.token.weight", bare)[1][0]
     if c.tied and {HEAD, embedding} <= set(tensors) and not torch.equal(tensors[HEAD], tensors[embedding]):
-        raise CourseError(f"{folder} has one weight for embedding and head by its config.json, and two that differ, {embedding} and "
-                          f"{HEAD}, in its files: set tie_word_embeddings to false there if both were trained")
+        raise CourseError(f"{folder} has one weight for embedding and head by its config.json, and two that differ, {embedding} "
+                          f"and {HEAD}, in its files: set tie_word_embeddings to false there if both were trained")
     return Source(folder, c, tensors, lambda ours: rule(kind, ours, bare), f"a {kind} of its config.json", "its config.json says",
                   lambda name: name.endswith(BUFFERS))
 
