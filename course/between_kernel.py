@@ -13,9 +13,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from course.errors import CourseError
+
 # rows of a program, and of how many the reading has begun before they are needed: the best of those tried on an H200, for widths
 # of 768 to 1152 (`python -m course.perf.fused` measures what came of it)
 ROWS, STAGES = 32, 3
+MOST = 65535                                        # programs of a launch in any dim but the first
 TILE, COLUMNS, SPAN, GELU_WARPS = 4, 256, 64, 8     # GELU's backward: rows and columns of a tile, rows of a program, its warps
 
 
@@ -108,6 +111,7 @@ def add_norm(x: Tensor, y: Tensor | None, gate: Tensor | None, weight: Tensor, b
              out: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As `course.between.add_norm_plain` says, on a GPU."""
     samples, tokens, width = x.shape
+    check(tokens)
     block = triton.next_power_of_2(width)
     x, weight, bias = x.contiguous(), last(weight), last(bias)
     y, gate = None if y is None else y.contiguous(), None if gate is None else last(gate)
@@ -127,6 +131,7 @@ def add_norm_backward(dz: Tensor | None, dn: Tensor | None, z: Tensor | None, y:
     given = dn if dn is not None else dz
     assert given is not None
     samples, tokens, width = given.shape
+    check(tokens)
     block = triton.next_power_of_2(width)
     dz, dn, z, y = (None if t is None else t.contiguous() for t in (dz, dn, z, y))
     gate, weight = None if gate is None else last(gate), None if weight is None else last(weight)
@@ -165,9 +170,11 @@ def gelu_forward(x, y, count, tanh: tl.constexpr, block: tl.constexpr):         
 @triton.jit
 def gelu_gradient(x, dy, dx, parts, rows, width, tanh: tl.constexpr, tile: tl.constexpr,         # type: ignore[no-untyped-def]
                   columns: tl.constexpr, span: tl.constexpr):
-    """x, dy, dx (rows, width); parts (programs, width): sums of dx over `span` rows each."""
-    at = tl.program_id(0) * columns + tl.arange(0, columns)[None, :]
-    first = tl.program_id(1) * span
+    """x, dy, dx (rows, width); parts (spans, width): sums of dx over `span` rows each. A span's programs follow each other."""
+    across = tl.cdiv(width, columns)                # programs side by side: in one dim, of which alone there may be 2^31
+    part = tl.program_id(0) // across
+    at = tl.program_id(0) % across * columns + tl.arange(0, columns)[None, :]
+    first = part * span
     total = tl.zeros((tile, columns), tl.float32)
     for start in range(first, first + span, tile):
         row = start + tl.arange(0, tile)[:, None]
@@ -179,7 +186,7 @@ def gelu_gradient(x, dy, dx, parts, rows, width, tanh: tl.constexpr, tile: tl.co
         grad = (grad * (share + value * slope)).to(dx.dtype.element_ty)
         tl.store(dx + place, grad, mask=inside)
         total += grad.to(tl.float32)                # as rounded: what the weight's gradient is of
-    tl.store(parts + tl.program_id(1) * width + at, tl.sum(total, 0)[None, :], mask=at < width)
+    tl.store(parts + part.to(tl.int64) * width + at, tl.sum(total, 0)[None, :], mask=at < width)
 
 
 def gelu(x: Tensor, tanh: bool) -> Tensor:
@@ -196,9 +203,16 @@ def gelu_backward(x: Tensor, dy: Tensor, tanh: bool) -> tuple[Tensor, Tensor]:
     width = x.shape[-1]
     rows, dx = x.numel() // width, torch.empty_like(x)
     parts = x.new_empty(triton.cdiv(rows, SPAN), width, dtype=torch.float32)
-    gelu_gradient[triton.cdiv(width, COLUMNS), len(parts)](x, dy, dx, parts, rows, width, tanh, TILE, COLUMNS, SPAN,
-                                                           num_warps=GELU_WARPS)
+    gelu_gradient[(triton.cdiv(width, COLUMNS) * len(parts),)](x, dy, dx, parts, rows, width, tanh, TILE, COLUMNS, SPAN,
+                                                               num_warps=GELU_WARPS)
     return dx, parts.sum(0)
+
+
+def check(tokens: int) -> None:
+    """Raise `CourseError` for longer samples than a launch has programs for, which its second dim counts."""
+    if tokens > MOST * ROWS:
+        raise CourseError(f"norms by hand: a sample of {tokens} tokens, and {MOST * ROWS} are the most: use a shorter context "
+                          "or kernels=pytorch")
 
 
 def warps(block: int) -> int:

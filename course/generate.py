@@ -5,6 +5,7 @@ costs one position's forward pass instead of all. The cache sits where attention
 of the model's own; the model knows nothing of it. Grouped heads make it smaller: it has the few heads of keys and values.
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -86,9 +87,9 @@ def check(model: Any, length: int, count: int, temperature: float, top_k: int) -
     if length + count > model.c.context:
         raise CourseError(f"a prompt of {length} tokens and {count} new ones are more than model.context={model.c.context}: "
                           "shorten the prompt or ask for fewer")
-    if temperature < 0 or top_k < 0:
-        raise CourseError(f"temperature={temperature} and top_k={top_k} must not be negative: 0 means the most probable "
-                          "token, and all tokens")
+    if not 0 <= temperature < math.inf or top_k < 0:
+        raise CourseError(f"temperature={temperature} and top_k={top_k} must be numbers that are not negative: 0 means the most "
+                          "probable token, and all tokens")
 
 
 def as_batch(model: Any, tokens: Tensor, known: int) -> dict[str, Tensor]:
@@ -107,7 +108,8 @@ def draw(logits: Tensor, temperature: float, top_k: int, seed: int, position: in
     """
     if temperature == 0:
         return logits.argmax(-1)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    logits = logits.double()                        # of a small temperature the largest stays 0, and none is infinite
+    logits = (logits - logits.amax(-1, keepdim=True)) / temperature     # (B, V)
     samples, vocab = logits.shape
     if 0 < top_k < vocab:
         least = logits.topk(top_k).values[:, -1:]                       # (B, 1)

@@ -86,9 +86,17 @@ def test_tokens_come_with_their_probabilities():
     assert (generate.draw(logits, 0.0, 0, 0, 7) == 4).all() and (generate.draw(logits, 1.0, 1, 0, 7) == 4).all()
 
 
+@pytest.mark.parametrize("temperature", [1e-3, 1e-38, 1e-45, 1e-300])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_however_small_a_temperature_it_is_the_most_probable_token(temperature, sign):
+    logits = torch.tensor([[2.0, 9.0, 10.0, -9.0]]) * sign
+    assert generate.draw(logits, temperature, 0, 0, 7) == logits.argmax()
+
+
 @pytest.mark.parametrize(("length", "count", "how", "words"), [
     (5, 20, {}, "5 tokens and 20 new ones are more than model.context=24"), (0, 3, {}, "at least one token"),
-    (5, 3, {"temperature": -1.0}, "temperature=-1.0")])
+    (5, 3, {"temperature": -1.0}, "temperature=-1.0"), (5, 3, {"temperature": float("nan")}, "temperature=nan"),
+    (5, 3, {"temperature": float("inf")}, "temperature=inf")])
 def test_what_cannot_be_sampled_is_a_sentence(length, count, how, words):
     with pytest.raises(CourseError, match=words):
         generate.generate(make(), prompts(2, length), count, **how)

@@ -121,6 +121,9 @@ def to_run(path: Path, run: Path, given: list[str], to: str, like: str, rows: st
     say(f"wrote {run}, a {settings.model.kind} of {sum(torch.Size(p.global_shape).numel() for p in serial(settings)) / 1e6:.1f} "
         f"million parameters at step 0, for {size} rank{'s' * (size > 1)}"
         + (f", with the scales of {len(histories)} FP8 matmuls rebuilt" if histories else ""))
+    if kind == "hf" and not source.c.dropout and (dropped := huggingface.dropout(path)):
+        say(f"its config.json has {dropped}, of training alone: this run has model.dropout={settings.model.dropout:g}, "     # type: ignore[union-attr]
+            "of which attention's probabilities have none")
     for line in next_steps(run, settings, bool(words)):
         say(line)
 

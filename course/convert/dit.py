@@ -77,8 +77,9 @@ def settings(state: State, heads: int = 0) -> DiTConfig:
     if not heads:
         raise CourseError(f"a DiT of width {dim} is none of the published ones, and nothing in the file shows its heads: "
                           "give their number as model.heads=6, say, or --like a preset of this width")
-    return DiTConfig(latent=(channels, side, side), patch=patch, dim=dim, depth=depth, heads=heads, mlp_ratio=hidden / dim,
-                     classes=classes)
+    ratio = hidden / dim                             # 1952 / 448, rounded, times 448 is less than 1952
+    return DiTConfig(latent=(channels, side, side), patch=patch, dim=dim, depth=depth, heads=heads,
+                     mlp_ratio=ratio if int(dim * ratio) == hidden else math.nextafter(ratio, math.inf), classes=classes)
 
 
 def completed(state: State, heads: int, header: Any, like: DiTConfig | None) -> DiTConfig:

@@ -71,6 +71,7 @@ GROUPED = Layout(fuse, unfuse)
 STACKED = Layout(lambda c, parts: torch.cat(parts), lambda c, x: x.chunk(2))
 
 
+HEAD = "lm_head.weight"
 GPT2: Table = {
     "embed.token.weight": (PADDED, ("transformer.wte.weight",)),
     "embed.pos": (POSITIONS, ("transformer.wpe.weight",)),
@@ -81,7 +82,7 @@ GPT2: Table = {
     **both("blocks.*.mlp.up", TRANSPOSED, "transformer.h.*.mlp.c_fc", bias=SAME),
     **both("blocks.*.mlp.down", TRANSPOSED, "transformer.h.*.mlp.c_proj", bias=SAME),
     **both("head.norm", SAME, "transformer.ln_f"),
-    "head.proj.weight": (PADDED, ("lm_head.weight",)),
+    "head.proj.weight": (PADDED, (HEAD,)),
 }
 ATTENTION = "model.layers.*.self_attn"
 LLAMA: Table = {
@@ -93,11 +94,11 @@ LLAMA: Table = {
     **both("blocks.*.mlp.up", STACKED, "model.layers.*.mlp.gate_proj", "model.layers.*.mlp.up_proj"),
     **both("blocks.*.mlp.down", SAME, "model.layers.*.mlp.down_proj"),
     **both("head.norm", SAME, "model.norm"),
-    "head.proj.weight": (PADDED, ("lm_head.weight",)),
+    "head.proj.weight": (PADDED, (HEAD,)),
 }
 TABLES = {"gpt2": GPT2, "llama": LLAMA}
 # what older files have besides: tables that follow from the configuration, and the head of tied weights once more
-BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq", "lm_head.weight")
+BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq", HEAD)
 GELU = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}       # the first of several is written
 
 # config.json's keys that are ours under another name, by kind
@@ -112,6 +113,9 @@ STRETCH = {"rope_factor": "factor", "rope_low": "low_freq_factor", "rope_high": 
 FIXED: dict[str, dict[str, Any]] = {
     "gpt2": {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
     "llama": {"hidden_act": "silu"}}
+# the same of those that are not written: what other models have, and what says that the weights, or the model, are others
+FOREIGN = {"partial_rotary_factor": 1, "sliding_window": None, "quantization_config": None, "auto_map": None}
+DROPPED = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout")     # of training alone: `dropout` tells the user
 KIND = {"gpt2": {"norm": "layer", "position": "learned"}, "llama": {"norm": "rms", "mlp": "swiglu", "position": "rotary"}}
 TIED = {"gpt2": True, "llama": False}                # where config.json does not say
 CLASSES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM"}
@@ -122,8 +126,8 @@ def config_of(found: Mapping[str, Any]) -> GPTConfig:
     kind = found.get("model_type")
     if kind not in TABLES:
         raise CourseError(f"config.json says model_type={kind}, and what can be read is {' and '.join(TABLES)}")
-    for key, only in FIXED[kind].items():
-        if found.get(key, only) != only:
+    for key, only in (FIXED[kind] | FOREIGN).items():
+        if found.get(key, only) != only and not (key in FOREIGN and found[key] is None):
             raise refused(key, found[key], only)
     missing = [name for name in NAMES[kind].values() if name not in found]
     if missing:
@@ -145,20 +149,43 @@ def of_gpt2(found: Mapping[str, Any]) -> dict[str, Any]:
 
 def of_llama(found: Mapping[str, Any]) -> dict[str, Any]:
     """What a Llama's config.json says in another way than we do."""
-    rope = found.get("rope_parameters") or found.get("rope_scaling") or {}
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if rope_type not in ("default", "llama3"):
-        raise refused("rope_type", rope_type, "default and llama3")
-    heads, dim = found["num_attention_heads"], found["hidden_size"]
-    if (found.get("head_dim") or dim // heads) * heads != dim:
-        raise refused("head_dim", found["head_dim"], f"hidden_size / num_attention_heads, {dim // heads}")
+    rope = rope_of(found)
+    heads, dim, kv_heads = (found.get(key) for key in ("num_attention_heads", "hidden_size", "num_key_value_heads"))
+    kv_heads = heads if kv_heads is None else kv_heads
+    for key, value in (("num_attention_heads", heads), ("hidden_size", dim), ("num_key_value_heads", kv_heads)):
+        if type(value) is not int or value < 1:
+            raise refused(key, value, "whole numbers from 1 on")
+    assert isinstance(heads, int) and isinstance(dim, int)
+    if found.get("head_dim") not in (None, dim / heads):
+        raise refused("head_dim", found["head_dim"], f"hidden_size / num_attention_heads, {dim / heads:g}")
     bias = found.get("attention_bias", False)
     if found.get("mlp_bias", False) != bias:
         raise refused("mlp_bias", found.get("mlp_bias", False), f"attention_bias, {bias}")
-    kv_heads = found.get("num_key_value_heads") or heads
     return {"kv_heads": 0 if kv_heads == heads else kv_heads, "bias": bias,
-            "rope_theta": float(rope.get("rope_theta", found.get("rope_theta", 10_000.0))),
-            **(of_llama3(rope) if rope_type == "llama3" else {})}
+            "rope_theta": rope.get("rope_theta", found.get("rope_theta", 10_000.0)),
+            **(of_llama3(rope) if rope.get("rope_type") == "llama3" else {})}
+
+
+def rope_of(found: Mapping[str, Any]) -> dict[str, Any]:
+    """What a Llama's config.json says of its rotary positions. `transformers` 4 calls it rope_scaling, 5 rope_parameters."""
+    said: list[dict[str, Any]] = []
+    for key in ("rope_parameters", "rope_scaling"):
+        given = found.get(key) or {}
+        if not isinstance(given, dict):
+            raise refused(key, given, "names and values")
+        rope = {"rope_type": given.get("rope_type", given.get("type", "default"))}
+        rope |= {name: value for name, value in given.items() if name not in ("rope_type", "type")}
+        if rope["rope_type"] not in ("default", "llama3"):
+            raise refused("rope_type", rope["rope_type"], "default and llama3")
+        if rope.pop("partial_rotary_factor", None) not in (None, 1):
+            raise refused(f"{key}.partial_rotary_factor", given["partial_rotary_factor"], 1)
+        known = ("rope_type", "rope_theta", *(STRETCH.values() if rope["rope_type"] == "llama3" else ()))
+        if strange := next((name for name in rope if name not in known), ""):
+            raise refused(f"{key}.{strange}", rope[strange], ", ".join(known))
+        said += [rope] if given else []
+    if len(said) > 1 and any(said[0].get(name, value) != value for name, value in said[1].items()):
+        raise refused("rope_scaling", said[1], f"the same as in rope_parameters, {said[0]},")
+    return {name: value for rope in reversed(said) for name, value in rope.items()}
 
 
 def of_llama3(rope: Mapping[str, Any]) -> dict[str, Any]:
@@ -205,8 +232,16 @@ def config_for(c: GPTConfig, dtype: torch.dtype = torch.float32) -> dict[str, An
         values |= {"intermediate_size": c.hidden, "num_key_value_heads": c.groups, "head_dim": c.dim // c.heads,
                    "attention_bias": c.bias, "mlp_bias": c.bias, "rope_theta": c.rope_theta,      # and for version 5 on:
                    "rope_parameters": rope_for(c)}
+        if c.stretch is not None:                   # version 4 reads this, and without it would take them for plain ones
+            values["rope_scaling"] = {key: value for key, value in rope_for(c).items() if key != "rope_theta"}
     return {"model_type": kind, "architectures": [CLASSES[kind]], "tie_word_embeddings": c.tied,
             "dtype": str(dtype).removeprefix("torch."), "bos_token_id": None, "eos_token_id": None, **values}
+
+
+def dropout(folder: Path) -> str:
+    """What a folder's config.json says was dropped in training, "resid_pdrop=0.1, attn_pdrop=0.1"; "" if nothing was."""
+    found = weights.read_json(folder / "config.json")
+    return ", ".join(f"{key}={found[key]}" for key in DROPPED if found.get(key))
 
 
 def rule(kind: str, ours: str, bare: bool = False) -> Rule:
@@ -234,6 +269,10 @@ def source(folder: Path | str, like: GPTConfig | None = None) -> Source:
     c = completed(c, weights.model_in(folder, tensors.about()), like)
     # GPT-2 as OpenAI's files have it: the names without "transformer."
     bare = kind == "gpt2" and not any(name.startswith("transformer.") for name in tensors)
+    embedding = rule(kind, "embed.token.weight", bare)[1][0]
+    if c.tied and {HEAD, embedding} <= set(tensors) and not torch.equal(tensors[HEAD], tensors[embedding]):
+        raise CourseError(f"{folder} has one weight for embedding and head by its config.json, and two that differ, {embedding} "
+                          f"and {HEAD}, in its files: set tie_word_embeddings to false there if both were trained")
     return Source(folder, c, tensors, lambda ours: rule(kind, ours, bare), f"a {kind} of its config.json", "its config.json says",
                   lambda name: name.endswith(BUFFERS))
 

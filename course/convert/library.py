@@ -74,8 +74,9 @@ class Source:
 
     def part(self, name: str, where: Placement) -> Tensor:
         """The box of one of our parameters, or the flat range of it; `CourseError` if theirs is of another size."""
-        whole = self[name]
-        if whole.numel() != torch.Size(where.global_shape).numel():
+        whole, shape = self[name], torch.Size(where.global_shape)
+        turned = whole.dim() > 1 and whole.shape[-1] != shape[-1]       # as many numbers, but in another order
+        if whole.numel() != shape.numel() or turned:
             raise CourseError(f"{self.where} has {name} as {list(whole.shape)}, and {self.says} {list(where.global_shape)}: "
                               "give the settings of that model, or download both again")
         box = whole.reshape(where.global_shape)[tuple(slice(*side) for side in where.box)]

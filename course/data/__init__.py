@@ -31,7 +31,8 @@ def open_data(config: "Config", split: str) -> Any:
     if config.model.kind == "dit":
         return Latents(path, split, config.model.latent, config.model.classes, limit)
     if config.model.kind == "gpt":
-        return Sequences(path, split, config.model.context, config.model.vocab, limit)
+        c = config.model                             # rows beyond `words` are padding, which no token is
+        return Sequences(path, split, c.context, c.words, limit, "model.vocab_used" if c.vocab_used else "model.vocab")
     return open_pairs(config, split)
 
 

@@ -48,12 +48,15 @@ def byte_level(model: models.BPE) -> Tokenizer:
 
 
 def load(path: Path) -> Tokenizer:
-    """The tokenizer of a tokenizer.json."""
+    """The tokenizer of a tokenizer.json, which gives all tokens of a text and no others: some files say to cut or to fill up."""
     try:
-        return Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:                       # the package raises the plainest kind
         raise CourseError(f"{path} cannot be read as a tokenizer ({error}): give a tokenizer.json of the tokenizers package, "
                           "such as Hugging Face models have") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def end_token(tokenizer: Tokenizer, end: str = END) -> int:

@@ -85,7 +85,7 @@ def together(texts: list[str]) -> Iterator[list[str]]:
 
 def check_parts(valid: float, test: float) -> None:
     """Raise `CourseError` unless both are parts of a whole that leave something for training."""
-    if valid < 0 or test < 0 or valid + test >= 1:
+    if not (valid >= 0 and test >= 0 and valid + test < 1):             # nan is none, either
         raise CourseError(f"valid={valid:g} and test={test:g} are parts of the documents: they are at least 0, and below 1 "
                           "together")
 

@@ -86,7 +86,9 @@ def make(config: Jsonl, say: Callable[[str], None] = print) -> None:
     path, parts = Path(config.path), Path(config.path) / "parts"
     request = {"made by": "course data jsonl", "version": VERSION, **describe(config, files)}
     if is_made(path, request):
-        say(f"{path} is there already")
+        newer = next((file for file in files if file.stat().st_mtime > (path / "meta.json").stat().st_mtime), None)
+        say(f"{path} is there already" + (f", and {newer} has changed since: if its text is another now, give another path, or "
+                                          "remove that folder" if newer else ""))
         remove(parts)
         return
     began = time.monotonic()

@@ -154,12 +154,15 @@ def pack(folder: Path, out: Path, scale: float | None = None, valid: int = 50, s
 
 
 def find_files(folder: Path, endings: tuple[str, ...]) -> tuple[list[Path], list[int], list[str]]:
-    """(files, their labels, names of the classes). Folders 0000, 0001 ... have these numbers, others are numbered by name."""
-    classes = sorted(path for path in folder.glob("*") if path.is_dir()) if folder.is_dir() else []
+    """(files, their labels, names of the classes). Folders 0000, 0001 ... have these numbers, others are numbered by name.
+
+    Hidden ones, such as .ipynb_checkpoints, are no classes: they would number the others anew.
+    """
+    classes = sorted(path for path in folder.glob("[!.]*") if path.is_dir()) if folder.is_dir() else []
     numbered = all(path.name.isdecimal() for path in classes)
     files, labels = [], []
     for number, path in enumerate(classes):
-        found = sorted(file for file in path.iterdir() if file.suffix.lower() in endings)
+        found = sorted(file for file in path.glob("[!.]*") if file.suffix.lower() in endings)
         files += found
         labels += [int(path.name) if numbered else number] * len(found)
     if not files:

@@ -24,6 +24,8 @@ LONGEST = 16 << 20                                   # bytes of a document: more
 SMALL = 2 << 20                                      # bytes of a packed member that is handed on packed
 MOST = 64 << 20                                      # bytes of text in one of those: 30 times as much, or somebody is joking
 BLOCK = 1 << 20                                      # bytes read at once
+OTHERS = {b"BZh": "packed by bzip2", b"PK\x03\x04": "a zip archive", b"PAR1": "a table in Parquet", b"ARROW1": "a table in Arrow",
+          b"\x04\x22\x4d\x18": "packed by lz4", b"7z\xbc\xaf\x27\x1c": "a 7z archive"}      # by their first bytes
 ARRAY = "a JSON array, not a document on each line"
 
 
@@ -64,7 +66,11 @@ def inside(file: IO[bytes], where: str, name: str) -> Iterator[Item]:
     if stream.peek(512)[257:262] == b"ustar":
         yield from members(stream, where)
     elif ".jsonl" in name:
-        yield from lines(stream, where)
+        start = stream.peek(10)
+        if other := next((kind for mark, kind in OTHERS.items() if start.startswith(mark)), ""):
+            yield Item(where or "0", b"", bad=f"{other}, which is not read: make lines of JSON of it")
+        else:
+            yield from lines(stream, where)
     elif len(raw := stream.read(LONGEST + 1)) > LONGEST:
         yield too_long(where)
     else:
@@ -90,7 +96,7 @@ def lines(stream: Any, where: str) -> Iterator[Item]:
 
 def members(stream: IO[bytes], where: str) -> Iterator[Item]:
     """The files of a tar: small ones as they are, of others what is inside."""
-    with tarfile.open(fileobj=stream, mode="r|") as archive:
+    with tarfile.open(fileobj=stream, mode="r|", tarinfo=Member) as archive:
         while member := archive.next():
             cast(Any, archive).members.clear()       # else it remembers millions of names
             place = f"{where}/{member.name}".lstrip("/")
@@ -100,6 +106,17 @@ def members(stream: IO[bytes], where: str) -> Iterator[Item]:
                     yield Item(place, content.read())
                 else:
                     yield from guarded(inside(content, place, member.name), place)
+
+
+class Member(tarfile.TarInfo):
+    """A member of an archive that ends with its mark: the package takes a damaged header, or none, for an end, too."""
+
+    @classmethod
+    def fromtarfile(cls, archive: tarfile.TarFile) -> "Member":
+        try:
+            return super().fromtarfile(archive)
+        except (tarfile.InvalidHeaderError, tarfile.TruncatedHeaderError, tarfile.EmptyHeaderError) as error:     # type: ignore[attr-defined]
+            raise tarfile.ReadError(f"the archive's end is missing: {error or 'nothing follows'}") from error
 
 
 def guarded(found: Iterator[Item], where: str) -> Iterator[Item]:
@@ -173,17 +190,21 @@ def unpacked(file: IO[bytes]) -> Any:
     if start.startswith(b"\x1f\x8b"):
         return gzip.GzipFile(fileobj=stream)
     if start.startswith(b"\xfd7zXZ\0"):
-        return lzma.LZMAFile(stream)
-    if start.startswith(b"\x28\xb5\x2f\xfd"):
-        return io.BufferedReader(Zstandard(stream), BLOCK)
+        return io.BufferedReader(Frames(stream, lzma.LZMADecompressor, b"\0"), BLOCK)
+    if start.startswith(b"\x28\xb5\x2f\xfd") or start[1:4] == b"\x2a\x4d\x18":     # the latter is skipped: pzstd begins so
+        return io.BufferedReader(Frames(stream, lambda: zstandard.ZstdDecompressor().decompressobj()), BLOCK)
     return stream
 
 
-class Zstandard(io.RawIOBase):
-    """Unpacks zstandard frames. The package's own reader takes a truncated file for a whole one."""
+class Frames(io.RawIOBase):
+    """Unpacks zstandard's frames or xz's streams, one after another, between which may be `padding`.
 
-    def __init__(self, file: IO[bytes]):
-        self.file = file
+    The packages' own readers take a truncated zstandard file for a whole one, and end without a word where what follows an xz
+    stream does not begin like another.
+    """
+
+    def __init__(self, file: IO[bytes], begin: Callable[[], Any], padding: bytes = b""):
+        self.file, self.begin, self.padding = file, begin, padding
         self.frame: Any = None                       # the one that is being unpacked
         self.rest, self.out = b"", memoryview(b"")   # not yet unpacked, not yet read
 
@@ -195,12 +216,17 @@ class Zstandard(io.RawIOBase):
             block = self.rest or self.file.read(4096)                   # little: it may unpack to 30,000 times as much
             if not block:
                 if self.frame is not None:
-                    raise EOFError("the file ends within a zstandard frame")
+                    raise EOFError("the file ends within what is packed")
                 return 0
-            self.frame = self.frame or zstandard.ZstdDecompressor().decompressobj()
-            self.out, self.rest = memoryview(self.frame.decompress(block)), self.frame.unused_data
+            self.rest = b""
+            if self.frame is None:
+                block = block.lstrip(self.padding) if self.padding else block
+                if not block:
+                    continue
+                self.frame = self.begin()
+            self.out = memoryview(self.frame.decompress(block))
             if self.frame.eof:
-                self.frame = None
+                self.frame, self.rest = None, self.frame.unused_data
         size = min(len(buffer), len(self.out))
         buffer[:size], self.out = self.out[:size], self.out[size:]
         return size

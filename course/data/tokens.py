@@ -28,8 +28,8 @@ class Sequences(Dataset[Batch]):
     `tokens` (B, context + 1) int64 and `sample` (B,) int64, the number of the sample (-1 for padding, which is zeros).
     """
 
-    def __init__(self, path: str, split: str, context: int, vocab: int, limit: int = 0):
-        self.context, self.vocab = context, vocab
+    def __init__(self, path: str, split: str, context: int, vocab: int, limit: int = 0, key: str = "model.vocab"):
+        self.context, self.vocab, self.key = context, vocab, key        # the key that says how many tokens the model knows
         self._check_vocabulary(Path(path))
         self.documents = Documents(Path(path) / split)
         tokens = len(self.documents.tokens)
@@ -51,8 +51,8 @@ class Sequences(Dataset[Batch]):
             raise CourseError(f"{meta} is damaged, or of another program: remove that file, which may be missing, or make the "
                               "data again with `course data tokens` or `course data jsonl`") from error
         if size > self.vocab:
-            raise CourseError(f"{path} has a vocabulary of {size} tokens but model.vocab={self.vocab}: "
-                              f"set model.vocab={size} or use other data")
+            raise CourseError(f"{path} has a vocabulary of {size} tokens but {self.key}={self.vocab}: "
+                              f"set {self.key}={size} or use other data")
 
     def __len__(self) -> int:
         return self.size
@@ -64,6 +64,6 @@ class Sequences(Dataset[Batch]):
             if sample >= 0:
                 tokens[i] = self.documents.tokens[sample * self.context:][:self.context + 1]
         if tokens.max(initial=0) >= self.vocab or tokens.min(initial=0) < 0:       # no meta.json said so, or it is wrong
-            raise CourseError(f"{self.documents.bin} has tokens from {tokens.min()} to {tokens.max()} but model.vocab="
-                              f"{self.vocab}: set model.vocab={tokens.max() + 1} or more, or use other data")
+            raise CourseError(f"{self.documents.bin} has tokens from {tokens.min()} to {tokens.max()} but {self.key}="
+                              f"{self.vocab}: set {self.key}={tokens.max() + 1} or more, or use other data")
         return {"tokens": torch.from_numpy(tokens), "sample": torch.tensor(samples, dtype=torch.int64)}

@@ -274,6 +274,14 @@ def test_a_tokenizer_goes_along_and_back(spoken, tmp_path, capsys):
     assert f"wrote {tmp_path / 'out'}, a folder of a Hugging Face gpt2, not a run: " in said and f"course sample {run}\n" in said
 
 
+@pytest.mark.parametrize(("case", "theirs"), [("gpt2", "resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1"), ("llama", "")])
+def test_dropout_that_does_not_come_along_is_said(case, theirs, tmp_path, capsys):
+    hf.theirs(case).save_pretrained(tmp_path / "in")
+    convert(tmp_path / "in", tmp_path / "runs" / "gpt" / "mine")
+    said = capsys.readouterr().out
+    assert (f"config.json has {theirs}, of training alone: this run has model.dropout=0" in said) == bool(theirs)
+
+
 def test_without_a_tokenizer_it_is_said_and_can_be_given(spoken, tmp_path, capsys):
     from course import sample
 

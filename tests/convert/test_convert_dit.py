@@ -155,3 +155,12 @@ def test_files_that_are_not_weights_are_a_sentence(damage, words, tmp_path, caps
     with pytest.raises(CourseError, match=words):
         dit.read(file)
     assert "executed" not in capsys.readouterr().out
+
+
+def test_a_width_that_no_ratio_gives_exactly_is_read(tmp_path):
+    """1952 / 448 in float64, times 448, is a little less than 1952."""
+    c = DiTConfig(latent=(3, 4, 4), patch=2, dim=448, depth=1, heads=7, mlp_ratio=4.357142857142858, classes=2)
+    state = state_of(c)
+    assert len(state["blocks.0.mlp.fc1.weight"]) == 1952 != int(448 * (1952 / 448))
+    found = dit.settings(state, 7)
+    assert int(found.dim * found.mlp_ratio) == 1952

@@ -19,7 +19,8 @@ GPT2 = {**SIZES, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 24}
 LLAMA = {**SIZES, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4,
          "max_position_embeddings": 24}
 # name of the case: what a configuration has besides
-CASES = {"gpt2": {}, "gpt2 gelu untied": {"activation_function": "gelu", "tie_word_embeddings": False, "n_inner": 48},
+CASES = {"gpt2": {}, "gpt2 upcast": {"reorder_and_upcast_attn": True},
+         "gpt2 gelu untied": {"activation_function": "gelu", "tie_word_embeddings": False, "n_inner": 48},
          "llama": {"num_key_value_heads": 2}, "llama plain": {"tie_word_embeddings": True, "rms_norm_eps": 1e-5},
          "llama biased": {"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True,
                           "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
@@ -175,6 +176,23 @@ def saved(case, folder):
     ("llama 3.1", {"rope_scaling": None, "rope_parameters": {
         "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4, "high_freq_factor": 4,
         "original_max_position_embeddings": 8}}, "rope_high=4.0 must be more than model.rope_low=4.0"),
+    ("gpt2", {"add_cross_attention": True}, "add_cross_attention=True"),
+    ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights=False"),
+    ("gpt2", {"activation_function": "gelu_fast"}, "activation_function=gelu_fast"),
+    ("gpt2", {"auto_map": {"AutoModel": "mine.Model"}}, "auto_map="),
+    ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+    ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+     "rope_parameters.partial_rotary_factor=0.5"),
+    ("llama", {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters.full_attention="),
+    ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type=linear"),
+    ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                                "original_max_position_embeddings": 64}}, "rope_scaling=.*the same as in rope_parameters"),
+    ("llama", {"rope_scaling": "linear"}, "rope_scaling=linear"),
+    ("llama", {"rope_parameters": {"rope_theta": "far"}}, "rope_theta=far"),
+    ("llama", {"sliding_window": 8}, "sliding_window=8"),
+    ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config="),
+    ("llama", {"num_attention_heads": 0}, "num_attention_heads=0"), ("llama", {"hidden_size": "32"}, "hidden_size=32"),
+    ("llama", {"num_key_value_heads": 3}, "kv_heads=3"),
     ("llama", {"head_dim": 16}, "head_dim=16"), ("llama", {"mlp_bias": True}, "mlp_bias=True"),
     ("llama", {"hidden_act": "gelu"}, "hidden_act=gelu")])
 def test_what_does_not_fit_is_a_sentence(case, change, words, tmp_path):
@@ -183,6 +201,36 @@ def test_what_does_not_fit_is_a_sentence(case, change, words, tmp_path):
     file.write_text(json.dumps({key: value for key, value in values.items() if value is not None or key not in change}))
     with pytest.raises(CourseError, match=words):
         huggingface.read(tmp_path)
+
+
+def test_weights_that_are_not_transposed_are_a_sentence(tmp_path):
+    """Other libraries' GPT-2 has the same names, and the rows and columns of its linears the other way round."""
+    file = saved("gpt2", tmp_path) / "model.safetensors"
+    linears = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+    save_file({name: x.T.contiguous() if name.endswith(linears) else x for name, x in load_file(file).items()}, file)
+    with pytest.raises(CourseError, match=r"has blocks.0.attn.qkv.weight as \[32, 96\]"):
+        huggingface.read(tmp_path)
+
+
+@pytest.mark.parametrize("case", ["gpt2", "llama plain"])
+def test_a_head_beside_tied_weights_is_read_only_if_it_is_the_embedding(case, tmp_path):
+    file = saved(case, tmp_path) / "model.safetensors"
+    found = load_file(file)
+    embedding = found["transformer.wte.weight" if case == "gpt2" else "model.embed_tokens.weight"]
+    save_file(found | {"lm_head.weight": embedding.clone()}, file)
+    huggingface.read(tmp_path)
+    save_file(found | {"lm_head.weight": embedding + 1}, file)
+    with pytest.raises(CourseError, match="two that differ"):
+        huggingface.read(tmp_path)
+
+
+def test_the_stretch_is_written_as_transformers_4_reads_it(tmp_path):
+    """It knows rope_scaling, and takes positions for plain ones without."""
+    said = huggingface.config_for(huggingface.read(saved("llama 3.1", tmp_path)).c)
+    assert said["rope_scaling"] == {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                                    "original_max_position_embeddings": 64} and said["rope_theta"] == 300.0
+    assert huggingface.config_of({key: value for key, value in said.items() if key != "rope_parameters"}) == \
+        huggingface.config_of(said)
 
 
 def test_files_that_are_not_whole_are_a_sentence(tmp_path):

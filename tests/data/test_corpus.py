@@ -64,7 +64,7 @@ def test_splits_are_evenly_hashed():
 @pytest.mark.parametrize(("change", "sentence"), [
     ({"vocab": 256}, "vocab=256 is too small: 256 bytes and .* are 257 tokens"),
     ({"valid": 0.5, "test": 0.5}, "valid=0.5 and test=0.5 are parts"),
-    ({"valid": -0.1}, "valid=-0.1 and test"),
+    ({"valid": -0.1}, "valid=-0.1 and test"), ({"test": float("nan")}, "valid=0.05 and test=nan"),
 ])
 def test_bad_requests(stdlib, tmp_path, change, sentence):
     with pytest.raises(CourseError, match=sentence):

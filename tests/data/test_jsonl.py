@@ -295,6 +295,29 @@ def test_a_given_tokenizer_is_used(config, tmp_path):
         make(config, silent)
 
 
+def test_a_tokenizer_that_cuts_or_fills_up_changes_no_document(config, tmp_path):
+    """Files that other libraries saved may say that a text is cut to 512 tokens, or filled up to the longest."""
+    tokenizer = bpe.train(iter(["one two three"]), 260)
+    tokenizer.save(str(tmp_path / "plain.json"))
+    tokenizer.enable_truncation(16)
+    tokenizer.enable_padding(length=32)
+    tokenizer.save(str(tmp_path / "cuts.json"))
+    for name in ("plain", "cuts"):
+        make(replace(config, tokenizer=str(tmp_path / f"{name}.json"), vocab=0, path=str(tmp_path / name)), silent)
+    for split in SPLITS:
+        assert (tmp_path / "plain" / f"{split}.bin").read_bytes() == (tmp_path / "cuts" / f"{split}.bin").read_bytes()
+
+
+def test_a_file_that_changed_after_all_was_made_is_said(config, tmp_path):
+    said: list[str] = []
+    make(config, silent)
+    make(config, said.append)
+    later = time.time() + 10
+    os.utime(config.files[1], (later, later))
+    make(config, said.append)
+    assert said[0] == f"{tmp_path / 'out'} is there already" and f"{config.files[1]} has changed since" in said[1]
+
+
 def test_archives_and_the_command(config, tmp_path, monkeypatch):
     """`course data jsonl FILE... KEY=VALUE...`, with a name that looks like a setting."""
     with tarfile.open(tmp_path / "in" / "lang=en.tar.xz", "w:xz") as archive:

@@ -54,6 +54,15 @@ def test_every_latent_is_once_in_a_split_scaled_with_its_label(folder):
     assert json.loads((folder.parent / "out" / "latents.json").read_text()) == made
 
 
+def test_hidden_folders_and_files_are_no_classes_and_no_latents(folder):
+    """Notebooks leave the one, a Mac's archives the other."""
+    found = latents.find_files(folder, (".npy", ".pt"))
+    (folder / ".ipynb_checkpoints").mkdir()
+    for name in (".ipynb_checkpoints/a.npy", "0001/._0.npy"):
+        (folder / name).write_bytes((folder / "0000" / "0.npy").read_bytes())
+    assert latents.find_files(folder, (".npy", ".pt")) == found and found[1] == [0] * 7 + [1] * 7 + [2] * 7
+
+
 def test_a_batch_has_padding_and_the_protocol_of_loaders(folder):
     pack(folder)
     data = Latents(str(folder.parent / "out"), "train", (2, 4, 4), 5, limit=8)

@@ -53,6 +53,42 @@ def test_packed_in_several_pieces(tmp_path, suffix):
     assert documents(tmp_path / "a") == [("1", "a", ""), ("2", "b", "")]
 
 
+def test_padding_between_pieces_is_no_end(tmp_path):
+    """xz allows zeros between its streams; pzstd writes the length of a frame before it, in a frame that is to be skipped."""
+    a, b = lines({"text": "a"}), lines({"text": "b"})
+    (tmp_path / "xz").write_bytes(lzma.compress(a) + bytes(8192) + lzma.compress(b) + bytes(4))
+    skipped = b"\x50\x2a\x4d\x18" + (4).to_bytes(4, "little") + b"size"
+    (tmp_path / "zst").write_bytes(b"".join(skipped + PACKERS[".zst"](x) for x in (a, b)) + skipped)
+    for name in ("xz", "zst"):
+        assert documents(tmp_path / name) == [("1", "a", ""), ("2", "b", "")]
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".xz", ".zst"])
+def test_a_damaged_piece_is_no_end(tmp_path, suffix):
+    a, b = (PACKERS[suffix](lines({"text": x})) for x in "ab")
+    (tmp_path / "a").write_bytes(a + b"?" + b[1:])
+    first, (where, text, bad) = documents(tmp_path / "a")
+    assert first == ("1", "a", "") and (where, text) == ("1", "") and bad.startswith("what follows is unreadable (")
+
+
+@pytest.mark.parametrize("cut", [1024, 1300, 0])
+def test_an_archive_without_its_end_says_so(tmp_path, cut):
+    """Cut after a member, or within a header; or with a header that is damaged."""
+    whole = tar(a_txt=b"one", b_txt=b"two", c_txt=b"three")
+    (tmp_path / "a").write_bytes(whole[:cut] if cut else whole[:1030] + b"?" + whole[1031:])
+    first, (_, text, bad) = documents(tmp_path / "a")
+    assert first == ("a.txt", "one", "") and not text
+    assert bad.startswith("what follows is unreadable (the archive's end is missing")
+
+
+@pytest.mark.parametrize(("start", "what"), [(b"BZh91AY&SY", "bzip2"), (b"PK\x03\x04\x14", "zip"), (b"PAR1\x15", "Parquet"),
+                                             (b"\x04\x22\x4d\x18\x64", "lz4")])
+def test_what_is_packed_otherwise_is_one_bad_item_with_its_name(start, what, tmp_path):
+    (tmp_path / "a").write_bytes(start + bytes(range(256)) * 20)
+    (where, text, bad), = documents(tmp_path / "a")
+    assert (where, text) == ("0", "") and what in bad
+
+
 @pytest.mark.parametrize(("line", "bad"), [
     (b'{"text": "a"', "not JSON (Expecting ',' delimiter"),
     (b'{"text": "\xff"}', "not UTF-8 at byte 10"),

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from course.data import indexed, native, order
+from course import config
+from course.data import indexed, native, open_data, order
 from course.data.tokens import Sequences
 from course.errors import CourseError
 
@@ -92,6 +93,14 @@ def test_a_token_that_the_model_does_not_know(folder, tmp_path):
     assert data.__getitems__([0])["tokens"].max() == 9
     with pytest.raises(CourseError, match=r"train.bin has tokens from 0 to 99 but model.vocab=95: set model.vocab=100"):
         list(native.loader(data, [[0, 10]], 0, pin=False))
+
+
+def test_padding_of_the_vocabulary_is_no_token(folder):
+    """A model of 128 rows of which 96 are tokens would learn rows that it never writes, and that no other library gets."""
+    settings = [f"data.path={folder}", "data.source=files", "model.context=9", "model.vocab=128"]
+    assert len(open_data(config.load("gpt-demo", [*settings, "model.vocab_used=100"]), "train")) == 11
+    with pytest.raises(CourseError, match=r"100 tokens but model.vocab_used=96: set model.vocab_used=100"):
+        open_data(config.load("gpt-demo", [*settings, "model.vocab_used=96"]), "train")
 
 
 def test_no_tokens_at_all(folder, tmp_path):

@@ -65,6 +65,14 @@ def test_gelu_and_its_gradients_are_those_of_float64(tanh, dtype, bound):
     torch.testing.assert_close(dbias.double(), dx.double().flatten(0, 1).sum(0), rtol=1e-4, atol=1e-4)
 
 
+def test_gelu_of_more_tokens_than_a_launch_has_programs_in_its_second_dim():
+    x, dy = (drawn(65536 * 64 + 1, 8, dtype=torch.bfloat16) for _ in range(2))
+    dx, sums = torch.ops.course.gelu_backward(x, dy, True)
+    wanted, _ = between.gelu_backward_plain(x[-100:].double(), dy[-100:].double(), True)
+    assert (dx[-100:].double() - wanted).norm() <= 5e-3 * wanted.norm()
+    torch.testing.assert_close(sums.double(), dx.double().sum(0), rtol=1e-3, atol=1.0)
+
+
 @pytest.mark.parametrize("ema", [0.0, 0.9])
 @pytest.mark.parametrize("betas", [(0.9, 0.999), (0.0, 0.5)])
 def test_adam_updates_as_pytorchs_does_and_the_average_follows(ema, betas):
