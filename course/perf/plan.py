@@ -101,7 +101,7 @@ class Plan:
     @property
     def room(self) -> float:
         """Bytes of a GPU that a layout may take."""
-        return self.hardware.memory * (1 - self.free)
+        return self.hardware.room(self.free)
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Search:
     @property
     def room(self) -> float:
         """Bytes of a GPU that a layout may take."""
-        return self.hardware.memory * (1 - self.free)
+        return self.hardware.room(self.free)
 
     @cached_property
     def node(self) -> int:
