@@ -17,8 +17,8 @@ from course.perf import layouts, memory, recorded, steptime
 from course.perf.hardware import Hardware
 from course.perf.memory import Memory
 from course.perf.others import Sixteen, as_if
-from course.perf.plan import FREE
 from course.perf.steptime import Time
+from course.perf.variants import FREE
 
 AMBER, YELLOW = "#E69F00", "#F0E442"
 # what a bar is made of: a word, the parts that it adds up, colour, hatch

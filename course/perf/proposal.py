@@ -20,9 +20,10 @@ from course.files import atomic
 from course.models import GPTConfig
 from course.perf import flops, host, kernels, memory, steptime
 from course.perf import hardware as hardware_presets
-from course.perf.hardware import Hardware
 from course.perf.layouts import AMPERE, divisors, refusal
-from course.perf.plan import FREE, KEYS, PEAKS, Layout, Misfit, Plan, as_plain, changed, get, plain, quickest, search, settings
+from course.perf.misfits import Misfit
+from course.perf.plan import Layout, Plan, as_plain, quickest, search
+from course.perf.variants import FREE, KEYS, changed, get, plain, settings
 
 HIDDEN = 0.03                                       # the share of a step below which a part is not named
 LIMIT = 0.1                                         # the share of a step, or of its rate, from which on something limits it
@@ -32,6 +33,7 @@ COMPILED: tuple[dict[str, Any], ...] = ({"compile": True}, {"compile": True, "st
                                         {"compile": True, "kernels": "hand"},
                                         {"compile": True, "stream": "narrow", "kernels": "hand"})
 GRAPHS: tuple[dict[str, Any], ...] = ({"graphs": True}, *({**change, "graphs": True} for change in COMPILED))
+PEAKS = (144, 127)                                  # whose memory was measured here, and of them within 5% of what is predicted
 WIDTH = 132                                         # of the table, where no terminal says
 
 
@@ -46,8 +48,7 @@ def main(preset: str, overrides: Sequence[str], gpus: int, hardware: str, top: i
         raise CourseError(f"--out {out} is a folder: name a file in it, such as {out / 'plan.json'}")
     config = configuration.load(preset, overrides)
     count = whole_run(config, tokens, samples)
-    machine = hardware_presets.load(hardware)
-    plan = search(config, machine, gpus, fixed(overrides), precisions, free)
+    plan = search(config, hardware_presets.load(hardware), gpus, fixed(overrides), precisions, free)
     if not 1 <= layout <= len(plan.layouts):
         raise CourseError(f"--layout {layout}: the layouts that fit are numbered 1 to {len(plan.layouts)}")
     chosen = plan.layouts[layout - 1]
@@ -59,7 +60,7 @@ def main(preset: str, overrides: Sequence[str], gpus: int, hardware: str, top: i
         with atomic(out) as temporary:
             temporary.write_text(json.dumps(found, indent=1) + "\n")
         print(f"wrote {out}", file=sys.stderr if launch else sys.stdout)             # with --launch a shell may read the output
-    if line := partly(plan, machine):
+    if line := partly(plan):
         print(line, file=sys.stderr if launch else sys.stdout)
     if launch:
         print(command(preset, overrides, plan, chosen))
@@ -115,8 +116,8 @@ def show(plan: Plan, top: int) -> None:
     console.print(table)
     for line in rest_of(plan, top):
         print(line)
-    if plan.free:
-        print(f"Each layout leaves {plan.free:.0%} of a GPU's memory free at least (--free): of {PEAKS[0]} measured peaks "
+    if plan.asked.free:
+        print(f"Each layout leaves {plan.asked.free:.0%} of a GPU's memory free at least (--free): of {PEAKS[0]} measured peaks "
               f"{PEAKS[1]} are within 5% of what is predicted.")
     for line in (*reasons(plan), *limits(plan), *masked(plan)):
         print(line)
@@ -150,7 +151,7 @@ def limits(plan: Plan) -> list[str]:
 
 def fewer(plan: Plan) -> list[str]:
     """Fewer GPUs that would take less time for a step, if there are any: numbers that divide little have slow layouts."""
-    now, node = plan.layouts[0].time, plan.whole.links[0].span or plan.gpus
+    now, node = plan.layouts[0].time, plan.asked.machine.links[0].span or plan.gpus
     whole = [d for d in divisors(plan.config.train.global_batch) if d < plan.gpus and (d <= node or d % node == 0)]
     counts = {2 ** ((plan.gpus - 1).bit_length() - 1), whole[-1]} if plan.gpus > 1 else set()
     for count in sorted(counts, reverse=True):
@@ -245,9 +246,9 @@ def network(plan: Plan) -> str:
     return ", then ".join(spans)
 
 
-def partly(plan: Plan, machine: Hardware) -> str:
+def partly(plan: Plan) -> str:
     """That the GPUs do not fill their nodes, and how many would; "" where they do."""
-    node, used = machine.links[0].span, plan.hardware.links[0].span
+    node, used = plan.asked.machine.links[0].span, plan.hardware.links[0].span
     if used == node:
         return ""
     fewer = plan.gpus // node * node
