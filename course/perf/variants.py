@@ -26,6 +26,7 @@ KEYS = (*(f"parallel.{key}" for key in (*AXES, "order", "sp", "overlap", "contex
 WAYS = ("parallel.sp", "parallel.overlap", "parallel.context", "parallel.zero")         # of which `rest` has all combinations
 RECOMPUTE = ("none", "selective", "full")           # from fast to small
 FREE = 0.05                                         # of a GPU's memory: most measured peaks are this near (`proposal.PEAKS`)
+CHUNKS = 64                                         # of a pipeline's rank at most: with as many no bubble is left to speak of
 BUCKET = 4                                          # MiB of gradients in a bucket for each rank that shares it, over nodes
 Choice = dict[str, Any]                             # key -> value
 
@@ -142,7 +143,7 @@ def schedules(asked: Search, config: Config) -> list[Choice]:
     pp, depth = config.parallel.pp, config.model.depth
     if pp == 1:                                     # a preset may have more
         return [{}] if "parallel.chunks" in asked.fixed else [{"parallel.chunks": 1}]
-    even = [v for v in divisors(depth // pp) if v > 1] if depth % pp == 0 else [2] if depth >= 2 * pp else []
+    even = [v for v in divisors(depth // pp) if 1 < v <= CHUNKS] if depth % pp == 0 else [2] if depth >= 2 * pp else []
     chunks = asked.values("parallel.chunks", [1, *even])
     found = [{"parallel.schedule": "interleaved" if v > 1 else "1f1b", "parallel.chunks": v} for v in chunks]
     found += [{"parallel.schedule": "gpipe", "parallel.chunks": 1}] * (1 in chunks)

@@ -140,6 +140,31 @@ def test_a_model_that_fits_nowhere_says_what_would(preset, settings, h, gpus, ke
         search(variants.changed(c, {key: more}), h, gpus, fixed)
 
 
+@pytest.mark.parametrize("settings", [[], ["precision=fp8"], ["model.depth=8648640"]])
+def test_ten_million_blocks_take_no_longer_than_a_hundred(settings):
+    """The last number has 448 divisors: a rank's chunks were all of them, each with its schedule. And no block is gone through by
+    name. Seconds of a core, of which there are 3 here: with all chunks it took minutes."""
+    c = load("gpt-1.3b", ["model.depth=10000000", *settings])
+    begin = time.process_time()
+    with pytest.raises(CourseError, match=r"no layout fits 8 x h100-80: .* set model.depth=\d+, the most blocks that fit"):
+        search(c, H100, 8)
+    took = time.process_time() - begin
+    print(f"{took:.1f} s of a core")
+    assert took < 30
+
+
+def test_a_rank_has_no_more_chunks_than_do_it_good():
+    """As many as there are of models that exist; what the user says stays."""
+    deep, some = (load("gpt-1.3b", [f"model.depth={depth}", "parallel.pp=2"]) for depth in (10_000_000, 96))
+    request = variants.Search(deep, H100, 8, frozenset(), ("bf16",))
+    assert max(choice["parallel.chunks"] for choice in variants.schedules(request, deep)) == variants.CHUNKS
+    request = replace(request, config=some)
+    assert {choice["parallel.chunks"] for choice in variants.schedules(request, some)} == {1, 2, 3, 4, 6, 8, 12, 16, 24, 48}
+    own = variants.changed(some, {"parallel.chunks": 100, "model.depth": 400})
+    request = replace(request, config=own, fixed=frozenset({"parallel.chunks"}))
+    assert variants.schedules(request, own) == [{"parallel.schedule": "interleaved", "parallel.chunks": 100}]
+
+
 REQUESTS = [("gpt-7b", ["train.global_batch=8192"], 16384, "h100-80", ()),
             ("gpt-7b", ["train.global_batch=1024"], 15120, "h100-80", ()),
             ("gpt-7b", ["train.global_batch=1024"], 16384, "h100-80", ("bf16", "fp8")),
