@@ -8,6 +8,7 @@ A *layout* here is a way to write the GPUs as pp x dp x cp x tp; its *variants* 
 fixed stays. `layouts.refusal` says of one variant whether a run takes it; here they are listed, and nothing is predicted.
 """
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -16,7 +17,7 @@ from typing import Any
 
 from course.config import Config
 from course.models import GPTConfig
-from course.perf import comms, steptime
+from course.perf import comms, memory, steptime, weights
 from course.perf.hardware import Hardware
 from course.perf.layouts import AXES, divisors, factors, hopeless, refusal
 
@@ -94,12 +95,12 @@ def possible(asked: Search) -> tuple[list[Config], dict[str, int]]:
 
 def start_of(asked: Search, sizes: dict[str, int], precision: str) -> tuple[str, Config | None]:
     """("", a variant of a layout that a run takes), or (why it takes none, None)."""
-    base = changed(asked.config, {"precision": precision, "parallel.bucket_mb": bucket_of(asked, sizes["dp"] * sizes["cp"]),
-                                  **{f"parallel.{axis}": size for axis, size in sizes.items()}})
+    base = changed(asked.config, {"precision": precision, **{f"parallel.{axis}": size for axis, size in sizes.items()}})
     if too_thin(base):
         return "a context-parallel rank would have no token", None
     if sentence := hopeless(base):
         return sentence, None
+    base = changed(base, {"parallel.bucket_mb": bucket_of(asked, base)})
     why = ""
     for chunks in schedules(asked, base):
         for others in rest(asked, base):
@@ -110,14 +111,17 @@ def start_of(asked: Search, sizes: dict[str, int], precision: str) -> tuple[str,
     return why, None
 
 
-def bucket_of(asked: Search, ranks: int) -> float:
-    """parallel.bucket_mb for so many ranks of dp x cp: over nodes the larger, the more there are.
+def bucket_of(asked: Search, config: Config) -> float:
+    """parallel.bucket_mb for the sizes of a layout: over nodes the larger, the more ranks there are of dp x cp, up to a power
+    of two that holds all gradients of a rank.
 
     A ring has as many steps as ranks, whatever the bytes. Megatron-core's buckets have max(40e6, 1e6 * dp) numbers of 4 bytes for
     this reason (megatron/core/distributed/distributed_data_parallel_config.py).
     """
-    usual = asked.config.parallel.bucket_mb
-    return asked.values("parallel.bucket_mb", [max(usual, BUCKET * ranks) if asked.gpus > asked.node else usual])[0]
+    p = config.parallel
+    all_of_it = weights.wide(config) * max(sum(rank.weights) for rank in memory.ranks(config, sorted({0, p.pp - 1}))) / 2**20
+    over_nodes = min(BUCKET * p.dp * p.cp, 2 ** math.ceil(math.log2(all_of_it))) if asked.gpus > asked.node else 0
+    return asked.values("parallel.bucket_mb", [max(asked.config.parallel.bucket_mb, over_nodes)])[0]
 
 
 def out_of_reach(asked: Search, config: Config) -> str:

@@ -152,6 +152,18 @@ def test_buckets_grow_with_the_ranks_of_their_ring():
     assert many.time.step < 0.9 * fixed.time.step and "parallel.bucket_mb=512" in variants.settings(many.config, c)
 
 
+def test_no_bucket_is_larger_than_what_a_rank_has():
+    """Of 4,096 ranks 16 GiB by their number; 1.3e9 parameters are 5 GiB, and a half or a quarter of them less."""
+    c = load("gpt-1.3b", ["train.global_batch=4096"])
+    request = variants.Search(c, H100, 4096, frozenset(), ("bf16",))
+    for start in variants.possible(request)[0]:
+        gradients = 4 * max(sum(rank.weights) for rank in memory.ranks(start)) / 2**20
+        said, ring = start.parallel.bucket_mb, max(25, 4 * start.parallel.dp * start.parallel.cp)
+        assert said == ring or gradients <= said < min(2 * gradients, ring)
+    whole = variants.start_of(request, {"pp": 1, "dp": 4096, "cp": 1, "tp": 1}, "bf16")[1]
+    assert whole.parallel.bucket_mb == 8192
+
+
 def test_a_rank_order_may_bar_symmetric_memory():
     apart = load("gpt-1.3b", ["parallel.order=tp-pp-dp-cp", "parallel.tp=2"])
     found = search(apart, H100, 16, ["parallel.order", "parallel.tp"]).layouts
