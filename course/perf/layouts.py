@@ -40,6 +40,7 @@ def unable(c: Config, h: Hardware) -> str:
 
     PyTorch's flash and cuDNN attention are for 16 bits, from compute capability 8.0 (aten/src/ATen/native/transformers/cuda/
     sdp_utils.cpp); Transformer Engine scales blocks from 9.0, and in MX formats from 10.0 (its fp8.py, `check_*_support`).
+    Triton, of which the kernels by hand are, supports GPUs from 8.0 (its README, "Compatibility"): on older ones nobody tried.
     """
     if c.attention in ("flash", "cudnn"):
         if c.precision in ("fp32", "tf32"):
@@ -47,6 +48,8 @@ def unable(c: Config, h: Hardware) -> str:
                     "32: set attention=default, or precision=bf16")
         if h.capability < AMPERE:
             return too_old(f"attention={c.attention}", AMPERE, h, "attention=default or efficient")
+    if c.kernels == "hand" and h.capability < AMPERE:
+        return too_old("kernels=hand", AMPERE, h, "kernels=pytorch")
     least = RECIPES.get(c.fp8.recipe, 0.0)
     if c.precision == "fp8" and c.fp8.by == "te" and h.capability < least:
         return too_old(f"fp8.recipe={c.fp8.recipe}", least, h, "fp8.recipe=delayed or current")

@@ -105,11 +105,12 @@ class Plan:
 
 
 def search(config: Config, hardware: Hardware, gpus: int, fixed: Iterable[str] = (), precisions: Iterable[str] = (),
-           free: float = FREE) -> Plan:
+           free: float = FREE, top: int = 0) -> Plan:
     """The layouts of a model on so many GPUs that fit their memory, the fastest first, and why others do not.
 
     fixed: keys whose values in `config` stay, such as "parallel.tp"; those of `KEYS` that it does not name are chosen here.
     precisions: formats to choose among, instead of the configuration's. free: the share of a GPU's memory that a layout leaves.
+    top: of many layouts so many are in the plan at least, if they fit; without it the `REFINED` fastest.
     Raises `CourseError` with what would do instead, if no layout divides what it has to, or none fits.
     """
     if gpus < 1:
@@ -124,7 +125,7 @@ def search(config: Config, hardware: Hardware, gpus: int, fixed: Iterable[str] =
     starts, refused = possible(asked)
     if not starts:
         raise CourseError(why_none(asked, refused))
-    looked = firsts(asked, starts, REFINED if len(starts) > MANY else 0)
+    looked = firsts(asked, starts, max(REFINED, top) if len(starts) > MANY else 0)
     found = sorted((one for one in looked if isinstance(one, Layout)), key=lambda layout: layout.time.step)
     misfits = sorted((one for one in looked if isinstance(one, Misfit)), key=lambda one: one.needs)
     if not found:

@@ -20,7 +20,7 @@ from course.files import atomic
 from course.models import GPTConfig
 from course.perf import flops, host, kernels, memory, steptime
 from course.perf import hardware as hardware_presets
-from course.perf.layouts import AMPERE, divisors, refusal
+from course.perf.layouts import divisors, refusal, unable
 from course.perf.misfits import Misfit
 from course.perf.plan import Layout, Plan, as_plain, quickest, search
 from course.perf.variants import FREE, KEYS, changed, get, plain, settings
@@ -48,7 +48,7 @@ def main(preset: str, overrides: Sequence[str], gpus: int, hardware: str, top: i
         raise CourseError(f"--out {out} is a folder: name a file in it, such as {out / 'plan.json'}")
     config = configuration.load(preset, overrides)
     count = whole_run(config, tokens, samples)
-    plan = search(config, hardware_presets.load(hardware), gpus, fixed(overrides), precisions, free)
+    plan = search(config, hardware_presets.load(hardware), gpus, fixed(overrides), precisions, free, max(top, layout))
     if not 1 <= layout <= len(plan.layouts):
         raise CourseError(f"--layout {layout}: the layouts that fit are numbered 1 to {len(plan.layouts)}")
     chosen = plan.layouts[layout - 1]
@@ -211,13 +211,11 @@ def unpiped(plan: Plan) -> list[str]:
 def helped(plan: Plan, layout: Layout, changes: Sequence[dict[str, Any]], now: float) -> tuple[float, str]:
     """(seconds of a step, "compile=true") with the change that is predicted to help most, if it fits; (now, "") if none helps by
     more than `LIMIT`. What changes more than another has to gain more than `GAIN` by that.
-
-    Kernels by hand are proposed from Ampere on, where Triton is supported (its README, "Compatibility").
     """
-    most, words, hand = now * (1 - LIMIT), "", plan.hardware.capability >= AMPERE
+    most, words = now * (1 - LIMIT), ""
     for change in changes:
         config = changed(layout.config, change)
-        possible = not refusal(config) and (hand or "kernels" not in change) and memory.fits(config, plan.room)
+        possible = not refusal(config) and not unable(config, plan.hardware) and memory.fits(config, plan.room)
         if config != layout.config and possible:
             step = steptime.predict(config, plan.hardware, plan.gpus).step
             if step < most:

@@ -256,6 +256,9 @@ def test_bad_input_gets_a_sentence_that_says_what_would_fit(preset, settings, gp
 @pytest.mark.parametrize(("preset", "settings", "name", "says"), [
     ("gpt-1.3b", ["precision=fp16", "attention=flash"], "v100-32",
      r"attention=flash needs a GPU of compute capability 8.0 \(Ampere\) or more, and v100-32 has 7.0: set attention=default"),
+    ("gpt-1.3b", ["precision=fp16", "kernels=hand"], "v100-32",
+     r"kernels=hand needs a GPU of compute capability 8.0 \(Ampere\) or more, and v100-32 has 7.0: set kernels=pytorch"),
+    ("gpt-1.3b", ["kernels=hand"], "a100-80", ""),
     ("gpt-1.3b", ["precision=fp16", "attention=cudnn"], "v100-32", "attention=cudnn needs a GPU of compute capability 8.0"),
     ("gpt-1.3b", ["precision=tf32", "attention=flash"], "h100-80",
      "attention=flash multiplies in 16 bits on a GPU, and with precision=tf32 attention is in 32: set attention=default"),

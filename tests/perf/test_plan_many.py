@@ -140,6 +140,14 @@ def test_a_model_that_fits_nowhere_says_what_would(preset, settings, h, gpus, ke
         search(variants.changed(c, {key: more}), h, gpus, fixed)
 
 
+def test_as_many_layouts_are_listed_as_are_asked_for():
+    """Of thousands, of which the search else looks for the 32 fastest; those are the same."""
+    asked = load("gpt-7b", ["train.global_batch=15120"]), H100, 15120
+    few, many = search(*asked), search(*asked, top=100)
+    assert len(few.layouts) < 100 <= len(many.layouts) and many.slower > 0
+    assert many.layouts[:plan.REFINED] == few.layouts[:plan.REFINED]
+
+
 @pytest.mark.parametrize("settings", [[], ["precision=fp8"], ["model.depth=8648640"]])
 def test_ten_million_blocks_take_no_longer_than_a_hundred(settings):
     """The last number has 448 divisors: a rank's chunks were all of them, each with its schedule. And no block is gone through by
