@@ -125,7 +125,8 @@ def show(plan: Plan, top: int) -> None:
 
 def rest_of(plan: Plan, top: int) -> list[str]:
     """How many layouts there are that the table does not show."""
-    lines = [f"{len(plan.layouts) - top:,} more layouts fit (--top)."] if len(plan.layouts) > top else []
+    more = len(plan.layouts) - top
+    lines = [f"{more:,} more layout{'s fit' if more > 1 else ' fits'} (--top)."] if more > 0 else []
     if plan.slower:
         lines.append(f"{plan.slower:,} more layouts are slower than these, by their blocks alone: they were not looked at.")
     return lines
@@ -238,6 +239,8 @@ def network(plan: Plan) -> str:
     """The levels that the GPUs' messages go through."""
     spans = []
     for link in plan.hardware.links:
+        if link.span == 1 < plan.gpus:              # one GPU of each node is used
+            continue
         spans.append(f"{link.name} ({link.bandwidth / 1e9:.4g} GB/s a GPU)" + (f" joins {link.span}" if link.span else ""))
         if not link.span or link.span >= plan.gpus:
             break
@@ -334,9 +337,10 @@ def duration(plan: Plan, layout: Layout, number: int, samples: float) -> str:
     """The same in a sentence."""
     found, m = training(plan, layout, samples), plan.config.model
     what = (f"{short(samples * m.context)} tokens" if isinstance(m, GPTConfig) else f"{short(samples)} samples")
-    time = f"{found['days']:,.1f} days" if found["days"] >= 2 else f"{found['days'] * 24:,.1f} hours"
-    return (f"{what} are {found['steps']:,} steps: {time}, {found['gpu_hours']:,.0f} GPU-hours in layout {number}, if nothing "
-            "interrupts it.")
+    hours = 24 * found["days"]
+    time = f"{found['days']:,.1f} days" if hours >= 48 else f"{hours:,.1f} hours" if hours >= 1 else f"{60 * hours:,.1f} minutes"
+    return (f"{what} are {found['steps']:,} step{'s' * (found['steps'] != 1)}: {time}, "
+            f"{found['gpu_hours']:,.0f} GPU-hours in layout {number}, if nothing interrupts it.")
 
 
 # ---- the command

@@ -490,6 +490,16 @@ def test_the_table_says_what_is_predicted(monkeypatch, capsys, tmp_path):
     assert sum(first["parts_s"].values()) == pytest.approx(first["step_s"])
 
 
+def test_one_of_a_kind_is_said_as_one():
+    """17 GPUs are a GPU on each of 17 nodes, which no NVLink joins; a short training takes minutes."""
+    found = search(load("gpt-1.3b", ["train.global_batch=510"]), H100, 17)
+    count = len(found.layouts)
+    assert count > 1 and proposal.rest_of(found, count - 1) == ["1 more layout fits (--top)."]
+    assert proposal.rest_of(found, count) == [] and proposal.network(found).startswith("InfiniBand")
+    said = proposal.duration(found, found.layouts[0], 1, 500)
+    assert re.search(r" are 1 step: 0\.\d minutes, ", said), said
+
+
 def test_launch_prints_the_command_alone(monkeypatch, capsys, tmp_path):
     code, out = call(monkeypatch, capsys, "gpt-124m", "--gpus", "4", "--hardware", "h200", "--launch", "--layout", "2")
     assert code == 0 and out.startswith("torchrun --standalone --nproc-per-node=4 ") and out.count("\n") == 1
