@@ -121,7 +121,7 @@ def search(config: Config, hardware: Hardware, gpus: int, fixed: Iterable[str] =
         hardware.peak(precision)
         if sentence := unable(changed(config, {"precision": precision}), hardware):
             raise CourseError(sentence)
-    asked = Search(config, hardware, gpus, frozenset(fixed), tuple(precisions) or (config.precision,), free)
+    asked = Search(config, hardware, gpus, frozenset(fixed), tuple(dict.fromkeys(precisions)) or (config.precision,), free)
     starts, refused = possible(asked)
     if not starts:
         raise CourseError(why_none(asked, refused))

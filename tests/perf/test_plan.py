@@ -198,6 +198,7 @@ def test_precision_is_chosen_only_if_asked():
     both = search(c, H100, 2, precisions=["bf16", "fp8"])
     assert {one.config.precision for one in both.layouts} == {"bf16", "fp8"} and both.layouts[0].config.precision == "fp8"
     assert all(refusal(one.config) == "" for one in both.layouts)
+    assert len(search(c, H100, 2, precisions=["bf16", "bf16"]).layouts) == len(search(c, H100, 2).layouts)
     with pytest.raises(CourseError, match="v100-32 has no matmuls in bf16"):
         search(c, hardware.load("v100-32"), 2, precisions=["fp16", "bf16"])
 
