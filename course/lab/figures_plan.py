@@ -17,8 +17,8 @@ from course.perf import layouts, memory, recorded, steptime
 from course.perf.hardware import Hardware
 from course.perf.memory import Memory
 from course.perf.others import Sixteen, as_if
-from course.perf.plan import FREE
 from course.perf.steptime import Time
+from course.perf.variants import FREE
 
 AMBER, YELLOW = "#E69F00", "#F0E442"
 # what a bar is made of: a word, the parts that it adds up, colour, hatch
@@ -206,11 +206,6 @@ def signature(c: Config, kind: str) -> tuple[Any, ...]:
             (p.schedule, p.chunks) if p.pp > 1 else "", (p.zero, p.data, p.bucket_mb) if p.dp * p.cp > 1 else "")
 
 
-def room(chosen: Hardware) -> float:
-    """Bytes of a GPU that a run may take, as `course plan` has it: a prediction may be off, and a run that lacks a byte ends."""
-    return chosen.memory * (1 - FREE)
-
-
 def explained(model: str, hardware: str, **values: Any) -> Figure:
     """The widget: memory and time of a configuration in pieces, measured points where there are, and how it scales."""
     chosen = presets.load(hardware)
@@ -221,10 +216,10 @@ def explained(model: str, hardware: str, **values: Any) -> Figure:
     figure = Figure(figsize=(11, 4.6), layout="constrained")
     left, right = figure.subfigures(1, 2, width_ratios=[1.35, 1])       # type: ignore[misc]
     upper, lower = left.subplots(2, 1)
-    fits = bytes_.total <= room(chosen)
+    fits = bytes_.total <= chosen.room(FREE)            # as `course plan` has it
     bars(upper, {"": pieces(BYTES, bytes_, 1e-9)}, BYTES, "GB",
          f"memory of the fullest GPU: {'fits' if fits else 'DOES NOT FIT'} with {FREE:.0%} free (fullest: {bytes_.moment})")
-    upper.axvline(room(chosen) / 1e9, color="black", linestyle="--",
+    upper.axvline(chosen.room(FREE) / 1e9, color="black", linestyle="--",
                   label=f"{1 - FREE:.0%} of {chosen.memory / 1e9:.0f} GB")
     upper.set_xlim(0, 1.2 * max(bytes_.total, chosen.memory) / 1e9)
     bars(lower, {"": pieces(TIME, seconds, 1e3)}, TIME, "ms", f"time of a step: MFU {seconds.mfu:.0%}, "
@@ -250,7 +245,7 @@ def scaling(axis: Any, model: str, chosen: Hardware, kind: str, values: Mapping[
             config = config_of(model, **{**values, "gpus": gpus})
         except CourseError:
             continue
-        fits = memory.predict(config).total <= room(chosen)
+        fits = memory.predict(config).total <= chosen.room(FREE)
         rates[gpus] = time_of(config, chosen, kind).samples_per_s, fits
     first = min(rates)
     counts = list(rates)

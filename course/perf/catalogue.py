@@ -5,7 +5,7 @@ import re
 from course import config as configuration
 from course.config import Config
 from course.perf import memory
-from course.perf.plan import changed
+from course.perf.variants import changed
 
 HEAD = ("preset", "parameters", "GB", "data", "what it is")
 

@@ -53,6 +53,11 @@ class Hardware:
             raise CourseError(f"{self.name} has no matmuls in {precision}: set precision to one of {', '.join(self.peaks)}")
         return self.peaks[precision]
 
+    def room(self, free: float) -> float:
+        """Bytes of a GPU that a run may take which leaves a share of them free: a prediction may be off, and a run that lacks a
+        byte ends."""
+        return self.memory * (1 - free)
+
 
 def presets() -> list[str]:
     """The names of the hardware that comes with the course."""

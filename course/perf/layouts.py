@@ -40,6 +40,7 @@ def unable(c: Config, h: Hardware) -> str:
 
     PyTorch's flash and cuDNN attention are for 16 bits, from compute capability 8.0 (aten/src/ATen/native/transformers/cuda/
     sdp_utils.cpp); Transformer Engine scales blocks from 9.0, and in MX formats from 10.0 (its fp8.py, `check_*_support`).
+    Triton, of which the kernels by hand are, supports GPUs from 8.0 (its README, "Compatibility"): on older ones nobody tried.
     """
     if c.attention in ("flash", "cudnn"):
         if c.precision in ("fp32", "tf32"):
@@ -47,6 +48,8 @@ def unable(c: Config, h: Hardware) -> str:
                     "32: set attention=default, or precision=bf16")
         if h.capability < AMPERE:
             return too_old(f"attention={c.attention}", AMPERE, h, "attention=default or efficient")
+    if c.kernels == "hand" and h.capability < AMPERE:
+        return too_old("kernels=hand", AMPERE, h, "kernels=pytorch")
     least = RECIPES.get(c.fp8.recipe, 0.0)
     if c.precision == "fp8" and c.fp8.by == "te" and h.capability < least:
         return too_old(f"fp8.recipe={c.fp8.recipe}", least, h, "fp8.recipe=delayed or current")
@@ -117,19 +120,20 @@ def of_fp8(c: Config) -> str:
 @lru_cache(maxsize=1024)
 def odd_width(m: Model, keep: tuple[str, ...], tp: int) -> str:
     """The sentence for the first linear, of those not kept in bf16, that has a width on a rank which FP8 cannot multiply."""
-    for name, k, n in all_linears(m, tp):
-        if (k % MULTIPLE or n % MULTIPLE) and not any(fnmatchcase(name, pattern) for pattern in keep):
+    for linear, k, n in all_linears(m, tp):
+        if not (k % MULTIPLE or n % MULTIPLE):
+            continue
+        names = (linear.replace("blocks.", f"blocks.{block}.") for block in range(m.depth)) if "blocks." in linear else [linear]
+        if name := next((name for name in names if not any(fnmatchcase(name, kept) for kept in keep)), ""):
             return (f"precision=fp8 needs widths divisible by {MULTIPLE}, and with parallel.tp={tp} {name} maps {k} features to "
                     f"{n} on each rank: choose a smaller tp, or bf16")
     return ""
 
 
 def all_linears(m: Model, tp: int) -> Iterator[tuple[str, int, int]]:
-    """(name, inputs, outputs) on a rank of every linear of a model."""
+    """(name, inputs, outputs) on a rank of every linear of a model; those of a block, whose name has no number, stand for all."""
     for one in linears(m):
-        k, n = one.k // (tp if one.cut == "row" else 1), one.n // (tp if one.cut == "column" else 1)
-        for block in range(m.depth):
-            yield one.name.replace("blocks.", f"blocks.{block}."), k, n
+        yield one.name, one.k // (tp if one.cut == "row" else 1), one.n // (tp if one.cut == "column" else 1)
     if isinstance(m, GPTConfig):
         yield "head.proj", m.dim, m.vocab // tp
         return

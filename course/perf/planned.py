@@ -29,7 +29,8 @@ from course.perf import bench, hardware, harness, kernels, lanes, layouts, memor
 from course.perf.command import command
 from course.perf.hardware import Hardware
 from course.perf.lanes import Row
-from course.perf.plan import Choice, changed, search, settings
+from course.perf.plan import search
+from course.perf.variants import Choice, changed, settings
 from course.report import memory_gb
 from course.train import assemble
 

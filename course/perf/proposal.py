@@ -20,9 +20,10 @@ from course.files import atomic
 from course.models import GPTConfig
 from course.perf import flops, host, kernels, memory, steptime
 from course.perf import hardware as hardware_presets
-from course.perf.hardware import Hardware
-from course.perf.layouts import AMPERE, divisors, refusal
-from course.perf.plan import FREE, KEYS, PEAKS, Layout, Misfit, Plan, as_plain, changed, get, plain, quickest, search, settings
+from course.perf.layouts import divisors, refusal, unable
+from course.perf.misfits import Misfit
+from course.perf.plan import Layout, Plan, as_plain, quickest, search
+from course.perf.variants import FREE, KEYS, changed, get, plain, settings
 
 HIDDEN = 0.03                                       # the share of a step below which a part is not named
 LIMIT = 0.1                                         # the share of a step, or of its rate, from which on something limits it
@@ -32,6 +33,7 @@ COMPILED: tuple[dict[str, Any], ...] = ({"compile": True}, {"compile": True, "st
                                         {"compile": True, "kernels": "hand"},
                                         {"compile": True, "stream": "narrow", "kernels": "hand"})
 GRAPHS: tuple[dict[str, Any], ...] = ({"graphs": True}, *({**change, "graphs": True} for change in COMPILED))
+PEAKS = (144, 127)                                  # whose memory was measured here, and of them within 5% of what is predicted
 WIDTH = 132                                         # of the table, where no terminal says
 
 
@@ -46,8 +48,7 @@ def main(preset: str, overrides: Sequence[str], gpus: int, hardware: str, top: i
         raise CourseError(f"--out {out} is a folder: name a file in it, such as {out / 'plan.json'}")
     config = configuration.load(preset, overrides)
     count = whole_run(config, tokens, samples)
-    machine = hardware_presets.load(hardware)
-    plan = search(config, machine, gpus, fixed(overrides), precisions, free)
+    plan = search(config, hardware_presets.load(hardware), gpus, fixed(overrides), precisions, free, max(top, layout))
     if not 1 <= layout <= len(plan.layouts):
         raise CourseError(f"--layout {layout}: the layouts that fit are numbered 1 to {len(plan.layouts)}")
     chosen = plan.layouts[layout - 1]
@@ -59,7 +60,7 @@ def main(preset: str, overrides: Sequence[str], gpus: int, hardware: str, top: i
         with atomic(out) as temporary:
             temporary.write_text(json.dumps(found, indent=1) + "\n")
         print(f"wrote {out}", file=sys.stderr if launch else sys.stdout)             # with --launch a shell may read the output
-    if line := partly(plan, machine):
+    if line := partly(plan):
         print(line, file=sys.stderr if launch else sys.stdout)
     if launch:
         print(command(preset, overrides, plan, chosen))
@@ -115,8 +116,8 @@ def show(plan: Plan, top: int) -> None:
     console.print(table)
     for line in rest_of(plan, top):
         print(line)
-    if plan.free:
-        print(f"Each layout leaves {plan.free:.0%} of a GPU's memory free at least (--free): of {PEAKS[0]} measured peaks "
+    if plan.asked.free:
+        print(f"Each layout leaves {plan.asked.free:.0%} of a GPU's memory free at least (--free): of {PEAKS[0]} measured peaks "
               f"{PEAKS[1]} are within 5% of what is predicted.")
     for line in (*reasons(plan), *limits(plan), *masked(plan)):
         print(line)
@@ -124,7 +125,8 @@ def show(plan: Plan, top: int) -> None:
 
 def rest_of(plan: Plan, top: int) -> list[str]:
     """How many layouts there are that the table does not show."""
-    lines = [f"{len(plan.layouts) - top:,} more layouts fit (--top)."] if len(plan.layouts) > top else []
+    more = len(plan.layouts) - top
+    lines = [f"{more:,} more layout{'s fit' if more > 1 else ' fits'} (--top)."] if more > 0 else []
     if plan.slower:
         lines.append(f"{plan.slower:,} more layouts are slower than these, by their blocks alone: they were not looked at.")
     return lines
@@ -150,7 +152,7 @@ def limits(plan: Plan) -> list[str]:
 
 def fewer(plan: Plan) -> list[str]:
     """Fewer GPUs that would take less time for a step, if there are any: numbers that divide little have slow layouts."""
-    now, node = plan.layouts[0].time, plan.whole.links[0].span or plan.gpus
+    now, node = plan.layouts[0].time, plan.asked.machine.links[0].span or plan.gpus
     whole = [d for d in divisors(plan.config.train.global_batch) if d < plan.gpus and (d <= node or d % node == 0)]
     counts = {2 ** ((plan.gpus - 1).bit_length() - 1), whole[-1]} if plan.gpus > 1 else set()
     for count in sorted(counts, reverse=True):
@@ -210,13 +212,11 @@ def unpiped(plan: Plan) -> list[str]:
 def helped(plan: Plan, layout: Layout, changes: Sequence[dict[str, Any]], now: float) -> tuple[float, str]:
     """(seconds of a step, "compile=true") with the change that is predicted to help most, if it fits; (now, "") if none helps by
     more than `LIMIT`. What changes more than another has to gain more than `GAIN` by that.
-
-    Kernels by hand are proposed from Ampere on, where Triton is supported (its README, "Compatibility").
     """
-    most, words, hand = now * (1 - LIMIT), "", plan.hardware.capability >= AMPERE
+    most, words = now * (1 - LIMIT), ""
     for change in changes:
         config = changed(layout.config, change)
-        possible = not refusal(config) and (hand or "kernels" not in change) and memory.fits(config, plan.room)
+        possible = not refusal(config) and not unable(config, plan.hardware) and memory.fits(config, plan.room)
         if config != layout.config and possible:
             step = steptime.predict(config, plan.hardware, plan.gpus).step
             if step < most:
@@ -239,15 +239,17 @@ def network(plan: Plan) -> str:
     """The levels that the GPUs' messages go through."""
     spans = []
     for link in plan.hardware.links:
+        if link.span == 1 < plan.gpus:              # one GPU of each node is used
+            continue
         spans.append(f"{link.name} ({link.bandwidth / 1e9:.4g} GB/s a GPU)" + (f" joins {link.span}" if link.span else ""))
         if not link.span or link.span >= plan.gpus:
             break
     return ", then ".join(spans)
 
 
-def partly(plan: Plan, machine: Hardware) -> str:
+def partly(plan: Plan) -> str:
     """That the GPUs do not fill their nodes, and how many would; "" where they do."""
-    node, used = machine.links[0].span, plan.hardware.links[0].span
+    node, used = plan.asked.machine.links[0].span, plan.hardware.links[0].span
     if used == node:
         return ""
     fewer = plan.gpus // node * node
@@ -335,9 +337,10 @@ def duration(plan: Plan, layout: Layout, number: int, samples: float) -> str:
     """The same in a sentence."""
     found, m = training(plan, layout, samples), plan.config.model
     what = (f"{short(samples * m.context)} tokens" if isinstance(m, GPTConfig) else f"{short(samples)} samples")
-    time = f"{found['days']:,.1f} days" if found["days"] >= 2 else f"{found['days'] * 24:,.1f} hours"
-    return (f"{what} are {found['steps']:,} steps: {time}, {found['gpu_hours']:,.0f} GPU-hours in layout {number}, if nothing "
-            "interrupts it.")
+    hours = 24 * found["days"]
+    time = f"{found['days']:,.1f} days" if hours >= 48 else f"{hours:,.1f} hours" if hours >= 1 else f"{60 * hours:,.1f} minutes"
+    return (f"{what} are {found['steps']:,} step{'s' * (found['steps'] != 1)}: {time}, "
+            f"{found['gpu_hours']:,.0f} GPU-hours in layout {number}, if nothing interrupts it.")
 
 
 # ---- the command

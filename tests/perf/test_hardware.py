@@ -90,3 +90,8 @@ def test_unknown_names_and_formats():
 def test_a_device_is_known_by_its_name(device, name):
     found = hardware.of_device(device)
     assert (found and found.name) == name
+
+
+def test_a_share_of_the_memory_stays_free():
+    h = hardware.load("h100-80")
+    assert h.room(0) == h.memory and h.room(0.25) == 0.75 * h.memory

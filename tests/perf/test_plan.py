@@ -14,7 +14,7 @@ from course import cli
 from course.config import load
 from course.errors import CourseError
 from course.parallel.mesh import groups, lay_out
-from course.perf import comms, hardware, heldout, memory, plan, proposal, recorded, steptime
+from course.perf import comms, hardware, heldout, memory, misfits, plan, proposal, recorded, steptime, variants
 from course.perf.layouts import divisors, factors, refusal
 from course.perf.plan import search
 
@@ -44,10 +44,10 @@ def every_variant(config, gpus):
             schedules += [("gpipe", 1)] + [("interleaved", v) for v in range(2, config.model.depth // p.pp + 1)]
         contexts = ["ring", "gather", "all_to_all"] if p.cp > 1 else [p.context]
         zeros = [False, True] if p.dp * p.cp > 1 else [p.zero]
-        long = [axis for axis in plan.AXES if sizes[axis] > 1]
-        orders = ["-".join([*names, *(axis for axis in plan.AXES if axis not in long)]) for names in permutations(long)]
+        long = [axis for axis in variants.AXES if sizes[axis] > 1]
+        orders = ["-".join([*names, *(axis for axis in variants.AXES if axis not in long)]) for names in permutations(long)]
         for (sp, overlap), (schedule, v), context, zero, order, micro, how in product(
-                ways, schedules, contexts, zeros, orders, divisors(config.train.global_batch // p.dp), plan.RECOMPUTE):
+                ways, schedules, contexts, zeros, orders, divisors(config.train.global_batch // p.dp), variants.RECOMPUTE):
             if overlap == "symmetric" and comms.strides(order, sizes)["tp"] * p.tp > NODE:
                 continue
             c = replace(config, train=replace(config.train, micro_batch=micro, recompute=how),
@@ -90,7 +90,7 @@ def test_the_search_finds_what_an_exhaustive_one_finds(preset, monkeypatch):
 
 
 def sizes_of(config):
-    return tuple(getattr(config.parallel, axis) for axis in plan.AXES)
+    return tuple(getattr(config.parallel, axis) for axis in variants.AXES)
 
 
 def test_layouts_fit_differ_and_are_sorted():
@@ -114,7 +114,7 @@ def test_symmetric_memory_is_for_one_node(node, gpus):
     said = rf"symmetric joins GPUs of one node, and parallel.tp=\d+ .* goes beyond nodes of {node}:"
     assert bound and found.refused and all(re.search(said, why) for why in found.refused)
     for p in bound:
-        grid = lay_out({axis: getattr(p, axis) for axis in plan.AXES}, p.order)
+        grid = lay_out({axis: getattr(p, axis) for axis in variants.AXES}, p.order)
         assert all(len({rank // node for rank in line}) == 1 for line in groups(grid, 3).tolist())
 
 
@@ -149,7 +149,19 @@ def test_buckets_grow_with_the_ranks_of_their_ring():
     assert first(8).config.parallel.bucket_mb == 25
     many, fixed = first(128), first(128, "parallel.bucket_mb")
     assert many.config.parallel.bucket_mb == 4 * 128 and fixed.config.parallel.bucket_mb == 25
-    assert many.time.step < 0.9 * fixed.time.step and "parallel.bucket_mb=512" in plan.settings(many.config, c)
+    assert many.time.step < 0.9 * fixed.time.step and "parallel.bucket_mb=512" in variants.settings(many.config, c)
+
+
+def test_no_bucket_is_larger_than_what_a_rank_has():
+    """Of 4,096 ranks 16 GiB by their number; 1.3e9 parameters are 5 GiB, and a half or a quarter of them less."""
+    c = load("gpt-1.3b", ["train.global_batch=4096"])
+    request = variants.Search(c, H100, 4096, frozenset(), ("bf16",))
+    for start in variants.possible(request)[0]:
+        gradients = 4 * max(sum(rank.weights) for rank in memory.ranks(start)) / 2**20
+        said, ring = start.parallel.bucket_mb, max(25, 4 * start.parallel.dp * start.parallel.cp)
+        assert said == ring or gradients <= said < min(2 * gradients, ring)
+    whole = variants.start_of(request, {"pp": 1, "dp": 4096, "cp": 1, "tp": 1}, "bf16")[1]
+    assert whole.parallel.bucket_mb == 8192
 
 
 def test_a_rank_order_may_bar_symmetric_memory():
@@ -186,6 +198,7 @@ def test_precision_is_chosen_only_if_asked():
     both = search(c, H100, 2, precisions=["bf16", "fp8"])
     assert {one.config.precision for one in both.layouts} == {"bf16", "fp8"} and both.layouts[0].config.precision == "fp8"
     assert all(refusal(one.config) == "" for one in both.layouts)
+    assert len(search(c, H100, 2, precisions=["bf16", "bf16"]).layouts) == len(search(c, H100, 2).layouts)
     with pytest.raises(CourseError, match="v100-32 has no matmuls in bf16"):
         search(c, hardware.load("v100-32"), 2, precisions=["fp16", "bf16"])
 
@@ -208,7 +221,7 @@ def test_what_does_not_fit_says_why_and_what_would():
         if one.cure and "on" not in one.cure.split():
             axes = [f"parallel.{axis}={size}" for axis, size in one.sizes.items()]
             more = search(load("gpt-7b", ["parallel.zero=false", "train.recompute=none", *axes, *one.cure.split()]), H100, 8,
-                          ["parallel.zero", "train.recompute", *(f"parallel.{axis}" for axis in plan.AXES)])
+                          ["parallel.zero", "train.recompute", *(f"parallel.{axis}" for axis in variants.AXES)])
             assert len(more.layouts) == 1
             cured += 1
     assert cured > 3
@@ -244,6 +257,9 @@ def test_bad_input_gets_a_sentence_that_says_what_would_fit(preset, settings, gp
 @pytest.mark.parametrize(("preset", "settings", "name", "says"), [
     ("gpt-1.3b", ["precision=fp16", "attention=flash"], "v100-32",
      r"attention=flash needs a GPU of compute capability 8.0 \(Ampere\) or more, and v100-32 has 7.0: set attention=default"),
+    ("gpt-1.3b", ["precision=fp16", "kernels=hand"], "v100-32",
+     r"kernels=hand needs a GPU of compute capability 8.0 \(Ampere\) or more, and v100-32 has 7.0: set kernels=pytorch"),
+    ("gpt-1.3b", ["kernels=hand"], "a100-80", ""),
     ("gpt-1.3b", ["precision=fp16", "attention=cudnn"], "v100-32", "attention=cudnn needs a GPU of compute capability 8.0"),
     ("gpt-1.3b", ["precision=tf32", "attention=flash"], "h100-80",
      "attention=flash multiplies in 16 bits on a GPU, and with precision=tf32 attention is in 32: set attention=default"),
@@ -278,15 +294,15 @@ def test_a_share_of_the_memory_stays_free():
     asked, total = (load("gpt-7b", words), H100, 64, proposal.fixed(words)), H100.memory
     tightly, default, wide = (search(*asked, **free).layouts[0] for free in ({"free": 0}, {}, {"free": 0.3}))
     assert 0.95 * total < tightly.memory.total <= total and tightly.time.step < default.time.step
-    assert default.memory.total <= (1 - plan.FREE) * total == 0.95 * total and wide.memory.total <= 0.7 * total
+    assert default.memory.total <= (1 - variants.FREE) * total == 0.95 * total and wide.memory.total <= 0.7 * total
     with pytest.raises(CourseError, match=r"--free 1: a share of the memory is at least 0 and less than 1"):
         search(*asked, free=1)
 
 
 def test_what_would_fit_with_nothing_left_free_says_so():
     c = load("gpt-124m")
-    asked = plan.Search(c, H100, 1, frozenset(), ("bf16",))
-    least = min(memory.predict(one).total for start in plan.possible(asked)[0] for one in plan.tight(asked, start))
+    asked = variants.Search(c, H100, 1, frozenset(), ("bf16",))
+    least = min(memory.predict(one).total for start in variants.possible(asked)[0] for one in variants.tight(asked, start))
     tightly = replace(H100, memory=1.01 * least)
     with pytest.raises(CourseError, match=r"less the 5% that --free keeps.*leave less memory free, with --free 0"):
         search(c, tightly, 1)
@@ -357,7 +373,7 @@ def test_a_layout_without_a_pipeline_is_named_where_a_graph_would_make_it_the_fa
     assert again.time.step * 1e3 < int(said[2]) + 0.5 < 0.9 * piped.layouts[0].time.step * 1e3
     assert proposal.unpiped(search(load("gpt-124m", [*batch, "parallel.pp=2"]), H100, 8, ["parallel.pp"])) == []
     assert proposal.unpiped(replace(piped, layouts=(named,))) == []
-    assert proposal.unpiped(replace(piped, hardware=replace(H100, memory=0))) == []
+    assert proposal.unpiped(replace(piped, asked=replace(piped.asked, machine=replace(H100, memory=0)))) == []
 
 
 def test_what_the_mfu_of_long_causal_samples_counts_is_said():
@@ -373,11 +389,11 @@ def test_what_the_mfu_of_long_causal_samples_counts_is_said():
 def test_overlap_is_chosen_with_the_micro_batch():
     """Symmetric memory asks more of the host, and less of it the larger micro-batches are: no change of one of them alone need
     make a step faster."""
-    asked = plan.Search(load("gpt-7b", ["parallel.tp=8", "parallel.pp=2"]), H200, 64, frozenset(["parallel.tp", "parallel.pp"]),
-                        ("bf16",))
+    asked = variants.Search(load("gpt-7b", ["parallel.tp=8", "parallel.pp=2"]), H200, 64,
+                            frozenset(["parallel.tp", "parallel.pp"]), ("bf16",))
     fixed = sorted(asked.fixed)
     for one in search(asked.config, H200, 64, fixed).layouts[:2]:
-        best = plan.best(asked, plan.everything(asked, one.config), one)
+        best = plan.best(asked, variants.everything(asked, one.config), one)
         print(f"{one.time.step:.3f} s, of all variants {best.time.step:.3f}")
         assert one.time.step < 1.02 * best.time.step
 
@@ -389,14 +405,14 @@ def test_what_is_said_of_measured_peaks():
         drawn = {row["name"]: row for row in heldout.listed(name)}
         for row in json.loads((heldout.RESULTS / f"{name}_h200.json").read_text())["rows"]:
             off.append(heldout.predicted_gb(drawn[row["name"]]) / max(row["memory_gb"], row["first_gb"]) - 1)
-    assert (len(off), sum(abs(error) <= 0.05 for error in off)) == plan.PEAKS
+    assert (len(off), sum(abs(error) <= 0.05 for error in off)) == proposal.PEAKS
 
 
 def test_the_least_number_of_gpus_holds_it_and_one_fewer_does_not():
     c = load("gpt-7b", ["precision=fp16"])
-    asked = plan.Search(c, V100, 1, frozenset(), ("fp16",), free=0)     # else it is 16: beyond a node they are whole ones
-    least = plan.enough(asked)
-    assert plan.holds(replace(asked, gpus=least)) and not any(plan.holds(replace(asked, gpus=n)) for n in range(1, least))
+    asked = variants.Search(c, V100, 1, frozenset(), ("fp16",), free=0)     # else it is 16: beyond a node they are whole ones
+    least = misfits.enough(asked)
+    assert misfits.holds(replace(asked, gpus=least)) and not any(misfits.holds(replace(asked, gpus=n)) for n in range(1, least))
 
 
 # ---- what it says, and the commands
@@ -443,9 +459,9 @@ def test_nodes_that_are_not_full_are_predicted_as_the_command_fills_them(monkeyp
     found = search(load("gpt-7b", settings), H100, 60, ["parallel.tp", "train.global_batch"])
     sixes = replace(H100, links=(replace(H100.links[0], span=6), H100.links[1]))
     assert found.hardware == sixes and found.layouts[0].time == steptime.predict(found.layouts[0].config, sixes, 60)
-    assert plan.seated(H100, 4) is plan.seated(H100, 64) is H100
+    assert variants.seated(H100, 4) is variants.seated(H100, 64) is H100
     leaves = replace(H100, links=(H100.links[0], replace(H100.links[1], span=32), replace(H100.links[1], bandwidth=1e9)))
-    assert [link.span for link in plan.seated(leaves, 60).links] == [6, 24, 0]
+    assert [link.span for link in variants.seated(leaves, 60).links] == [6, 24, 0]
 
 
 def call(monkeypatch, capsys, *arguments):
@@ -473,6 +489,16 @@ def test_the_table_says_what_is_predicted(monkeypatch, capsys, tmp_path):
         steps * first["step_s"] * 16 / 3600)
     assert f"{steps:,} steps" in out and f"{rows['training']['gpu_hours']:,.0f} GPU-hours" in out
     assert sum(first["parts_s"].values()) == pytest.approx(first["step_s"])
+
+
+def test_one_of_a_kind_is_said_as_one():
+    """17 GPUs are a GPU on each of 17 nodes, which no NVLink joins; a short training takes minutes."""
+    found = search(load("gpt-1.3b", ["train.global_batch=510"]), H100, 17)
+    count = len(found.layouts)
+    assert count > 1 and proposal.rest_of(found, count - 1) == ["1 more layout fits (--top)."]
+    assert proposal.rest_of(found, count) == [] and proposal.network(found).startswith("InfiniBand")
+    said = proposal.duration(found, found.layouts[0], 1, 500)
+    assert re.search(r" are 1 step: 0\.\d minutes, ", said), said
 
 
 def test_launch_prints_the_command_alone(monkeypatch, capsys, tmp_path):

@@ -11,7 +11,7 @@ import pytest
 
 from course.config import load
 from course.errors import CourseError
-from course.perf import hardware, memory, plan, proposal, steptime
+from course.perf import hardware, memory, misfits, plan, proposal, steptime, variants
 from course.perf.layouts import refusal
 from course.perf.plan import search
 
@@ -31,12 +31,12 @@ def test_a_few_thousand_predictions_for_thousands_of_layouts(monkeypatch):
 def test_what_is_refused_in_every_variant_is_asked_about_once(monkeypatch):
     """Of 11,200 ways to write 15,120 GPUs a batch of 1,024 lets 195 be: the others are not to be varied."""
     asked = []
-    monkeypatch.setattr(plan, "refusal", lambda config: asked.append(config) or refusal(config))
-    request = plan.Search(load("gpt-7b", ["train.global_batch=1024"]), H100, 15120, frozenset(), ("bf16",))
-    starts, refused = plan.possible(request)
+    monkeypatch.setattr(variants, "refusal", lambda config: asked.append(config) or refusal(config))
+    request = variants.Search(load("gpt-7b", ["train.global_batch=1024"]), H100, 15120, frozenset(), ("bf16",))
+    starts, refused = variants.possible(request)
     assert len(starts) == 195 and sum(refused.values()) == 11005 and len(asked) < 11200
     eight = replace(request, precisions=("fp8",))   # the reason is the sizes, not what else would be refused of the first variant
-    assert set(plan.possible(eight)[1]) >= {one for one in refused if "does not divide" in one}
+    assert set(variants.possible(eight)[1]) >= {one for one in refused if "does not divide" in one}
 
 
 @pytest.mark.parametrize(("preset", "settings", "gpus", "precisions"), [
@@ -60,12 +60,12 @@ def test_no_step_is_below_the_least():
     for preset, settings in (("gpt-1.3b", []), ("gpt-7b", ["compile=true"]), ("dit-xl", ["compile=true"]),
                              ("vit-mp", ["kernels=hand"])):
         base = load(preset, ["data.source=mock", "train.global_batch=240", *settings])
-        request = plan.Search(base, H100, 48, frozenset(), ("bf16",))
-        for start in draw.sample(plan.possible(request)[0], 8):
-            work = {micro: plan.work_of(request, start, micro) for micro in plan.micros(request, start)}
+        request = variants.Search(base, H100, 48, frozenset(), ("bf16",))
+        for start in draw.sample(variants.possible(request)[0], 8):
+            work = {micro: plan.work_of(request, start, micro) for micro in variants.micros(request, start)}
             worst = min([worst, *(work[a] / a / (work[b] / b) for a, b in product(work, work) if a < b)])
-            for chunks, micro, how in product(plan.schedules(request, start), work, plan.RECOMPUTE):
-                one = plan.changed(start, {**chunks, "train.micro_batch": micro, "train.recompute": how})
+            for chunks, micro, how in product(variants.schedules(request, start), work, variants.RECOMPUTE):
+                one = variants.changed(start, {**chunks, "train.micro_batch": micro, "train.recompute": how})
                 if not refusal(one):
                     time = steptime.predict(one, H100, 48)
                     assert time == steptime.predict(one, H100, 48, request.known)
@@ -81,20 +81,20 @@ def test_no_step_is_below_the_least():
 def test_the_tightest_variant_is_among_the_few(preset, settings):
     """1f1b keeps the least of all schedules, and all overlaps keep as much."""
     base = load(preset, ["train.global_batch=48", *settings])
-    request = plan.Search(base, H100, 48, frozenset(), (base.precision,))
-    for start in random.Random(1).sample(plan.possible(request)[0], 12):
-        every = [plan.changed(start, {**chunks, **others, "train.micro_batch": 1, "train.recompute": "full"})
-                 for chunks, others in product(plan.schedules(request, start), plan.rest(request, start))]
+    request = variants.Search(base, H100, 48, frozenset(), (base.precision,))
+    for start in random.Random(1).sample(variants.possible(request)[0], 12):
+        every = [variants.changed(start, {**chunks, **others, "train.micro_batch": 1, "train.recompute": "full"})
+                 for chunks, others in product(variants.schedules(request, start), variants.rest(request, start))]
         needs = [memory.predict(one).total for one in every if not refusal(one)]
-        few = [memory.predict(one).total for one in plan.tight(request, start)]
+        few = [memory.predict(one).total for one in variants.tight(request, start)]
         assert min(few) == min(needs) and len(few) <= 18
-        assert [memory.fits(one, min(needs)) for one in plan.tight(request, start)] == [one <= min(needs) for one in few]
+        assert [memory.fits(one, min(needs)) for one in variants.tight(request, start)] == [one <= min(needs) for one in few]
 
 
 def test_a_model_that_fits_nowhere_is_given_up_soon(monkeypatch):
     """The least number of GPUs is looked for by bisection, not in all numbers up to 65,536."""
-    counts, holds = [], plan.holds
-    monkeypatch.setattr(plan, "holds", lambda asked: counts.append(asked.gpus) or holds(asked))
+    counts, holds = [], misfits.holds
+    monkeypatch.setattr(misfits, "holds", lambda asked: counts.append(asked.gpus) or holds(asked))
     words = ["model.depth=2000", "model.dim=65536", "model.heads=512", "train.global_batch=64"]
     with pytest.raises(CourseError, match="no layout fits 1 x h100-80"):
         search(load("gpt-7b", words), replace(H100, memory=20e9), 1)
@@ -110,10 +110,10 @@ def test_kernels_by_hand_are_proposed_where_they_help():
         told[len(words)] = re.search(r"of a step: (.*) would make it (\d+) ms instead of (\d+)", " ".join(proposal.limits(found)))
         if told[len(words)]:
             cured = [*words, *told[len(words)][1].split()]
-            best = plan.changed(found.layouts[0].config, {"compile": "compile=true" in cured, "kernels": "hand"})
+            best = variants.changed(found.layouts[0].config, {"compile": "compile=true" in cured, "kernels": "hand"})
             assert f"{steptime.predict(best, H100, 2).step * 1e3:.0f}" == told[len(words)][2]
     assert told[0][1] == "compile=true kernels=hand" and told[1][1] == "kernels=hand" and told[2] is None
-    old = replace(search(load("dit-xl"), H100, 2), hardware=replace(H100, capability=7.0))
+    old = search(load("dit-xl"), replace(H100, capability=7.0), 2)
     assert "compile=true would" in " ".join(proposal.limits(old))
     llama = load("gpt-1.3b", ["compile=true", "stream=narrow", "model.norm=rms", "model.position=rotary", "model.mlp=swiglu"])
     assert "kernels=hand" not in " ".join(proposal.limits(search(llama, H100, 4)))
@@ -134,10 +134,43 @@ def test_a_model_that_fits_nowhere_says_what_would(preset, settings, h, gpus, ke
         return
     value = int(said[2])
     more = 2 * value if key == "model.context" else value + 1
-    assert said[1] == key and value < plan.get(c, key)
-    assert search(plan.changed(c, {key: value}), h, gpus, fixed).layouts
+    assert said[1] == key and value < variants.get(c, key)
+    assert search(variants.changed(c, {key: value}), h, gpus, fixed).layouts
     with pytest.raises(CourseError, match="no layout fits"):
-        search(plan.changed(c, {key: more}), h, gpus, fixed)
+        search(variants.changed(c, {key: more}), h, gpus, fixed)
+
+
+def test_as_many_layouts_are_listed_as_are_asked_for():
+    """Of thousands, of which the search else looks for the 32 fastest; those are the same."""
+    asked = load("gpt-7b", ["train.global_batch=15120"]), H100, 15120
+    few, many = search(*asked), search(*asked, top=100)
+    assert len(few.layouts) < 100 <= len(many.layouts) and many.slower > 0
+    assert many.layouts[:plan.REFINED] == few.layouts[:plan.REFINED]
+
+
+@pytest.mark.parametrize("settings", [[], ["precision=fp8"], ["model.depth=8648640"]])
+def test_ten_million_blocks_take_no_longer_than_a_hundred(settings):
+    """The last number has 448 divisors: a rank's chunks were all of them, each with its schedule. And no block is gone through by
+    name. Seconds of a core, of which there are 3 here: with all chunks it took minutes."""
+    c = load("gpt-1.3b", ["model.depth=10000000", *settings])
+    begin = time.process_time()
+    with pytest.raises(CourseError, match=r"no layout fits 8 x h100-80: .* set model.depth=\d+, the most blocks that fit"):
+        search(c, H100, 8)
+    took = time.process_time() - begin
+    print(f"{took:.1f} s of a core")
+    assert took < 30
+
+
+def test_a_rank_has_no_more_chunks_than_do_it_good():
+    """As many as there are of models that exist; what the user says stays."""
+    deep, some = (load("gpt-1.3b", [f"model.depth={depth}", "parallel.pp=2"]) for depth in (10_000_000, 96))
+    request = variants.Search(deep, H100, 8, frozenset(), ("bf16",))
+    assert max(choice["parallel.chunks"] for choice in variants.schedules(request, deep)) == variants.CHUNKS
+    request = replace(request, config=some)
+    assert {choice["parallel.chunks"] for choice in variants.schedules(request, some)} == {1, 2, 3, 4, 6, 8, 12, 16, 24, 48}
+    own = variants.changed(some, {"parallel.chunks": 100, "model.depth": 400})
+    request = replace(request, config=own, fixed=frozenset({"parallel.chunks"}))
+    assert variants.schedules(request, own) == [{"parallel.schedule": "interleaved", "parallel.chunks": 100}]
 
 
 REQUESTS = [("gpt-7b", ["train.global_batch=8192"], 16384, "h100-80", ()),
