@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from course.errors import CourseError
 from course.models import dit, gpt, layers
 from course.models.dit import AdaBlock
 from course.models.layers import Batch, Block
@@ -248,6 +249,14 @@ def attention_forward(attn: Any, x: Tensor, batch: Batch | None = None) -> Tenso
 
 
 FUSED: dict[type, Callable[..., Tensor]] = {AdaBlock: ada_forward, Block: vit_forward, gpt.Block: gpt_forward}
+
+
+def check(device: torch.device) -> None:
+    """Raise `CourseError` on a GPU that the kernels are not for: Triton compiles for Ampere (8.0) and later."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        name, (major, minor) = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+        raise CourseError(f"kernels=hand needs a GPU of compute capability 8.0 or more (Ampere and later), and {name} has "
+                          f"{major}.{minor}: set kernels=pytorch")
 
 
 def fuse(model: Any, attention: bool = True) -> nn.Module:

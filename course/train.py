@@ -87,6 +87,7 @@ def assemble(config: Config, mesh: Mesh) -> Training:
     if config.stream == "narrow":
         narrow(model, config.precision)
     if config.kernels == "hand":
+        between.check(mesh.world.device)
         between.fuse(model, config.attention == "default" and packable(config.precision, mesh.world.device))
     within = compiled_inside(config)
     if within:

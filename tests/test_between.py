@@ -8,6 +8,7 @@ from torch._dynamo.utils import counters
 from torch.nn import functional as F
 
 from course import between, config, models
+from course.errors import CourseError
 from course.parallel import build_mesh, join
 from course.train import assemble
 from tests.test_compilation import losses_and_graphs
@@ -117,3 +118,11 @@ def test_blocks_whose_norms_are_others_stay_as_they_are():
     c = config.load("gpt-124m", ["model.norm=rms", "model.depth=1", "model.dim=32", "model.heads=2", "model.vocab=64"])
     block = between.fuse(models.build_model(c.model)).blocks["0"]
     assert "forward" not in vars(block)
+
+
+def test_a_gpu_that_triton_does_not_compile_for_is_refused_with_a_sentence(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100")
+    with pytest.raises(CourseError, match=r"kernels=hand needs .*Tesla V100 has 7\.0: set kernels=pytorch"):
+        between.check(torch.device("cuda"))
+    between.check(torch.device("cpu"))
