@@ -129,7 +129,7 @@ def sample(run: Annotated[Path, typer.Argument(help="the folder of a GPT's run, 
            prompt: Annotated[str, typer.Option(help="the text to go on from")] = "def ",
            count: Annotated[int, typer.Option(min=1, help="tokens to write")] = 100,
            temperature: Annotated[float, typer.Option(min=0, help="below 1 prefers probable tokens; 0 takes the first")] = 0.8,
-           top_k: Annotated[int, typer.Option(min=0, help="draw from the so many most probable; 0: from all")] = 50,
+           top_k: Annotated[int, typer.Option(min=0, help="draw from this many of the most probable tokens; 0: from all")] = 50,
            seed: Annotated[int, typer.Option(help="other seeds, other texts")] = 0,
            samples: Annotated[int, typer.Option(min=1, help="how many texts")] = 1,
            tokenizer: Annotated[Path | None, typer.Option(help="a tokenizer.json; else RUN's, else that in its data.path")]

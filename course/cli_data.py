@@ -90,7 +90,7 @@ def latents(folder: Annotated[Path, typer.Argument(help="of class folders: 0000,
             out: Annotated[Path, typer.Option(help="the data folder to make, or to go on with")],
             scale: Annotated[float | None, typer.Option(help="what latents are multiplied with; 1 if they are already scaled",
                                                         show_default="the VAE's, 0.18215")] = None,
-            valid: Annotated[int, typer.Option(min=0, help="each so manieth is for validation; 0: none")] = 50,
+            valid: Annotated[int, typer.Option(min=0, help="every how many samples one is for validation; 0: none")] = 50,
             samples: Annotated[int, typer.Option(min=1, help="in a shard")] = 4096,
             vae: Annotated[str, typer.Option(help="FOLDER holds pictures: name or folder of their VAE (diffusers)")] = "",
             pixels: Annotated[int, typer.Option(min=8, help="side of the pictures that the VAE gets")] = 256) -> None:

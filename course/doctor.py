@@ -30,7 +30,8 @@ from course.config import nearest
 from course.errors import CourseError
 
 LIMIT = 60.0                                         # seconds that an import may take
-TE_CURE = 'pip install --no-build-isolation "transformer-engine[pytorch]" (see README), or conda env create -f environment.yml'
+TE_CURE = ('with an NVIDIA GPU: conda env create -f environment.yml, or '
+           'pip install --no-build-isolation "transformer-engine[pytorch]"')
 # what, the compute capability that multiplies it in hardware, its name for --need
 FORMATS = [("fp16", (7, 0), "fp16"), ("TF32", (8, 0), "tf32"), ("bf16", (8, 0), "bf16"), ("FP8", (8, 9), "fp8"),
            ("MXFP8, NVFP4", (10, 0), "mxfp8")]

@@ -112,7 +112,8 @@ def line(record: dict[str, Any], steps: int) -> str:
         text += f"  skipped {record['skipped_steps']}"
     if "valid_loss" in record:
         text += f"  | validation: loss {record['valid_loss']:.4f}"
-        text += "".join(f", {name} RMSE {value:.4f}" for name, value in list(record.get("valid_rmse", {}).items())[:1])
+        for name, value in list(record.get("valid_rmse", {}).items())[:1]:
+            text += f", {name} RMSE {value:.4f} of its deviation"
     return text
 
 

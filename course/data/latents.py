@@ -127,7 +127,7 @@ def pack(folder: Path, out: Path, scale: float | None = None, valid: int = 50, s
          vae: str = "", pixels: int = 256) -> dict[str, Any]:
     """Write the shards of a folder of class folders; goes on where it was interrupted. Returns what latents.json holds.
 
-    scale: what latents are multiplied with, so that they are about 1 in size; None: the VAE's. valid: each so manieth sample is
+    scale: what latents are multiplied with, so that they are about 1 in size; None: the VAE's. valid: every valid-th sample is
     for validation; 0: none. samples: in a shard. vae: name or folder of the autoencoder for pictures, of `pixels` on a side.
 
     Damaged files are left out, and named in `out/damaged.txt`. Raises `CourseError` where nothing can be made.

@@ -14,8 +14,9 @@ GREEN, RED, AMBER, DIM, PLAIN = "\x1b[32m", "\x1b[31m", "\x1b[33m", "\x1b[2m", "
 def headline(verdict: Verdict) -> str:
     """The outcome in one line."""
     held = sum(fact.held for fact in verdict.facts)
-    of = max(verdict.of, len(verdict.facts))
-    return f"{verdict.exercise}: {'passed' if verdict.passed else 'not yet'}, {held} of {of} checks hold"
+    of, made = max(verdict.of, len(verdict.facts)), len(verdict.facts)
+    later = f" ({of - made} more come once these do)" if 1 < made < of else ""          # those on more ranks, say
+    return f"{verdict.exercise}: {'passed' if verdict.passed else 'not yet'}, {held} of {of} checks hold{later}"
 
 
 def footer(verdict: Verdict, graded: bool = False) -> str:

@@ -117,8 +117,8 @@ def show(plan: Plan, top: int) -> None:
     for line in rest_of(plan, top):
         print(line)
     if plan.asked.free:
-        print(f"Each layout leaves {plan.asked.free:.0%} of a GPU's memory free at least (--free): of {PEAKS[0]} measured peaks "
-              f"{PEAKS[1]} are within 5% of what is predicted.")
+        print(f"Each layout leaves {plan.asked.free:.0%} of a GPU's memory free at least (--free): of {PEAKS[0]} measured peaks, "
+              f"of steps and of held-out lists, {PEAKS[1]} are within 5% of what is predicted.")
     for line in (*reasons(plan), *limits(plan), *masked(plan)):
         print(line)
 

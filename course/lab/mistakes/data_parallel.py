@@ -10,6 +10,10 @@ MISTAKES = {
                 "after n - 1 steps each rank has the whole sum of one piece; pass these on in n - 1 more steps"),
         Mistake("the wrong way", "at = (axis.rank - step) % axis.size", "at = (axis.rank + step) % axis.size",
                 "what leaves in a step must be what came in the step before: the pieces move to the right, so count down"),
+        Mistake("the second round from the first piece", "at = (axis.rank - step) % axis.size",
+                "at = (axis.rank - step % (axis.size - 1)) % axis.size",
+                "after the first round a rank's complete piece is that of its right neighbour's number: the second round begins "
+                "with this one, not with its own number again"),
         Mistake("its input overwritten", "total = x.clone()", "total = x",
                 "it writes into x, which others still need: begin with a copy"),
         Mistake("the mean", "return total", "return total / axis.size",
