@@ -16,8 +16,8 @@ def main() -> None:
     wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for name, size, needs, data, what in rows:
         print(f"{name:{wide[0]}}  {size:>{wide[1]}}  {needs:>{wide[2]}}  {data:{wide[3]}}  {what}")
-    print("\nGB: what training needs on one GPU, as `course plan` predicts it: all samples of a step lie there, and are computed "
-          "one at a time, with nothing computed again.\n"
+    print("\nGB: what training needs on one GPU, as `course plan` predicts it: all samples of a step lie there, and are\n"
+          "computed one at a time, with nothing computed again.\n"
           "Data: random numbers, or a folder that has to be made first (data/README.md); data.path=FOLDER names yours.")
 
 
