@@ -349,9 +349,10 @@ def test_few_chunks_wait_however_slow_the_processes_are():
 
 
 CHILD = """
-import sys
+import signal, sys
 from course import files
 from course.data import jsonl
+signal.signal(signal.SIGINT, signal.default_int_handler)       # which a shell's background has turned off
 jsonl.CHUNK, jsonl.PART, files.flush = 1000, 4000, lambda path: None
 original = jsonl.write_part
 def write_part(*arguments):
