@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from course.errors import CourseError
 from course.models import dit, gpt, layers
 from course.models.dit import AdaBlock
 from course.models.layers import Batch, Block
 from course.packed import fitting, packed_attention
 from course.parallel.tensor import ColumnLinear
+from course.precision import check_capability
 
 
 def add_norm_plain(x: Tensor, y: Tensor | None, gate: Tensor | None, weight: Tensor, bias: Tensor, eps: float, offset: float,
@@ -253,10 +253,7 @@ FUSED: dict[type, Callable[..., Tensor]] = {AdaBlock: ada_forward, Block: vit_fo
 
 def check(device: torch.device) -> None:
     """Raise `CourseError` on a GPU that the kernels are not for: Triton compiles for Ampere (8.0) and later."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
-        name, (major, minor) = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
-        raise CourseError(f"kernels=hand needs a GPU of compute capability 8.0 or more (Ampere and later), and {name} has "
-                          f"{major}.{minor}: set kernels=pytorch")
+    check_capability(device, (8, 0), "kernels=hand", "Ampere and later", "set kernels=pytorch")
 
 
 def fuse(model: Any, attention: bool = True) -> nn.Module:

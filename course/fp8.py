@@ -52,6 +52,7 @@ from torch.autograd import Function
 
 from course.errors import CourseError
 from course.parallel.mesh import Axis, Mesh
+from course.precision import check_capability
 
 if TYPE_CHECKING:
     from course.config import FP8, Config
@@ -339,10 +340,7 @@ def convert(model: nn.Module, config: "Config", mesh: Mesh) -> Scaling:
 
 def check_device(device: torch.device) -> None:
     """Raise `CourseError` if a GPU cannot multiply FP8. A CPU emulates it."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < LEAST:
-        name, (major, minor) = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
-        raise CourseError(f"precision=fp8 needs a GPU of compute capability {LEAST[0]}.{LEAST[1]} or more (Ada, Hopper, "
-                          f"Blackwell), and {name} has {major}.{minor}: use precision=bf16")
+    check_capability(device, LEAST, "precision=fp8", "Ada, Hopper, Blackwell", "use precision=bf16")
 
 
 def prepare(model: nn.Module, scaling: Scaling) -> nn.Module:

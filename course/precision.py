@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from course.errors import CourseError
+
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}        # fp8: all but the linears it takes
 FIRST_SCALE = {"fp16": 2.0**16}                     # everything else needs no scaling: 1
 GROW_AFTER = 2000                                   # good steps until fp16's scale doubles (Micikevicius et al. 2018)
@@ -27,6 +29,14 @@ def working_dtype(precision: str) -> torch.dtype | None:
 def set_matmul(precision: str) -> None:
     """Let float32 matmuls use TF32 tensor cores, or not. Process-wide, because PyTorch's switch is."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision != "fp32"
+
+
+def check_capability(device: torch.device, least: tuple[int, int], what: str, chips: str, cure: str) -> None:
+    """Raise `CourseError` on a GPU of a lower compute capability than `what` needs, which `chips` have. A CPU passes."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < least:
+        name, (major, minor) = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+        raise CourseError(f"{what} needs a GPU of compute capability {least[0]}.{least[1]} or more ({chips}), and {name} has "
+                          f"{major}.{minor}: {cure}")
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager:

@@ -3,6 +3,7 @@
 Every change that is named was tried: with it some variant is taken by a run, or fits.
 """
 
+import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -61,9 +62,7 @@ def why_none(asked: Search, refused: dict[str, int]) -> str:
     """The sentence for a request of which no layout divides what it has to."""
     p = asked.config.parallel
     given = {axis: getattr(p, axis) for axis in AXES if f"parallel.{axis}" in asked.fixed and getattr(p, axis)}
-    product_of = 1
-    for size in given.values():
-        product_of *= size
+    product_of = math.prod(given.values())
     if asked.gpus % product_of:
         words = " x ".join(f"parallel.{axis}={size}" for axis, size in given.items())
         return (f"{words} does not divide {asked.gpus} GPUs: choose sizes whose product is one of "
