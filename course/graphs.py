@@ -76,11 +76,16 @@ class Graphed:
         """Record the launches of a step, which does not run meanwhile. Other threads, such as NCCL's, may go on."""
         self.batch = {name: tensor.clone() for name, tensor in batch.items()}
         graph = torch.cuda.CUDAGraph()
+        generator = torch.cuda.default_generators[self.stream.device.index]
+        drawn = generator.get_state()
         torch.cuda.synchronize(self.device)
         try:
             with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
                 self.results = self.whole(self.batch)
         except RuntimeError as error:
+            # PyTorch's generator believes that the capture goes on, and would draw nothing any more
+            fresh = torch.Generator(self.stream.device).set_state(drawn)
+            generator.graphsafe_set_state(fresh.graphsafe_get_state())
             raise CourseError(
                 f"this step cannot be captured in a CUDA graph ({str(error).splitlines()[0]}): nothing in it may wait for the "
                 "GPU (.item(), .cpu(), `if` on a tensor's value) or make a shape from a tensor's values. The traceback above "

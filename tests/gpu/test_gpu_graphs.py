@@ -67,3 +67,20 @@ def test_what_cannot_be_captured_is_a_sentence():
     with pytest.raises(CourseError, match=r"cannot be captured in a CUDA graph .* may wait for the GPU"):
         for _ in range(4):
             training.step(training.model.example(4, torch.device("cuda")))
+
+
+def test_after_a_capture_that_failed_random_numbers_are_drawn_as_before():
+    """In a notebook the process goes on."""
+    training = prepare("graphs=true")
+    training.model.head.register_forward_hook(lambda module, inputs, output: print(output.sum().item()) and None)
+    batch = training.model.example(4, torch.device("cuda"))
+    torch.manual_seed(3)
+    wanted = torch.randn(5, device="cuda"), torch.randn(5, device="cuda")
+    torch.manual_seed(3)
+    assert torch.equal(torch.randn(5, device="cuda"), wanted[0])
+    with pytest.raises(CourseError, match="cannot be captured"):
+        for _ in range(4):
+            training.step(batch)
+    assert torch.equal(torch.randn(5, device="cuda"), wanted[1])
+    torch.manual_seed(3)
+    assert torch.equal(torch.randn(5, device="cuda"), wanted[0])
