@@ -13,8 +13,9 @@
                         data, zero and masters (dp), tensor, sequence, overlap, symmetric and vocabulary (tp), context, ring and
                         blocks (cp), schedule and pipeline (pp), trace (which collective each rank is in)
     precision           number formats and the loss scale; fp8, FP8 by hand (its kernel in fp8_kernel), and te,
-                        Transformer Engine behind the same seam; attention, its implementations; between, what blocks do
-                        between matmuls, by hand (in between_kernel), and packed, attention so (in attention_kernel)
+                        Transformer Engine behind the same seam; attention, its implementations; operators, what kernels by
+                        hand have in common: between, what blocks do between matmuls (in between_kernel), gelu (there too, and in
+                        cublaslt, within a matmul), and packed, attention (in attention_kernel)
     step                one optimizer step, for every layout; average, of its weights, and adam, which follows them in one pass
                         (adam_kernel); recompute, activations that are not kept; compilation, torch.compile; graphs, the whole
                         step as one CUDA graph

@@ -5,7 +5,7 @@
 
 gate, weight and bias are a sample's own, (B, D): then this is adaLN, weight its scale and bias its shift, with an offset of 1;
 or weight and bias are a LayerNorm's, (1, D), with an offset of 0, and there is no gate. A block has three such steps: a norm;
-a sum and a norm; a sum. And one between the matmuls of its MLP, GELU, whose backward adds up the gradient of the bias before it.
+a sum and a norm; a sum. And one between the matmuls of its MLP, GELU: that is in `gelu.py`.
 
 Nothing here computes much: each step takes as long as its tensors take to read and write. So forward is one pass over x and y
 that writes z and n. Backward is one over the gradients of both, over z and y, that writes those of x and y and adds up those of
@@ -23,12 +23,14 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from course.gelu import fuse_mlp
 from course.models import dit, gpt, layers
 from course.models.dit import AdaBlock
 from course.models.layers import Batch, Block
+from course.operators import BiasApart, apart, operator
 from course.packed import fitting, packed_attention
 from course.parallel.tensor import ColumnLinear
-from course.precision import check_capability
+from course.precision import check_capability, format_of_matmuls
 
 
 def add_norm_plain(x: Tensor, y: Tensor | None, gate: Tensor | None, weight: Tensor, bias: Tensor, eps: float, offset: float,
@@ -80,42 +82,11 @@ def gated(gate: Tensor | None, wide: torch.dtype) -> Any:
     return 1 if gate is None else gate[:, None].to(wide)                                # (B, 1, D)
 
 
-def gelu_plain(x: Tensor, tanh: bool) -> Tensor:
-    """GELU, exact or its approximation through tanh."""
-    return nn.functional.gelu(x, approximate="tanh" if tanh else "none").contiguous()
-
-
-def gelu_backward_plain(x: Tensor, dy: Tensor, tanh: bool) -> tuple[Tensor, Tensor]:
-    """The gradient of x, (..., F), from that of its GELU, and its sum over all but the last dim, (F,) in float32 or 64."""
-    dx = torch.ops.aten.gelu_backward(dy, x, approximate="tanh" if tanh else "none").contiguous()
-    return dx, dx.flatten(0, -2).sum(0, dtype=torch.promote_types(x.dtype, torch.float32))
-
-
-def fused(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
-    """The same as `plain` in a kernel, and a sum of its programs' parts. float64, which kernels do not know, stays plain."""
-    def run(*given: Any) -> Any:
-        if any(isinstance(x, Tensor) and x.dtype == torch.float64 for x in given):
-            return plain(*given)
-        from course import between_kernel  # imports Triton, which only machines with GPUs have
-
-        return getattr(between_kernel, name)(*given)
-
-    return run
-
-
-# operators of PyTorch's, so that torch.compile takes each as it is: one for each device, and the plain one tells their shapes
-torch.library.define("course::add_norm", "(Tensor x, Tensor? y, Tensor? gate, Tensor weight, Tensor bias, float eps, "
-                     "float offset, ScalarType out) -> (Tensor, Tensor, Tensor, Tensor)")
-torch.library.define("course::add_norm_backward", "(Tensor? dz, Tensor? dn, Tensor? z, Tensor? y, Tensor? gate, Tensor? weight, "
-                     "Tensor? mean, Tensor? rstd, float offset, bool total, ScalarType to_x, ScalarType to_y) -> "
-                     "(Tensor, Tensor, Tensor)")
-torch.library.define("course::gelu", "(Tensor x, bool tanh) -> Tensor")
-torch.library.define("course::gelu_backward", "(Tensor x, Tensor dy, bool tanh) -> (Tensor, Tensor)")
-for name, plain in (("add_norm", add_norm_plain), ("add_norm_backward", add_norm_backward_plain),
-                    ("gelu", gelu_plain), ("gelu_backward", gelu_backward_plain)):
-    torch.library.impl(f"course::{name}", "cpu", plain)
-    torch.library.impl(f"course::{name}", "cuda", fused(name, plain))
-    torch.library.register_fake(f"course::{name}", plain)
+operator("add_norm", "(Tensor x, Tensor? y, Tensor? gate, Tensor weight, Tensor bias, float eps, float offset, ScalarType out) "
+         "-> (Tensor, Tensor, Tensor, Tensor)", add_norm_plain, "between_kernel")
+operator("add_norm_backward", "(Tensor? dz, Tensor? dn, Tensor? z, Tensor? y, Tensor? gate, Tensor? weight, Tensor? mean, "
+         "Tensor? rstd, float offset, bool total, ScalarType to_x, ScalarType to_y) -> (Tensor, Tensor, Tensor)",
+         add_norm_backward_plain, "between_kernel")
 
 
 class AddNorm(Function):
@@ -164,44 +135,10 @@ class Add(Function):
         return dz.to(ctx.kinds[0]), dy, sums[0].to(gate.dtype), sums[1].sum(0).to(ctx.before) if total else None
 
 
-class Gelu(Function):
-    """GELU(x) | the gradients of x and of a bias that is already in x, (F,): the sum of x's over all tokens, in the same pass."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.tanh, ctx.bias = tanh, None if bias is None else bias.dtype
-        return torch.ops.course.gelu(x, tanh)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        dx, dbias = torch.ops.course.gelu_backward(ctx.saved_tensors[0], dy, ctx.tanh)
-        return dx, dbias.to(ctx.bias) if ctx.bias else None, None
-
-
 def add_norm(x: Tensor, y: Tensor | None, gate: Tensor | None, weight: Tensor, bias: Tensor, eps: float, offset: float,
              before: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """(z, n) as above, (B, T, D), n in the format of the matmul that takes it: (B, T, D) twice, (B or 1, D) three times, (D,)."""
-    kind = x.device.type
-    out = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-    return AddNorm.apply(x, y, gate, weight, bias, before, eps, offset, out)
-
-
-class BiasApart(nn.Module):
-    """The product of a linear, `matmul`; the gradient of its bias is computed elsewhere."""
-
-    def __init__(self, matmul: Callable[..., Tensor]):
-        super().__init__()
-        self.matmul = matmul
-
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:                 # (..., K) -> (..., N)
-        return self.matmul(x, weight, None if bias is None else bias.detach())
-
-
-def apart(linear: Any) -> Tensor | None:
-    """The bias of a linear whose gradient is computed elsewhere."""
-    return linear.bias if isinstance(linear.matmul, BiasApart) else None
+    return AddNorm.apply(x, y, gate, weight, bias, before, eps, offset, format_of_matmuls(x))
 
 
 def ada_forward(block: AdaBlock, x: Tensor, c: Tensor) -> Tensor:       # (B, T, D), (B, D)
@@ -231,12 +168,6 @@ def gpt_forward(block: gpt.Block, x: Tensor, batch: Batch) -> Tensor:   # (B, T,
     return x + block.drop2(block.mlp(n), batch)                                         # (B, T, D)
 
 
-def mlp_forward(mlp: Any, x: Tensor) -> Tensor:                         # (B, T, D)
-    """An MLP with GELU, whose backward also gives the gradient of the bias before it."""
-    tanh = isinstance(mlp, dit.MLP) or getattr(mlp, "approximate", "") == "tanh"
-    return mlp.down(Gelu.apply(mlp.up(x), apart(mlp.up), tanh))         # (B, T, D)
-
-
 def attention_forward(attn: Any, x: Tensor, batch: Batch | None = None) -> Tensor:      # (B, T, D)
     """Attention over what the linear before it puts out, as it is; backward also gives the gradient of that linear's bias.
 
@@ -256,11 +187,12 @@ def check(device: torch.device) -> None:
     check_capability(device, (8, 0), "kernels=hand", "Ampere and later", "set kernels=pytorch")
 
 
-def fuse(model: Any, attention: bool = True) -> nn.Module:
+def fuse(model: Any, attention: bool = True, merged: bool = True) -> nn.Module:
     """Let the blocks of a model compute so, after it is cut and before they are compiled or checkpointed.
 
     Blocks of other kinds, those whose norms are no LayerNorms, and MLPs of other kinds stay as they are; attention, too, unless
     `attention`, where it is not of whole samples, turns queries and keys or shares keys, and for heads that are not `fitting`.
+    merged: with GELU in the matmuls of MLPs, where it can be (`gelu.py`).
     """
     for block in model.blocks.values():
         attn: Any = getattr(block, "attn", None)
@@ -269,8 +201,7 @@ def fuse(model: Any, attention: bool = True) -> nn.Module:
             set_apart(attn.qkv)
             attn.forward = attention_forward.__get__(attn)
         if type(mlp) in (layers.MLP, dit.MLP, layers.GeluMLP):
-            set_apart(mlp.up)
-            mlp.forward = mlp_forward.__get__(mlp)
+            fuse_mlp(mlp, merged)
         forward = FUSED.get(type(block))
         if forward is not None and all(type(norm) is nn.LayerNorm for norm in (block.norm1, block.norm2)):
             block.forward = forward.__get__(block)

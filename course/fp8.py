@@ -51,8 +51,9 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from course.errors import CourseError
+from course.operators import operator
 from course.parallel.mesh import Axis, Mesh
-from course.precision import check_capability
+from course.precision import check_capability, format_of_matmuls
 
 if TYPE_CHECKING:
     from course.config import FP8, Config
@@ -63,6 +64,7 @@ LARGEST = {kind: torch.finfo(kind).max for kind in FORMATS.values()}            
 ROLES = ("input", "weight", "gradient")             # the operands of a linear, in this order
 MULTIPLE = 16                                       # what cuBLAS wants every dim of a weight to be divisible by, and M in dW
 LEAST = (8, 9)                                      # compute capability: Ada; Hopper has 9.0
+
 
 def quantize(x: Tensor, scale: Tensor, amax: Tensor, kind: torch.dtype, both: bool, note: bool) -> tuple[Tensor, Tensor]:
     """Scale, cast and transpose in one pass: (M, K) -> (M, K) and (K, M padded to a multiple of 16 with zeros), FP8.
@@ -86,13 +88,6 @@ def quantize_plain(x: Tensor, scale: Tensor, amax: Tensor, kind: torch.dtype, bo
     return q, padded.t().contiguous().view(kind)
 
 
-def quantize_fused(x: Tensor, scale: Tensor, amax: Tensor, kind: torch.dtype, both: bool, note: bool) -> tuple[Tensor, Tensor]:
-    """`quantize` in one kernel."""
-    from course import fp8_kernel  # imports Triton, which only machines with GPUs have
-
-    return fp8_kernel.quantize(x, scale, amax, kind, both, note)
-
-
 def quantize_shapes(x: Tensor, scale: Tensor, amax: Tensor, kind: torch.dtype, both: bool, note: bool) -> tuple[Tensor, Tensor]:
     """For torch.compile: what comes out, of no values."""
     rows, columns = x.shape
@@ -100,12 +95,8 @@ def quantize_shapes(x: Tensor, scale: Tensor, amax: Tensor, kind: torch.dtype, b
     return q, x.new_empty(columns, rows + -rows % MULTIPLE, dtype=kind) if both else q.new_empty(0)
 
 
-# an operator of PyTorch's, so that torch.compile takes it as it is, one for each device
-torch.library.define("course::quantize",
-                     "(Tensor x, Tensor scale, Tensor(a!) amax, ScalarType kind, bool both, bool note) -> (Tensor, Tensor)")
-torch.library.impl("course::quantize", "cpu", quantize_plain)
-torch.library.impl("course::quantize", "cuda", quantize_fused)
-torch.library.register_fake("course::quantize", quantize_shapes)
+operator("quantize", "(Tensor x, Tensor scale, Tensor(a!) amax, ScalarType kind, bool both, bool note) -> (Tensor, Tensor)",
+         quantize_plain, "fp8_kernel", quantize_shapes)
 
 
 def amax_of(x: Tensor) -> Tensor:
@@ -234,10 +225,8 @@ class Matmul(nn.Module):
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if not self.known:
             return self.watch(x, weight, bias)
-        kind = x.device.type
-        out = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
         backward = torch.is_grad_enabled()
-        how = How(self.margin, self.gradients, out, backward, self.training_pass and backward, self.axis)
+        how = How(self.margin, self.gradients, format_of_matmuls(x), backward, self.training_pass and backward, self.axis)
         slots: list[Any] = [slot for three in zip(self.scales, self.inverses, self.amaxes, strict=True) for slot in three]
         rows = x.reshape(-1, x.shape[-1])                                   # (M, K)
         return Product.apply(rows, weight, bias, how, *(slots or [None] * 9)).view(*x.shape[:-1], len(weight))

@@ -23,6 +23,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from course.attention import attend
+from course.operators import operator
 from course.precision import LOW
 
 MOST = 2**28                                        # scores of a formula on a CPU: 1 GiB, of which a few are in memory at a time
@@ -66,28 +67,9 @@ def scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
     return s.masked_fill(torch.ones_like(s[0, 0], dtype=torch.bool).triu(1), -math.inf) if causal else s
 
 
-def attention_fused(qkv: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """`attention_plain` in a kernel."""
-    from course import attention_kernel  # imports Triton, which only machines with GPUs have
-
-    return attention_kernel.attention(qkv, causal)
-
-
-def attention_backward_fused(dy: Tensor, qkv: Tensor, y: Tensor, lse: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """`attention_backward_plain` in kernels."""
-    from course import attention_kernel
-
-    return attention_kernel.attention_backward(dy, qkv, y, lse, causal)
-
-
-torch.library.define("course::attention", "(Tensor qkv, bool causal) -> (Tensor, Tensor)")
-torch.library.define("course::attention_backward", "(Tensor dy, Tensor qkv, Tensor y, Tensor lse, bool causal) -> "
-                     "(Tensor, Tensor)")
-for name, plain, kernel in (("attention", attention_plain, attention_fused),
-                            ("attention_backward", attention_backward_plain, attention_backward_fused)):
-    torch.library.impl(f"course::{name}", "cpu", plain)
-    torch.library.impl(f"course::{name}", "cuda", kernel)
-    torch.library.register_fake(f"course::{name}", plain)
+operator("attention", "(Tensor qkv, bool causal) -> (Tensor, Tensor)", attention_plain, "attention_kernel")
+operator("attention_backward", "(Tensor dy, Tensor qkv, Tensor y, Tensor lse, bool causal) -> (Tensor, Tensor)",
+         attention_backward_plain, "attention_kernel")
 
 
 class PackedAttention(Function):

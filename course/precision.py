@@ -46,6 +46,12 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager:
     return nullcontext()
 
 
+def format_of_matmuls(x: Tensor) -> torch.dtype:
+    """That of x, or what autocast makes of it."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
 def of_weights(model: nn.Module, precision: str) -> str:
     """The precision, or, where that is of 32 bits and weights are in 16 (`course/parallel/masters.py`), which no matmul takes
     together, that of the weights."""

@@ -88,7 +88,8 @@ def assemble(config: Config, mesh: Mesh) -> Training:
         narrow(model, config.precision)
     if config.kernels == "hand":
         between.check(mesh.world.device)
-        between.fuse(model, config.attention == "default" and packable(config.precision, mesh.world.device))
+        between.fuse(model, config.attention == "default" and packable(config.precision, mesh.world.device),
+                     config.train.recompute == "none")
     within = compiled_inside(config)
     if within:
         compile_within(model)

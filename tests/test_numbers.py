@@ -140,13 +140,25 @@ def test_speed_in_less_memory() -> None:
 
 def test_what_is_beside_the_kernels_by_hand() -> None:
     text = MEASURED.partition("`kernels=hand` takes what blocks do")[2].partition("| kernels by hand")[0].replace("GPT 124M", "")
-    gpt, dit = (row(file, f"{prefix}: {NARROW}, kernels by hand, in a graph") for file, prefix in
-                (("gpt_h200", "124M"), ("dit_h200", "256 px")))
+    gpt, dit = results("gelu_h200")["before"]
+    now = row("dit_h200", f"256 px: {NARROW}, kernels by hand, in a graph")
     step = next(step for step in recorded.ladders() if step.name == f"dit: 256 px: {NARROW}, kernels by hand, in a graph")
     for number in (f"{64 * 1024 / gpt['compilers_ms']:.0f} (", f"{64e3 / dit['compilers_ms']:.0f} (DiT",
-                   f"predicted {1e3 * step.time.step:.0f} ms for a step of the latter",
-                   f"takes {dit['ms']:.0f} by hand and {dit['compilers_ms']:.0f} by the compiler"):
+                   f"gave {64 * 1024 / gpt['ms']:.0f} and {64e3 / dit['ms']:.0f} (",
+                   f"predicts {1e3 * step.time.step:.0f} ms for a step of the latter",
+                   f"takes {now['ms']:.0f} by hand, and took {dit['compilers_ms']:.0f} by the compiler"):
         assert number in text.replace("\n", " ")
+
+
+def test_gelu_in_the_matmul() -> None:
+    text = MEASURED.partition("GELU's gradient is then in the epilogue")[2].partition("**What bounds")[0].replace("\n", " ")
+    for name, words in ((f"124M: {NARROW}", "GPT 124M takes"), (f"256 px: {NARROW}", "of DiT-XL/2")):
+        merged, apart = (row("gelu_h200", f"{name}, kernels by hand, in a graph", gelu=how)["ms"]
+                         for how in ("in the matmul", "apart"))
+        assert re.search(rf"{words} {merged:.1f}( ms with it there)? and {apart:.1f}", text)
+    for kernels in results("gelu_h200")["kernels_us"].values():
+        both, apart = (kernels[f"backward: {how}"] for how in ("DGELU_BGRAD", "matmul, then GELU's gradient and the sum"))
+        assert 1.7 < both / apart < 2.3
 
 
 # --- in parallel: the label's first words, then in the order in which the numbers stand: file, case, which GPUs and field

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from course import between, config, models
+from course import between, config, models, operators
 from course.packed import packable, packed_attention
 from course.parallel import build_mesh, join
 from course.train import assemble
@@ -100,7 +100,7 @@ def test_attention_of_another_kind_stays_as_it_is(setting):
 def test_a_bias_of_attention_that_stays_keeps_its_gradient():
     preset, *settings = SMALL["gpt"]
     attn = between.fuse(models.build_model(config.load(preset, [*settings, "model.position=rotary"]).model)).blocks["0"].attn
-    assert between.apart(attn.qkv) is None
+    assert operators.apart(attn.qkv) is None
 
 
 @pytest.mark.parametrize(("settings", "is_packed"), [((), True), (("attention=math",), False), (("kernels=pytorch",), False)])

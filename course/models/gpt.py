@@ -31,6 +31,7 @@ from course.models.layers import (
     Total,
     turns,
 )
+from course.precision import format_of_matmuls
 
 
 @dataclass(frozen=True)
@@ -177,12 +178,6 @@ class ChunkedLoss(Function):
         to_x, to_weight = ctx.dtypes
         # dw in its own memory, which nobody else has; a second backward is an error of autograd's, not a wrong number
         return dx.to(to_x) * grad, dw.mul_(grad).to(to_weight), None, None, None, None, None
-
-
-def format_of_matmuls(x: Tensor) -> torch.dtype:
-    """That of x, or what autocast makes of it."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def add_product(sums: Tensor, a: Tensor, b: Tensor) -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from course import adam, between, config
+from course import adam, between, config, gelu
 from course.average import Average
 from course.parallel import build_mesh, join
 from course.train import assemble
@@ -48,7 +48,7 @@ def test_float64_stays_float64():
     x, weight = drawn(2, 5, 100, dtype=torch.float64), drawn(1, 100, dtype=torch.float64)
     given = (x, None, None, weight, weight)
     found = *torch.ops.course.add_norm(*given, 1e-5, 0.0, x.dtype), torch.ops.course.gelu(x, True)
-    wanted = *between.add_norm_plain(*given, 1e-5, 0.0, x.dtype), between.gelu_plain(x, True)
+    wanted = *between.add_norm_plain(*given, 1e-5, 0.0, x.dtype), gelu.gelu_plain(x, True)
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
@@ -59,8 +59,8 @@ def test_gelu_and_its_gradients_are_those_of_float64(tanh, dtype, bound):
     x, dy = 3 * drawn(3, 77, 1000, dtype=dtype), drawn(3, 77, 1000, dtype=dtype)
     exact, to_y = x.double().cpu(), dy.double().cpu()
     y, (dx, dbias) = torch.ops.course.gelu(x, tanh), torch.ops.course.gelu_backward(x, dy, tanh)
-    wanted = between.gelu_backward_plain(exact, to_y, tanh)
-    for mine, its in ((y, between.gelu_plain(exact, tanh)), (dx, wanted[0])):
+    wanted = gelu.gelu_backward_plain(exact, to_y, tanh)
+    for mine, its in ((y, gelu.gelu_plain(exact, tanh)), (dx, wanted[0])):
         assert (mine.double().cpu() - its).norm() <= bound * its.norm()
     torch.testing.assert_close(dbias.double(), dx.double().flatten(0, 1).sum(0), rtol=1e-4, atol=1e-4)
 
@@ -68,7 +68,7 @@ def test_gelu_and_its_gradients_are_those_of_float64(tanh, dtype, bound):
 def test_gelu_of_more_tokens_than_a_launch_has_programs_in_its_second_dim():
     x, dy = (drawn(65536 * 64 + 1, 8, dtype=torch.bfloat16) for _ in range(2))
     dx, sums = torch.ops.course.gelu_backward(x, dy, True)
-    wanted, _ = between.gelu_backward_plain(x[-100:].double(), dy[-100:].double(), True)
+    wanted, _ = gelu.gelu_backward_plain(x[-100:].double(), dy[-100:].double(), True)
     assert (dx[-100:].double() - wanted).norm() <= 5e-3 * wanted.norm()
     torch.testing.assert_close(sums.double(), dx.double().sum(0), rtol=1e-3, atol=1.0)
 

@@ -1,0 +1,124 @@
+"""GELU of an MLP by hand: its gradient in a pass over memory of its own, or in the matmul before it.
+
+A matmul has its result in registers before it writes it; what it does there is its epilogue. Backward, GELU's gradient is the
+epilogue of the linear that comes after GELU forward, y = h V' + c with h = GELU(a):
+
+    da = (dy V) · GELU'(a)
+
+Apart, a pass over memory reads dy V and a, writes da, and adds it up over tokens for the gradient of the bias that is in a.
+Merged, the matmul reads a, and the sum reads da: two tensors of three. On a GPU from Hopper on it is cuBLASLt's (`cublaslt.py`);
+here the same is in plain operations, for CPUs and all else.
+
+Forward stays apart. cuBLASLt has an epilogue that writes both a and GELU(a); on an H200 it gained 0.3 and 0.6% of two models'
+steps, by algorithms chosen by trial, and lost in a third's MLP (results/gelu_h200.json).
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from course.models import dit, layers
+from course.operators import BiasApart, apart, operator
+from course.parallel.tensor import ColumnLinear, RowLinear
+from course.precision import format_of_matmuls
+
+
+def gelu_plain(x: Tensor, tanh: bool) -> Tensor:
+    """GELU, exact or its approximation through tanh."""
+    return F.gelu(x, approximate="tanh" if tanh else "none").contiguous()
+
+
+def gelu_backward_plain(x: Tensor, dy: Tensor, tanh: bool) -> tuple[Tensor, Tensor]:
+    """The gradient of x, (..., F), from that of its GELU, and its sum over all but the last dim, (F,) in float32 or 64."""
+    dx = torch.ops.aten.gelu_backward(dy, x, approximate="tanh" if tanh else "none").contiguous()
+    return dx, dx.flatten(0, -2).sum(0, dtype=torch.promote_types(x.dtype, torch.float32))
+
+
+def gelu_linear_backward_plain(dy: Tensor, weight: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient of a, (..., N), from that of a linear of its GELU through tanh, (..., M), whose weight is (M, N); and its sum
+    over all but the last dim, (N,) in float32 or 64."""
+    return torch.ops.course.gelu_backward(a, dy @ weight, True)
+
+
+operator("gelu", "(Tensor x, bool tanh) -> Tensor", gelu_plain, "between_kernel")
+operator("gelu_backward", "(Tensor x, Tensor dy, bool tanh) -> (Tensor, Tensor)", gelu_backward_plain, "between_kernel")
+operator("gelu_linear_backward", "(Tensor dy, Tensor weight, Tensor a) -> (Tensor, Tensor)", gelu_linear_backward_plain,
+         "cublaslt")
+
+
+class Gelu(Function):
+    """GELU(x) | the gradients of x and of a bias that is already in x, (F,): the sum of x's over all tokens, in the same pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.tanh, ctx.bias = tanh, None if bias is None else bias.dtype
+        return torch.ops.course.gelu(x, tanh)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        dx, dbias = torch.ops.course.gelu_backward(ctx.saved_tensors[0], dy, ctx.tanh)
+        return dx, dbias.to(ctx.bias) if ctx.bias else None, None
+
+
+class GeluLinear(Function):
+    """GELU(a) W' + b, GELU through tanh | the gradients of a, of a bias that is already in a, (N,), and of W and b."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, before: Tensor | None, weight: Tensor, bias: Tensor | None) -> Tensor:
+        h = torch.ops.course.gelu(a, True)                              # (..., N)
+        ctx.save_for_backward(h, a, weight)
+        ctx.before = None if before is None else before.dtype
+        return F.linear(h, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        h, a, weight = ctx.saved_tensors
+        da, dbefore = torch.ops.course.gelu_linear_backward(dy, weight, a)
+        rows = dy.flatten(0, -2)                                        # (tokens, M)
+        dweight = rows.T @ h.flatten(0, -2) if ctx.needs_input_grad[2] else None
+        return da, dbefore.to(ctx.before) if ctx.before else None, dweight, rows.sum(0) if ctx.needs_input_grad[3] else None
+
+
+def gelu_linear(x: tuple[Tensor, Tensor | None], weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """At the seam of the linear after GELU. x: what GELU is of and the bias that is in it, (..., N) and (N,) -> (..., M)."""
+    a, before = x
+    kind = format_of_matmuls(a)
+    return GeluLinear.apply(a.to(kind), before, weight.to(kind), None if bias is None else bias.to(kind))
+
+
+def fuse_mlp(mlp: Any, merged: bool) -> None:
+    """Let an MLP with GELU compute so: merged, if that is asked for and possible, or apart."""
+    merged = merged and can_merge(mlp)
+    if merged:
+        mlp.down.matmul = gelu_linear
+    if type(mlp.up) in (layers.Linear, ColumnLinear) and mlp.up.bias is not None:
+        mlp.up.matmul = BiasApart(mlp.up.matmul)
+    mlp.forward = (merged_forward if merged else apart_forward).__get__(mlp)
+
+
+def can_merge(mlp: Any) -> bool:
+    """Whether GELU is the one through tanh, and the linear after it the course's own with a plain product: not in FP8, and not
+    beside communication."""
+    return through_tanh(mlp) and type(mlp.down) in (layers.Linear, RowLinear) and mlp.down.matmul is F.linear
+
+
+def through_tanh(mlp: Any) -> bool:
+    """Whether an MLP's GELU is the approximation."""
+    return isinstance(mlp, dit.MLP) or getattr(mlp, "approximate", "") == "tanh"
+
+
+def merged_forward(mlp: Any, x: Tensor) -> Tensor:                      # (B, T, D)
+    """`forward` of an MLP whose second linear has GELU in it."""
+    return mlp.down((mlp.up(x), apart(mlp.up)))                         # (B, T, D)
+
+
+def apart_forward(mlp: Any, x: Tensor) -> Tensor:                       # (B, T, D)
+    """`forward` of an MLP with GELU between them."""
+    return mlp.down(Gelu.apply(mlp.up(x), apart(mlp.up), through_tanh(mlp)))            # (B, T, D)

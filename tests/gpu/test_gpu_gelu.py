@@ -1,0 +1,83 @@
+"""cuBLASLt's epilogue computes what the formula says, whichever algorithm does; what it is not for goes its old way."""
+
+import pytest
+import torch
+
+from course import gelu
+from course.models import layers
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0),
+                                reason="needs a GPU from Hopper on")
+SHAPES = [(2, 2048, 768, 3072), (1, 4096, 1024, 4096), (4, 100, 136, 264), (1, 1, 64, 256)]         # B, T, M, N
+
+
+def drawn(shape, dtype):
+    """dy, the weight of the linear after GELU, and what GELU is of."""
+    B, T, M, N = shape
+    make = torch.Generator().manual_seed(0)
+    sizes = (B, T, M), (M, N), (B, T, N)
+    dy, weight, a = (torch.randn(size, generator=make) for size in sizes)
+    return [x.to("cuda", dtype) for x in (dy, weight / M**0.5, a)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 2**-8), (torch.float16, 2**-11)])
+def test_the_gradient_is_that_of_float64(shape, dtype, bound):
+    """Up to one rounding of the result."""
+    dy, weight, a = drawn(shape, dtype)
+    da, total = torch.ops.course.gelu_linear_backward(dy, weight, a)
+    wanted, _ = gelu.gelu_linear_backward_plain(dy.double(), weight.double(), a.double())
+    assert (da.double() - wanted).norm() <= bound * wanted.norm()
+    torch.testing.assert_close(total.double(), da.double().flatten(0, -2).sum(0), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_all_algorithms_give_the_same_bits(shape):
+    from course import cublaslt
+
+    dy, weight, a = drawn(shape, torch.bfloat16)
+    product = cublaslt.matmul(shape[0] * shape[1], shape[3], shape[2], torch.bfloat16, 0)
+    assert product.offered and all(by.workspace <= cublaslt.WORKSPACE for by in product.offered)
+    found = []
+    for by in product.offered:
+        found.append(torch.empty_like(a))
+        product.run(by, weight, dy, a, found[-1])
+    assert all(torch.equal(da, found[0]) for da in found)
+
+
+def test_it_is_used_where_it_is_fast():
+    """GPT 124M's and DiT-XL's shapes, in one wave of programs."""
+    from course import cublaslt
+
+    for shape in ((65536, 3072, 768), (32768, 3072, 768), (16384, 4608, 1152), (32768, 4608, 1152), (16384, 8192, 2048)):
+        assert cublaslt.matmul(*shape, torch.bfloat16, 0).offered[0].waves <= 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_other_formats_and_widths_go_the_plain_way(dtype):
+    given = drawn((2, 5, 20, 44), dtype)
+    torch.testing.assert_close(torch.ops.course.gelu_linear_backward(*given), gelu.gelu_linear_backward_plain(*given))
+
+
+def test_a_graph_replays_it():
+    make = torch.Generator().manual_seed(0)
+    mlp = layers.GeluMLP(256, 1024, True, "tanh").to("cuda", torch.bfloat16)
+    gelu.fuse_mlp(mlp, True)
+    assert mlp.down.matmul is gelu.gelu_linear
+    x = torch.randn(2, 2048, 256, generator=make).to("cuda", torch.bfloat16).requires_grad_()
+
+    def step():
+        return torch.autograd.grad(mlp(x).float().square().sum(), [x, *mlp.parameters()])
+
+    with torch.cuda.stream(torch.cuda.Stream()):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    with torch.no_grad():
+        x.mul_(-1)
+    graph.replay()
+    torch.cuda.synchronize()
+    for mine, its in zip(found, step(), strict=True):
+        torch.testing.assert_close(mine, its)
