@@ -24,8 +24,8 @@
     validate, evaluate  how good the model is, while training and after; baselines and metrics to compare with
     sampling            from a trained DiT's predictions to samples; draw, `course generate`
     generate            tokens drawn from a GPT, with a key-value cache; sample, `course sample`
-    checkpoint          what is written says nothing of the layout that wrote it (streaming: a tensor at a time); reshard, cut
-                        up for another layout
+    checkpoint          what is written says nothing of the layout that wrote it (streaming: a tensor at a time; pieces: the boxes
+                        that ranks have of it); reshard, cut up for another layout
     convert             other libraries' weights: library (a rule for each parameter), weights (files of named tensors),
                         huggingface (GPT-2 and Llama), dit, te (Transformer Engine's layers); command, `course convert`
     report, pictures    what a run tells; profile, a look into its steps

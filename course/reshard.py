@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 
 from course import checkpoint, config
-from course.checkpoint import Piece, write_pieces
 from course.config import Config
 from course.data import order
 from course.errors import CourseError
@@ -29,6 +28,7 @@ from course.evaluate import read_config
 from course.files import atomic
 from course.models import build_model
 from course.parallel import Mesh, Placement, World, build_mesh, data_parallel, parallelize, placement
+from course.pieces import Piece, read_placed, write_pieces
 from course.precision import working_dtype
 from course.train import run_folder
 
@@ -105,7 +105,7 @@ def reshard(source: Path, index: Index, settings: Config, folder: Path) -> Path:
     def write(rank: int) -> dict[str, Any]:
         pieces = list(pieces_of(index, settings, rank, size))
         return write_pieces(checkpoint.temporary(final), rank, pieces,
-                            (checkpoint.read_placed(source, index, piece.name, piece.where) for piece in pieces))
+                            (read_placed(source, index, piece.name, piece.where) for piece in pieces))
 
     entries = [write(rank) for rank in range(size)]
     checkpoint.publish(final, entries, index["state"], config.as_plain(settings))

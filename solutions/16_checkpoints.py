@@ -57,6 +57,7 @@ from course.lab.notebook import check
 from course.launch import ranks
 from course.parallel import Axis, World, build_mesh, join
 from course.parallel.placement import Box
+from course.pieces import read_box
 from course.train import assemble, fit, run_folder
 
 lab.begin("16")
@@ -295,7 +296,7 @@ slider = widgets.explore(figures_checkpoints.layouts, old_rows=[2, 1, 3, 4, 6], 
 # check reads a checkpoint with yours.
 
 # %% exercise="box-overlap"
-from course.checkpoint import overlap
+from course.pieces import overlap
 
 # %%
 check("box-overlap")
@@ -330,7 +331,7 @@ check("put-together")
 # <details><summary>Answer</summary>
 # A flat range is a box with one dim, of the flattened tensor: [a, b). Between two layouts that cut the same tensor into flat
 # ranges alone, your function does it already. Where a flat range meets a box, cut it into boxes first: a part of a row, whole
-# rows, a part of a row. Then it is your function again: <code>course.checkpoint.boxes_of</code>.
+# rows, a part of a row. Then it is your function again: <code>course.pieces.boxes_of</code>.
 # </details>
 #
 # ## The real thing
@@ -362,7 +363,7 @@ def everything(run: Path) -> dict[str, Tensor]:
     """Every tensor of the newest checkpoint of a run, whole."""
     folder = checkpoint.steps(run / "checkpoints")[-1]
     index = checkpoint.read_index(folder)
-    return {name: checkpoint.read_box(folder, index, name, tuple((0, n) for n in found["shape"]))
+    return {name: read_box(folder, index, name, tuple((0, n) for n in found["shape"]))
             for name, found in index["tensors"].items()}
 
 

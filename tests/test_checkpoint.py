@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 
 from course import checkpoint, random
-from course.checkpoint import Damaged, Misplaced
 from course.errors import CourseError
 from course.lab.meter import Meter
 from course.launch import ranks
 from course.models import ViTConfig, build_model
 from course.parallel import Axis, Placement, place_serial
+from course.pieces import Damaged, Misplaced, Piece, boxes_of, read_box, write_pieces
 
 ALONE = Axis("all")
 STATE = {"step": 7, "samples": 28}
@@ -75,7 +75,7 @@ def test_a_box_is_put_together_from_the_pieces_that_overlap_it(tmp_path):
         {"file": "f.safetensors", "key": key, "box": [list(r), list(c)], "flat": None} for key, (r, c) in cuts.items()]}}}
     for box in [((0, 6), (0, 10)), ((2, 6), (3, 9)), ((5, 6), (0, 1)), ((0, 1), (6, 8))]:
         (a, b), (c, d) = box
-        assert torch.equal(checkpoint.read_box(tmp_path, index, "w", box), whole[a:b, c:d])
+        assert torch.equal(read_box(tmp_path, index, "w", box), whole[a:b, c:d])
 
 
 def test_a_flat_range_is_made_of_boxes_in_order():
@@ -84,13 +84,13 @@ def test_a_flat_range_is_made_of_boxes_in_order():
     numbers = torch.arange(24).view(3, 2, 4)
     for first in range(25):
         for end in range(first, 25):
-            boxes = checkpoint.boxes_of(box, (first, end))
+            boxes = boxes_of(box, (first, end))
             found = [numbers[tuple(slice(a - low, b - low) for (a, b), (low, _) in zip(part, box, strict=True))].flatten()
                      for part in boxes]
             assert torch.equal(torch.cat([torch.arange(0), *found]), torch.arange(first, end))
             assert len(boxes) <= 5 and all(len(part) for part in found)
-    assert checkpoint.boxes_of(box, (0, 24)) == [box] == checkpoint.boxes_of(box, None)
-    assert checkpoint.boxes_of((), (0, 1)) == [()]
+    assert boxes_of(box, (0, 24)) == [box] == boxes_of(box, None)
+    assert boxes_of((), (0, 1)) == [()]
 
 
 def flip_a_byte(path):
@@ -271,7 +271,7 @@ def test_a_checkpoint_of_another_model_is_refused_and_nothing_changed(tmp_path, 
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("where", ["course.checkpoint.stream", "course.files.flush"])
+@pytest.mark.parametrize("where", ["course.pieces.stream", "course.files.flush"])
 def test_a_full_disk_loses_nothing(tmp_path, monkeypatch, where):
     old, _, optimizer = save(tmp_path, 5)
 
@@ -303,8 +303,8 @@ def written(folder, pieces):
     """The entries of ranks that have written the pieces of a tensor."""
     tensors = [torch.zeros(stop - start if flat else [b - a for a, b in box]) for box, flat in pieces
                for start, stop in [flat or (0, 0)]]
-    made = [checkpoint.Piece("w", Placement("w", (6, 2), box, flat=flat), torch.float32) for box, flat in pieces]
-    return [checkpoint.write_pieces(folder, rank, [piece], [tensor])
+    made = [Piece("w", Placement("w", (6, 2), box, flat=flat), torch.float32) for box, flat in pieces]
+    return [write_pieces(folder, rank, [piece], [tensor])
             for rank, (piece, tensor) in enumerate(zip(made, tensors, strict=True))]
 
 
@@ -324,7 +324,7 @@ def test_what_is_whole_is_published(tmp_path, pieces):
     final = tmp_path / "step_000001"
     checkpoint.temporary(final).mkdir()
     checkpoint.publish(final, written(checkpoint.temporary(final), pieces), STATE, {})
-    assert torch.equal(checkpoint.read_box(final, checkpoint.read_index(final), "w", WHOLE), torch.zeros(6, 2))
+    assert torch.equal(read_box(final, checkpoint.read_index(final), "w", WHOLE), torch.zeros(6, 2))
 
 
 def test_a_run_that_cannot_save_stops_at_once_and_leaves_nothing(tmp_path):

@@ -95,7 +95,7 @@ def test_a_full_disk_while_saving(monkeypatch, capsys, tiny):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("course.checkpoint.stream", full)
+    monkeypatch.setattr("course.pieces.stream", full)
     status, text = call(monkeypatch, capsys, "train", "vit-demo", *tiny)
     assert status == 1 and "the disk is full while writing" in text and "rank00000.safetensors" in text
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from course import checkpoint, config, train
+from course import checkpoint, config, pieces, train
 from course.errors import CourseError
 from course.launch import close, ranks
 from course.parallel import Axis
@@ -35,13 +35,13 @@ def full(*_):
 def test_a_full_disk_costs_a_checkpoint_and_not_the_run(tiny, monkeypatch, capsys):
     """It is full when step 5 is saved, and has room again at step 10."""
     whole = run([*tiny, "log.name=whole"])
-    real, calls = checkpoint.stream, []
+    real, calls = pieces.stream, []
 
     def stream(*arguments):
         calls.append(1)
         return full() if len(calls) == 1 else real(*arguments)
 
-    monkeypatch.setattr(checkpoint, "stream", stream)
+    monkeypatch.setattr(pieces, "stream", stream)
     folder = run([*tiny, "log.name=full"])
     told = capsys.readouterr().out
     assert "WARNING: " in told and "step_000005 was not written. It takes 0." in told and "tries again in 5 steps" in told
@@ -51,13 +51,13 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(tiny, monkeypatch, capsy
 
 
 def test_the_last_checkpoint_has_to_be_written(tiny, monkeypatch):
-    real, calls = checkpoint.stream, []
+    real, calls = pieces.stream, []
 
     def stream(*arguments):
         calls.append(1)
         return full() if len(calls) == 3 else real(*arguments)
 
-    monkeypatch.setattr(checkpoint, "stream", stream)
+    monkeypatch.setattr(pieces, "stream", stream)
     with pytest.raises(checkpoint.NotSaved, match="step_000012 was not written"):
         run(tiny)
     folder = train.run_folder(config.load("vit-demo", tiny))
@@ -72,13 +72,13 @@ def save_on_a_full_disk(folder):
     import torch
     import torch.distributed as dist
 
-    from course import checkpoint
+    from course import checkpoint, pieces
     from tests.test_checkpoint import STATE, make
 
     axis = Axis("all", 2, dist.get_rank(), (0, 1), dist.group.WORLD)
     _, optimizer = make()
     if axis.rank == 1:
-        checkpoint.stream = full
+        pieces.stream = full
     told = ""
     try:
         checkpoint.save(folder, optimizer, STATE, {}, axis)

@@ -6,9 +6,10 @@ import shutil
 import pytest
 import torch
 
-from course import checkpoint, config, reshard
+from course import checkpoint, config, pieces, reshard
 from course.errors import CourseError
 from course.launch import ranks
+from course.pieces import read_box, read_placed
 
 SMALL = ["train.device=cpu", "train.threads=1", "train.global_batch=8", "log.tensorboard=false", "log.every=1", "model.depth=5",
          "model.context=14", "model.vocab=64", "model.dim=32", "precision=fp8", "fp8.history=3", "parallel.bucket_mb=0.02",
@@ -52,7 +53,7 @@ def serial(tmp_path_factory):
 
 def everything(folder, index):
     """Every tensor of a checkpoint, whole; each element must be in a piece."""
-    return {name: checkpoint.read_box(folder, index, name, tuple((0, n) for n in found["shape"]))
+    return {name: read_box(folder, index, name, tuple((0, n) for n in found["shape"]))
             for name, found in index["tensors"].items()}
 
 
@@ -96,7 +97,7 @@ def test_every_pair_of_twelve_layouts_round_trips_bit_for_bit(serial, tmp_path, 
         assert last["tensors"] == found["tensors"] and same(everything(back, last), expected), second
 
 
-def pieces(index):
+def pieces_in(index):
     """What each rank's file has: name -> box and flat range."""
     return {(piece["file"], name, str(piece["box"]), str(piece["flat"]))
             for name, found in index["tensors"].items() for piece in found["pieces"]}
@@ -110,7 +111,7 @@ def test_the_pieces_are_those_that_the_layouts_own_ranks_write(serial, tmp_path,
     ranks(size)(train, str(tmp_path), 1, "train.global_batch=12", *keys(spec))
     theirs = checkpoint.read_index(tmp_path / "gpt-demo" / "default" / "checkpoints" / "step_000001")
     _, ours = again(source, index, spec, tmp_path / "again")
-    assert pieces(ours) == pieces(theirs)
+    assert pieces_in(ours) == pieces_in(theirs)
 
 
 @pytest.mark.parametrize("spec", [f"dp=2 {ZERO}", *(pytest.param(spec, marks=pytest.mark.slow) for spec in
@@ -196,7 +197,7 @@ def test_never_is_more_than_the_largest_tensor_in_memory(serial, tmp_path, monke
     import weakref
 
     _, source, index = serial
-    real, alive, most = checkpoint.read_box, {}, [0]
+    real, alive, most = read_box, {}, [0]
 
     def counted(*given):
         tensor = real(*given)
@@ -206,7 +207,7 @@ def test_never_is_more_than_the_largest_tensor_in_memory(serial, tmp_path, monke
         most.append(sum(alive.values()))
         return tensor
 
-    monkeypatch.setattr(checkpoint, "read_box", counted)
+    monkeypatch.setattr("course.pieces.read_box", counted)
     again(source, index, f"dp=2 {ZERO}", tmp_path)
     largest = max(4 * torch.Size(found["shape"]).numel() for found in index["tensors"].values())
     assert len(most) > 100 and max(most) <= 2 * largest                 # one is read while the one before is let go of
@@ -253,12 +254,12 @@ def test_a_rank_reads_the_bytes_that_it_holds_and_no_others(serial, tmp_path, mo
     expected = everything(source, index)
     settings = config.load("gpt-demo", [*SMALL, *keys(f"{new} zero=true")])
     size, parts = reshard.ranks_of(settings), 0
-    real = checkpoint.safe_open
-    monkeypatch.setattr(checkpoint, "safe_open", lambda *given: Counted(real(*given)))
+    real = pieces.safe_open
+    monkeypatch.setattr(pieces, "safe_open", lambda *given: Counted(real(*given)))
     for rank in range(size):
         for piece in reshard.pieces_of(index, settings, rank, size):
             Counted.total, where = 0, piece.where
-            read = checkpoint.read_placed(source, index, piece.name, where)
+            read = read_placed(source, index, piece.name, where)
             box = expected[piece.name][tuple(slice(*side) for side in where.box)]
             assert torch.equal(read, box if where.flat is None else box.flatten()[slice(*where.flat)]), piece
             assert Counted.total == read.nbytes and Counted.opened <= Counted.taken, piece

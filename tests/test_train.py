@@ -15,6 +15,7 @@ import torch
 
 from course import checkpoint, config, train
 from course.errors import CourseError
+from course.pieces import read_box
 from course.report import read_metrics
 from course.stop import GO_ON
 from tests.conftest import tiny_settings
@@ -33,7 +34,7 @@ def losses(folder: Path) -> list[float]:
 
 def final_tensors(folder: Path) -> dict[str, torch.Tensor]:
     path, index = checkpoint.newest(folder / "checkpoints", print)
-    return {name: checkpoint.read_box(path, index, name, tuple((0, n) for n in found["shape"]))
+    return {name: read_box(path, index, name, tuple((0, n) for n in found["shape"]))
             for name, found in index["tensors"].items()}
 
 

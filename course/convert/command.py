@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from course import checkpoint, config, reshard, sample
-from course.checkpoint import Piece, together, write_pieces
+from course.checkpoint import together
 from course.config import Config, Parallel
 from course.convert import dit, huggingface, te, weights
 from course.convert.library import Rule, Source, entries, fill
@@ -38,6 +38,7 @@ from course.evaluate import read_config
 from course.files import flush, remove
 from course.models import build_model
 from course.parallel import Axis, Mesh, Placement, World, build_mesh, join, joined, place_serial
+from course.pieces import Piece, read_box, write_pieces
 from course.precision import parameter_dtype
 from course.step import Progress
 from course.train import assemble
@@ -323,7 +324,7 @@ def from_run(run: Path, target: Path, given: list[str], to: str, rows: str, aver
         if name in plan.extra:
             return plan.extra[name],
         shape = index["tensors"][name + kind]["shape"]
-        whole = checkpoint.read_box(folder, index, name + kind, tuple((0, n) for n in shape))
+        whole = read_box(folder, index, name + kind, tuple((0, n) for n in shape))
         return plan.rule(name)[0].theirs(plan.c, whole.reshape(ours[name][1]))
 
     words = its_tokenizer(run, settings)

@@ -6,10 +6,10 @@ from itertools import cycle
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from course.checkpoint import overlap
 from course.lab.figures import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY
 from course.parallel.mappings import bounds
 from course.parallel.placement import Box
+from course.pieces import overlap
 
 FILLS = (SKY, ORANGE, GREEN, PURPLE, BLUE, GREY)
 HATCHES = ("", "//", "..", "\\\\", "xx", "--")       # the same again for who cannot tell colours apart

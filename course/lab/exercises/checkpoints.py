@@ -12,14 +12,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from course import checkpoint
-from course.checkpoint import overlap
+from course import pieces
 from course.lab import returned
 from course.lab.disk import KINDS, Disk
 from course.lab.exercise import Exercise, Tensors
 from course.lab.watchdog import Limits
 from course.models.layers import Attention
 from course.parallel.placement import Box, box_shape
+from course.pieces import overlap
 
 QUICK = Limits(seconds=60)
 Slices = tuple[slice, ...]
@@ -103,14 +103,14 @@ def share(inputs: Tensors) -> Tensors:
     found: dict[str, list[Tensor]] = {"nothing": [], "piece": [], "wanted": []}
     for sides in inputs["pairs"].tolist():
         wanted, piece = tuple((a, b) for a, b, _, _ in sides), tuple((c, d) for _, _, c, d in sides)
-        shared = both(checkpoint.overlap(wanted, piece))
+        shared = both(pieces.overlap(wanted, piece))
         found["nothing"].append(torch.tensor(float(shared is None)))
         for name, box, part in (("piece", piece, 0), ("wanted", wanted, 1)):
             grid = torch.zeros(box_shape(box))
             if shared is not None:
                 grid[slices_of(shared[part], "overlap", 3)] = 1
             found[name].append((grid.flatten() * torch.arange(1.0, grid.numel() + 1)).sum())
-    single = both(checkpoint.overlap((), ()))        # of one number, such as Adam's count of steps
+    single = both(pieces.overlap((), ()))            # of one number, such as Adam's count of steps
     if single is not None:
         slices_of(single[0], "overlap", 0), slices_of(single[1], "overlap", 0)
     return {name: torch.stack(parts).double() for name, parts in found.items()} | {
@@ -120,18 +120,18 @@ def share(inputs: Tensors) -> Tensors:
 def read_in_boxes(inputs: Tensors) -> Tensor:
     """A tensor that lies in a checkpoint in eight pieces, in two boxes."""
     whole, cuts = inputs["tensor"], inputs["cuts"].tolist()
-    pieces, tensors = [], {}
+    written, tensors = [], {}
     for corner in range(8):
         box = [[0, cut] if corner >> dim & 1 == 0 else [cut, 8] for dim, cut in enumerate(cuts)]
         tensors[str(corner)] = whole[tuple(slice(*side) for side in box)].contiguous()
-        pieces.append({"file": "pieces.safetensors", "key": str(corner), "box": box, "flat": None})
-    index = {"tensors": {"w": {"shape": [8, 8, 8], "dtype": "float32", "pieces": pieces}}}
+        written.append({"file": "pieces.safetensors", "key": str(corner), "box": box, "flat": None})
+    index = {"tensors": {"w": {"shape": [8, 8, 8], "dtype": "float32", "pieces": written}}}
     with tempfile.TemporaryDirectory() as folder:
         save_file(tensors, Path(folder, "pieces.safetensors"))
         try:
-            parts = [checkpoint.read_box(Path(folder), index, "w", box)
+            parts = [pieces.read_box(Path(folder), index, "w", box)
                      for box in (((0, 4), (0, 8), (3, 8)), ((4, 8), (2, 7), (0, 8)))]
-        except (checkpoint.Damaged, ValueError, IndexError):            # slices that fit no tensor
+        except (pieces.Damaged, ValueError, IndexError):            # slices that fit no tensor
             return torch.zeros(1).double()
     return torch.cat([part.flatten() for part in parts]).double().nan_to_num(0, 0, 0)
 
@@ -295,7 +295,7 @@ def crash(inputs: Tensors) -> Tensors:
 
 
 EXERCISES = [
-    Exercise("box-overlap", "16", ("course.checkpoint.overlap",), draw_boxes, share, {
+    Exercise("box-overlap", "16", ("course.pieces.overlap",), draw_boxes, share, {
         "nothing": "it says None where two boxes share nothing, and only there",
         "piece": "the first slices are those of the piece",
         "wanted": "the second are those of the wanted box",
