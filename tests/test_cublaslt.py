@@ -1,0 +1,109 @@
+"""The call of cuBLASLt, by a library that notes what it is asked: layouts by columns, and what is done where nothing is fast."""
+
+import ctypes
+
+import pytest
+import torch
+
+from course import cublaslt, gelu
+
+
+class Library:
+    """Notes its calls; offers algorithms with these waves and bytes of workspace."""
+
+    def __init__(self, *offers):
+        self.offers, self.calls, self.refuses = offers, [], ""
+
+    def __getattr__(self, name):
+        def function(*given):
+            self.calls.append((name, [x.value if hasattr(x, "value") else x for x in given]))
+            if name == "cublasLtMatmulAlgoGetHeuristic":
+                limit = self.limit
+                fitting = [(waves, size) for waves, size in self.offers if size <= limit]
+                for slot, (waves, size) in zip(given[8], fitting, strict=False):
+                    slot.waves, slot.workspace = waves, size
+                given[9]._obj.value = len(fitting)
+            if name == "cublasLtMatmulPreferenceSetAttribute":
+                self.limit = given[2]._obj.value
+            return 7 if name == self.refuses else 0
+
+        return function
+
+    def made(self, name):
+        return [given for called, given in self.calls if called == name]
+
+
+@pytest.fixture
+def lent(monkeypatch):
+    """Cuts off all that asks a GPU; what to call with the library to be used."""
+    cublaslt.matmul.cache_clear()
+    monkeypatch.setattr(cublaslt, "library_handle", lambda: ctypes.c_void_p(1))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+
+    def use(library):
+        monkeypatch.setattr(cublaslt, "library", lambda: library)
+        return library
+
+    yield use
+    cublaslt.matmul.cache_clear()
+
+
+def test_the_result_of_asking_has_the_size_of_the_librarys():
+    """Eight words, a size, a status, a float and four integers (cublasLt.h): whatever is off here reads another algorithm."""
+    assert ctypes.sizeof(cublaslt.Found) == 96 and cublaslt.Found.workspace.offset == 64 and cublaslt.Found.waves.offset == 76
+
+
+def test_a_matrix_by_rows_is_its_transpose_by_columns(lent):
+    """(6, 3) times (3, 5): A is the weight, 5 x 3 by columns; B the tokens, 3 x 6; D 5 x 6."""
+    library = lent(Library((0.9, 131)))
+    product = cublaslt.Matmul(6, 5, 3, torch.bfloat16)
+    layouts = library.made("cublasLtMatrixLayoutCreate")
+    assert [given[2:] for given in layouts] == [[5, 3, 5], [3, 6, 3], [5, 6, 5]] and {given[1] for given in layouts} == {14}
+    assert len(product.offered) == 1
+
+
+@pytest.mark.parametrize(("offers", "waves"), [
+    ([(0.9, 131), (31.0, 4)], [0.9, 31.0]), ([(31.0, 2**22)], []), ([(31.0, 2**22), (0.9, 131)], [0.9]), ([], [])])
+def test_what_takes_much_workspace_is_left_out(lent, offers, waves):
+    lent(Library(*offers))
+    assert [by.waves for by in cublaslt.Matmul(6, 5, 3, torch.float16).offered] == pytest.approx(waves)
+
+
+def test_with_little_workspace_it_is_asked_again(lent):
+    """As for a shape for which the library, given much, offers one algorithm that takes all of it."""
+    library = lent(Library())
+    cublaslt.Matmul(6, 5, 3, torch.float16)
+    assert len(library.made("cublasLtMatmulAlgoGetHeuristic")) == 2 and library.limit == cublaslt.WORKSPACE
+
+
+@pytest.mark.parametrize("offers", [[], [(31.0, 4)]])
+def test_where_nothing_fast_is_offered_the_steps_are_apart(lent, offers, monkeypatch):
+    """Also what has another format, or rows that are not aligned."""
+    library = lent(Library(*offers))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
+    dy, weight, a = torch.randn(2, 8, 16).bfloat16(), torch.randn(16, 24).bfloat16(), torch.randn(2, 8, 24).bfloat16()
+    found, wanted = cublaslt.gelu_linear_backward(dy, weight, a), gelu.gelu_linear_backward_plain(dy, weight, a)
+    torch.testing.assert_close(found, wanted)
+    for given in ((dy.float(), weight.float(), a.float()), (dy, weight[:, :20], a[..., :20])):
+        library.calls.clear()
+        torch.testing.assert_close(cublaslt.gelu_linear_backward(*given), gelu.gelu_linear_backward_plain(*given))
+        assert not library.calls
+    assert not library.made("cublasLtMatmul")
+
+
+def test_before_hopper_and_without_the_library_nothing_is_asked(lent, monkeypatch):
+    x = torch.randn(8, 16).bfloat16()
+    library = lent(Library((0.9, 131)))
+    assert cublaslt.suits(x)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    assert not cublaslt.suits(x) and not library.calls
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    lent(None)
+    assert not cublaslt.suits(x)
+
+
+def test_a_refusal_says_which_function_and_status(lent):
+    library = lent(Library((0.9, 131)))
+    library.refuses = "cublasLtMatmulDescCreate"
+    with pytest.raises(RuntimeError, match="cublasLtMatmulDescCreate of cuBLASLt says status 7"):
+        cublaslt.Matmul(6, 5, 3, torch.float16)
