@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
@@ -159,7 +158,7 @@ def gather(x: Tensor, axis: Axis, n: int, into: Tensor | None = None) -> Pending
     whole = x.new_empty(len(x), n, x.shape[2]) if into is None else into
     piece = padded(x, -(-n // axis.size))
     come = whole if n % axis.size == 0 else x.new_empty(len(x), axis.size * piece.shape[1], x.shape[2])
-    wait = begun(group_of(axis).allgather_into_tensor_coalesced(list(come), list(piece)), x)
+    wait = begin_gather(come, piece, axis)
 
     def finish() -> Tensor:
         wait()
@@ -182,7 +181,7 @@ def scatter(x: Tensor, axis: Axis, into: Tensor) -> Pending:
     if n % axis.size:
         x = torch.cat([padded(part, most) for part in x.tensor_split(axis.size, 1)], 1)
     piece = into if n % axis.size == 0 else x.new_empty(len(x), most, x.shape[2])
-    wait = begun(group_of(axis).reduce_scatter_tensor_coalesced(list(piece), list(x.contiguous())), x)
+    wait = group_of(axis).reduce_scatter_tensor_coalesced(list(piece), list(x.contiguous())).wait
 
     def finish() -> Tensor:
         wait()
@@ -191,14 +190,18 @@ def scatter(x: Tensor, axis: Axis, into: Tensor) -> Pending:
     return finish
 
 
-def begun(work: dist.Work, x: Tensor) -> Callable[[], object]:
-    """What awaits a collective of x. On a CPU it is awaited here: with such gathers and scatters under way at the same time gloo
-    (PyTorch 2.13) corrupts its memory, on a busy machine once in 60,000 rounds of two and two. They gain nothing there.
+def begin_gather(whole: Tensor, piece: Tensor, axis: Axis) -> Callable[[], object]:
+    """Begin to gather each sample's equal pieces, (B, T/tp, D) -> (B, T, D), in `whole`: what awaits it.
+
+    On a CPU the samples go together, awaited here. Each group of gloo has two threads, and these write the name of the collective
+    that they have done into one string without a lock (PyTorch 2.13, `ProcessGroupGloo::runLoop`), when its result may be long in
+    use: on a busy machine as late as the end of the next one. ALLGATHER_COALESCED, of more than the 15 letters that a string
+    holds in itself, is then freed twice, and the process dies of it, soon or late. Other collectives here have shorter names.
     """
-    if x.is_cpu:
-        work.wait()
+    if piece.is_cpu:
+        whole.copy_(mappings.all_gather(piece, 1, axis, whole.shape[1]))
         return lambda: None
-    return work.wait
+    return group_of(axis).allgather_into_tensor_coalesced(list(whole), list(piece)).wait
 
 
 def padded(x: Tensor, tokens: int) -> Tensor:

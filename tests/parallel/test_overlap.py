@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from unittest import mock
 
 import pytest
 import torch
@@ -55,6 +56,18 @@ def both_ways(tokens, samples):
 @pytest.mark.parametrize("samples", [1, 3, 6])
 def test_overlapped_linears_are_the_plain_ones(size, tokens, samples):
     assert max(ranks(size)(both_ways, tokens, samples)) < 1e-12
+
+
+def without_the_long_name(tokens, samples):
+    """`both_ways`, where gathering by the collective with the long name is an error."""
+    with mock.patch.object(dist.ProcessGroup, "allgather_into_tensor_coalesced", None):
+        return both_ways(tokens, samples)
+
+
+@pytest.mark.parametrize("tokens", [7, 8])
+def test_on_a_cpu_nothing_is_gathered_by_a_collective_whose_name_gloo_frees_twice(tokens):
+    """That needs two threads in the same few nanoseconds, which no test can wait for; see `overlap.begin_gather`."""
+    assert max(ranks(2)(without_the_long_name, tokens, 3)) < 1e-12
 
 
 def rows_in_16_bits():
