@@ -115,13 +115,13 @@ def generate(run: Annotated[Path, typer.Argument(help="the folder of a DiT's run
              ema: Annotated[bool | None, typer.Option(help="with the weights' moving average; else if there is one")] = None,
              vae: Annotated[str, typer.Option(help="name or folder of the VAE that decodes latents (diffusers)")] = "") -> None:
     """Draw samples of a trained DiT: a labelled picture, and the latents as .npy, in RUN/samples."""
-    from course import config, draw
+    from course import draw, schema
     from course.sampling import Sampling
 
     values = {"sampler": sampler, "steps": steps, "guidance": guidance, "channels": channels, "eta": eta, "seed": seed,
               "batch": batch}
     wanted = numbers(labels, "--labels", least=0) if labels else []
-    draw.main(run, wanted, each, config.build(Sampling, values, "course generate"), ema, vae)
+    draw.main(run, wanted, each, schema.build(Sampling, values, "course generate"), ema, vae)
 
 
 @app.command()

@@ -27,30 +27,30 @@ data = typer.Typer(help="Make or convert data sets.", no_args_is_help=True)
 @data.command()
 def weather(settings: OverridesOfWeather = None) -> None:
     """Simulate an atmosphere and write it in the layout of the ERA5 course data."""
-    from course import config
+    from course import schema
     from course.data import weather as maker
 
-    maker.make(config.build(maker.Weather, config.parse(settings or []), "course data weather"))
+    maker.make(schema.build(maker.Weather, schema.parse(settings or []), "course data weather"))
 
 
 @data.command()
 def era5(source: Annotated[str, typer.Argument(help="a .nc file, a glob or folder of them, or a .zarr store")],
          settings: OverridesOfEra5 = None) -> None:
     """Convert ERA5 in NetCDF or Zarr (names of WeatherBench2 or CDS)."""
-    from course import config
+    from course import schema
     from course.data import era5 as converter
 
-    values = {**config.parse(settings or []), "source": source}
-    converter.convert(config.build(converter.Era5, values, "course data era5"))
+    values = {**schema.parse(settings or []), "source": source}
+    converter.convert(schema.build(converter.Era5, values, "course data era5"))
 
 
 @data.command()
 def tokens(settings: OverridesOfTokens = None) -> None:
     """Make token files of the source text of Python's standard library, in seconds."""
-    from course import config
+    from course import schema
     from course.data import corpus as maker
 
-    maker.make(config.build(maker.Python, config.parse(settings or []), "course data tokens"))
+    maker.make(schema.build(maker.Python, schema.parse(settings or []), "course data tokens"))
 
 
 @data.command()
@@ -60,12 +60,12 @@ def jsonl(arguments: FilesAndOverrides) -> None:
     On all cores; the same command goes on after an interruption: finished parts of 8 MB of input are kept. Bad lines are counted,
     and left out.
     """
-    from course import config
+    from course import schema
     from course.data import jsonl as maker
 
     files = [word for word in arguments if "=" not in word or Path(word).exists()]
-    values = {**config.parse(word for word in arguments if word not in files), "files": files}
-    maker.make(config.build(maker.Jsonl, values, "course data jsonl"))
+    values = {**schema.parse(word for word in arguments if word not in files), "files": files}
+    maker.make(schema.build(maker.Jsonl, values, "course data jsonl"))
 
 
 @data.command()

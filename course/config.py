@@ -3,51 +3,24 @@
     config = load("vit-short", ["train.steps=64", "optim.lr=1e-3"])
 
 A preset is a file in `course/configs` or a path of your own; `base:` in it names one to start from: a preset by its name, or a
-file by its path, seen from the folder of the file that names it.
+file by its path, seen from the folder of the file that names it. What numbers may be and what goes together is in
+`course/limits.py`, how plain values become dataclasses in `course/schema.py`.
 """
 
-import dataclasses
-import difflib
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Any, Literal
 
 import yaml
-from pydantic import ConfigDict, Discriminator, Tag, TypeAdapter, ValidationError
-from pydantic_core import ErrorDetails
 
+from course import limits
 from course.errors import CourseError
 from course.files import atomic
-from course.models import DiTConfig, GPTConfig, ViTConfig
-from course.precision import LOW
+from course.models import Model, ViTConfig
+from course.schema import as_plain, build, merge, nearest, parse, read_yaml, reading
 
 PRESETS = Path(__file__).parent / "configs"
-KINDS: dict[str, type] = {"vit": ViTConfig, "gpt": GPTConfig, "dit": DiTConfig}
-MOST = 100_000                                       # values in a YAML file that anybody writes
-# which numbers, each one of a tuple, are from where, included, to where, not included
-NUMBERS = {
-    (1, math.inf): "train.steps train.global_batch data.lead data.ahead log.every checkpoint.every checkpoint.keep parallel.pp "
-                   "parallel.cp parallel.tp parallel.chunks model.vocab model.context model.dim model.depth model.heads "
-                   "model.rope_factor model.rope_context model.channels model.classes model.patch model.grid model.latent",
-    (0, math.inf): "train.micro_batch train.eval_every train.stall_s train.threads parallel.dp parallel.bucket_mb data.workers "
-                   "data.train_samples data.valid_samples optim.lr optim.min_lr optim.eps optim.momentum optim.weight_decay "
-                   "optim.warmup optim.clip profile.steps profile.after model.kv_heads model.mlp_ratio model.mlp_width "
-                   "model.loss_chunk model.vocab_used model.rope_low",
-    (0, 1): "optim.betas optim.ema model.dropout model.drop_path",
-}
-T = TypeVar("T")
-
-
-def kind_of(model: Any) -> str:
-    """The kind of a model's configuration, of plain values or built: a ViT if it does not say."""
-    return str(model.get("kind", "vit")) if isinstance(model, Mapping) else getattr(model, "kind", "vit")
-
-
-Model = Annotated[Annotated[ViTConfig, Tag("vit")] | Annotated[GPTConfig, Tag("gpt")] | Annotated[DiTConfig, Tag("dit")],
-                  Discriminator(kind_of)]
 
 
 @dataclass(frozen=True)
@@ -211,7 +184,7 @@ def load(preset: str, overrides: Iterable[str] = ()) -> Config:
     """
     path = preset_path(preset)
     values = {"preset": path.stem, **read_preset(path)}
-    return check(build(Config, merge(values, parse(overrides)), f"preset {path.stem}"))
+    return limits.check(build(Config, merge(values, parse(overrides)), f"preset {path.stem}"))
 
 
 def presets() -> list[str]:
@@ -249,301 +222,7 @@ def read_preset(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     return merge(read_preset(origin, above), values)
 
 
-def read_yaml(path: Path, wanted: str) -> dict[str, Any]:
-    """The plain values of a YAML file. wanted: what it should hold, for the sentence if it does not."""
-    try:
-        values = plain_yaml(path.read_text()) or {}
-    except (ValueError, OSError) as error:
-        raise CourseError(f"{path} is not readable YAML ({' '.join(str(error).split())[:160]}): mend that line") from error
-    if not isinstance(values, dict):
-        raise CourseError(f"{path} holds a {type(values).__name__}, not {wanted}")
-    return values
-
-
-def plain_yaml(text: str) -> Any:
-    """Numbers, texts, lists and dicts of YAML; nothing in it is run. Raises `ValueError` for what is not that, or too much."""
-    try:
-        values = yaml.safe_load(text)
-    except Exception as error:                       # a tag such as !!int or a date raises whatever its own conversion does
-        raise ValueError(str(error) or type(error).__name__) from error
-    left, count = [values], 0
-    while left:                                      # aliases make much of a short text, or a list that holds itself
-        one, count = left.pop(), count + 1
-        if count > MOST:
-            raise ValueError(f"its aliases (*) make more than {MOST} values of it")
-        left += one.values() if isinstance(one, dict) else one if isinstance(one, list | tuple | set) else []
-    return values
-
-
-def parse(overrides: Iterable[str]) -> dict[str, Any]:
-    """`["train.steps=5"]` as `{"train": {"steps": 5}}`; values are read as YAML. `CourseError` for what is neither."""
-    values: dict[str, Any] = {}
-    for override in overrides:
-        key, equals, text = override.partition("=")
-        if not equals or not key:
-            raise CourseError(f"{override!r} is not of the form key=value, such as train.steps=100")
-        try:
-            value = plain_yaml(text)
-        except ValueError as error:
-            raise CourseError(f"the value in {override!r} cannot be read: quote it, as in '{key}=\"...\"'") from error
-        for part in reversed(key.split(".")):
-            value = {part: value}
-        values = merge(values, value)
-    return reading(values)
-
-
-def reading(values: dict[str, Any]) -> dict[str, Any]:
-    """Who names data.path wants it to be read: data.source=files, unless the same values say otherwise."""
-    data = values.get("data")
-    named = isinstance(data, Mapping) and "path" in data and "source" not in data
-    return merge(values, {"data": {"source": "files"}}) if named else values
-
-
-def merge(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of `old` with the leaves of `new` in place of its own."""
-    merged = dict(old)
-    for key, value in new.items():
-        both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
-        merged[key] = merge(merged[key], value) if both else value
-    return merged
-
-
-def build(kind: type[T], values: Mapping[str, Any], what: str) -> T:
-    """A dataclass from nested plain values; wrong ones are a `CourseError` that names the key and the cure."""
-    try:
-        return TypeAdapter(strict(kind)).validate_python(values)
-    except ValidationError as error:
-        raise CourseError(f"{what}: " + "; ".join(_explain(kind, found) for found in error.errors())) from error
-
-
-def strict(kind: Any) -> Any:
-    """The dataclass itself, set up so that an unknown key is an error in it and its sections; a run may be called 7."""
-    kind.__pydantic_config__ = ConfigDict(extra="forbid", coerce_numbers_to_str=True)
-    for entry in dataclasses.fields(kind):
-        for section in sections(entry.type):
-            strict(section)
-    return kind
-
-
-def sections(annotation: Any) -> list[type]:
-    """The dataclasses that a field of this type may hold: a section of the configuration."""
-    if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
-        return [annotation]
-    return [section for part in get_args(annotation) for section in sections(part)]
-
-
-def flat_keys(kind: type, prefix: str = "") -> list[str]:
-    """Every dotted key of a dataclass, sections included, each once."""
-    keys = []
-    for entry in dataclasses.fields(kind):
-        keys.append(prefix + entry.name)
-        for section in sections(entry.type):
-            keys += flat_keys(section, f"{prefix}{entry.name}.")
-    return list(dict.fromkeys(keys))
-
-
 def save(config: Config, path: Path) -> None:
     """Write every value to a YAML file that `load` reads back."""
     with atomic(path) as temporary:
         temporary.write_text(yaml.safe_dump(as_plain(config), sort_keys=False))
-
-
-def as_plain(config: Any) -> dict[str, Any]:
-    """A configuration as nested dicts of lists, numbers and strings."""
-    return TypeAdapter(type(config)).dump_python(config, mode="json")
-
-
-def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Lines such as `train.steps: 10 -> 20` for the leaves in which two plain configurations differ."""
-    lines = []
-    for key in {**old, **new}:
-        a, b = old.get(key), new.get(key)
-        if isinstance(a, Mapping) and isinstance(b, Mapping):
-            lines += differences(a, b, f"{prefix}{key}.")
-        elif a != b:
-            lines.append(f"{prefix}{key}: {a} -> {b}")
-    return lines
-
-
-def check(config: Config) -> Config:
-    """Refuse numbers that mean nothing, and settings that do not go together."""
-    for key, name in (("preset", config.preset), ("log.name", config.log.name)):
-        check_name(key, name)
-    for section in ("data", "optim", "train", "parallel", "log", "profile", "checkpoint"):
-        check_numbers(section, getattr(config, section))
-    check_model(config.model)
-    if config.model.kind != "vit" and config.data.source == "files" and config.data.loader != "native":
-        what = {"gpt": "tokens", "dit": "latents"}[config.model.kind]
-        raise CourseError(f"data.loader={config.data.loader} reads weather: for {what} set data.loader=native")
-    if sorted(config.parallel.order.split("-")) != ["cp", "dp", "pp", "tp"]:
-        raise CourseError(f"parallel.order={config.parallel.order} must name pp, dp, cp and tp once each, such as pp-dp-cp-tp")
-    p = config.parallel
-    if (p.chunks > 1) != (p.schedule == "interleaved" and p.pp > 1):
-        raise CourseError(f"parallel.chunks={p.chunks} with parallel.schedule={p.schedule} and parallel.pp={p.pp}: interleaved "
-                          "needs at least 2 chunks on each of several pipeline ranks, the other schedules 1")
-    if p.data == "ddp" and (p.pp > 1 or p.zero):
-        raise CourseError("parallel.data=ddp wraps a whole model and keeps whole optimizer states: with parallel.pp > 1 or "
-                          "parallel.zero=true use parallel.data=bucketed")
-    if p.data != "bucketed" and p.zero:
-        raise CourseError(f"parallel.zero=true has buckets of its own: use parallel.data=bucketed, not {p.data}")
-    if config.model.kind == "gpt":
-        check_groups(config.model, p)
-        check_efficient(config.model, config)
-    if config.precision == "fp8":
-        check_fp8(config)
-    if config.stream == "narrow" and config.precision not in LOW:
-        raise CourseError(f"stream=narrow is for 16-bit matmuls, and precision={config.precision} has none: use bf16, fp16 or "
-                          "fp8, or stream=wide")
-    if config.kernels == "hand" and config.precision == "fp8" and config.fp8.by == "te":
-        raise CourseError("kernels=hand is for the course's own layers, and fp8.by=te puts Transformer Engine's in their place, "
-                          "which have kernels of their own: use kernels=pytorch or fp8.by=hand")
-    if config.graphs:
-        if p.pp > 1:
-            raise CourseError("graphs=true cannot capture a pipeline, whose stages meet on the host: set graphs=false or "
-                              "parallel.pp=1")
-        if p.data == "ddp":
-            raise CourseError("graphs=true captures the course's own data parallelism: use parallel.data=bucketed, not ddp")
-    return config
-
-
-def check_numbers(section: str, values: Any) -> None:
-    """Refuse numbers of a section that `NUMBERS` leaves out, NaN among them."""
-    for name, least, end in limits(section):
-        value = getattr(values, name, ())           # no model has all of a model's
-        for number in value if isinstance(value, tuple) else (value,):
-            if number < 0 == least:
-                raise CourseError(f"{section}.{name}={number} is negative: use 0 or more")
-            if not least <= number < end:
-                raise CourseError(f"{section}.{name}={number} must be at least {least}" + (f" and less than {end}" * (end == 1)))
-
-
-@cache
-def limits(section: str) -> list[tuple[str, float, float]]:
-    """Of a section's numbers that have limits: name, least, end. A planner checks thousands of configurations."""
-    keys = [(key.split("."), least, end) for (least, end), words in NUMBERS.items() for key in words.split()]
-    return [(name, least, end) for (owner, name), least, end in keys if owner == section]
-
-
-def check_name(key: str, name: str) -> None:
-    """Refuse a name that would not be one folder among a preset's runs."""
-    if name in ("", ".", "..") or "/" in name or "\\" in name:
-        raise CourseError(f"{key}={name} is no name of a folder: leave out slashes and dots alone; where runs lie, log.dir says")
-
-
-def check_fp8(config: Config) -> None:
-    """Refuse what FP8 cannot be combined with."""
-    f, p = config.fp8, config.parallel
-    if f.history < 1 or f.margin < 0:
-        raise CourseError(f"fp8.history={f.history} must be at least 1, fp8.margin={f.margin} at least 0")
-    if f.by == "hand" and f.recipe not in ("delayed", "current"):
-        raise CourseError(f"fp8.recipe={f.recipe} is Transformer Engine's: set fp8.by=te, or fp8.recipe=delayed or current")
-    if f.by == "hand" and p.overlapped:
-        raise CourseError(f"precision=fp8 multiplies whole tensors, not the pieces of parallel.overlap={p.overlap}: "
-                          "set parallel.overlap=none")
-    if f.by == "te" and p.tp > 1 and p.sp:
-        raise CourseError("fp8.by=te gathers along a tensor's first dim, and tokens are the second here: set parallel.sp=false, "
-                          "or fp8.by=hand")
-    if f.by == "te" and p.pp > 1:
-        raise CourseError(f"fp8.by=te does not know pipelines here: use fp8.by=hand with parallel.pp={p.pp}")
-    if f.by == "te" and config.train.recompute != "none":
-        raise CourseError(f"fp8.by=te would record its scales twice with train.recompute={config.train.recompute}: "
-                          "use fp8.by=hand, or train.recompute=none")
-    m = config.model
-    if f.by == "te" and isinstance(m, GPTConfig) and (m.norm == "rms" or m.mlp == "swiglu" or m.groups != m.heads or not m.bias):
-        raise CourseError("fp8.by=te knows GPT-2's kind of block here: with model.norm=rms, mlp=swiglu, kv_heads or bias=false "
-                          "use fp8.by=hand")
-    if f.by == "te" and f.recipe == "delayed" and config.compile:
-        raise CourseError("Transformer Engine's delayed recipe does not work inside torch.compile: set compile=false, "
-                          "fp8.recipe=current or fp8.by=hand")
-
-
-def check_gpt(c: GPTConfig) -> None:
-    """Refuse heads and widths that do not fit each other."""
-    if c.heads % c.groups:
-        raise CourseError(f"model.heads={c.heads} is not divisible by model.kv_heads={c.kv_heads}, each of which serves as many "
-                          "queries: change one of them")
-    if c.vocab_used > c.vocab:
-        raise CourseError(f"model.vocab_used={c.vocab_used} is more than model.vocab={c.vocab}, which has padding besides: make "
-                          "model.vocab larger")
-    if not c.rope_low < c.rope_high < math.inf:
-        raise CourseError(f"model.rope_high={c.rope_high} must be more than model.rope_low={c.rope_low}: pairs that turn oftener "
-                          "than the former are fast, than the latter not slow")
-    if c.position == "rotary" and c.dim // c.heads % 2:
-        raise CourseError(f"model.position=rotary turns pairs of numbers, and heads of {c.dim // c.heads} have an odd one: "
-                          "change model.dim or model.heads")
-
-
-def check_groups(c: GPTConfig, p: Parallel) -> None:
-    """Refuse layouts that share out key-value heads which do not divide."""
-    ulysses = p.cp if p.context == "all_to_all" else 1
-    if c.kv_heads and c.kv_heads % (p.tp * ulysses):
-        who = f"parallel.tp={p.tp}" + (f" times parallel.cp={p.cp} of context=all_to_all" if ulysses > 1 else "")
-        raise CourseError(f"{who} does not divide model.kv_heads={c.kv_heads} (of model.heads={c.heads}), and each rank needs "
-                          f"whole ones: choose divisors of {c.kv_heads}" + (", or parallel.context=ring" if ulysses > 1 else ""))
-
-
-def check_efficient(c: GPTConfig, config: Config) -> None:
-    """Refuse PyTorch's memory-efficient attention of grouped heads: it knows none, and in 16 bits `attend` spreads none.
-
-    A ring computes its blocks by other kernels (course/parallel/blocks.py).
-    """
-    p = config.parallel
-    ring = p.cp > 1 and p.context == "ring"
-    if config.attention == "efficient" and c.groups != c.heads and config.precision in LOW and not ring:
-        raise CourseError(f"attention=efficient knows no groups of heads in {config.precision}, and model.kv_heads={c.kv_heads} "
-                          f"of model.heads={c.heads} makes some: use attention=default, cudnn or flash")
-
-
-def check_model(c: ViTConfig | GPTConfig | DiTConfig) -> None:
-    """Refuse numbers that mean nothing, and widths and sides that do not divide."""
-    check_numbers("model", c)
-    if c.dim % c.heads:
-        raise CourseError(f"model.dim={c.dim} is not divisible by model.heads={c.heads}: change one of them")
-    if c.kind == "dit" and c.dim % 4:
-        raise CourseError(f"model.dim={c.dim} is not divisible by 4, for cosine and sine of row and column: choose one that is")
-    if c.kind == "gpt":
-        check_gpt(c)
-        return
-    what, (height, width) = ("grid", c.grid) if c.kind == "vit" else ("latent", c.latent[1:])
-    if height % c.patch or width % c.patch:
-        raise CourseError(f"the {what} {height}x{width} is not divisible by model.patch={c.patch}: "
-                          "choose a patch that divides both sides")
-
-
-def nearest(word: str, candidates: Iterable[str]) -> str:
-    """` (did you mean 'x'?)` for the most similar candidate, or nothing: the shortest that begins so, else the most alike."""
-    known = list(candidates)
-    begun = sorted((name for name in known if len(word) > 2 and name.startswith(word)), key=len)
-    found = begun or difflib.get_close_matches(word, known, 1, cutoff=0.5)
-    return f" (did you mean {found[0]!r}?)" if found else ""
-
-
-def _explain(kind: type, found: ErrorDetails) -> str:
-    path = [str(part) for part in found["loc"]]
-    if found["type"] == "union_tag_invalid":
-        tag = kind_of(found["input"])
-        return f"there is no model.kind={tag}{nearest(tag, KINDS)}; the kinds are {', '.join(KINDS)}"
-    model = path.pop(1) if path[0] == "model" and len(path) > 1 and path[1] in KINDS else ""       # the kind that was tried
-    key = ".".join(path)
-    if found["type"] == "unexpected_keyword_argument":
-        return f"there is no key {key!r}" + (_other_model(model, key) or _similar(key, flat_keys(kind)))
-    given = str(found["input"])
-    return f"{key}={given[:60]}: {found['msg'][0].lower()}{found['msg'][1:]}"
-
-
-def _other_model(model: str, key: str) -> str:
-    """A key that models of another kind have, or one like those that this one has."""
-    owners = [name for name, section in KINDS.items() if key in flat_keys(section, "model.")]
-    if owners:
-        return f" in a model of kind {model}: it is one of kind {' and '.join(owners)}"
-    return nearest(key, flat_keys(KINDS[model], "model.")) if model else ""
-
-
-def _similar(key: str, keys: list[str]) -> str:
-    return nearest(key, keys) or _same_leaf(key, keys)
-
-
-def _same_leaf(key: str, keys: list[str]) -> str:
-    """`steps` alone means `train.steps`."""
-    leaf = key.rsplit(".", 1)[-1]
-    return nearest(next((k for k in keys if k.endswith(f".{leaf}")), key), keys)

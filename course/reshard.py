@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from course import checkpoint, config
+from course import checkpoint, config, limits, schema
 from course.config import Config
 from course.data import order
 from course.errors import CourseError
@@ -78,15 +78,15 @@ def place_of(run: Path) -> tuple[str, str]:
 
 def resettled(run: Path, old: Config, settings: Iterable[str], name: str) -> Config:
     """The run's configuration with another layout and another name."""
-    config.check_name("--name", name)
-    given = config.parse(settings)
+    limits.check_name("--name", name)
+    given = schema.parse(settings)
     if others := sorted(given.keys() - {"parallel"}):
         raise CourseError(f"course reshard changes the layout alone, not {', '.join(others)}: give keys such as parallel.tp=2, "
                           "and change the rest when you train")
-    values = config.merge(config.as_plain(old), given)
+    values = schema.merge(schema.as_plain(old), given)
     folder, preset = place_of(run)
     values["log"] |= {"name": name, "dir": folder}
-    new = config.check(config.build(Config, values | {"preset": preset}, f"the configuration of {run}"))
+    new = limits.check(schema.build(Config, values | {"preset": preset}, f"the configuration of {run}"))
     order.my_slice(new.train.global_batch, max(new.parallel.dp, 1), 0)      # which it has to be divisible into
     return new
 
@@ -108,7 +108,7 @@ def reshard(source: Path, index: Index, settings: Config, folder: Path) -> Path:
                             (read_placed(source, index, piece.name, piece.where) for piece in pieces))
 
     entries = [write(rank) for rank in range(size)]
-    checkpoint.publish(final, entries, index["state"], config.as_plain(settings))
+    checkpoint.publish(final, entries, index["state"], schema.as_plain(settings))
     return final
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from course import attention, between, checkpoint, fp8, random, te
+from course import attention, between, checkpoint, fp8, random, schema, te
 from course import config as configuration
 from course.compilation import compile_parts, compile_within, compiled_inside
 from course.config import Config
@@ -192,7 +192,7 @@ def save(training: Training, samples: int, must: bool, report: Report) -> Path |
     files = data_files(config) if mesh.world.rank == 0 else {}         # which writes the index
     state = {**training.progress.state(), "samples": samples, "files": files}
     try:
-        saved = checkpoint.save(folder, training.optimizer, state, configuration.as_plain(config), mesh.all,
+        saved = checkpoint.save(folder, training.optimizer, state, schema.as_plain(config), mesh.all,
                                 training.scaling.state())
     except checkpoint.NotSaved as error:
         if must:
@@ -231,11 +231,11 @@ def resume(run: Path, training: Training) -> tuple[int, int]:
     if not found:
         return 0, 0
     index = found[1]
-    if index["config"]["data"] == configuration.as_plain(config)["data"] and config.checkpoint.same_data:
+    if index["config"]["data"] == schema.as_plain(config)["data"] and config.checkpoint.same_data:
         checkpoint.together(mesh.all, lambda: compare_files(config, index["state"].get("files", {})))
     training.progress.restore(index["state"])
     speak(mesh, f"resuming {run} at step {index['state']['step']}")
-    for change in configuration.differences(index["config"], configuration.as_plain(config)):
+    for change in schema.differences(index["config"], schema.as_plain(config)):
         speak(mesh, f"  changed since then: {change}")
     if checkpoint.of_another(index, training.optimizer):
         speak(mesh, "  what it saved of its optimizer is of another kind and left out: this one starts afresh")

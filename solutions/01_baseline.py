@@ -31,7 +31,7 @@ import time
 import torch
 from torch import Tensor, nn
 
-from course import config, data, evaluate, models, parallel, pictures, random, report, train
+from course import config, data, evaluate, models, parallel, pictures, random, report, schema, train
 from course.data import layout, weather
 from course.lab import figures, quiet, widgets
 from course.lab import notebook as lab
@@ -51,7 +51,7 @@ lab.begin("01")
 # the end it says how far the mass and the energy of the air have drifted: a simulation that loses either is not to be trusted.
 
 # %%
-weather.make(config.build(weather.Weather, {"path": "data/weather-32x64"}, "weather"))
+weather.make(schema.build(weather.Weather, {"path": "data/weather-32x64"}, "weather"))
 
 # %% [markdown]
 # One **state** of the atmosphere is an array of 20 channels (winds, temperatures, pressures, humidity) on the grid. One

@@ -29,7 +29,7 @@
 import torch
 from torch import Tensor
 
-from course import config, data, fp8, parallel, precision, train
+from course import config, data, fp8, parallel, precision, schema, train
 from course.data import weather
 from course.lab import figures, figures_precision
 from course.lab import notebook as lab
@@ -38,7 +38,7 @@ from course.perf import bench, curves
 
 lab.begin("04")
 torch.set_num_threads(1)         # the models of this lesson are too small to be shared by cores
-weather.make(config.build(weather.Weather, {"path": "data/weather-32x64"}, "weather"))          # there since lesson 01
+weather.make(schema.build(weather.Weather, {"path": "data/weather-32x64"}, "weather"))          # there since lesson 01
 
 # %% [markdown]
 # ## Bits

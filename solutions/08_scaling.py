@@ -35,7 +35,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from course import config, data, parallel, train, validate
+from course import config, data, parallel, schema, train, validate
 from course.data import weather
 from course.lab import figures, figures_data, widgets
 from course.lab import notebook as lab
@@ -43,7 +43,7 @@ from course.lab.notebook import check
 from course.perf import convergence
 
 lab.begin("08")
-weather.make(config.build(weather.Weather, {"path": "data/weather-32x64"}, "weather"))
+weather.make(schema.build(weather.Weather, {"path": "data/weather-32x64"}, "weather"))
 
 # %% [markdown]
 # ## Fewer, larger steps

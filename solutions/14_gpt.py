@@ -39,7 +39,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from course import config, models, parallel, random, sample, train, verify
+from course import config, models, parallel, random, sample, schema, train, verify
 from course.data import bpe, corpus, order
 from course.data.indexed import Index
 from course.data.tokens import Sequences
@@ -436,7 +436,7 @@ assert verify.tell(exact, ranks(2)(with_yours)[0])
 
 # %%
 data = Path("data/python-512")
-corpus.make(config.build(corpus.Python, {"path": str(data), "vocab": 512}, "tokens"))
+corpus.make(schema.build(corpus.Python, {"path": str(data), "vocab": 512}, "tokens"))
 tokenizer = bpe.load(data / "tokenizer.json")
 for text in ("    def read(self, size=-1):", "xylophone"):
     print([tokenizer.decode([token]) for token in tokenizer.encode(text).ids])

@@ -46,7 +46,7 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from course import checkpoint, config, reshard
+from course import checkpoint, config, reshard, schema
 from course.convert import command
 from course.fp8 import E5M2, LARGEST, scale_for
 from course.lab import figures_checkpoints, widgets
@@ -100,7 +100,7 @@ def go_on(training: Any, first: int, last: int) -> list[float]:
 training = new_training()
 before = go_on(training, 0, 200)
 progress = {**training.progress.state(), "samples": 8 * 200}
-saved = checkpoint.save(work / "first", training.optimizer, progress, config.as_plain(training.config), Axis("all"))
+saved = checkpoint.save(work / "first", training.optimizer, progress, schema.as_plain(training.config), Axis("all"))
 after = go_on(training, 200, 240)
 print(f"loss at the start {before[0]:.3f}, at the checkpoint {before[-1]:.3f}, at the end {after[-1]:.3f}")
 print(*(f"{file.stat().st_size:>8,} bytes  {file.name}" for file in sorted(saved.iterdir())), sep="\n")
@@ -251,7 +251,7 @@ def saved_by(*layout: str) -> Path:
         checkpoint.load(saved, index, here.model, here.optimizer)
         here.progress.restore(index["state"])
         state = {**here.progress.state(), "samples": 8 * 200}
-        return checkpoint.save(work / "-".join(layout), here.optimizer, state, config.as_plain(here.config), here.mesh.all)
+        return checkpoint.save(work / "-".join(layout), here.optimizer, state, schema.as_plain(here.config), here.mesh.all)
 
     return ranks(2)(on_ranks)[0]
 

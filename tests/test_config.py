@@ -2,13 +2,13 @@ import dataclasses
 
 import pytest
 
-from course import config
+from course import config, limits, models, schema
 from course.errors import CourseError
 
 
 def test_defaults_come_from_the_dataclasses_alone():
     loaded = config.load("vit-base")
-    assert loaded.optim == config.Optim() and loaded.model == config.ViTConfig()
+    assert loaded.optim == config.Optim() and loaded.model == models.ViTConfig()
     assert loaded.preset == "vit-base" and loaded.train.steps == 22_000
 
 
@@ -32,9 +32,9 @@ def test_reference_values():
 
 
 def test_the_kind_decides_what_a_model_is():
-    assert config.load("gpt-350m").model == config.GPTConfig(dim=1024, depth=24, heads=16, mlp="gelu_tanh")
-    assert config.load("dit-xl").model == config.DiTConfig()
-    assert isinstance(config.load("vit-demo").model, config.ViTConfig)
+    assert config.load("gpt-350m").model == models.GPTConfig(dim=1024, depth=24, heads=16, mlp="gelu_tanh")
+    assert config.load("dit-xl").model == models.DiTConfig()
+    assert isinstance(config.load("vit-demo").model, models.ViTConfig)
 
 
 def test_overrides_are_read_as_yaml():
@@ -162,11 +162,11 @@ def test_a_base_is_found_from_the_folder_of_the_file_that_names_it(tmp_path, mon
 
 
 def test_every_key_that_has_a_range_is_one():
-    listed = [key for keys in config.NUMBERS.values() for key in keys.split()]
-    known = set(config.flat_keys(config.Config))
+    listed = [key for keys in limits.NUMBERS.values() for key in keys.split()]
+    known = set(schema.flat_keys(config.Config))
     assert len(listed) == len(set(listed)) and not set(listed) - known
 
 
 def test_differences_name_the_leaves():
-    old, new = (config.as_plain(config.load("vit-demo", [f"train.steps={n}"])) for n in (5, 6))
-    assert config.differences(old, new) == ["train.steps: 5 -> 6"]
+    old, new = (schema.as_plain(config.load("vit-demo", [f"train.steps={n}"])) for n in (5, 6))
+    assert schema.differences(old, new) == ["train.steps: 5 -> 6"]

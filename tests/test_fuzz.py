@@ -26,7 +26,7 @@ import pytest
 import yaml
 import zstandard
 
-from course import config
+from course import config, schema
 from course.data import Latents, indexed, layout, texts
 from course.data.pairs import Pairs
 from course.errors import CourseError
@@ -179,7 +179,7 @@ def test_presets_whose_bases_go_in_a_circle(place):
         config.load(str(place / "a.yaml"))
 
 
-KEYS = st.sampled_from([*config.flat_keys(config.Config), "model.grid", "a.b", ".", "train.", "train.steps.x", ""])
+KEYS = st.sampled_from([*schema.flat_keys(config.Config), "model.grid", "a.b", ".", "train.", "train.steps.x", ""])
 
 
 @fuzz(words=st.lists(st.builds("{}={}".format, KEYS | WORDS, st.sampled_from(NASTY[:-1]) | VALUES.map(str) | WORDS) | WORDS,

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from course import checkpoint, config, reshard, sample
+from course import checkpoint, config, limits, reshard, sample, schema
 from course.checkpoint import together
 from course.config import Config, Parallel
 from course.convert import dit, huggingface, te, weights
@@ -107,7 +107,7 @@ def to_run(path: Path, run: Path, given: list[str], to: str, like: str, rows: st
         return write_pieces(folder, rank, wanted, map(read, wanted))
 
     def publish() -> None:
-        checkpoint.publish(final, [entry for part in written for entry in part], progress, config.as_plain(settings))
+        checkpoint.publish(final, [entry for part in written for entry in part], progress, schema.as_plain(settings))
         config.save(settings, partial / "config.yaml")
         if words:
             (partial / WORDS).write_text(words, encoding="utf-8")
@@ -175,7 +175,7 @@ def kind_of(path: Path) -> str:
 
 def opened(kind: str, path: Path, run: Path, given: list[str], like: str, rows: str) -> tuple[Source, Config]:
     """The weights, and the configuration of the run: of a preset, with the model that the file is of and the settings given."""
-    told = config.parse(given)
+    told = schema.parse(given)
     base = config.load(like) if like else None
     known: Any = base.model if base else None        # what to look up where the file does not say
     source: Source | None = None
@@ -196,8 +196,8 @@ def opened(kind: str, path: Path, run: Path, given: list[str], like: str, rows: 
     base = base or config.load(DEFAULT[model.kind])
     folder, preset = reshard.place_of(run)
     log = replace(base.log, dir=folder, name=run.name)
-    plain = config.merge(config.as_plain(replace(base, preset=preset, model=model, log=log)), told)
-    settings = config.check(config.build(Config, plain, "course convert"))
+    plain = schema.merge(schema.as_plain(replace(base, preset=preset, model=model, log=log)), told)
+    settings = limits.check(schema.build(Config, plain, "course convert"))
     if source:
         settings = padded(source, settings)
     return source or te.source(path, settings.model, rows), settings

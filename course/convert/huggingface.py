@@ -24,8 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from course import config as configuration
-from course import random
+from course import limits, random, schema
 from course.convert import weights
 from course.convert.library import SAME, Layout, Parts, Rule, Source, Table, both, entries, fill, look_up
 from course.errors import CourseError
@@ -134,8 +133,8 @@ def config_of(found: Mapping[str, Any]) -> GPTConfig:
         raise CourseError(f"config.json lacks {', '.join(missing)}: give a model's folder as it was published")
     values = {ours: found[theirs] for ours, theirs in NAMES[kind].items()} | KIND[kind]
     values["tied"] = found.get("tie_word_embeddings", TIED[kind])
-    c = configuration.build(GPTConfig, values | (of_gpt2(found) if kind == "gpt2" else of_llama(found)), "config.json, as ours")
-    configuration.check_model(c)
+    c = schema.build(GPTConfig, values | (of_gpt2(found) if kind == "gpt2" else of_llama(found)), "config.json, as ours")
+    limits.check_model(c)
     return c
 
 

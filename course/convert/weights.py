@@ -22,9 +22,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from course import config as configuration
+from course import limits, schema
 from course.errors import CourseError
 from course.files import atomic
+from course.models import KINDS
 from course.streaming import stream
 
 MODEL = "course.model"                               # under which our model's configuration stands in the header of a file
@@ -90,7 +91,7 @@ def opened(file: Path) -> Iterator[Any]:
 
 def about(c: Any) -> dict[str, str]:
     """What stands in the header of every file that is written: `transformers` wants the first, the second is ours."""
-    return {"format": "pt", MODEL: json.dumps(configuration.as_plain(c))}
+    return {"format": "pt", MODEL: json.dumps(schema.as_plain(c))}
 
 
 def model_in(path: Path, header: Mapping[str, str]) -> Any:
@@ -99,11 +100,11 @@ def model_in(path: Path, header: Mapping[str, str]) -> Any:
         return None
     try:
         found = json.loads(header[MODEL])
-        kind = configuration.KINDS[found["kind"]]
+        kind = KINDS[found["kind"]]
     except (ValueError, KeyError, TypeError) as error:
         raise CourseError(f"the header of {path} has a {MODEL} that is no model's configuration: write the file again") from error
-    c: Any = configuration.build(kind, found, f"the header of {path}")
-    configuration.check_model(c)
+    c: Any = schema.build(kind, found, f"the header of {path}")
+    limits.check_model(c)
     return c
 
 

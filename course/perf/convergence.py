@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from course import config as configuration
+from course import schema
 from course.data import weather
 from course.errors import CourseError
 from course.files import atomic
@@ -193,4 +193,4 @@ def to_tensorboard(found: Mapping[str, Any], folder: Path) -> None:
 
 if __name__ == "__main__":
     with command("[KEY=VALUE]..., such as jobs=8 device=cuda out=FILE", least=0) as words:
-        main(configuration.build(Convergence, configuration.parse(words), "course.perf.convergence"))
+        main(schema.build(Convergence, schema.parse(words), "course.perf.convergence"))

@@ -8,8 +8,8 @@ from typing import Literal
 
 import torch
 
-from course.config import Config, Model
-from course.models import DiTConfig, GPTConfig, ViTConfig
+from course.config import Config
+from course.models import DiTConfig, GPTConfig, Model, ViTConfig
 from course.models.dit import Time
 from course.perf import hardware
 

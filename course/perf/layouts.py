@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from functools import lru_cache
 
-from course.config import Config, Model, check
+from course import limits
+from course.config import Config
 from course.errors import CourseError
-from course.models import DiTConfig, GPTConfig
+from course.models import DiTConfig, GPTConfig, Model
 from course.models.dit import Time
 from course.perf.hardware import Hardware
 from course.perf.local import linears
@@ -29,7 +30,7 @@ AXES = ("pp", "dp", "cp", "tp")
 def refusal(config: Config) -> str:
     """Why no run takes this configuration, in a sentence; "" if one does. parallel.dp=0 counts as 1."""
     try:
-        check(config)
+        limits.check(config)
     except CourseError as error:
         return str(error)
     return next((sentence for rule in (of_tensor, of_context, of_pipeline, of_batch, of_fp8) if (sentence := rule(config))), "")

@@ -10,9 +10,9 @@ import math
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from course.config import Config, Model, Parallel
+from course.config import Config, Parallel
 from course.errors import CourseError
-from course.models import DiTConfig, GPTConfig
+from course.models import DiTConfig, GPTConfig, Model
 from course.packed import fitting
 from course.perf import comms
 from course.perf.comms import Group

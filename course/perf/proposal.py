@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from course import config as configuration
+from course import schema
 from course.config import Config
 from course.errors import CourseError
 from course.files import atomic
@@ -73,7 +74,7 @@ def main(preset: str, overrides: Sequence[str], gpus: int, hardware: str, top: i
 
 def fixed(overrides: Iterable[str]) -> list[str]:
     """The keys that a user fixes; parallel.dp=0, what the other axes leave, fixes nothing."""
-    given, found = configuration.parse(overrides), []
+    given, found = schema.parse(overrides), []
     for key in KEYS:
         section, _, name = key.rpartition(".")
         values = given.get(section) or {} if section else given

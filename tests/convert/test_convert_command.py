@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 
-from course import checkpoint, config, fp8, random
+from course import checkpoint, config, fp8, random, schema
 from course.convert import command, dit, te, weights
 from course.errors import CourseError
 from course.evaluate import load_model, read_config
@@ -394,7 +394,7 @@ def fresh_run(run, made):
         for p in model.parameters():
             p += 0.3 * torch.randn(p.shape, generator=generator)
     state = {**command.Progress.start(made, CPU).state(), "samples": 0}
-    checkpoint.save(run / "checkpoints", torch.optim.SGD(model.parameters()), state, config.as_plain(made), command.Axis("all"))
+    checkpoint.save(run / "checkpoints", torch.optim.SGD(model.parameters()), state, schema.as_plain(made), command.Axis("all"))
     config.save(made, run / "config.yaml")
     return run
 

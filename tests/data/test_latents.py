@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from course.config import check, load
+from course import limits
+from course.config import load
 from course.data import Latents, eval_loader, has_validation, latents, native, open_data, pairs, train_loader
 from course.errors import CourseError
 from course.parallel import Axis
@@ -330,7 +331,7 @@ def test_digits_are_those_of_scikit_learn(tmp_path):
 
     made = latents.make_digits(tmp_path)
     assert made["shards"] == {"train/00000.h5": 1498, "valid/00000.h5": 299} and made["latent"] == [1, 8, 8]
-    config = check(load("dit-digits", [f"data.path={tmp_path}"]))
+    config = limits.check(load("dit-digits", [f"data.path={tmp_path}"]))
     train, valid = (open_data(config, split).__getitems__([0, 1, 5]) for split in ("train", "valid"))
     images, labels = load_digits(return_X_y=True)
     expected = torch.from_numpy(images.reshape(-1, 1, 8, 8) / 8 - 1).float()

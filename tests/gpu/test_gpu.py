@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from course import checkpoint, config, evaluate, train
+from course import checkpoint, config, evaluate, schema, train
 from course.data import numpy_files, open_pairs, train_loader, weather
 from course.parallel import Axis
 from course.perf import loaders as benchmark
@@ -90,7 +90,7 @@ def test_evaluation_on_the_gpu_equals_the_cpu(small_data, tmp_path, monkeypatch)
 
 
 def test_the_atmosphere_runs_on_the_gpu(tmp_path):
-    weather.make(config.build(weather.Weather, {"path": str(tmp_path), "train": 1, "valid": 0, "test": 0, "times": 8,
+    weather.make(schema.build(weather.Weather, {"path": str(tmp_path), "train": 1, "valid": 0, "test": 0, "times": 8,
                                                 "device": "cuda"}, "test"))
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from course import checkpoint, config, random
+from course import checkpoint, config, random, schema
 from course.convert import command, te
 from course.evaluate import load_model
 from course.models import build_model
@@ -77,7 +77,7 @@ def fresh(folder, name):
         for p in model.parameters():
             p += 0.05 * torch.randn(p.shape, generator=generator)
     state = {**command.Progress.start(made, torch.device("cpu")).state(), "samples": 0}
-    checkpoint.save(folder / "checkpoints", torch.optim.SGD(model.parameters()), state, config.as_plain(made), Axis("all"))
+    checkpoint.save(folder / "checkpoints", torch.optim.SGD(model.parameters()), state, schema.as_plain(made), Axis("all"))
     config.save(made, folder / "config.yaml")
     return folder, made
 

@@ -35,8 +35,8 @@ def test_larger_batches_take_fewer_steps_and_more_samples():
 
 
 def test_settings_are_read_as_key_value():
-    values = convergence.configuration.parse(["jobs=8", "batches=[4,8]"])
-    found = convergence.configuration.build(convergence.Convergence, values, "test")
+    values = convergence.schema.parse(["jobs=8", "batches=[4,8]"])
+    found = convergence.schema.build(convergence.Convergence, values, "test")
     assert found == replace(convergence.Convergence(), jobs=8, batches=(4, 8))
 
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from course import fp8, reshard
-from course.config import FP8, Config, Parallel, Train, check, load
+from course import fp8, limits, reshard
+from course.config import FP8, Config, Parallel, Train, load
 from course.data.order import my_slice
 from course.errors import CourseError
 from course.models import DiTConfig, GPTConfig, ViTConfig, build_model
@@ -54,7 +54,7 @@ def any_config(draw):
 
 def a_run(c):
     """What a run does before its first step, on the last of its ranks, as if the others were here. Raises what it raises."""
-    check(c)
+    limits.check(c)
     size = reshard.ranks_of(c)
     with reshard.pretended(size - 1, size):
         world = World(size - 1, size, torch.device("cpu"))

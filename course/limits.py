@@ -1,0 +1,169 @@
+"""What a configuration may be: numbers that mean something, settings that go together; what may not, with the cure."""
+
+import math
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from course.errors import CourseError
+from course.models import GPTConfig, Model
+from course.precision import LOW
+
+if TYPE_CHECKING:
+    from course.config import Config, Parallel
+
+# which numbers, each one of a tuple, are from where, included, to where, not included
+NUMBERS = {
+    (1, math.inf): "train.steps train.global_batch data.lead data.ahead log.every checkpoint.every checkpoint.keep parallel.pp "
+                   "parallel.cp parallel.tp parallel.chunks model.vocab model.context model.dim model.depth model.heads "
+                   "model.rope_factor model.rope_context model.channels model.classes model.patch model.grid model.latent",
+    (0, math.inf): "train.micro_batch train.eval_every train.stall_s train.threads parallel.dp parallel.bucket_mb data.workers "
+                   "data.train_samples data.valid_samples optim.lr optim.min_lr optim.eps optim.momentum optim.weight_decay "
+                   "optim.warmup optim.clip profile.steps profile.after model.kv_heads model.mlp_ratio model.mlp_width "
+                   "model.loss_chunk model.vocab_used model.rope_low",
+    (0, 1): "optim.betas optim.ema model.dropout model.drop_path",
+}
+
+
+def check(config: "Config") -> "Config":
+    """Refuse numbers that mean nothing, and settings that do not go together."""
+    for key, name in (("preset", config.preset), ("log.name", config.log.name)):
+        check_name(key, name)
+    for section in ("data", "optim", "train", "parallel", "log", "profile", "checkpoint"):
+        check_numbers(section, getattr(config, section))
+    check_model(config.model)
+    if config.model.kind != "vit" and config.data.source == "files" and config.data.loader != "native":
+        what = {"gpt": "tokens", "dit": "latents"}[config.model.kind]
+        raise CourseError(f"data.loader={config.data.loader} reads weather: for {what} set data.loader=native")
+    if sorted(config.parallel.order.split("-")) != ["cp", "dp", "pp", "tp"]:
+        raise CourseError(f"parallel.order={config.parallel.order} must name pp, dp, cp and tp once each, such as pp-dp-cp-tp")
+    p = config.parallel
+    if (p.chunks > 1) != (p.schedule == "interleaved" and p.pp > 1):
+        raise CourseError(f"parallel.chunks={p.chunks} with parallel.schedule={p.schedule} and parallel.pp={p.pp}: interleaved "
+                          "needs at least 2 chunks on each of several pipeline ranks, the other schedules 1")
+    if p.data == "ddp" and (p.pp > 1 or p.zero):
+        raise CourseError("parallel.data=ddp wraps a whole model and keeps whole optimizer states: with parallel.pp > 1 or "
+                          "parallel.zero=true use parallel.data=bucketed")
+    if p.data != "bucketed" and p.zero:
+        raise CourseError(f"parallel.zero=true has buckets of its own: use parallel.data=bucketed, not {p.data}")
+    if config.model.kind == "gpt":
+        check_groups(config.model, p)
+        check_efficient(config.model, config)
+    if config.precision == "fp8":
+        check_fp8(config)
+    if config.stream == "narrow" and config.precision not in LOW:
+        raise CourseError(f"stream=narrow is for 16-bit matmuls, and precision={config.precision} has none: use bf16, fp16 or "
+                          "fp8, or stream=wide")
+    if config.kernels == "hand" and config.precision == "fp8" and config.fp8.by == "te":
+        raise CourseError("kernels=hand is for the course's own layers, and fp8.by=te puts Transformer Engine's in their place, "
+                          "which have kernels of their own: use kernels=pytorch or fp8.by=hand")
+    if config.graphs:
+        if p.pp > 1:
+            raise CourseError("graphs=true cannot capture a pipeline, whose stages meet on the host: set graphs=false or "
+                              "parallel.pp=1")
+        if p.data == "ddp":
+            raise CourseError("graphs=true captures the course's own data parallelism: use parallel.data=bucketed, not ddp")
+    return config
+
+
+def check_numbers(section: str, values: Any) -> None:
+    """Refuse numbers of a section that `NUMBERS` leaves out, NaN among them."""
+    for name, least, end in limits(section):
+        value = getattr(values, name, ())           # no model has all of a model's
+        for number in value if isinstance(value, tuple) else (value,):
+            if number < 0 == least:
+                raise CourseError(f"{section}.{name}={number} is negative: use 0 or more")
+            if not least <= number < end:
+                raise CourseError(f"{section}.{name}={number} must be at least {least}" + (f" and less than {end}" * (end == 1)))
+
+
+@cache
+def limits(section: str) -> list[tuple[str, float, float]]:
+    """Of a section's numbers that have limits: name, least, end. A planner checks thousands of configurations."""
+    keys = [(key.split("."), least, end) for (least, end), words in NUMBERS.items() for key in words.split()]
+    return [(name, least, end) for (owner, name), least, end in keys if owner == section]
+
+
+def check_name(key: str, name: str) -> None:
+    """Refuse a name that would not be one folder among a preset's runs."""
+    if name in ("", ".", "..") or "/" in name or "\\" in name:
+        raise CourseError(f"{key}={name} is no name of a folder: leave out slashes and dots alone; where runs lie, log.dir says")
+
+
+def check_fp8(config: "Config") -> None:
+    """Refuse what FP8 cannot be combined with."""
+    f, p = config.fp8, config.parallel
+    if f.history < 1 or f.margin < 0:
+        raise CourseError(f"fp8.history={f.history} must be at least 1, fp8.margin={f.margin} at least 0")
+    if f.by == "hand" and f.recipe not in ("delayed", "current"):
+        raise CourseError(f"fp8.recipe={f.recipe} is Transformer Engine's: set fp8.by=te, or fp8.recipe=delayed or current")
+    if f.by == "hand" and p.overlapped:
+        raise CourseError(f"precision=fp8 multiplies whole tensors, not the pieces of parallel.overlap={p.overlap}: "
+                          "set parallel.overlap=none")
+    if f.by == "te" and p.tp > 1 and p.sp:
+        raise CourseError("fp8.by=te gathers along a tensor's first dim, and tokens are the second here: set parallel.sp=false, "
+                          "or fp8.by=hand")
+    if f.by == "te" and p.pp > 1:
+        raise CourseError(f"fp8.by=te does not know pipelines here: use fp8.by=hand with parallel.pp={p.pp}")
+    if f.by == "te" and config.train.recompute != "none":
+        raise CourseError(f"fp8.by=te would record its scales twice with train.recompute={config.train.recompute}: "
+                          "use fp8.by=hand, or train.recompute=none")
+    m = config.model
+    if f.by == "te" and isinstance(m, GPTConfig) and (m.norm == "rms" or m.mlp == "swiglu" or m.groups != m.heads or not m.bias):
+        raise CourseError("fp8.by=te knows GPT-2's kind of block here: with model.norm=rms, mlp=swiglu, kv_heads or bias=false "
+                          "use fp8.by=hand")
+    if f.by == "te" and f.recipe == "delayed" and config.compile:
+        raise CourseError("Transformer Engine's delayed recipe does not work inside torch.compile: set compile=false, "
+                          "fp8.recipe=current or fp8.by=hand")
+
+
+def check_gpt(c: GPTConfig) -> None:
+    """Refuse heads and widths that do not fit each other."""
+    if c.heads % c.groups:
+        raise CourseError(f"model.heads={c.heads} is not divisible by model.kv_heads={c.kv_heads}, each of which serves as many "
+                          "queries: change one of them")
+    if c.vocab_used > c.vocab:
+        raise CourseError(f"model.vocab_used={c.vocab_used} is more than model.vocab={c.vocab}, which has padding besides: make "
+                          "model.vocab larger")
+    if not c.rope_low < c.rope_high < math.inf:
+        raise CourseError(f"model.rope_high={c.rope_high} must be more than model.rope_low={c.rope_low}: pairs that turn oftener "
+                          "than the former are fast, than the latter not slow")
+    if c.position == "rotary" and c.dim // c.heads % 2:
+        raise CourseError(f"model.position=rotary turns pairs of numbers, and heads of {c.dim // c.heads} have an odd one: "
+                          "change model.dim or model.heads")
+
+
+def check_groups(c: GPTConfig, p: "Parallel") -> None:
+    """Refuse layouts that share out key-value heads which do not divide."""
+    ulysses = p.cp if p.context == "all_to_all" else 1
+    if c.kv_heads and c.kv_heads % (p.tp * ulysses):
+        who = f"parallel.tp={p.tp}" + (f" times parallel.cp={p.cp} of context=all_to_all" if ulysses > 1 else "")
+        raise CourseError(f"{who} does not divide model.kv_heads={c.kv_heads} (of model.heads={c.heads}), and each rank needs "
+                          f"whole ones: choose divisors of {c.kv_heads}" + (", or parallel.context=ring" if ulysses > 1 else ""))
+
+
+def check_efficient(c: GPTConfig, config: "Config") -> None:
+    """Refuse PyTorch's memory-efficient attention of grouped heads: it knows none, and in 16 bits `attend` spreads none.
+
+    A ring computes its blocks by other kernels (course/parallel/blocks.py).
+    """
+    p = config.parallel
+    ring = p.cp > 1 and p.context == "ring"
+    if config.attention == "efficient" and c.groups != c.heads and config.precision in LOW and not ring:
+        raise CourseError(f"attention=efficient knows no groups of heads in {config.precision}, and model.kv_heads={c.kv_heads} "
+                          f"of model.heads={c.heads} makes some: use attention=default, cudnn or flash")
+
+
+def check_model(c: Model) -> None:
+    """Refuse numbers that mean nothing, and widths and sides that do not divide."""
+    check_numbers("model", c)
+    if c.dim % c.heads:
+        raise CourseError(f"model.dim={c.dim} is not divisible by model.heads={c.heads}: change one of them")
+    if c.kind == "dit" and c.dim % 4:
+        raise CourseError(f"model.dim={c.dim} is not divisible by 4, for cosine and sine of row and column: choose one that is")
+    if c.kind == "gpt":
+        check_gpt(c)
+        return
+    what, (height, width) = ("grid", c.grid) if c.kind == "vit" else ("latent", c.latent[1:])
+    if height % c.patch or width % c.patch:
+        raise CourseError(f"the {what} {height}x{width} is not divisible by model.patch={c.patch}: "
+                          "choose a patch that divides both sides")

@@ -1,0 +1,166 @@
+"""Plain values, of YAML and of `key=value`, and the dataclasses made of them: nothing in them is run, what is wrong is named."""
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+import yaml
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
+
+from course.errors import CourseError
+from course.models import KINDS, kind_of
+
+MOST = 100_000                                       # values in a YAML file that anybody writes
+T = TypeVar("T")
+
+
+def read_yaml(path: Path, wanted: str) -> dict[str, Any]:
+    """The plain values of a YAML file. wanted: what it should hold, for the sentence if it does not."""
+    try:
+        values = plain_yaml(path.read_text()) or {}
+    except (ValueError, OSError) as error:
+        raise CourseError(f"{path} is not readable YAML ({' '.join(str(error).split())[:160]}): mend that line") from error
+    if not isinstance(values, dict):
+        raise CourseError(f"{path} holds a {type(values).__name__}, not {wanted}")
+    return values
+
+
+def plain_yaml(text: str) -> Any:
+    """Numbers, texts, lists and dicts of YAML; nothing in it is run. Raises `ValueError` for what is not that, or too much."""
+    try:
+        values = yaml.safe_load(text)
+    except Exception as error:                       # a tag such as !!int or a date raises whatever its own conversion does
+        raise ValueError(str(error) or type(error).__name__) from error
+    left, count = [values], 0
+    while left:                                      # aliases make much of a short text, or a list that holds itself
+        one, count = left.pop(), count + 1
+        if count > MOST:
+            raise ValueError(f"its aliases (*) make more than {MOST} values of it")
+        left += one.values() if isinstance(one, dict) else one if isinstance(one, list | tuple | set) else []
+    return values
+
+
+def parse(overrides: Iterable[str]) -> dict[str, Any]:
+    """`["train.steps=5"]` as `{"train": {"steps": 5}}`; values are read as YAML. `CourseError` for what is neither."""
+    values: dict[str, Any] = {}
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals or not key:
+            raise CourseError(f"{override!r} is not of the form key=value, such as train.steps=100")
+        try:
+            value = plain_yaml(text)
+        except ValueError as error:
+            raise CourseError(f"the value in {override!r} cannot be read: quote it, as in '{key}=\"...\"'") from error
+        for part in reversed(key.split(".")):
+            value = {part: value}
+        values = merge(values, value)
+    return reading(values)
+
+
+def reading(values: dict[str, Any]) -> dict[str, Any]:
+    """Who names data.path wants it to be read: data.source=files, unless the same values say otherwise."""
+    data = values.get("data")
+    named = isinstance(data, Mapping) and "path" in data and "source" not in data
+    return merge(values, {"data": {"source": "files"}}) if named else values
+
+
+def merge(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of `old` with the leaves of `new` in place of its own."""
+    merged = dict(old)
+    for key, value in new.items():
+        both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
+        merged[key] = merge(merged[key], value) if both else value
+    return merged
+
+
+def build(kind: type[T], values: Mapping[str, Any], what: str) -> T:
+    """A dataclass from nested plain values; wrong ones are a `CourseError` that names the key and the cure."""
+    try:
+        return TypeAdapter(strict(kind)).validate_python(values)
+    except ValidationError as error:
+        raise CourseError(f"{what}: " + "; ".join(_explain(kind, found) for found in error.errors())) from error
+
+
+def strict(kind: Any) -> Any:
+    """The dataclass itself, set up so that an unknown key is an error in it and its sections; a run may be called 7."""
+    kind.__pydantic_config__ = ConfigDict(extra="forbid", coerce_numbers_to_str=True)
+    for entry in dataclasses.fields(kind):
+        for section in sections(entry.type):
+            strict(section)
+    return kind
+
+
+def sections(annotation: Any) -> list[type]:
+    """The dataclasses that a field of this type may hold: a section of the configuration."""
+    if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
+        return [annotation]
+    return [section for part in get_args(annotation) for section in sections(part)]
+
+
+def flat_keys(kind: type, prefix: str = "") -> list[str]:
+    """Every dotted key of a dataclass, sections included, each once."""
+    keys = []
+    for entry in dataclasses.fields(kind):
+        keys.append(prefix + entry.name)
+        for section in sections(entry.type):
+            keys += flat_keys(section, f"{prefix}{entry.name}.")
+    return list(dict.fromkeys(keys))
+
+
+def as_plain(config: Any) -> dict[str, Any]:
+    """A configuration as nested dicts of lists, numbers and strings."""
+    return TypeAdapter(type(config)).dump_python(config, mode="json")
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Lines such as `train.steps: 10 -> 20` for the leaves in which two plain configurations differ."""
+    lines = []
+    for key in {**old, **new}:
+        a, b = old.get(key), new.get(key)
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
+            lines += differences(a, b, f"{prefix}{key}.")
+        elif a != b:
+            lines.append(f"{prefix}{key}: {a} -> {b}")
+    return lines
+
+
+def nearest(word: str, candidates: Iterable[str]) -> str:
+    """` (did you mean 'x'?)` for the most similar candidate, or nothing: the shortest that begins so, else the most alike."""
+    known = list(candidates)
+    begun = sorted((name for name in known if len(word) > 2 and name.startswith(word)), key=len)
+    found = begun or difflib.get_close_matches(word, known, 1, cutoff=0.5)
+    return f" (did you mean {found[0]!r}?)" if found else ""
+
+
+def _explain(kind: type, found: ErrorDetails) -> str:
+    path = [str(part) for part in found["loc"]]
+    if found["type"] == "union_tag_invalid":
+        tag = kind_of(found["input"])
+        return f"there is no model.kind={tag}{nearest(tag, KINDS)}; the kinds are {', '.join(KINDS)}"
+    model = path.pop(1) if path[0] == "model" and len(path) > 1 and path[1] in KINDS else ""       # the kind that was tried
+    key = ".".join(path)
+    if found["type"] == "unexpected_keyword_argument":
+        return f"there is no key {key!r}" + (_other_model(model, key) or _similar(key, flat_keys(kind)))
+    given = str(found["input"])
+    return f"{key}={given[:60]}: {found['msg'][0].lower()}{found['msg'][1:]}"
+
+
+def _other_model(model: str, key: str) -> str:
+    """A key that models of another kind have, or one like those that this one has."""
+    owners = [name for name, section in KINDS.items() if key in flat_keys(section, "model.")]
+    if owners:
+        return f" in a model of kind {model}: it is one of kind {' and '.join(owners)}"
+    return nearest(key, flat_keys(KINDS[model], "model.")) if model else ""
+
+
+def _similar(key: str, keys: list[str]) -> str:
+    return nearest(key, keys) or _same_leaf(key, keys)
+
+
+def _same_leaf(key: str, keys: list[str]) -> str:
+    """`steps` alone means `train.steps`."""
+    leaf = key.rsplit(".", 1)[-1]
+    return nearest(next((k for k in keys if k.endswith(f".{leaf}")), key), keys)
