@@ -8,7 +8,7 @@ import typer
 
 from course.cli_bench import bench
 from course.cli_data import data
-from course.cli_words import KEYS, Overrides, numbers
+from course.cli_words import KEYS, SETTINGS, Overrides, numbers
 from course.errors import CourseError
 
 app = typer.Typer(help="Deep Learning at Scale: from one GPU to model parallelism.", no_args_is_help=True,
@@ -21,8 +21,8 @@ lessons = typer.Typer(help="Get the lessons' notebooks, or build them.", no_args
 app.add_typer(lessons, name="lessons")
 
 
-@app.command()
-def train(preset: Annotated[str, typer.Argument(help="a preset, or the path of a YAML file")],
+@app.command(context_settings=SETTINGS, no_args_is_help=True)
+def train(preset: Annotated[str, typer.Argument(help="one that `course presets` lists, or the path of a YAML file")],
           settings: Overrides = None) -> None:
     """Train a model, or go on where the run of this name stopped. Also under torchrun and srun.
 
@@ -38,8 +38,8 @@ def train(preset: Annotated[str, typer.Argument(help="a preset, or the path of a
     raise typer.Exit(GO_ON if stopped and not by_torchrun() else 0)
 
 
-@app.command()
-def verify(preset: Annotated[str, typer.Argument(help="a preset, or the path of a YAML file")],
+@app.command(context_settings=SETTINGS, no_args_is_help=True)
+def verify(preset: Annotated[str, typer.Argument(help="one that `course presets` lists, or the path of a YAML file")],
            settings: Overrides = None) -> None:
     """Compare a layout (parallel.tp=2 ...) with one process, parameter by parameter. Starts CPU ranks itself, or use torchrun."""
     from course import verify as comparison
@@ -47,8 +47,8 @@ def verify(preset: Annotated[str, typer.Argument(help="a preset, or the path of 
     raise typer.Exit(0 if comparison.main(preset, settings or []) else 1)
 
 
-@app.command()
-def plan(preset: Annotated[str, typer.Argument(help="a preset, or the path of a YAML file")],
+@app.command(no_args_is_help=True)
+def plan(preset: Annotated[str, typer.Argument(help="one that `course presets` lists, or the path of a YAML file")],
          settings: Annotated[list[str] | None, typer.Argument(metavar=KEYS, help="what is fixed, such as parallel.tp=2 "
                                                               "precision=fp8 train.global_batch=512; the rest is chosen")] = None,
          *, gpus: Annotated[int, typer.Option(help="how many")],
@@ -74,8 +74,8 @@ def plan(preset: Annotated[str, typer.Argument(help="a preset, or the path of a 
                   layout, launch, out, free)
 
 
-@app.command()
-def profile(preset: Annotated[str, typer.Argument(help="a preset, the path of a YAML file, or a trace (.json.gz)")],
+@app.command(context_settings=SETTINGS, no_args_is_help=True)
+def profile(preset: Annotated[str, typer.Argument(help="one of `course presets`, a YAML file's path, or a trace (.json.gz)")],
             settings: Overrides = None) -> None:
     """Where a step's time goes: forward, backward, communication, waiting for data, idle.
 
@@ -86,7 +86,7 @@ def profile(preset: Annotated[str, typer.Argument(help="a preset, the path of a 
     profiling.main(preset, settings or [])
 
 
-@app.command()
+@app.command(no_args_is_help=True)
 def evaluate(run: Annotated[Path, typer.Argument(help="the folder of a run, such as runs/vit-demo/default")],
              split: Annotated[str, typer.Option(help="train, valid or test years")] = "test",
              samples: Annotated[int, typer.Option(min=1, help="how many forecasts to average over")] = 64,
@@ -101,7 +101,7 @@ def evaluate(run: Annotated[Path, typer.Argument(help="the folder of a run, such
     evaluation.main(run, split, samples, animate, ema)
 
 
-@app.command()
+@app.command(no_args_is_help=True)
 def generate(run: Annotated[Path, typer.Argument(help="the folder of a DiT's run, such as runs/dit-digits/default")],
              labels: Annotated[str, typer.Option(help="such as 0,1,2; else the first ten")] = "",
              each: Annotated[int, typer.Option(min=1, help="samples of each label")] = 8,
@@ -124,7 +124,7 @@ def generate(run: Annotated[Path, typer.Argument(help="the folder of a DiT's run
     draw.main(run, wanted, each, schema.build(Sampling, values, "course generate"), ema, vae)
 
 
-@app.command()
+@app.command(no_args_is_help=True)
 def sample(run: Annotated[Path, typer.Argument(help="the folder of a GPT's run, such as runs/gpt-python/default")],
            prompt: Annotated[str, typer.Option(help="the text to go on from")] = "def ",
            count: Annotated[int, typer.Option(min=1, help="tokens to write")] = 100,
@@ -140,7 +140,7 @@ def sample(run: Annotated[Path, typer.Argument(help="the folder of a GPT's run, 
     sampling.main(run, prompt, count, temperature, top_k, seed, samples, tokenizer=tokenizer)
 
 
-@app.command()
+@app.command(no_args_is_help=True)
 def reshard(run: Annotated[Path, typer.Argument(help="the folder of a run, such as runs/vit-demo/default")],
             settings: Annotated[list[str] | None, typer.Argument(metavar=KEYS, help="the layout: keys of parallel, such as "
                                                                  "parallel.tp=4 parallel.dp=2 parallel.zero=true")] = None,
@@ -154,7 +154,7 @@ def reshard(run: Annotated[Path, typer.Argument(help="the folder of a run, such 
     resharding.main(run, settings or [], name)
 
 
-@app.command()
+@app.command(no_args_is_help=True)
 def convert(source: Annotated[Path, typer.Argument(help="the folder of a run; or a Hugging Face folder, a DiT's file, or a "
                                                         "state dict of Transformer Engine's layers")],
             target: Annotated[Path, typer.Argument(help="the folder of a run, such as runs/gpt/mine; or a folder, or a file "

@@ -7,6 +7,7 @@ import typer
 from course.errors import CourseError
 
 KEYS = "[KEY=VALUE]..."
+SETTINGS = {"ignore_unknown_options": True}            # --steps is then refused as a setting, by a sentence that says what one is
 OF_A_RUN = "settings, such as train.steps=100: all stand, with their defaults, in course/config.py"
 Overrides = Annotated[list[str] | None, typer.Argument(metavar=KEYS, help=OF_A_RUN)]
 

@@ -38,7 +38,8 @@ Index = dict[str, Any]
 def main(run: Path, settings: Iterable[str], name: str, say: Callable[[str], None] = print) -> Path:
     """Write a run of another name in the layout of `settings`, with the newest checkpoint of `run` and its metrics.
 
-    Raises `CourseError` if a setting is not one of parallel, if the run has no checkpoint, or if the new one is there already.
+    Raises `CourseError` if there is no setting or one that is not of parallel, if the layout cannot be, if the run has no
+    checkpoint, or if the new one is there already.
     """
     old = read_config(run)
     new = resettled(run, old, settings, name)
@@ -46,10 +47,10 @@ def main(run: Path, settings: Iterable[str], name: str, say: Callable[[str], Non
     if found is None:
         raise CourseError(f"{run} has no checkpoint yet: let it train to its first one")
     source, index = found
-    target = run_folder(new)
+    target, ranks = run_folder(new), ranks_of(new)
+    owned(new, 0, ranks)                            # a layout that cannot be is refused before anyone removes a folder for it
     if target.exists():
         raise CourseError(f"{target} is there already: choose another --name, or remove the folder")
-    ranks = ranks_of(new)
     with atomic(target) as temporary:
         final = reshard(source, index, new, temporary / "checkpoints")
         config.save(new, temporary / "config.yaml")
@@ -80,6 +81,8 @@ def resettled(run: Path, old: Config, settings: Iterable[str], name: str) -> Con
     """The run's configuration with another layout and another name."""
     limits.check_name("--name", name)
     given = schema.parse(settings)
+    if not given:
+        raise CourseError("course reshard was given no layout: name what changes, such as parallel.tp=2")
     if others := sorted(given.keys() - {"parallel"}):
         raise CourseError(f"course reshard changes the layout alone, not {', '.join(others)}: give keys such as parallel.tp=2, "
                           "and change the rest when you train")

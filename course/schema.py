@@ -49,7 +49,8 @@ def parse(overrides: Iterable[str]) -> dict[str, Any]:
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals or not key:
-            raise CourseError(f"{override!r} is not of the form key=value, such as train.steps=100")
+            raise CourseError(f"{override!r} is not of the form key=value, such as train.steps=100" +
+                              (", and no option of this command" if override.startswith("--") else ""))
         try:
             value = plain_yaml(text)
         except ValueError as error:

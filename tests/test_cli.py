@@ -63,6 +63,7 @@ BAD_INPUT = {
     "no GPU": (None, ["train.device=cuda"], ["no GPU"]),
     "global batch smaller than it may be": (None, ["train.global_batch=0"], ["at least 1"]),
     "not key=value": (None, ["vit-demo", "fast"], ["key=value"]),
+    "as an option": (None, ["vit-demo", "--steps", "5"], ["'--steps' is not of the form key=value", "no option"]),
 }
 
 

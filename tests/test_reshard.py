@@ -300,6 +300,8 @@ def test_mistakes_are_sentences(serial, tmp_path):
                                   (["parallel.tp=3"], "b", "parallel.tp=3 does not divide"),
                                   (["parallel.dp=3"], "a", "is not divisible by the 3 data-parallel ranks"),
                                   (["parallel.tp=2"], "default", "is there already"),
+                                  (["parallel.tp=3"], "default", "parallel.tp=3 does not divide"),
+                                  ([], "e", "was given no layout"),
                                   (["parallel.pp=9"], "c", "use a smaller parallel.pp")):
         with pytest.raises(CourseError, match=words):
             reshard.main(run, settings, name, lambda text: None)

@@ -50,7 +50,7 @@ class Hardware:
     def peak(self, precision: str) -> float:
         """FLOP/s in a format. Raises `CourseError` if its tensor cores do not know it."""
         if precision not in self.peaks:
-            raise CourseError(f"{self.name} has no matmuls in {precision}: set precision to one of {', '.join(self.peaks)}")
+            raise CourseError(f"{self.name} has no matmuls in {precision}: what it has is {', '.join(self.peaks)}")
         return self.peaks[precision]
 
     def room(self, free: float) -> float:

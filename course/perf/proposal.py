@@ -69,7 +69,7 @@ def main(preset: str, overrides: Sequence[str], gpus: int, hardware: str, top: i
     show(plan, top)
     if count:
         print(duration(plan, chosen, layout, count))
-    print(f"Start one with: course plan ... --launch --layout {layout}")
+    print(f"Start one with the same command and, after it: --launch --layout {layout}")
 
 
 def fixed(overrides: Iterable[str]) -> list[str]:
@@ -320,8 +320,9 @@ def reasons(plan: Plan) -> list[str]:
             kind = re.sub(r"\d+", "", sentence)
             example, before = kinds.get(kind, (sentence.partition(": ")[0], 0))
             kinds[kind] = example, before + count
-        lines.append(f"Refused ({sum(plan.refused.values())}), such as: " + "; ".join(
-            f"{example} ({count} of the kind)" for example, count in sorted(kinds.values(), key=lambda kind: -kind[1])))
+        examples = [example + f" (and {count - 1} like it)" * (count > 1)
+                   for example, count in sorted(kinds.values(), key=lambda kind: -kind[1])]
+        lines.append(f"Refused ({sum(plan.refused.values())}): " + "; ".join(examples))
     return lines
 
 

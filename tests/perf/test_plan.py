@@ -483,7 +483,7 @@ def test_the_table_says_what_is_predicted(monkeypatch, capsys, tmp_path):
     line = re.search(rf"^ *1 +{first['pp']} +{first['dp']} +{first['cp']} +{first['tp']} .*$", out, re.M)[0]
     assert f" {first['step_s'] * 1e3:,.0f} " in line and f"{first['memory_bytes'] / 1e9:.1f}" in line and "matmul" in line
     assert f"{len(rows['layouts']) - 3} more layouts fit" in out
-    assert re.search(r"Refused \(\d+\), such as: .*parallel.tp=\d+ does not divide", out) or not rows["refused"]
+    assert re.search(r"Refused \(\d+\): .*parallel.tp=\d+ does not divide", out) or not rows["refused"]
     steps = -(-300_000_000_000 // (2048 * 512))
     assert rows["training"]["steps"] == steps and rows["training"]["gpu_hours"] == pytest.approx(
         steps * first["step_s"] * 16 / 3600)
