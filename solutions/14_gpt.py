@@ -308,7 +308,7 @@ print("rank", 13 // 4, "row", 13 % 4, "- you said", my_rank, "and", my_row)
 # Two parts. `own(tokens, rows, axis)` returns two tensors with an entry for every token: which of this rank's `rows`
 # rows it is (or 0, a row that exists, if it is another rank's), and whether it is here at all. `forward` looks up
 # (`F.embedding(row, self.weight)`), puts the zeros, and leaves the region where ranks compute parts: `leave(x, axis,
-# tokens)` with `self.tokens`, as in lesson 10.
+# tokens)` with `self.tokens`, as in lesson 10. `axis.rank` is this rank's place along the axis, from 0.
 
 # %% exercise="vocabulary-embedding"
 from course.parallel.vocabulary import VocabularyEmbedding, own
@@ -356,7 +356,8 @@ lab.beside("gathered logits, sent by each rank", my_bytes_a_token, 7 * 50304 / 8
 #
 # `losses_and_softmax` gets this rank's columns of the logits, and of each target what `own` says: its `column` here, and
 # whether it is `here`. It returns the loss of each token, the same on all ranks, and the softmax of this rank's columns.
-# 16-bit logits are taken to float32 first. `minus_target` turns that softmax into the gradient.
+# 16-bit logits are taken to float32 first. `minus_target` turns that softmax into the gradient
+# (in its own memory, if you can: nothing here is larger; the check takes either).
 #
 # - `dist.all_reduce(x, group=axis.group)` adds up in place; with `dist.ReduceOp.MAX` as second argument it takes the maximum.
 # - Leave the logits as they are: autograd may need them.
@@ -457,7 +458,7 @@ for text in ("    def read(self, size=-1):", "xylophone"):
 # | version | uint64 | 1 |
 # | code | uint8 | the kind of number in the `.bin`: 8 is uint16, 4 is int32 |
 # | S | uint64 | how many **sequences** |
-# | D | uint64 | how many **documents**, plus one |
+# | D | uint64 | how many numbers the part *documents* has: one more than there are **documents** |
 # | lengths | S × int32 | tokens of each sequence |
 # | pointers | S × int64 | the **byte** of the `.bin` at which each begins |
 # | documents | D × int64 | the sequence with which each document begins, and S at the end |
@@ -568,8 +569,8 @@ lab.beside("samples", my_samples, len(samples), how="counted")
 # expensive attention.
 # </details>
 #
-# **The epoch's shuffle.** Samples are drawn in a random order. That order must not depend on the layout, or 8 × 1 × 1 and 1 ×
-# 8 × 1 would train on other batches, and nobody could compare them (lesson 03).
+# **The epoch's shuffle.** Samples are drawn in a random order. That order must not depend on the layout, or eight ranks of
+# dp and eight of tp would train on other batches, and nobody could compare them (lesson 03).
 
 # %%
 for dp in (1, 2, 4):
@@ -818,7 +819,9 @@ lab.beside("bubble of 8x1x4", my_bubble, bubbles["8x1x4_512_1536x16"], "%", "cou
 print("fastest:", min(pipelines[1:], key=lambda case: case.ms).name, "- you said", my_fastest)
 
 # %% [markdown]
-# All have 32 micro-batches, so bubbles are small. 1x8x4 and 2x8x2 send equally many bytes over tp, and yet one takes 36% longer.
+# All have 32 micro-batches, so bubbles are small. 2x4x4 is the fastest of its model although its bubble is not the smallest: with
+# tp over 4 ranks and half of the samples it sends 43% of the bytes that the other two do. 1x8x4 and 2x8x2 send equally many bytes
+# over tp, and yet one takes 36% longer.
 #
 # > **Question.** Each stage of 1x8x4 is one node, each of 2x8x2 two. Suppose that all 8 ranks of a tensor-parallel group send the
 # > activation of a micro-batch to the next node, each the whole of it. How many GB does a *node* in the middle send in a step?
@@ -888,9 +891,11 @@ for words, tables in (("", layers), (", again, on another machine", again)):
 # > which has all the communication. What else differs?
 #
 # <details><summary>Answer</summary>
-# The micro-batch: 2 samples against 16, because on V100s no more fitted. With 4096 tokens a step the GPU is done before the host
-# has launched the next kernel. On a V100, eight times slower, the same launches were hidden behind the work. A faster GPU does
-# not make a small step faster; a larger micro-batch, a CUDA graph (lesson 06) or fewer launches do.
+# The micro-batch: 2 samples against 16, because on V100s no more fitted. On one H200 that alone takes the rate from 537 to 405
+# TFLOP/s: with 4096 tokens a step the GPU is often done before the host has launched the next kernel. The rest, down to 253, is
+# mostly this machine's host, a slow one: on another of the same day the same case took 45 ms instead of 61, and tensor
+# parallelism was ahead by about 7%. On a V100, eight times slower, the same launches were hidden behind the work. A faster GPU
+# does not make a small step faster; a larger micro-batch, a CUDA graph (lesson 06) or fewer launches do.
 # </details>
 #
 # The tables of *layers* have the time of the layers alone, ours and megatron-core's, on the same GPUs. Where they are

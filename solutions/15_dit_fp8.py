@@ -145,8 +145,8 @@ lab.picture(figures.curves({"your blocks": (range(25, 701, 25), means.tolist())}
 
 # %% [markdown]
 # **What you should see:** about 1.7, the loss of a model that says 0. Each block hands its tokens on as they are, so
-# that a DiT of any depth starts as no depth at all, and no layer is in the way of another's gradient. (The gates then
-# open one after another.)
+# that a DiT of any depth starts as no depth at all, and no layer is in the way of another's gradient. (The gates open
+# together, from the second step on: in the first the output layer is still zero, and lets no gradient through.)
 #
 # > **Question.** All of `ada` is zero, so the gates are, so the branches add nothing. Does the gradient of `ada` not
 # > vanish, too, forever?
@@ -169,6 +169,11 @@ lab.picture(figures.curves({"your blocks": (range(25, 701, 25), means.tolist())}
 # With $s = 1$ that is the prediction of the class, no guidance; with $s = 0$ the class is ignored.
 #
 # > **Question.** Two predictions for each step. Would you call the model twice, or once with both in one batch?
+#
+# <details><summary>Answer</summary>
+# Once: the weights are read once for both, half as many kernels are launched, and a larger batch uses a GPU better. The samples
+# of a batch do not see one another, so the predictions are the same.
+# </details>
 #
 # ## Exercise: a guided prediction
 #
@@ -636,8 +641,8 @@ print(f"compiled {min(gains):.1f} to {max(gains):.1f} times as fast, up to {most
 # which the GPU needs less than that seems to take that long: in the measurement of November 22nd the smallest, gate and
 # add with 19 million numbers, is *slower* compiled than eager, which says nothing about its kernel. Inside a compiled
 # block, where the three steps are a part of one call, this is paid once. So the program has since learned to replay
-# each step from a CUDA graph, in which the host has no part (lesson 06), and to measure kernels by hand as well. The
-# line below the table says which of the two it is.
+# each step from a CUDA graph, in which the host has no part (lesson 06), and to measure kernels by hand as well. As long
+# as the line below the table says *call by call*, its numbers are those from before, and no kernel by hand is in it.
 #
 # The largest, where the host hardly counts, stay well below the 4.3 TB/s that a copy on this GPU reaches. The compiler's
 # kernels are not the last word. For a width of 1152, which is no power of two, they read a row twice, and each sum over tokens,
@@ -676,7 +681,7 @@ hand = rungs["256 px: bf16, compiled, narrow stream, kernels by hand, in a graph
 hand8 = rungs["256 px: fp8, compiled, narrow stream, kernels by hand, in a graph"]
 lab.beside("a step with kernels by hand", my_step, hand["ms"], "ms", "recorded on an H200")
 beside = next(row for row in lab.results("gelu_h200")["before"] if row["rung"] == hand["rung"])
-print(f"{beside['compilers_ms'] / beside['ms']:.2f} times as fast, both measured on one machine; and FP8 is "
+print(f"{beside['compilers_ms'] / beside['ms']:.2f} times as fast, both measured on one machine; and FP8, on another day, is "
       f"{hand['ms'] / hand8['ms']:.2f} times as fast as that")
 
 # %% [markdown]
@@ -712,7 +717,8 @@ print(f"a kernel for the sum alone: {kernels['backward: sum over tokens']} us")
 # %% [markdown]
 # An MFU of 46%: what keeps it from more? Not only code.
 #
-# > **Predict.** The GPU promises a clock of 1980 MHz. At which clock does it run this step, again and again?
+# > **Predict.** The GPU may clock up to 1980 MHz, and the 989 TFLOP/s of its data sheet are those of 1830. At which clock does it
+# > run this step, again and again?
 
 # %%
 my_clock = 1900                  # your prediction, MHz

@@ -4,6 +4,10 @@ Peebles and Xie 2023, "Scalable diffusion models with transformers" (arXiv:2212.
 3.2): the norms have no weights of their own; shift, scale and the gate of each residual branch are a linear function of
 the condition, time plus class. That function starts at zero, so every block starts as the identity. The noise, its
 schedule and what is to be predicted are in `diffusion.py`. Of the paper's model this one has no learned variance.
+
+With sequence parallelism a rank modulates its own tokens only. What reaches the condition backwards, and so the modulation and
+the embeddings of time and class, is then a sum over these tokens: a part, as for the weights of a norm, that is linear in what
+came in and is completed once a step (`Placement.partial_over`).
 """
 
 import math
@@ -105,12 +109,7 @@ class MLP(layers.MLP):
 
 
 class AdaBlock(nn.Module):
-    """A transformer block whose norms and residual branches the condition modulates (adaLN-Zero).
-
-    With sequence parallelism a rank modulates its own tokens only. What reaches `c` backwards, and so `ada` and the
-    embeddings of time and class, is then a sum over these tokens: a part, as for the weights of a norm, that is linear
-    in what came in and is completed once a step (`Placement.partial_over`).
-    """
+    """A transformer block whose norms and residual branches the condition modulates (adaLN-Zero)."""
 
     def __init__(self, dim: int, heads: int, hidden: int):
         super().__init__()

@@ -3,6 +3,7 @@
 `LossInChunks` and `document` are the answers to the exercises written inside a cell of the lesson.
 """
 
+import mmap
 import tempfile
 from contextlib import chdir
 from pathlib import Path
@@ -220,7 +221,8 @@ def bytes_of(inputs: Tensors, number: int) -> tuple[bytes, bytes]:
 
 def read_files(inputs: Tensors) -> Tensors:
     """What is read of every drawn file, and which of its damaged copies are refused."""
-    found: dict[str, list[Any]] = {name: [] for name in ("kind", "lengths", "pointers", "documents", "tokens", "refused")}
+    found: dict[str, list[Any]] = {name: [] for name in ("kind", "lengths", "pointers", "documents", "tokens", "mapped",
+                                                      "refused")}
     with tempfile.TemporaryDirectory() as folder, chdir(folder):        # whose name is in no message, which is compared
         for number in range(sum(name.startswith("code") for name in inputs)):
             index, tokens = bytes_of(inputs, number)
@@ -228,6 +230,7 @@ def read_files(inputs: Tensors) -> Tensors:
             prefix.with_suffix(".idx").write_bytes(index)
             prefix.with_suffix(".bin").write_bytes(tokens)
             read = parts(indexed.read_index(prefix.with_suffix(".idx")))
+            found["mapped"] += [float(mapped(part)) for part in read[1:]]
             found["kind"] += [ord(read.dtype.kind), read.dtype.itemsize]
             for name in ("lengths", "pointers", "documents"):
                 found[name] += getattr(read, name).tolist()
@@ -254,10 +257,18 @@ def parts(value: Any) -> Index:
         raise returned.Returned(f"`read_index` returned {returned.told(value)}; an `Index` is wanted",
                                 returned.cure(value, "return Index(dtype, lengths, pointers, documents)"))
     try:
-        return Index(np.dtype(value[0]), *map(np.asarray, value[1:]))
+        return Index(np.dtype(value[0]), *map(np.asarray, value[1:]))               # a view, if it is an array
     except TypeError:
         raise returned.Returned(f"`read_index` returned {returned.told(value[0])} as the dtype; one of NumPy's is wanted",
                                 "np.dtype(DTYPES[code])") from None
+
+
+def mapped(array: np.ndarray) -> bool:
+    """Whether an array lies in a file that is mapped into memory."""
+    memory: Any = array
+    while memory is not None and not isinstance(memory, mmap.mmap):
+        memory = memory.obj if isinstance(memory, memoryview) else getattr(memory, "base", None)
+    return memory is not None
 
 
 def damaged(index: bytes) -> list[bytes]:
@@ -347,8 +358,10 @@ EXERCISES = [
         "pointers": "the pointers are",
         "documents": "the documents are, though a file may go on after them",
         "tokens": "the library reads every document with it",
+        "mapped": "lengths, pointers and documents lie in the file, which is mapped and not read",
         "refused": "damaged files are refused with a `CourseError`"},
-        flags={"refused": "one was read as if it were whole, or stopped with an error that tells nobody what to do: "
+        flags={"mapped": "one of them was read or copied",
+               "refused": "one was read as if it were whole, or stopped with an error that tells nobody what to do: "
                           "`check_header` refuses them all"}, limits=QUICK, points=2),
     Exercise("one-document", "14", (f"{__name__}.document",), draw_files, read_documents, {
         "documents": "every document has its tokens, of one sequence, of several or of none"}, limits=QUICK),

@@ -18,6 +18,14 @@ DOCUMENTS = 'documents = np.frombuffer(raw, "<i8", D, HEADER.size + lengths.nbyt
 START = "start = index.pointers[first] // index.dtype.itemsize if first < last else 0"
 STOP = "return tokens[start:start + index.lengths[first:last].sum()]"
 
+WHOLE = f"""    check_header(path)
+    raw = np.memmap(path, np.uint8, "r")
+    _, _, code, S, D = HEADER.unpack_from(raw.data)
+    {LENGTHS}
+    {POINTERS}
+    {DOCUMENTS}
+"""
+
 MISTAKES = {
     "loss-in-chunks": (
         Mistake("nothing from the target", GRAD, "grad = log.exp()",
@@ -117,6 +125,8 @@ MISTAKES = {
                 "the 1 is subtracted where the target is: by one rank, the one that has it"),
         Mistake("nothing from the target", f"return softmax.scatter_add_(-1, column[..., None], {MINUS})", "return softmax",
                 "the gradient is the softmax minus 1 at the target: the 1 is missing"),
+        Mistake("minus one over the softmax", "softmax.scatter_add_(", "softmax.scatter_(",
+                "scatter_ writes over the softmax: add the -1 to what is there, with scatter_add_"),
         Mistake("a softmax of one's own", "s.div_(total[..., None])", "logits.to(s.dtype).softmax(-1)",
                 "this is the softmax over this rank's columns alone: divide by the sum over all ranks"),
         Mistake("a sum of one's own below", "s.div_(total[..., None])", "s.div_(s.sum(-1, keepdim=True))",
@@ -136,6 +146,13 @@ MISTAKES = {
     "read-index": (
         Mistake("no look at the file", "    check_header(path)\n", "",
                 "call `check_header(path)` first: it says what is wrong with a file that is not whole"),
+        Mistake("a look at the file at the end", WHOLE, "".join(WHOLE.partition("\n")[2:]) + WHOLE.partition("\n")[0] + "\n",
+                "call `check_header(path)` before you unpack anything: a file that is cut off stops your code before it gets "
+                "there"),
+        Mistake("read rather than mapped", 'np.memmap(path, np.uint8, "r")', "np.fromfile(path, np.uint8)",
+                "this reads the whole file: with np.memmap only what is touched is read"),
+        Mistake("a copy of the pointers", POINTERS, POINTERS + ".copy()",
+                "np.frombuffer gives the pointers where they lie in the file: a copy reads all of them"),
         Mistake("lengths of eight bytes", LENGTHS, LENGTHS.replace("<i4", "<i8"),
                 "lengths are int32, of 4 bytes each", silent=True),
         Mistake("pointers from the start", POINTERS, POINTERS.replace(" + lengths.nbytes", ""),

@@ -73,14 +73,14 @@ import numpy as np
 from course.data.indexed import DTYPES, Index, check_header
 
 def read_index(path):
-    """Everything read at once, part after part."""
+    """Each part mapped by itself."""
     check_header(path)
     with open(path, "rb") as file:
         file.read(9 + 8)
         code = file.read(1)[0]
         S, D = (int.from_bytes(file.read(8), "little") for _ in range(2))
-        lengths, pointers, documents = (np.frombuffer(file.read(n * np.dtype(kind).itemsize), kind)
-                                        for n, kind in ((S, "<i4"), (S, "<i8"), (D, "<i8")))
+    lengths, pointers, documents = (np.memmap(path, kind, "r", at, (n,))
+                                    for n, kind, at in ((S, "<i4", 34), (S, "<i8", 34 + 4 * S), (D, "<i8", 34 + 12 * S)))
     return Index(np.dtype(DTYPES[code]), lengths, pointers, documents)
 ''',
     "one-document": '''
