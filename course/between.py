@@ -23,13 +23,12 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from course.gelu import fuse_mlp
+from course.gelu import fuse_mlp, set_apart
 from course.models import dit, gpt, layers
 from course.models.dit import AdaBlock
 from course.models.layers import Batch, Block
-from course.operators import BiasApart, apart, operator
+from course.operators import apart, operator
 from course.packed import fitting, packed_attention
-from course.parallel.tensor import ColumnLinear
 from course.precision import check_capability, format_of_matmuls
 
 
@@ -221,9 +220,3 @@ def branches(block: Any) -> list[Any]:
     dropped = any(getattr(block, name).p for name in ("drop1", "path1") if hasattr(block, name))
     ends = [block.attn.out] * (not dropped) + [block.mlp.down] * isinstance(block, AdaBlock)
     return [linear for linear in ends if type(linear) is layers.Linear]             # tp's add their biases after their sums
-
-
-def set_apart(linear: Any) -> None:
-    """Let the gradient of a linear's bias be computed elsewhere, if it has one."""
-    if type(linear) in (layers.Linear, ColumnLinear) and linear.bias is not None:
-        linear.matmul = BiasApart(linear.matmul)

@@ -152,9 +152,25 @@ def publish(final: Path, entries: list[dict[str, Any]], state: dict[str, Any], c
     index["sha256"] = checksum(json.loads(json.dumps(index)))
     with atomic(temporary(final) / "index.json") as file:
         file.write_text(json.dumps(index, indent=1))
-    remove(final)                                    # the same step again: after a resume from an older one
+    clear(final)                                     # the same step again: after a resume from an older one
     temporary(final).rename(final)
     flush(final.parent)
+
+
+def clear(final: Path) -> None:
+    """Remove what has the name of a checkpoint to be written; one of another version is renamed: nobody here can read it."""
+    if (kept := format_of(final)) == FORMAT:
+        remove(final)
+    elif final.exists():
+        final.rename(final.with_name(f"{final.name}.format_{kept}"))
+
+
+def format_of(checkpoint: Path) -> int:
+    """Of which version its index is; of this one, if it cannot be read."""
+    try:
+        return int(json.loads((checkpoint / "index.json").read_text())["format"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return FORMAT
 
 
 def checksum(index: dict[str, Any]) -> str:
@@ -166,9 +182,9 @@ def checksum(index: dict[str, Any]) -> str:
 def prune(folder: Path, keep: int, saved: Path | None = None) -> None:
     """Remove all but the newest `keep` checkpoints, all but the newest damaged one, and what an interrupted write left behind.
 
-    saved: the one just written. Newer ones do not count and stay: they are of another version, and a resume has passed over them.
+    Those of another version stay, and do not count. saved: the one just written; newer ones stay, too.
     """
-    found = steps(folder)
+    found = [one for one in steps(folder) if one == saved or format_of(one) == FORMAT]
     for old in (found[:found.index(saved) + 1] if saved in found else found)[:-keep]:
         remove(old)
     for old in steps(folder, DAMAGED)[:-1]:

@@ -25,7 +25,7 @@ WORKSPACE_LIMIT = 1                                 # cublasLtMatmulPreferenceAt
 MUCH, WORKSPACE = 2**25, 1024                       # bytes that algorithms are asked for with, and may take
 ALIGNED = 8                                         # numbers of 16 bits in 16 bytes, to which rows have to be aligned
 MOST = 8                                            # algorithms to ask for
-LOCK = threading.Lock()                             # each device's backward has a thread of its own
+LOCK = threading.Lock()                             # AUX is set, then used: by one thread at a time
 
 
 class Found(ctypes.Structure):

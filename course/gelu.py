@@ -98,9 +98,14 @@ def fuse_mlp(mlp: Any, merged: bool) -> None:
     merged = merged and can_merge(mlp)
     if merged:
         mlp.down.matmul = gelu_linear
-    if type(mlp.up) in (layers.Linear, ColumnLinear) and mlp.up.bias is not None:
-        mlp.up.matmul = BiasApart(mlp.up.matmul)
+    set_apart(mlp.up)
     mlp.forward = (merged_forward if merged else apart_forward).__get__(mlp)
+
+
+def set_apart(linear: Any) -> None:
+    """Let the gradient of a linear's bias be computed elsewhere, if it has one."""
+    if type(linear) in (layers.Linear, ColumnLinear) and linear.bias is not None:
+        linear.matmul = BiasApart(linear.matmul)
 
 
 def can_merge(mlp: Any) -> bool:

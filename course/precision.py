@@ -47,9 +47,10 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager:
 
 
 def format_of_matmuls(x: Tensor) -> torch.dtype:
-    """That of x, or what autocast makes of it."""
+    """That of x, or what autocast makes of it, which leaves float64 alone."""
     kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    cast = torch.is_autocast_enabled(kind) and x.dtype != torch.float64
+    return torch.get_autocast_dtype(kind) if cast else x.dtype
 
 
 def of_weights(model: nn.Module, precision: str) -> str:

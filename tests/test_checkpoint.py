@@ -241,6 +241,18 @@ def test_one_of_another_version_keeps_its_name(tmp_path):
     assert [path.name for path in checkpoint.steps(tmp_path)] == ["step_000005", "step_000010"]
 
 
+def test_one_of_another_version_is_never_removed(tmp_path):
+    """Neither when newer ones are enough, nor when its step is reached again."""
+    edit_index(save(tmp_path, 10)[0], '"format": 2', '"format": 9')
+    for step in (5, 15, 20):
+        save(tmp_path, step)
+    checkpoint.prune(tmp_path, 1, tmp_path / "step_000020")
+    assert [path.name for path in checkpoint.steps(tmp_path)] == ["step_000010", "step_000020"]
+    save(tmp_path, 10)
+    assert checkpoint.format_of(tmp_path / "step_000010") == 2
+    assert checkpoint.format_of(tmp_path / "step_000010.format_9") == 9
+
+
 def test_only_damaged_checkpoints_stop_the_run(tmp_path):
     flip_a_byte(save(tmp_path)[0])
     with pytest.raises(CourseError, match="every checkpoint"):

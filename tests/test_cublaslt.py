@@ -1,6 +1,7 @@
 """The call of cuBLASLt, by a library that notes what it is asked: layouts by columns, and what is done where nothing is fast."""
 
 import ctypes
+from unittest import mock
 
 import pytest
 import torch
@@ -12,10 +13,12 @@ class Library:
     """Notes its calls; offers algorithms with these waves and bytes of workspace."""
 
     def __init__(self, *offers):
-        self.offers, self.calls, self.refuses = offers, [], ""
+        self.offers, self.calls, self.refuses, self.attributes = offers, [], "", {}
 
     def __getattr__(self, name):
         def function(*given):
+            if name == "cublasLtMatmulDescSetAttribute":
+                self.attributes[given[1]] = given[2]._obj.value
             self.calls.append((name, [x.value if hasattr(x, "value") else x for x in given]))
             if name == "cublasLtMatmulAlgoGetHeuristic":
                 limit = self.limit
@@ -62,6 +65,20 @@ def test_a_matrix_by_rows_is_its_transpose_by_columns(lent):
     assert len(product.offered) == 1
 
 
+def test_it_is_run_on_the_tensors_in_order_and_on_this_stream(lent, monkeypatch):
+    """The weight is the first factor, the tokens the second; GELU' is of aux, whose rows are n numbers apart."""
+    library = lent(Library((0.9, 131)))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: mock.Mock(cuda_stream=77))
+    product = cublaslt.Matmul(6, 5, 3, torch.bfloat16)
+    weight, x, aux, out = (torch.zeros(shape, dtype=torch.bfloat16) for shape in ((3, 5), (6, 3), (6, 5), (6, 5)))
+    product.run(product.offered[0], weight, x, aux, out)
+    (_, _, _, a, _, b, _, _, c, _, d, _, _, _, size, stream), = library.made("cublasLtMatmul")
+    assert (a, b, c, d) == (weight.data_ptr(), x.data_ptr(), out.data_ptr(), out.data_ptr())
+    assert (size, stream) == (cublaslt.WORKSPACE, 77)
+    assert library.attributes == {7: 192, 11: aux.data_ptr(), 12: 5}                # EPILOGUE: DGELU; AUX and its leading dim
+    assert library.made("cublasLtMatmulDescCreate")[0][1:] == [68, 0]               # sums and scales in float32
+
+
 @pytest.mark.parametrize(("offers", "waves"), [
     ([(0.9, 131), (31.0, 4)], [0.9, 31.0]), ([(31.0, 2**22)], []), ([(31.0, 2**22), (0.9, 131)], [0.9]), ([], [])])
 def test_what_takes_much_workspace_is_left_out(lent, offers, waves):
@@ -94,7 +111,7 @@ def test_where_nothing_fast_is_offered_the_steps_are_apart(lent, offers, monkeyp
 def test_before_hopper_and_without_the_library_nothing_is_asked(lent, monkeypatch):
     x = torch.randn(8, 16).bfloat16()
     library = lent(Library((0.9, 131)))
-    assert cublaslt.suits(x)
+    assert cublaslt.suits(x) and not cublaslt.suits(torch.empty(9 * 16).bfloat16()[1:129].view(8, 16))       # 2 bytes off
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
     assert not cublaslt.suits(x) and not library.calls
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))

@@ -9,7 +9,10 @@ from torch.nn import functional as F
 
 from course import between, config, gelu, models
 from course.models import layers
-from course.parallel import build_mesh, join
+from course.parallel import World, build_mesh
+from course.perf import hardware
+from course.perf.local import local_of
+from course.reshard import pretended
 from course.train import assemble
 from tests.test_between import SETTINGS, losses
 
@@ -92,14 +95,22 @@ def test_without_biases_it_is_merged_too():
 
 @pytest.mark.parametrize(("settings", "merged"), [((), True), (("train.recompute=selective",), False),
                                                   (("train.recompute=full",), False), (("model.mlp=gelu",), False),
-                                                  (("model.mlp=swiglu",), False), (("precision=fp8",), False)])
+                                                  (("model.mlp=swiglu",), False), (("precision=fp8",), False),
+                                                  (("precision=fp8", "fp8.keep=[blocks.*.mlp.down]"), True),
+                                                  (("parallel.tp=2",), True), (("parallel.tp=2", "model.bias=false"), False),
+                                                  (("parallel.tp=2", "parallel.sp=true"), False),
+                                                  (("parallel.tp=2", "parallel.sp=true", "parallel.overlap=none"), True)])
 def test_which_trainings_have_it(settings, merged):
-    """Recomputation ends before the linear after GELU, whose result nobody needs; what is ours it would compute again."""
+    """Recomputation ends before the linear after GELU, whose result nobody needs; what is ours it would compute again. The model
+    of a step's time says the same."""
     preset, *changes = SETTINGS["gpt"]
     c = config.load(preset, [*changes, "data.source=mock", "train.device=cpu", "kernels=hand", "train.global_batch=2",
-                             "train.micro_batch=0", *settings])
-    model = assemble(c, build_mesh(c.parallel, join("cpu"))).model
+                             "train.micro_batch=0", "precision=bf16", *settings])
+    size = c.parallel.tp
+    with pretended(0, size):
+        model = assemble(c, build_mesh(c.parallel, World(0, size, torch.device("cpu")))).model
     assert (model.blocks["0"].mlp.down.matmul is gelu.gelu_linear) == merged
+    assert local_of(c, hardware.load("h200"), size).merged == merged
 
 
 @pytest.mark.parametrize("kind", ["gpt", "dit"])

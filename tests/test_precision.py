@@ -73,3 +73,11 @@ def test_narrow_takes_every_branch_of_a_block_whatever_it_is_called():
     block, x = model.blocks["0"], torch.zeros(1, 2, 4)
     assert [block.norm(x).dtype, block.attn(x).dtype, block.cross(x).dtype, model.embed(torch.zeros(1, 2).long()).dtype] == [
         torch.float32, torch.bfloat16, torch.bfloat16, torch.bfloat16]
+
+
+def test_the_format_of_matmuls_is_that_of_a_linear_under_autocast():
+    for kind in (torch.float64, torch.float32, torch.bfloat16):
+        x = torch.ones(2, 4, dtype=kind)
+        assert precision.format_of_matmuls(x) == kind
+        with torch.autocast("cpu", torch.bfloat16):
+            assert precision.format_of_matmuls(x) == torch.nn.functional.linear(x, x).dtype

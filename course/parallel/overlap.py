@@ -26,6 +26,7 @@ from torch.autograd import Function
 from course.parallel import mappings
 from course.parallel.mesh import Axis, axis_of, group_of
 from course.parallel.sequence import whole_samples
+from course.precision import format_of_matmuls
 
 PARTS = 2                                           # of a batch, one after the other: more cost the host more than they hide
 Pending = Callable[[], Tensor]                      # a result that is under way: call it to have it
@@ -226,8 +227,5 @@ def linear_scatter(x: Tensor, weight: Tensor, axis: Axis) -> Tensor:
 
 def cast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """What autocast does to the arguments of F.linear."""
-    kind = x.device.type
-    if not torch.is_autocast_enabled(kind):
-        return x, weight, bias
-    dtype = torch.get_autocast_dtype(kind)
+    dtype = format_of_matmuls(x)
     return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)

@@ -128,8 +128,9 @@ class Local:
         that, which nothing tells beforehand."""
         c, m = self.config, self.m
         tanh = isinstance(m, DiTConfig) or getattr(m, "mlp", "") == "gelu_tanh"
-        return (c.kernels == "hand" and tanh and c.precision in ("bf16", "fp16") and c.train.recompute == "none"
-                and not self.p.overlapped and self.kernels.hardware.capability >= 9.0)                # Hopper
+        own = self.precision_of("blocks.mlp.down") in ("bf16", "fp16") and (self.bias or self.p.tp == 1)
+        return (c.kernels == "hand" and tanh and own and c.train.recompute == "none" and not self.p.overlapped
+                and self.kernels.hardware.capability >= 9.0)             # Hopper
 
     @property
     def hidden(self) -> int:
@@ -144,7 +145,8 @@ class Local:
         """The format of a linear's matmuls."""
         c = self.config
         if c.precision == "fp8":
-            return "bf16" if any(fnmatchcase(name, pattern) for pattern in c.fp8.keep) else "fp8"
+            module = name.replace("blocks.", "blocks.1.", 1)            # as that of one block is called, which stands for all
+            return "bf16" if any(fnmatchcase(module, pattern) for pattern in c.fp8.keep) else "fp8"
         return c.precision
 
     def seconds(self, moved: Moved) -> float:
