@@ -28,7 +28,7 @@ def images(rows: Mapping[str, np.ndarray], columns: Sequence[object], title: str
 
 def beside_seeds(x: Sequence[float], seeds: np.ndarray, curves: Mapping[str, Sequence[float]], y: str, title: str = "") -> Figure:
     """Curves relative to the first seed's, in percent, over the band of all seeds: (seeds, windows) and (windows,) each."""
-    figure = Figure(figsize=(6.5, 3.8), layout="constrained")
+    figure = Figure(figsize=(6.5, 4.4), layout="constrained")
     axis: Any = figure.subplots()
     others = 100 * (seeds / seeds[0] - 1)
     deviation = 100 * seeds.std(0, ddof=1) / seeds[0]
@@ -41,7 +41,7 @@ def beside_seeds(x: Sequence[float], seeds: np.ndarray, curves: Mapping[str, Seq
     axis.set_xlabel("step")
     axis.set_ylabel(y)
     axis.grid(alpha=0.3)
-    axis.legend(fontsize=9)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9)          # over the curves it would hide some
     axis.set_title(title, fontsize=10)
     return figure
 
