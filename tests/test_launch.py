@@ -393,11 +393,15 @@ def test_a_result_that_cannot_be_sent():
 
 def test_an_interrupt_stops_the_ranks():
     pids = ranks(2)(os.getpid)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)      # a shell's background has turned interrupts off
     timer = threading.Timer(0.5, signal.raise_signal, [signal.SIGINT])
     timer.start()
-    with pytest.raises(KeyboardInterrupt):
-        ranks(2)(time.sleep, 20)
-    timer.join()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            ranks(2)(time.sleep, 20)
+        timer.join()
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert not any(map(alive, pids))
 
 
