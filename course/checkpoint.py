@@ -169,7 +169,7 @@ def format_of(checkpoint: Path) -> int:
     """Of which version its index is; of this one, if it cannot be read."""
     try:
         return int(json.loads((checkpoint / "index.json").read_text())["format"])
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, *MALFORMED):
         return FORMAT
 
 

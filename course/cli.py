@@ -8,7 +8,7 @@ import typer
 
 from course.cli_bench import bench
 from course.cli_data import data
-from course.cli_words import KEYS, SETTINGS, Overrides, numbers
+from course.cli_words import KEYS, SETTINGS, Overrides, Preset, numbers
 from course.errors import CourseError
 
 app = typer.Typer(help="Deep Learning at Scale: from one GPU to model parallelism.", no_args_is_help=True,
@@ -22,8 +22,7 @@ app.add_typer(lessons, name="lessons")
 
 
 @app.command(context_settings=SETTINGS, no_args_is_help=True)
-def train(preset: Annotated[str, typer.Argument(help="one that `course presets` lists, or the path of a YAML file")],
-          settings: Overrides = None) -> None:
+def train(preset: Preset, settings: Overrides = None) -> None:
     """Train a model, or go on where the run of this name stopped. Also under torchrun and srun.
 
     Exit status 75 says that a signal stopped it, all is saved, and the same command goes on. Under torchrun, which would take
@@ -39,8 +38,7 @@ def train(preset: Annotated[str, typer.Argument(help="one that `course presets` 
 
 
 @app.command(context_settings=SETTINGS, no_args_is_help=True)
-def verify(preset: Annotated[str, typer.Argument(help="one that `course presets` lists, or the path of a YAML file")],
-           settings: Overrides = None) -> None:
+def verify(preset: Preset, settings: Overrides = None) -> None:
     """Compare a layout (parallel.tp=2 ...) with one process, parameter by parameter. Starts CPU ranks itself, or use torchrun."""
     from course import verify as comparison
 
@@ -48,7 +46,7 @@ def verify(preset: Annotated[str, typer.Argument(help="one that `course presets`
 
 
 @app.command(no_args_is_help=True)
-def plan(preset: Annotated[str, typer.Argument(help="one that `course presets` lists, or the path of a YAML file")],
+def plan(preset: Preset,
          settings: Annotated[list[str] | None, typer.Argument(metavar=KEYS, help="what is fixed, such as parallel.tp=2 "
                                                               "precision=fp8 train.global_batch=512; the rest is chosen")] = None,
          *, gpus: Annotated[int, typer.Option(help="how many")],

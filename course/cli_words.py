@@ -1,4 +1,4 @@
-"""What commands of several groups take: settings, and lists of numbers."""
+"""What commands of several groups take: presets, settings, and lists of numbers."""
 
 from typing import Annotated
 
@@ -9,6 +9,7 @@ from course.errors import CourseError
 KEYS = "[KEY=VALUE]..."
 SETTINGS = {"ignore_unknown_options": True}            # --steps is then refused as a setting, by a sentence that says what one is
 OF_A_RUN = "settings, such as train.steps=100: all stand, with their defaults, in course/config.py"
+Preset = Annotated[str, typer.Argument(help="one that `course presets` lists, or the path of a YAML file")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar=KEYS, help=OF_A_RUN)]
 
 

@@ -48,8 +48,8 @@ def main(run: Path, settings: Iterable[str], name: str, say: Callable[[str], Non
         raise CourseError(f"{run} has no checkpoint yet: let it train to its first one")
     source, index = found
     target, ranks = run_folder(new), ranks_of(new)
-    owned(new, 0, ranks)                            # a layout that cannot be is refused before anyone removes a folder for it
     if target.exists():
+        owned(new, 0, ranks)                        # a layout that cannot be is refused before anyone removes a folder for it
         raise CourseError(f"{target} is there already: choose another --name, or remove the folder")
     with atomic(target) as temporary:
         final = reshard(source, index, new, temporary / "checkpoints")

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -75,3 +76,11 @@ def tiny_settings(data: Path, runs: Path) -> list[str]:
     return ["model.grid=[8,16]", "model.dim=16", "model.depth=2", "model.heads=2", f"data.path={data}", f"log.dir={runs}",
             "train.steps=12", "train.global_batch=4", "train.device=cpu", "log.every=1", "log.tensorboard=false",
             "checkpoint.every=5", "optim.warmup=2"]
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A shell starts what it puts in the background with interrupts ignored, and the tests with it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

@@ -391,17 +391,13 @@ def test_a_result_that_cannot_be_sent():
     assert error.rank == 1 and error.text.startswith("Rank 1 returned what cannot be sent to another process: TypeError")
 
 
-def test_an_interrupt_stops_the_ranks():
+def test_an_interrupt_stops_the_ranks(interruptible):
     pids = ranks(2)(os.getpid)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)      # a shell's background has turned interrupts off
     timer = threading.Timer(0.5, signal.raise_signal, [signal.SIGINT])
     timer.start()
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            ranks(2)(time.sleep, 20)
-        timer.join()
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with pytest.raises(KeyboardInterrupt):
+        ranks(2)(time.sleep, 20)
+    timer.join()
     assert not any(map(alive, pids))
 
 

@@ -310,14 +310,6 @@ def test_one_of_two_is_stopped_and_the_other_goes_on(scratch, layers):
         assert "0.5 seconds" in short.result().ended and long.result().output == "whole\n"
 
 
-@pytest.fixture
-def interruptible():
-    """A shell starts what it puts in the background with interrupts ignored, and the tests with it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 def test_an_interrupt_ends_the_run(scratch, layers, interruptible):
     seen = []
 

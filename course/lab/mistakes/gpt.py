@@ -18,8 +18,8 @@ DOCUMENTS = 'documents = np.frombuffer(raw, "<i8", D, HEADER.size + lengths.nbyt
 START = "start = index.pointers[first] // index.dtype.itemsize if first < last else 0"
 STOP = "return tokens[start:start + index.lengths[first:last].sum()]"
 
-WHOLE = f"""    check_header(path)
-    raw = np.memmap(path, np.uint8, "r")
+CHECK = "    check_header(path)\n"
+UNPACK = f"""    raw = np.memmap(path, np.uint8, "r")
     _, _, code, S, D = HEADER.unpack_from(raw.data)
     {LENGTHS}
     {POINTERS}
@@ -144,9 +144,9 @@ MISTAKES = {
                 "whole logits are exchanged: three numbers a token are enough"),
     ),
     "read-index": (
-        Mistake("no look at the file", "    check_header(path)\n", "",
+        Mistake("no look at the file", CHECK, "",
                 "call `check_header(path)` first: it says what is wrong with a file that is not whole"),
-        Mistake("a look at the file at the end", WHOLE, "".join(WHOLE.partition("\n")[2:]) + WHOLE.partition("\n")[0] + "\n",
+        Mistake("a look at the file at the end", CHECK + UNPACK, UNPACK + CHECK,
                 "call `check_header(path)` before you unpack anything: a file that is cut off stops your code before it gets "
                 "there"),
         Mistake("read rather than mapped", 'np.memmap(path, np.uint8, "r")', "np.fromfile(path, np.uint8)",
