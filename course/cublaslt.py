@@ -9,21 +9,24 @@ cuBLASLt computes by columns what is stored by rows here, D' = B' A': its first 
 
 import ctypes
 import functools
+import operator
+import os
 import threading
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from course.gelu import gelu_linear_backward_plain
+from course.gelu import gelu_linear_backward_plain, summed
 
 HOPPER = (9, 0)
 KINDS = {torch.bfloat16: 14, torch.float16: 2}      # cudaDataType_t: CUDA_R_16BF, CUDA_R_16F
 FLOAT, COMPUTE_FLOAT = 0, 68                        # cudaDataType_t: CUDA_R_32F; cublasComputeType_t: CUBLAS_COMPUTE_32F
 EPILOGUE, AUX, AUX_LD, DGELU = 7, 11, 12, 192       # cublasLtMatmulDescAttributes_t, cublasLtEpilogue_t
-WORKSPACE_LIMIT = 1                                 # cublasLtMatmulPreferenceAttributes_t
+WORKSPACE_LIMIT, ALIGNMENTS = 1, (5, 6, 7, 8)       # cublasLtMatmulPreferenceAttributes_t; of A, B, C and D
 MUCH, WORKSPACE = 2**25, 1024                       # bytes that algorithms are asked for with, and may take
 ALIGNED = 8                                         # numbers of 16 bits in 16 bytes, to which rows have to be aligned
+BEGINS = 16, 256                                    # bytes to which tensors are aligned: at least; more makes no difference
 MOST = 8                                            # algorithms to ask for
 LOCK = threading.Lock()                             # AUX is set, then used: by one thread at a time
 
@@ -37,9 +40,9 @@ class Found(ctypes.Structure):
 
 @functools.cache
 def library() -> Any:
-    """cuBLASLt as PyTorch has loaded it; None if it is not there."""
+    """cuBLASLt as PyTorch has loaded it; None if it is not there. No other: that would not know PyTorch's handle."""
     try:
-        return ctypes.CDLL(f"libcublasLt.so.{(torch.version.cuda or '').split('.')[0]}")
+        return ctypes.CDLL(f"libcublasLt.so.{(torch.version.cuda or '').split('.')[0]}", mode=os.RTLD_NOLOAD)
     except OSError:
         return None
 
@@ -63,9 +66,13 @@ def library_handle() -> ctypes.c_void_p:
 
 
 class Matmul:
-    """Products of one shape and format: (m, k) times a weight, (k, n), times GELU' of aux, (m, n) -> (m, n)."""
+    """Products of one shape and format: (m, k) times a weight, (k, n), times GELU' of aux, (m, n) -> (m, n).
 
-    def __init__(self, m: int, n: int, k: int, kind: torch.dtype):
+    aligned: all begin at multiples of so many bytes. cuBLASLt would suppose 256.
+    """
+
+    def __init__(self, m: int, n: int, k: int, kind: torch.dtype, aligned: int):
+        self.aligned = aligned
         self.what = made("cublasLtMatmulDescCreate", COMPUTE_FLOAT, FLOAT)
         self.set(EPILOGUE, ctypes.c_uint32(DGELU))
         self.set(AUX_LD, ctypes.c_int64(n))
@@ -84,13 +91,16 @@ class Matmul:
         those that take little are kept: counters of tiles, but not sums over K that are cut in parts. So all add up in one order.
         """
         preference = made("cublasLtMatmulPreferenceCreate")
-        most, found, count = ctypes.c_uint64(limit), (Found * MOST)(), ctypes.c_int()
+        found, count = (Found * MOST)(), ctypes.c_int()
         a, b, d = self.layouts
-        call("cublasLtMatmulPreferenceSetAttribute", preference, WORKSPACE_LIMIT, ctypes.byref(most), ctypes.c_size_t(8))
+        for attribute, value in [(WORKSPACE_LIMIT, ctypes.c_uint64(limit)),
+                                 *((which, ctypes.c_uint32(self.aligned)) for which in ALIGNMENTS)]:
+            call("cublasLtMatmulPreferenceSetAttribute", preference, attribute, ctypes.byref(value),
+                 ctypes.c_size_t(ctypes.sizeof(value)))
         library().cublasLtMatmulAlgoGetHeuristic(library_handle(), self.what, a, b, d, d, preference, MOST, found,
                                                  ctypes.byref(count))
         call("cublasLtMatmulPreferenceDestroy", preference)
-        return [by for by in found[:count.value] if by.workspace <= WORKSPACE]
+        return [by for by in found[:count.value] if by.state == 0 and by.workspace <= WORKSPACE]
 
     def run(self, by: Found, weight: Tensor, x: Tensor, aux: Tensor, out: Tensor) -> None:
         """out = the product, by one of the algorithms."""
@@ -105,21 +115,27 @@ class Matmul:
 
 
 @functools.cache
-def matmul(m: int, n: int, k: int, kind: torch.dtype, device: int) -> Matmul:
+def matmul(m: int, n: int, k: int, kind: torch.dtype, aligned: int, device: int) -> Matmul:
     """The products of a shape, described once."""
-    return Matmul(m, n, k, kind)
+    return Matmul(m, n, k, kind, aligned)
+
+
+def alignment(*tensors: Tensor) -> int:
+    """A power of two, of which every tensor's first byte is a multiple: 256 or less."""
+    bits = functools.reduce(operator.or_, (t.data_ptr() for t in tensors), BEGINS[1])
+    return bits & -bits
 
 
 def suits(x: Tensor, *others: Tensor) -> bool:
-    """Whether the epilogue is for these: all in one format of 16 bits, in rows that are aligned, on Hopper or later. Before, it
-    costs more than the pass over memory that it spares (llm.c decides likewise)."""
+    """Whether the epilogue is for these: all in one format of 16 bits, aligned and in aligned rows, on Hopper or later. Before,
+    it costs more than the pass over memory that it spares (llm.c decides likewise)."""
     tensors = (x, *others)
     return (x.numel() > 0 and x.dtype in KINDS and all(t.dtype == x.dtype for t in tensors)
-            and all(t.shape[-1] % ALIGNED == 0 and t.data_ptr() % 16 == 0 for t in tensors)
+            and all(t.shape[-1] % ALIGNED == 0 for t in tensors) and alignment(*tensors) >= BEGINS[0]
             and torch.cuda.get_device_capability(x.device) >= HOPPER and library() is not None)
 
 
-def gelu_linear_backward(dy: Tensor, weight: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
+def gelu_linear_backward(dy: Tensor, weight: Tensor, a: Tensor, total: bool) -> tuple[Tensor, Tensor]:
     """`course.gelu.gelu_linear_backward_plain`; the matmul and GELU's gradient in one kernel, if there is a fast one for these.
 
     Fast algorithms keep all multiprocessors busy with one wave of programs, each of which takes tile after tile. Others, which
@@ -127,11 +143,12 @@ def gelu_linear_backward(dy: Tensor, weight: Tensor, a: Tensor) -> tuple[Tensor,
     """
     dy, weight, a = dy.contiguous(), weight.contiguous(), a.contiguous()
     if not suits(dy, weight, a):
-        return gelu_linear_backward_plain(dy, weight, a)
+        return gelu_linear_backward_plain(dy, weight, a, total)
     with torch.cuda.device(dy.device):
-        product = matmul(dy.numel() // dy.shape[-1], a.shape[-1], dy.shape[-1], dy.dtype, dy.device.index)
+        product = matmul(dy.numel() // dy.shape[-1], a.shape[-1], dy.shape[-1], dy.dtype, alignment(dy, weight, a),
+                         dy.device.index)
         if not product.offered or product.offered[0].waves > 1:
-            return gelu_linear_backward_plain(dy, weight, a)
+            return gelu_linear_backward_plain(dy, weight, a, total)
         da = torch.empty_like(a)
         product.run(product.offered[0], weight, dy, a, da)
-    return da, da.flatten(0, -2).sum(0, dtype=torch.float32)
+    return da, summed(da, total)

@@ -35,19 +35,26 @@ def gelu_plain(x: Tensor, tanh: bool) -> Tensor:
 def gelu_backward_plain(x: Tensor, dy: Tensor, tanh: bool) -> tuple[Tensor, Tensor]:
     """The gradient of x, (..., F), from that of its GELU, and its sum over all but the last dim, (F,) in float32 or 64."""
     dx = torch.ops.aten.gelu_backward(dy, x, approximate="tanh" if tanh else "none").contiguous()
-    return dx, dx.flatten(0, -2).sum(0, dtype=torch.promote_types(x.dtype, torch.float32))
+    return dx, summed(dx, True)
 
 
-def gelu_linear_backward_plain(dy: Tensor, weight: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient of a, (..., N), from that of a linear of its GELU through tanh, (..., M), whose weight is (M, N); and its sum
-    over all but the last dim, (N,) in float32 or 64."""
-    return torch.ops.course.gelu_backward(a, dy @ weight, True)
+def gelu_linear_backward_plain(dy: Tensor, weight: Tensor, a: Tensor, total: bool) -> tuple[Tensor, Tensor]:
+    """The gradient of a, (..., N), from that of a linear of its GELU through tanh, (..., M), whose weight is (M, N); and, if
+    total, its sum over all but the last dim, (N,) in float32 or 64, otherwise an empty tensor."""
+    da, sums = torch.ops.course.gelu_backward(a, dy @ weight, True)     # in whose pass the sum costs nothing
+    return da, sums if total else summed(da, False)
+
+
+def summed(x: Tensor, total: bool) -> Tensor:
+    """The sum of x, (..., N), over all but the last dim, (N,) in float32 or 64; without total, empty."""
+    kind = torch.promote_types(x.dtype, torch.float32)
+    return x.flatten(0, -2).sum(0, dtype=kind) if total else x.new_empty(0, dtype=kind)
 
 
 operator("gelu", "(Tensor x, bool tanh) -> Tensor", gelu_plain, "between_kernel")
 operator("gelu_backward", "(Tensor x, Tensor dy, bool tanh) -> (Tensor, Tensor)", gelu_backward_plain, "between_kernel")
-operator("gelu_linear_backward", "(Tensor dy, Tensor weight, Tensor a) -> (Tensor, Tensor)", gelu_linear_backward_plain,
-         "cublaslt")
+operator("gelu_linear_backward", "(Tensor dy, Tensor weight, Tensor a, bool total) -> (Tensor, Tensor)",
+         gelu_linear_backward_plain, "cublaslt")
 
 
 class Gelu(Function):
@@ -80,7 +87,7 @@ class GeluLinear(Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         h, a, weight = ctx.saved_tensors
-        da, dbefore = torch.ops.course.gelu_linear_backward(dy, weight, a)
+        da, dbefore = torch.ops.course.gelu_linear_backward(dy, weight, a, ctx.before is not None)
         rows = dy.flatten(0, -2)                                        # (tokens, M)
         dweight = rows.T @ h.flatten(0, -2) if ctx.needs_input_grad[2] else None
         return da, dbefore.to(ctx.before) if ctx.before else None, dweight, rows.sum(0) if ctx.needs_input_grad[3] else None

@@ -25,9 +25,11 @@ def drawn(shape, dtype):
 def test_the_gradient_is_that_of_float64(shape, dtype, bound):
     """Up to one rounding of the result."""
     dy, weight, a = drawn(shape, dtype)
-    da, total = torch.ops.course.gelu_linear_backward(dy, weight, a)
-    wanted, _ = gelu.gelu_linear_backward_plain(dy.double(), weight.double(), a.double())
+    da, total = torch.ops.course.gelu_linear_backward(dy, weight, a, True)
+    wanted, _ = gelu.gelu_linear_backward_plain(dy.double(), weight.double(), a.double(), True)
     assert (da.double() - wanted).norm() <= bound * wanted.norm()
+    without, empty = torch.ops.course.gelu_linear_backward(dy, weight, a, False)
+    assert torch.equal(without, da) and empty.numel() == 0
     torch.testing.assert_close(total.double(), da.double().flatten(0, -2).sum(0), rtol=1e-4, atol=1e-4)
 
 
@@ -36,7 +38,7 @@ def test_all_algorithms_give_the_same_bits(shape):
     from course import cublaslt
 
     dy, weight, a = drawn(shape, torch.bfloat16)
-    product = cublaslt.matmul(shape[0] * shape[1], shape[3], shape[2], torch.bfloat16, 0)
+    product = cublaslt.matmul(shape[0] * shape[1], shape[3], shape[2], torch.bfloat16, 256, 0)
     assert product.offered and all(by.workspace <= cublaslt.WORKSPACE for by in product.offered)
     found = []
     for by in product.offered:
@@ -50,12 +52,27 @@ def test_it_is_used_where_it_is_fast():
     from course import cublaslt
 
     for shape in ((65536, 3072, 768), (32768, 3072, 768), (16384, 4608, 1152), (32768, 4608, 1152), (16384, 8192, 2048)):
-        assert cublaslt.matmul(*shape, torch.bfloat16, 0).offered[0].waves <= 1
+        assert cublaslt.matmul(*shape, torch.bfloat16, 256, 0).offered[0].waves <= 1
+
+
+@pytest.mark.parametrize("bytes_on", [16, 128])
+def test_tensors_that_begin_anywhere_are_computed_as_well(bytes_on):
+    """As views of a flat buffer do: cuBLASLt is told of their alignment."""
+    dy, weight, a = drawn((2, 2048, 768, 3072), torch.bfloat16)
+
+    def moved(x):
+        flat = torch.empty(x.numel() + bytes_on, dtype=x.dtype, device=x.device)
+        return flat[bytes_on // 2:][:x.numel()].view_as(x).copy_(x)
+
+    da, total = torch.ops.course.gelu_linear_backward(moved(dy), moved(weight), moved(a), True)
+    wanted, sums = torch.ops.course.gelu_linear_backward(dy, weight, a, True)
+    assert (da.float() - wanted.float()).norm() <= 2**-8 * wanted.float().norm()
+    assert (total - sums).norm() <= 2**-8 * sums.norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_other_formats_and_widths_go_the_plain_way(dtype):
-    given = drawn((2, 5, 20, 44), dtype)
+    given = *drawn((2, 5, 20, 44), dtype), True
     torch.testing.assert_close(torch.ops.course.gelu_linear_backward(*given), gelu.gelu_linear_backward_plain(*given))
 
 
