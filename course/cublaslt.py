@@ -28,7 +28,6 @@ MUCH, WORKSPACE = 2**25, 1024                       # bytes that algorithms are 
 ALIGNED = 8                                         # numbers of 16 bits in 16 bytes, to which rows have to be aligned
 BEGINS = 16, 256                                    # bytes to which tensors are aligned: at least; more makes no difference
 MOST = 8                                            # algorithms to ask for
-USUAL = 65536, 3072, 768                            # m, n, k for which cuBLASLt offers fast ones: GPT 124M's
 LOCK = threading.Lock()                             # AUX is set, then used: by one thread at a time
 
 
@@ -103,13 +102,6 @@ class Matmul:
         call("cublasLtMatmulPreferenceDestroy", preference)
         return [by for by in found[:count.value] if by.state == 0 and by.workspace <= WORKSPACE]
 
-    def fits(self, by: Found) -> Found | None:
-        """An algorithm that was offered for another shape, and what cuBLASLt thinks of it for this; None if it refuses it."""
-        found, (a, b, d) = Found(algorithm=by.algorithm), self.layouts
-        status = library().cublasLtMatmulAlgoCheck(library_handle(), self.what, a, b, d, d, ctypes.byref(by.algorithm),
-                                                   ctypes.byref(found))
-        return None if status or found.workspace > WORKSPACE else found
-
     def run(self, by: Found, weight: Tensor, x: Tensor, aux: Tensor, out: Tensor) -> None:
         """out = the product, by one of the algorithms."""
         one, zero, (a, b, d) = ctypes.c_float(1), ctypes.c_float(0), self.layouts
@@ -123,18 +115,9 @@ class Matmul:
 
 
 @functools.cache
-def fastest(m: int, n: int, k: int, kind: torch.dtype, aligned: int, device: int) -> tuple[Matmul, Found] | None:
-    """The products of a shape, and a fast algorithm for them; None if there is none.
-
-    Fast ones keep all multiprocessors busy with one wave of programs, each of which takes tile after tile. For some shapes, such
-    as those of GPT 350M, cuBLASLt offers none of these, and what it offers takes longer than matmul and GELU's gradient apart;
-    but those that it offers for another shape it accepts for these, too.
-    """
-    product = Matmul(m, n, k, kind, aligned)
-    offered = product.offered[:1]
-    if not offered or offered[0].waves > 1:
-        offered = [fit for by in Matmul(*USUAL, kind, aligned).offered if (fit := product.fits(by))]
-    return next(((product, by) for by in offered if by.waves <= 1), None)
+def matmul(m: int, n: int, k: int, kind: torch.dtype, aligned: int, device: int) -> Matmul:
+    """The products of a shape, described once."""
+    return Matmul(m, n, k, kind, aligned)
 
 
 def alignment(*tensors: Tensor) -> int:
@@ -153,14 +136,19 @@ def suits(x: Tensor, *others: Tensor) -> bool:
 
 
 def gelu_linear_backward(dy: Tensor, weight: Tensor, a: Tensor, total: bool) -> tuple[Tensor, Tensor]:
-    """`course.gelu.gelu_linear_backward_plain`; the matmul and GELU's gradient in one kernel, if there is a fast one."""
+    """`course.gelu.gelu_linear_backward_plain`; the matmul and GELU's gradient in one kernel, if there is a fast one for these.
+
+    Fast algorithms keep all multiprocessors busy with one wave of programs, each of which takes tile after tile. Others, which
+    cuBLASLt falls back to for some shapes, take longer than the matmul and GELU apart.
+    """
     dy, weight, a = dy.contiguous(), weight.contiguous(), a.contiguous()
     if not suits(dy, weight, a):
         return gelu_linear_backward_plain(dy, weight, a, total)
     with torch.cuda.device(dy.device):
-        fast = fastest(dy.numel() // dy.shape[-1], a.shape[-1], dy.shape[-1], dy.dtype, alignment(dy, weight, a), dy.device.index)
-        if fast is None:
+        product = matmul(dy.numel() // dy.shape[-1], a.shape[-1], dy.shape[-1], dy.dtype, alignment(dy, weight, a),
+                         dy.device.index)
+        if not product.offered or product.offered[0].waves > 1:
             return gelu_linear_backward_plain(dy, weight, a, total)
-        da, (product, algorithm) = torch.empty_like(a), fast
-        product.run(algorithm, weight, dy, a, da)
+        da = torch.empty_like(a)
+        product.run(product.offered[0], weight, dy, a, da)
     return da, summed(da, total)

@@ -10,14 +10,10 @@ from course import cublaslt, gelu
 
 
 class Library:
-    """Notes its calls; offers algorithms with these waves and bytes of workspace, all with one status.
+    """Notes its calls; offers algorithms with these waves and bytes of workspace, each with a status of its own."""
 
-    usual: what it offers for the second shape that it is asked about; fit: the waves and bytes of those for the first.
-    """
-
-    def __init__(self, *offers, state=0, usual=(), fit=(0.9, 131)):
-        self.offers, self.state, self.usual, self.fit = offers, state, usual, fit
-        self.calls, self.refuses, self.attributes, self.preferences = [], "", {}, {}
+    def __init__(self, *offers, state=0):
+        self.offers, self.state, self.calls, self.refuses, self.attributes, self.preferences = offers, state, [], "", {}, {}
 
     def __getattr__(self, name):
         def function(*given):
@@ -25,13 +21,11 @@ class Library:
                 self.attributes[given[1]] = given[2]._obj.value
             self.calls.append((name, [x.value if hasattr(x, "value") else x for x in given]))
             if name == "cublasLtMatmulAlgoGetHeuristic":
-                offers = self.offers if len(self.made("cublasLtMatmulDescCreate")) == 1 else self.usual
-                fitting = [(waves, size) for waves, size in offers if size <= self.preferences[1]]
+                limit = self.preferences[1]
+                fitting = [(waves, size) for waves, size in self.offers if size <= limit]
                 for slot, (waves, size) in zip(given[8], fitting, strict=False):
                     slot.waves, slot.workspace, slot.state = waves, size, self.state
                 given[9]._obj.value = len(fitting)
-            if name == "cublasLtMatmulAlgoCheck":
-                given[7]._obj.waves, given[7]._obj.workspace = self.fit
             if name == "cublasLtMatmulPreferenceSetAttribute":
                 self.preferences[given[1]] = given[2]._obj.value
             return 7 if name == self.refuses else 0
@@ -45,7 +39,7 @@ class Library:
 @pytest.fixture
 def lent(monkeypatch):
     """Cuts off all that asks a GPU; what to call with the library to be used."""
-    cublaslt.fastest.cache_clear()
+    cublaslt.matmul.cache_clear()
     monkeypatch.setattr(cublaslt, "library_handle", lambda: ctypes.c_void_p(1))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
 
@@ -54,7 +48,7 @@ def lent(monkeypatch):
         return library
 
     yield use
-    cublaslt.fastest.cache_clear()
+    cublaslt.matmul.cache_clear()
 
 
 def test_the_result_of_asking_has_the_size_of_the_librarys():
@@ -105,40 +99,7 @@ def test_with_little_workspace_it_is_asked_again(lent):
     assert len(library.made("cublasLtMatmulAlgoGetHeuristic")) == 2 and library.preferences[1] == cublaslt.WORKSPACE
 
 
-SLOW = (31.0, 4)
-
-
-@pytest.mark.parametrize("offers", [[], [SLOW], [(31.0, 2**22)]])
-def test_a_fast_algorithm_of_another_shape_is_taken_where_it_fits(lent, offers):
-    library = lent(Library(*offers, usual=[(0.8, 99)]))
-    product, by = cublaslt.fastest(6, 5, 3, torch.bfloat16, 64, 0)
-    assert (product.offered[:1] == [] or product.offered[0].waves == 31) and (by.waves, by.workspace) == (pytest.approx(0.9), 131)
-    shapes = [given[2:4] for given in library.made("cublasLtMatrixLayoutCreate")]
-    assert shapes[:3] == [[5, 3], [3, 6], [5, 6]] and shapes[3:] == [[3072, 768], [768, 65536], [3072, 65536]]
-    assert len(library.made("cublasLtMatmulAlgoCheck")) == 1
-
-
-@pytest.mark.parametrize("library", [Library(SLOW), Library(SLOW, usual=[SLOW], fit=SLOW),
-                                     Library(SLOW, usual=[(0.8, 99)], fit=(0.9, 2**22)),
-                                     Library(SLOW, usual=[(0.8, 99)], fit=SLOW)])
-def test_there_may_be_none_fast(lent, library):
-    lent(library)
-    assert cublaslt.fastest(6, 5, 3, torch.bfloat16, 64, 0) is None
-
-
-def test_what_does_not_fit_is_not_taken(lent):
-    library = lent(Library(SLOW, usual=[(0.8, 99)]))
-    library.refuses = "cublasLtMatmulAlgoCheck"
-    assert cublaslt.fastest(6, 5, 3, torch.bfloat16, 64, 0) is None
-
-
-def test_what_is_offered_for_the_shape_itself_comes_first(lent):
-    library = lent(Library((0.7, 9), SLOW, usual=[(0.8, 99)]))
-    assert cublaslt.fastest(6, 5, 3, torch.bfloat16, 64, 0)[1].waves == pytest.approx(0.7)
-    assert len(library.made("cublasLtMatmulDescCreate")) == 1
-
-
-@pytest.mark.parametrize("offers", [[], [SLOW]])
+@pytest.mark.parametrize("offers", [[], [(31.0, 4)]])
 def test_where_nothing_fast_is_offered_the_steps_are_apart(lent, offers, monkeypatch):
     """Also what has another format, or rows that are not aligned."""
     library = lent(Library(*offers))
