@@ -899,11 +899,12 @@ for words, tables in (("", layers), (", again, on another machine", again)):
 # </details>
 #
 # The tables of *layers* have the time of the layers alone, ours and megatron-core's, on the same GPUs. Where they are
-# wide (3072), all take the same time within 1%, that of the matrix multiplications. Where they are narrow and the
+# wide (3072), all take the same time within 1 or 2%, that of the matrix multiplications. Where they are narrow and the
 # samples few, the host is the limit, and whoever launches least wins. On one GPU that is the course, whose layers are
 # compiled: the smallest take 84% to 87% of the time of megatron-core's. On two GPUs it is plain tensor parallelism, which
 # has half as many collectives as sequence parallelism: at first only megatron-core's was measured, and won; the last
-# table has ours, too, and the smallest take 68% and 74% of the time of megatron-core's.
+# table has ours, too, and the two smallest take 63% and 83% of the time of megatron-core's. With Transformer Engine
+# megatron-core's layers are sequence parallel, and ours, sequence parallel as well, take 76% to 100% of their time.
 #
 # On one H200: GPT 124M with 64 samples of 1024 tokens, whole training steps.
 #

@@ -178,8 +178,8 @@ lab.picture(figures.curves({"your blocks": (range(25, 701, 25), means.tolist())}
 # ## Exercise: a guided prediction
 #
 # `predictor(model, labels, precision)` makes a function of latents (B, C, H, W) and times (B,), which asks the model
-# with these labels. Return such a function, guided. Ask **once**, with a batch of two halves: first those with the
-# class, then those with `model.c.classes`, the unknown one. Where the scale is 1, ask for the class alone. `channels`
+# with these labels. Return such a function, guided. Ask **once**, with a batch of two halves: the samples with their
+# class, and again with `model.c.classes`, the unknown one. Where the scale is 1, ask for the class alone. `channels`
 # comes from the paper's released code, which guides three of the four channels: if it is not 0, only the first so many
 # channels are guided, and the others stay as predicted with the class.
 
@@ -253,9 +253,9 @@ my_modulation = 20.0
 # %% [markdown]
 # ## Exercise: the FLOPs of a DiT step
 #
-# For **one sample**, forward and backward. Walk through the model: patches in (`patch` values each); the time, 256 waves
-# through two maps of width `dim`; in each block the modulation, attention, the MLP; at the head a modulation with two
-# vectors, and patches out. Looking a class up multiplies nothing. Two things to decide:
+# For **one sample**, forward and backward. Walk through the model: patches in (`patch` values each: 16, of 2 x 2 points in 4
+# channels); the time, 256 waves through two maps of width `dim`; in each block the modulation, attention, the MLP; at the head
+# a modulation with two vectors, and patches out. Looking a class up multiplies nothing. Two things to decide:
 #
 # - which maps work for each **token**, and which once for each **sample**?
 # - backward a map has two products: the gradient of its weight, and that of its input. Which maps need no gradient of their
@@ -294,7 +294,7 @@ print(f"DiT-XL/2, 256 pixels: {total / 1e9:.1f} GFLOP a sample; at 512 pixels (1
 # ## Two formulas, one of them wrong?
 #
 # Notes on training DiT with Megatron-LM give the FLOPs of a step with $s$ tokens, $l$ layers, width $h$, $h_2$ of the MLP,
-# patch $p$ and global batch $gbs$ as
+# patches of $p \times p$ points (so `patch` above is $4p^2$) and global batch $gbs$ as
 #
 # $$gbs \cdot s\,l\,h^2 \left( 24 + \frac{12 s}{h} + \frac{12 h_2}{h} + \frac{36}{s} + \frac{12 + 24\,p^2/h}{l} +
 # \frac{512 + 2\,l}{s\,h\,l} \right)$$
@@ -349,6 +349,10 @@ print(f"all: {sum(ours.values()) / 1e9:.2f} counted, {sum(theirs.values()) / 1e9
 for how in ("none", "selective", "full"):
     settings = config.load("dit-xl", [f"train.recompute={how}"])
     print(f"recompute={how:9} model {flops.step(xl, 1) / 1e9:.1f}, executed {flops.executed(settings, 1) / 1e9:.1f} GFLOP")
+
+# %% [markdown]
+# With `none`, too, more is executed than the model needs: fused attention computes its scores again in every backward pass.
+# `selective` adds nothing to that: it keeps what matrix multiplications have computed, and repeats only what lies between them.
 
 # %% [markdown]
 # ## Does it train the same in FP8?
@@ -445,8 +449,7 @@ lab.picture(figures_dit.beside_seeds(windows, references.unfold(1, LENGTH, LENGT
 # more seeds, longer windows, and the same-seed difference itself, window by window, are the finer instruments.
 #
 # The same on an H200, in models that people train: DiT-XL/2 on 256 and on 512 pixels and GPT 1.3B, all runs of a model
-# from the same fresh weights. Not every case was run with every model: frozen scales only with DiT on 256 pixels,
-# Transformer Engine not on 512 pixels.
+# from the same fresh weights; GPT not with frozen scales.
 #
 # > **Predict.** Which of the recipes is nearest to bf16: delayed with a history of 1024 and its maximum, delayed with the
 # > last step alone, or current scaling? And is flash attention in place of cuDNN's, in bf16, nearer than any of them?
@@ -468,17 +471,18 @@ for model, about in lab.results("alignment_h200")["models"].items():
     lab.picture(figures_dit.beside_seeds(range(length, about["steps"] + 1, length),
                                          seeds.unfold(1, length, length).mean(2).numpy(), curves,
                                          "% above bf16 of the same seed", f"{model}, in means of {length} losses"),
-                "Lines of FP8 recipes around zero, and a grey band, bf16's seeds, which single windows leave now and then")
+                f"{model}: lines of {len(shown)} FP8 recipes around zero, and a grey band, bf16's seeds, "
+                f"{100 * float(spread):.2g}% in the mean, which single windows leave now and then")
 
 # %% [markdown]
-# **What you see.** In the mean over its windows every recipe stays within what seeds do, and frozen scales, tried in DiT on 256
-# pixels, do not: 320% off. Single windows leave the band, as other seeds do. (The gap of another seed is larger than the
-# spread: the difference of two seeds scatters more than each of them.) In GPT 1.3B, whose losses are means over 8192 tokens a
-# step, the instrument is fine enough to rank them: another attention kernel, which is nothing but rounding, makes 0.07%; FP8
-# 0.2 to 0.3%; other seeds more than 1%. The recipes hardly differ: a maximum over 1024 steps is as near as the newest amax
-# alone. DiT's curves differ more, since a step's loss depends on the times that it draws: rounding alone makes 1.3%. With 16
-# images a step (512 pixels) it makes 3.4%, and the seeds are 14% apart: there the test would let a real fault of ten percent
-# pass. *State the spread.* Without it "FP8 agrees" says nothing.
+# **What you see.** In the mean over its windows every recipe stays within what seeds do, and frozen scales, tried in DiT, do
+# not: they are off by 320% on 256 pixels, by 460% on 512. Single windows leave the band, as other seeds do. (The gap of another
+# seed is larger than the spread: the difference of two seeds scatters more than each of them.) In GPT 1.3B, whose losses are
+# means over 8192 tokens a step, the instrument is fine enough to rank them: another attention kernel, which is nothing but
+# rounding, makes 0.07%; FP8 0.2 to 0.3%; other seeds more than 1%. The recipes hardly differ: a maximum over 1024 steps is as
+# near as the newest amax alone. DiT's curves differ more, since a step's loss depends on the times that it draws: rounding
+# alone makes 1.3%. With 16 images a step (512 pixels) it makes 3.4%, and the seeds are 14% apart: there the test would let a
+# real fault of ten percent pass. *State the spread.* Without it "FP8 agrees" says nothing.
 #
 # The same instrument serves for a *layout*. Context parallelism cuts each sample's tokens over two GPUs: the same sums in another
 # order. So its gap has to be rounding's.
@@ -544,12 +548,12 @@ print("in bf16 stay:", ", ".join(settings.fp8.keep))
 # > the choice of the attention kernel matter more?
 
 # %%
-rows = {row["rung"]: row for row in lab.results("dit_h200")["rows"]}
+rows = {row["rung"]: row for row in lab.results("dit_h200")["rows"] if "kernels by hand" not in row["rung"]}
 lab.recorded("dit_h200", {name: {"samples/s": row["samples_per_s"], "GB": row["memory_gb"], "MFU, %": 100 * row["mfu"]}
                           for name, row in rows.items()}, "Whole training steps of DiT-XL/2 (`course bench dit`)")
 
 # %% [markdown]
-# **What you see.** By hand and compiled, FP8 is 1.16 times as fast as bf16 at 256 pixels and 1.19 times at 512: less than the
+# **What you see.** FP8 by hand, compiled, is 1.16 times as fast as bf16 at 256 pixels and 1.19 times at 512: less than the
 # twofold peak, since only the four linears of a block gain, and each pays for its casts (the MFU halves: its denominator is
 # FP8's peak). Transformer Engine is *slower* than compiled bf16 here. Its linears are as fast, but what lies between them, three
 # adaLN steps a block, stays unfused, and its 3,600 kernels a step are more than the host can launch in time: lesson 06. Flash
@@ -615,7 +619,8 @@ for name, (function, ends) in steps.items():
 lab.beside("operator by operator", my_eager, eager_units, "times x", "counted")
 lab.beside("fused", my_fused, fused_units, "times x", "counted")
 lab.picture(figures_precision.costs(bars, "tensors of the size of x, read or written", "The three steps of a block, forward"),
-            "Pairs of bars: 6 and 2, 11 and 4, 5 and 3")
+            "Tensors of the size of x, read or written, eager and fused: modulated LayerNorm 6 and 2, scale-residual with "
+            "modulated LayerNorm 11 and 4, scale-add 5 and 3")
 
 # %% [markdown]
 # 22 against 9. What is bound by memory gets as much faster as it moves less: 2.4 times at best. Of a block of DiT-XL that
@@ -623,31 +628,25 @@ lab.picture(figures_precision.costs(bars, "tensors of the size of x, read or wri
 
 # %%
 fused = lab.results("dit_fused_h200")["rows"]
-in_graphs = all("hand_ms" in row for row in fused)                     # since then kernels by hand are measured with them
 lab.recorded("dit_fused_h200", {f"{row['case']}, {row['samples']} x {row['tokens']} tokens of {row['dim']}": {
     "eager, ms": row["eager_ms"], "compiled, ms": row["compiled_ms"], "times as fast": row["eager_ms"] / row["compiled_ms"],
-    "GB/s, compiled": row["gb_per_s"], **({"by hand, ms": row["hand_ms"]} if in_graphs else {})} for row in fused},
-             "The three steps, forward and backward, eager and compiled (`python -m course.perf.fused FILE`)")
-gains = [row["eager_ms"] / row["compiled_ms"] for row in fused]
-most = max(row["gb_per_s"] for row in fused) / 1e3
-print(f"compiled {min(gains):.1f} to {max(gains):.1f} times as fast, up to {most:.1f} TB/s;",
-      "measured in CUDA graphs" if in_graphs else "measured call by call, so with what the host takes for each call")
+    "TB/s, compiled": row["gb_per_s"] / 1e3, "by hand, ms": row["hand_ms"], "TB/s, by hand": row["hand_gb_per_s"] / 1e3}
+    for row in fused}, "The three steps, forward and backward (`python -m course.perf.fused FILE`)")
+gains, more = ([row[one] / row[two] for row in fused]
+               for one, two in (("eager_ms", "compiled_ms"), ("compiled_ms", "hand_ms")))
+print(f"compiled {min(gains):.1f} to {max(gains):.1f} times as fast as eager; by hand {min(more):.1f} to {max(more):.1f} times "
+      "as fast as that")
 
 # %% [markdown]
-# The larger the tensors, the more is gained. (More than 2.4 is no contradiction: backward has passes of its own to save.)
+# (More than 2.4 is no contradiction: backward has passes of its own to save.) Each step is replayed from a CUDA graph, in
+# which the host has no part (lesson 06). Called one by one, the smallest would show what the host takes to call a compiled
+# function forward and backward, a fifth of a millisecond, and nothing of its kernels.
 #
-# Look at *how* it was measured before you believe a small number. Measured **call by call**, a time includes what the
-# host takes to call a function forward and backward, a fifth to a quarter of a millisecond if it is compiled. Work for
-# which the GPU needs less than that seems to take that long: in the measurement of November 22nd the smallest, gate and
-# add with 19 million numbers, is *slower* compiled than eager, which says nothing about its kernel. Inside a compiled
-# block, where the three steps are a part of one call, this is paid once. So the program has since learned to replay
-# each step from a CUDA graph, in which the host has no part (lesson 06), and to measure kernels by hand as well. As long
-# as the line below the table says *call by call*, its numbers are those from before, and no kernel by hand is in it.
-#
-# The largest, where the host hardly counts, stay well below the 4.3 TB/s that a copy on this GPU reaches. The compiler's
-# kernels are not the last word. For a width of 1152, which is no power of two, they read a row twice, and each sum over tokens,
-# for the gradients of shift, scale and gate, reads the tensors once more. `kernels=hand` puts kernels in their place that read
-# each tensor once (`course/between.py`, and GELU and Adam with the weights' average besides).
+# TB/s are those of the bytes that *have* to move. The third step compiled reaches 3.6 to 3.8, near the 4.3 of a copy on this
+# GPU, and by hand nothing is left to gain. In the first two, the compiler's kernels are not the last word: for a width that is
+# no power of two, such as 1152, they read a row twice, and each sum over tokens, for the gradients of shift, scale and gate,
+# reads the tensors once more. `kernels=hand` puts kernels in their place that read each tensor once (`course/between.py`, and
+# GELU and Adam with the weights' average besides).
 #
 # It replaces attention, too. DiT-XL's 1152 numbers are 16 heads of 72; tensor cores want sides that are powers of two,
 # or nearly, and PyTorch's kernel, cuDNN's, pads a head with zeros to 128. `course/attention_kernel.py` takes a head as
@@ -676,19 +675,13 @@ lab.beside("zeros, as 64 + 16", 100 * my_parts, 100 * (1 - 72 / 80), "%", "count
 my_step = 108.0                  # your prediction, ms
 
 # %%
-rungs = {row["rung"]: row for row in lab.results("dit_h200")["rows"]}
-hand = rungs["256 px: bf16, compiled, narrow stream, kernels by hand, in a graph"]
-hand8 = rungs["256 px: fp8, compiled, narrow stream, kernels by hand, in a graph"]
-lab.beside("a step with kernels by hand", my_step, hand["ms"], "ms", "recorded on an H200")
-beside = next(row for row in lab.results("gelu_h200")["before"] if row["rung"] == hand["rung"])
-print(f"{beside['compilers_ms'] / beside['ms']:.2f} times as fast, both measured on one machine; and FP8, on another day, is "
-      f"{hand['ms'] / hand8['ms']:.2f} times as fast as that")
+beside = next(row for row in lab.results("gelu_h200")["before"] if row["rung"].startswith("256 px"))
+lab.beside("a step with kernels by hand", my_step, beside["ms"], "ms", "recorded on an H200")
+print(f"{beside['compilers_ms'] / beside['ms']:.2f} times as fast, both measured on one machine")
 
 # %% [markdown]
 # The matrix multiplications are two thirds of that step and were left as they are; they only lost their casts: Adam by
 # hand reads gradients in 16 bits and writes 16-bit weights beside its float32 masters (`course/parallel/masters.py`).
-# What FP8 gains is more now: it makes the multiplications shorter and nothing else, so the less there is besides them,
-# the more of the step becomes faster (Amdahl).
 #
 # One step between matmuls can go *into* one. A matmul has its result in registers before it writes it, and what it does
 # there, its **epilogue**, costs no pass over memory. So backward, GELU's gradient is computed by the matmul before it:
@@ -714,8 +707,19 @@ print(f"a kernel for the sum alone: {kernels['backward: sum over tokens']} us")
 # spares 0.9 ms: less than 28 times what the kernels say, since power bounds this step, as you see next, and a GPU that
 # waits less for memory has to lower its clock.
 
+# %%
+hand = {row["rung"]: row for row in lab.results("dit_h200")["rows"] if "kernels by hand" in row["rung"]}
+lab.recorded("dit_h200", {name: {"samples/s": row["samples_per_s"], "GB": row["memory_gb"], "MFU, %": 100 * row["mfu"]}
+                          for name, row in hand.items()}, "The same steps with kernels by hand, in a CUDA graph")
+for pixels in ("256 px", "512 px"):
+    wide, narrow = (hand[f"{pixels}: {how}, compiled, narrow stream, kernels by hand, in a graph"] for how in ("bf16", "fp8"))
+    print(f"{pixels}: FP8 is {wide['ms'] / narrow['ms']:.2f} times as fast as bf16")
+
 # %% [markdown]
-# An MFU of 46%: what keeps it from more? Not only code.
+# FP8 gains more now than the 1.16 and 1.19 from before: it makes the multiplications shorter and nothing else, so the less
+# there is besides them, the more of the step becomes faster (Amdahl).
+#
+# An MFU of 46% in bf16: what keeps it from more? Not only code.
 #
 # > **Predict.** The GPU may clock up to 1980 MHz, and the 989 TFLOP/s of its data sheet are those of 1830. At which clock does it
 # > run this step, again and again?
@@ -724,16 +728,20 @@ print(f"a kernel for the sum alone: {kernels['backward: sum over tokens']} us")
 my_clock = 1900                  # your prediction, MHz
 
 # %%
-row = next(row for row in lab.results("power_h200")["rows"] if row["rung"].startswith("256 px"))
-lab.beside("the clock meanwhile", my_clock, row["clock_mhz"], "MHz", "recorded on an H200")
-print(f"while it draws {row['power_w']:.0f} of the {row['power_limit_w']:.0f} W that it may")
+rows = [row for file in ("power_h200", "gelu_h200", "dit_h200") for row in lab.results(file)["rows"]
+        if row["rung"].startswith("256 px: bf16") and "clock_mhz" in row]
+clocks, watts = ([row[name] for row in rows] for name in ("clock_mhz", "power_w"))
+lab.beside("the clock meanwhile", my_clock, min(clocks), "MHz", "recorded on an H200, the slowest of several")
+print(f"clocks of {min(clocks):.0f} to {max(clocks):.0f} MHz in {len(rows)} runs, which draw {min(watts):.0f} to "
+      f"{max(watts):.0f} of the {rows[0]['power_limit_w']:.0f} W that they may")
 
 # %% [markdown]
-# Tensor cores at work take more power than the board may draw, so the clock goes down until they no longer do. The peak
-# that MFU divides by is 132 multiprocessors times 4096 operations in a cycle times 1830 MHz; at 1635 MHz it would be a
-# tenth less, whatever the code. Two GPUs of one make differ in this by a few percent, and so does one GPU from itself
-# in its first, cool second. So compare two versions in one run, by turns; and when a kernel that saves bytes saves no
-# time, look at the clock: what it saved may have been power that the next multiplication takes.
+# Tensor cores at work take more power than the board may draw, so the clock goes down until they no longer do. (Watts are
+# medians of readings that come ten times a second; the peaks between them are not seen.) The peak that MFU divides by is 132
+# multiprocessors times 4096 operations in a cycle times 1830 MHz; at 1635 MHz it would be a tenth less, whatever the code. Two
+# GPUs of one make differ in this by a few percent, and so does one GPU from itself in its first, cool second. So compare two
+# versions in one run, by turns; and when a kernel that saves bytes saves no time, look at the clock: what it saved may have
+# been power that the next multiplication takes.
 
 # %% [markdown]
 # ## A curve that is a little worse
@@ -809,11 +817,11 @@ above = {bug: (100 * (curves[bug].unfold(0, LENGTH, LENGTH).mean(1) / right.unfo
          for bug in shown}
 lab.picture(figures_dit.suspects(windows, above, {"the source's cp2, at 200": 12.7, "at 400": 17.5}, "% above the right curve",
                                  "Five suspects"),
-            "Lines that begin at zero. Positions rise highest, the own half and the same noise to about ten percent, own noise "
-            "and gradients that are not averaged fall below zero")
+            "Lines that begin at zero. Positions rise highest, the own half and the same noise to between ten and twenty "
+            "percent, own noise and gradients that are not averaged fall below zero")
 
 # %% [markdown]
-# **What you should see.** Three suspects leave a gap of this kind, higher from a third of the training on and there to stay,
+# **What you should see.** Three suspects leave a gap of this kind, higher in the second half of the training and there to stay,
 # while the loss goes on falling: **positions that begin at 0**, **attention to the own half alone**, and **the same noise on each
 # rank**. In these the model lacks *information*: it cannot see, or cannot tell apart, what would help it. No training
 # makes up for it.

@@ -119,7 +119,7 @@ print(*(f"{file.stat().st_size:>8,} bytes  {file.name}" for file in sorted(saved
 # %%
 my_weights_alone = 0.1           # your prediction: the largest difference within ten steps
 
-
+# %%
 def restart(optimizer: bool, state: bool) -> list[float]:
     """The steps from 200 on of a new training that has got some of the checkpoint."""
     index, other = checkpoint.read_index(saved), new_training()
@@ -503,7 +503,7 @@ print(f"damaged of 10, written beside it and renamed: {safe} (you said {my_atomi
 #
 # Write a checkpoint's files into the folder `name`, and then remove the folder `old`, the checkpoint before. After a crash at
 # **any** moment there has to be a whole checkpoint, the old one or the new, and never half a one under the name `name`. (A
-# leftover of another name does not matter: the next save clears it away.)
+# leftover of another name does not matter: the next save writes over it, or clears it away first.)
 
 # %% exercise="publish"
 def publish(disk: Disk, name: str, files: dict[str, bytes], old: str) -> None:

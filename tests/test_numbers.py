@@ -29,8 +29,9 @@ def results(name: str) -> dict[str, Any]:
 
 
 def row(name: str, label: str, **more: Any) -> dict[str, Any]:
-    """The one row of a file with this label (its rung or case) and these fields."""
-    found = [r for r in results(name)["rows"] if label in (r.get("rung"), r.get("case"))
+    """The one row of a file with this label (its rung or case) and these fields; "FILE again": of its second measurement."""
+    file = results(name.removesuffix(" again"))
+    found = [r for r in (file["again"] if name.endswith(" again") else file)["rows"] if label in (r.get("rung"), r.get("case"))
              and all(r[key] == value for key, value in more.items())]
     assert len(found) == 1, f"{name}.json has {len(found)} rows {label} {more}"
     return found[0]
@@ -121,7 +122,8 @@ def test_gpt_and_dit_by_hand(label: str, file: str, prefix: str) -> None:
 
 @pytest.mark.parametrize(("label", "rung"), [(f"124M: {NARROW}", f"124M: {NARROW}")] + [
     (f"{prefix}: the same, kernels by hand, in a graph", f"{prefix}: {NARROW}, kernels by hand, in a graph")
-    for prefix in ("124M", "350M", "256 px")])
+    for prefix in ("124M", "350M", "256 px")] + [
+    (f"{prefix}: the same, on a third", f"{prefix}: {NARROW}, kernels by hand, in a graph") for prefix in ("512 px", "1.3B")])
 def test_clock_and_power(label: str, rung: str) -> None:
     found = row("power_h200", rung)
     speed = found["tokens_per_s"] / 1000 if "tokens_per_s" in found else found["samples_per_s"]
@@ -159,6 +161,25 @@ def test_gelu_in_the_matmul() -> None:
     for kernels in results("gelu_h200")["kernels_us"].values():
         both, apart = (kernels[f"backward: {how}"] for how in ("DGELU_BGRAD", "matmul, then GELU's gradient and the sum"))
         assert 1.7 < both / apart < 2.3
+    other = results("gelu_h200")["borrowed"]
+    us = other["DGELU"] + other["sum over tokens"], other["matmul, then GELU's gradient and the sum"]
+    speeds = [r["tokens_per_s"] / 1000 for r in sorted(other["rows"], key=lambda r: r["rung"], reverse=True)]
+    assert (f"takes {us[0]:.0f} us where the three apart take {us[1]:.0f};" in text
+            and re.search(rf"{speeds[0]:.0f} thousand tokens/s on the machine .* where 124M takes {speeds[1]:.0f},", text))
+
+
+def test_layers_beside_megatron_cores() -> None:
+    """What is said of the grid on two GPUs, by its second measurement."""
+    by: dict[str, dict[str, float]] = {}
+    for r in results("grid_2xh200")["again"]["rows"]:
+        by.setdefault(r["case"], {})[r["by"]] = r["ms"]
+    shares = [(100 * ms["course"] / ms["megatron-core"], ms) for ms in by.values()]
+    engine = [100 * ms["course, sequence parallel"] / ms["megatron-core, Transformer Engine"] for ms in by.values()
+              if "megatron-core, Transformer Engine" in ms]
+    slower = max(ms["course, sequence parallel"] / ms["course"] for ms in by.values())
+    text = MEASURED.partition("On two GPUs, in one run")[2].partition("\n\n")[0].replace("\n", " ")
+    assert f"take {min(shares)[0]:.0f}% to {max(shares)[0]:.0f}% of the time of its plain ones" in text
+    assert f"with it {min(engine):.0f}% to {max(engine):.0f}% of the time" in text and f"up to {slower:.1f} times" in text
 
 
 # --- in parallel: the label's first words, then in the order in which the numbers stand: file, case, which GPUs and field
@@ -199,10 +220,33 @@ LAYOUTS: list[tuple[str, list[tuple[str, str, dict[str, Any], str]]]] = [
         ("zero_2xh200", "ZeRO-1, 16-bit copies", {}, "ms"), ("zero_2xh200", "ZeRO-1, 16-bit copies", {}, "optimizer_gb"),
         ("zero_2xh200", "ZeroRedundancyOptimizer", {}, "ms"), ("zero_2xh200", "ddp", {}, "ms"),
         ("zero_2xh200", "ddp", {}, "optimizer_gb")])]
+AGAIN: list[tuple[str, list[tuple[str, str, dict[str, Any], str]]]] = [
+    ("tensor and sequence parallel, 8 layers of hidden 4096", [
+        ("tp_2xh200 again", "overlap", {}, "ms"), ("tp_2xh200 again", "overlap, compiled", {}, "ms"),
+        ("tp_2xh200 again", "overlap, compiled", {}, "efficiency"), ("tp_2xh200 again", "overlap, compiled", {}, "memory_gb"),
+        ("tp_2xh200 again", "DTensor sequence parallel", {}, "ms"),
+        ("tp_2xh200 again", "DTensor sequence parallel", {}, "memory_gb")]),
+    ("causal attention of 64k tokens", [
+        (f"{file} again", f"64k causal {case}", {}, field) for file, case, field in (
+            ("cp_h200", "ring", "ms"), ("cp_h200", "ring", "efficiency"), ("cp_h200", "all_to_all", "ms"),
+            ("cp_h200", "all_to_all", "efficiency"), ("cp_h200", "PyTorch context_parallel", "ms"),
+            ("cp_h200", "PyTorch context_parallel", "efficiency"))]),
+    ("full attention of 64k tokens", [
+        (f"{file} again", f"64k full {case}", {}, field) for file, case, field in (
+            ("cp_h200", "all_to_all", "ms"), ("cp_h200", "all_to_all", "efficiency"), ("cp_h200", "gather", "ms"),
+            ("cp_h200", "PyTorch context_parallel", "ms"), ("cp_h200", "PyTorch context_parallel", "efficiency"))]),
+    ("data parallel, GPT 350M's stack", [
+        ("dp_h200 again", case, {"gpus": 2, "bucket_mb": size}, "ms") for case, size in (
+            ("bucketed", 25), ("bucketed, compiled", 100), ("none", 25), ("none, compiled", 25), ("ddp", 25),
+            ("ddp, compiled", 100))]),
+    ("16 micro-batches: bubble", [
+        ("pp_h200 again", case, {}, field) for case, field in (
+            ("gpipe", "bubble"), ("gpipe", "theory"), ("1f1b", "bubble"), ("interleaved", "bubble"), ("interleaved", "theory"),
+            ("PyTorch GPipe", "bubble"))])]
 SHARES = ("efficiency", "bubble", "theory")                      # which are shown in percent
 
 
-@pytest.mark.parametrize(("label", "wanted"), LAYOUTS)
+@pytest.mark.parametrize(("label", "wanted"), [*LAYOUTS, *AGAIN])
 def test_in_parallel(label: str, wanted: list[tuple[str, str, dict[str, Any], str]]) -> None:
     values = [row(file, case, **more)[field] * (100 if field in SHARES else 1) for file, case, more, field in wanted]
     text = re.sub(r"1F1B|ZeRO-1", "", " | ".join(cells(label, "## In parallel")))
@@ -247,6 +291,7 @@ def test_every_line_of_the_tables_is_looked_at() -> None:
     assert lines("## On one NVIDIA H200", "| | samples/s |") == [label for label, _ in VIT]
     assert lines("GPT and DiT on the same GPU", "| | bf16 |") == [label for label, *_ in MODELS]
     assert lines("## In parallel", "| | this library |") == [label for label, _ in LAYOUTS]
+    assert lines("## In parallel", "| two GPUs |") == [label for label, _ in AGAIN]
 
 
 def test_a_wrong_digit_is_noticed() -> None:

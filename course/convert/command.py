@@ -119,7 +119,7 @@ def to_run(path: Path, run: Path, given: list[str], to: str, like: str, rows: st
         together(everyone, lambda: publish() if everyone.rank == 0 else None)
     finally:
         clear(partial, everyone)
-    say(f"wrote {run}, a {settings.model.kind} of {sum(torch.Size(p.global_shape).numel() for p in serial(settings)) / 1e6:.1f} "
+    say(f"wrote {run}, a {settings.model.kind} of {sum(torch.Size(p.global_shape).numel() for p in serial(settings)) / 1e6:.2f} "
         f"million parameters at step 0, for {size} rank{'s' * (size > 1)}"
         + (f", with the scales of {len(histories)} FP8 matmuls rebuilt" if histories else ""))
     if kind == "hf" and not source.c.dropout and (dropped := huggingface.dropout(path)):

@@ -59,10 +59,9 @@ class Disk:
         self._note()
 
     def remove(self, path: str) -> None:
-        """Remove a file, or a folder with all that is in it."""
+        """Remove a file, or a folder with all that is in it. If it is not there, nothing happens."""
         folder, name = self._parent(path)
-        there(folder, name, path)
-        del folder.now[name]
+        folder.now.pop(name, None)
         self._note()
 
     def files(self) -> Files:

@@ -113,8 +113,9 @@ def measure(kind: str, name: str, small: bool, only_first: bool) -> Row:
                 torch.cuda.reset_peak_memory_stats()        # the compiler tries its kernels in the first step, on copies
             if only_first:
                 return {"first_s": first}
+            steps = warm(step, batches, world.device, 0.01 if small else LAP)
             with gauge(world.device) as driver:
-                ms = 1e3 * statistics.median(laps(step, batches, world.device, 0.01 if small else LAP))
+                ms = 1e3 * statistics.median(lap(step, batches, world.device, steps) for _ in range(LAPS))
             kernels = kernels_of(step, next(batches), world.device)
     finally:
         leave()
@@ -146,18 +147,19 @@ def kernels_of(step: Any, batch: Any, device: torch.device) -> int:
                for event in found.events() or [])
 
 
-def laps(step: Any, batches: Iterator[Any], device: torch.device, least: float) -> Iterator[float]:
-    """Seconds of a step, lap after lap of as many as take `least` seconds; the steps before the first do not count."""
-    steps, spent = WARM, 0.0
-    for lap in range(LAPS + 2):
-        begin = time.perf_counter()
-        for _ in range(steps):
-            step(next(batches))
-        bench.wait(device)
-        spent = (time.perf_counter() - begin) / steps
-        steps = max(2, round(least / spent)) if lap == 1 else steps               # lap 0 also warmed up
-        if lap > 1:
-            yield spent
+def warm(step: Any, batches: Iterator[Any], device: torch.device, least: float) -> int:
+    """Train until nothing is compiled or captured any more; the number of steps that take `least` seconds, at least two."""
+    lap(step, batches, device, WARM)
+    return max(2, round(least / lap(step, batches, device, WARM)))
+
+
+def lap(step: Any, batches: Iterator[Any], device: torch.device, steps: int) -> float:
+    """Seconds of a step, of so many."""
+    begin = time.perf_counter()
+    for _ in range(steps):
+        step(next(batches))
+    bench.wait(device)
+    return (time.perf_counter() - begin) / steps
 
 
 if __name__ == "__main__":

@@ -47,7 +47,15 @@ def test_a_folder_may_have_its_new_name_before_the_names_in_it_are_there():
 
 
 @pytest.mark.parametrize("act", [lambda d: d.flush("no"), lambda d: d.flush("no/f"), lambda d: d.rename("no", "a"),
-                                 lambda d: d.remove("no")])
+                                 lambda d: d.remove("no/f")])
 def test_what_is_not_there_is_said(act):
     with pytest.raises(FileNotFoundError, match=r"there is no .*no"):
         act(Disk())
+
+
+def test_what_is_not_there_may_be_removed():
+    """As whoever clears away the leftovers of an earlier crash does, without a look whether there are any."""
+    disk = Disk()
+    disk.write("f", b"1")
+    disk.remove("leftover")
+    assert disk.files() == {"f": b"1"}

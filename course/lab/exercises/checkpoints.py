@@ -67,7 +67,7 @@ def publish(disk: Disk, name: str, files: dict[str, bytes], old: str) -> None:
 
 
 def draw_boxes(seed: int, hidden: bool) -> Tensors:
-    """Pairs of boxes in two and three dims; among them some that touch, that hold one another, and that share nothing."""
+    """Pairs of boxes in three dims; among them some that touch, that hold one another, that share a part, and nothing."""
     generator = torch.Generator().manual_seed(seed)
     count, pairs = 40 if hidden else 16, []
     for number in range(count):
@@ -78,7 +78,9 @@ def draw_boxes(seed: int, hidden: bool) -> Tensors:
             if number % 4 == 1 and dim == number // 4 % 3:
                 c, d = b, b + 2                      # begins where the other ends
             if number % 4 == 2:
-                c, d = a, b + 1                      # holds the other
+                a, b, c, d = a + 1, b + 1, a, b + 2  # holds the other
+            if number % 4 == 3:
+                a, b, c, d = a, b + 1, b, b + 3      # begins in the other, and ends after it
             sides.append([a, b, c, d])
         pairs.append(sides)
     cuts = torch.randint(1, 7, (3,), generator=generator)
@@ -87,10 +89,10 @@ def draw_boxes(seed: int, hidden: bool) -> Tensors:
 
 def slices_of(value: Any, who: str, dims: int) -> Slices:
     """The slices that somebody returned for a tensor of so many dims."""
-    if not isinstance(value, tuple | list) or len(value) != dims or not all(isinstance(part, slice) for part in value):
+    if not isinstance(value, tuple) or len(value) != dims or not all(isinstance(part, slice) for part in value):
         raise returned.Returned(f"`{who}` returned {returned.told(value)} as slices; a tuple of {dims} slices is wanted",
                                 "make one slice(start, stop) for each dim, and a tuple of them")
-    return tuple(value)
+    return value
 
 
 def both(value: Any) -> tuple[Any, Any] | None:
@@ -305,7 +307,7 @@ EXERCISES = [
         "read": "what it read is not what was saved"}, limits=QUICK),
     Exercise("put-together", "16", (f"{__name__}.put_together",), draw_layouts, regroup, {
         "values": "the boxes of three layouts come from the pieces of each other, number by number",
-        "read": "no number is read that is not wanted",
+        "read": "what is wanted is read once, and nothing else",
         "formats": "integers and bfloat16 come through as they are, bit for bit",
         "single": "so does a single number, such as Adam's count of steps, whose box () has no sides"},
         flags={"single": "another number came"}, limits=QUICK, points=2, tolerance=0.0,

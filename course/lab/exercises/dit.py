@@ -118,7 +118,7 @@ def draw_latents(seed: int, hidden: bool) -> Tensors:
 
 
 def guide(inputs: Tensors) -> Tensors:
-    """Guided predictions of a small DiT, how many samples went through it at a time, in which format; and samples drawn."""
+    """Guided predictions of a small DiT, how often and of how many samples it was asked, in which format; and samples drawn."""
     latent, time, label = inputs["latent"], inputs["time"], inputs["label"]
     model = small(latent, 16, int(inputs["seed"])).eval()
     passes: list[float] = []
@@ -136,16 +136,17 @@ def guide(inputs: Tensors) -> Tensors:
 
     with torch.no_grad():
         none = ask(1)
+        alone = len(passes), sum(passes)
         led = torch.stack([ask(scale) for scale in inputs["scale"].tolist()])
         some = torch.stack([ask(inputs["scale"][1].item(), channels) for channels in (1, 2)])
-        sizes = torch.tensor([*passes[:12], *[0.0] * (12 - len(passes[:12]))], dtype=torch.float64)
+        asked = torch.tensor([*alone, len(passes) - alone[0], sum(passes) - alone[1]], dtype=torch.float64)
         full, halves = max(casting, default=0.0), []
         for scale in (1, 2):
             casting.clear()
             ask(scale, precision="bf16")
             halves.append(min(casting, default=0.0))
     drawn = sampling.draw(model, label, sampling.Sampling(steps=2, guidance=2.0, batch=2))
-    return {"none": none, "led": led, "channels": some, "passes": sizes, "precision": torch.tensor([full, *halves]),
+    return {"none": none, "led": led, "channels": some, "passes": asked, "precision": torch.tensor([full, *halves]),
             "drawn": drawn}
 
 
@@ -201,6 +202,12 @@ def draw_curves(seed: int, hidden: bool) -> Tensors:
             "length": torch.tensor(length)}
 
 
+CURVES = ("a curve that is nearly the reference", "one that is 40% above it throughout",
+          "one that is above it in one window, below in the next",
+          "one that is 50% above it in the middle, and right at both ends", "one that is 30% below it", "another seed's",
+          "the reference, where all seeds are that")
+
+
 def judge(inputs: Tensors) -> Tensors:
     """Gap, spread and verdict of each candidate."""
     length, rows = int(inputs["length"]), []
@@ -232,7 +239,8 @@ EXERCISES = [
         "none": "with a scale of 1 it is the prediction of the class",
         "led": "other scales lead away from the unknown class",
         "channels": "with channels, the first so many are led and the others are as the class has them",
-        "passes": "the model is asked once for both, and only of the class where the scale is 1",
+        "passes": "the model is asked once for both, and where the scale is 1 of the class alone; calls and samples of one "
+                  "prediction with a scale of 1, then of six with others",
         "precision": "the model computes in the precision that is asked for",
         "drawn": "the library's sampler draws with it"}, flags={
         "precision": "of fp32 and bf16, it has one where the other was asked for"}, points=2),
@@ -243,5 +251,6 @@ EXERCISES = [
     Exercise("agrees", "15", (f"{__name__}.agrees",), draw_curves, judge, {
         "gaps": "the gap: means of windows, beside the reference of the same seed",
         "spreads": "the spread of the seeds",
-        "verdicts": "a candidate agrees if its gap is no larger than the spread"}, points=2),
+        "verdicts": "a candidate agrees, 1, if its gap is no larger than the spread, and otherwise not, 0"},
+        cases=lambda inputs: list(CURVES), points=2),
 ]

@@ -46,6 +46,12 @@ MISTAKES = {
                 "the second slices are places in the whole tensor: subtract where the wanted box begins"),
         Mistake("the wrong way round", "return in_piece, in_wanted", "return in_wanted, in_piece",
                 "the slices of the piece come first, those of the wanted box second"),
+        Mistake("one too many", "(start - first, stop - first) for (start, stop), (first, _) in zip(both, piece",
+                "(start - first, stop - first + 1) for (start, stop), (first, _) in zip(both, piece",
+                "a slice ends before its stop, as a side does: no + 1"),
+        Mistake("the stop not shifted", "(start - first, stop - first) for (start, stop), (first, _) in zip(both, piece",
+                "(start - first, stop) for (start, stop), (first, _) in zip(both, piece",
+                "start and stop are both places in the whole tensor: subtract where the piece begins from both"),
         Mistake("the piece whole", IN_PIECE, "slice(0, stop - start) for start, stop in piece",
                 "this takes the whole piece, also where it reaches beyond the wanted box"),
         Mistake("from the piece's start", IN_PIECE, IN_PIECE.replace("start - first, stop - first", "0, stop - start"),
@@ -61,6 +67,8 @@ MISTAKES = {
                 "pieces are read that are not wanted: first ask overlap, then read"),
         Mistake("only the first piece", COPY, COPY + "            break\n",
                 "a box may need several pieces: go on after the first"),
+        Mistake("the first piece, whatever it shares", COPY, COPY + "        break\n",
+                "this looks at one piece alone: a box may need several, and the first may share nothing with it"),
         Mistake("slices swapped", COPY, "            part = read(tuple(slice(0, stop - start) for start, stop in box))\n"
                 "            whole[source] = part[target]\n",
                 "the slices are swapped: the first of `overlap` are places in the piece, the second in the wanted box"),
@@ -87,6 +95,12 @@ MISTAKES = {
         Mistake("dims of a head first", OUR_ROWS, "x.unflatten(0, (heads, 3, -1)).permute(1, 2, 0, *range(3, x.dim() + 2))"
                 ".flatten(0, 2)",
                 "to_ours: the numbers of a head have been torn apart: exchange the first two dims alone, d stays the last"),
+        Mistake("reshaped, not transposed", 'rows(theirs["query_key_value.weight"].T)',
+                'rows(theirs["query_key_value.weight"].reshape(-1, theirs["query_key_value.weight"].shape[0]))',
+                "to_ours: a reshape leaves the numbers in their order and cuts rows of another length; a transpose exchanges "
+                "rows and columns"),
+        Mistake("threes last", OUR_ROWS, "x.unflatten(0, (heads, -1, 3)).permute(2, 0, 1, *range(3, x.dim() + 2)).flatten(0, 2)",
+                "to_ours: their rows are (heads, 3, d), the dims of a head last; this reads them as (heads, d, 3)"),
         Mistake("the output is not transposed", '"out.weight": theirs["dense.weight"].T', '"out.weight": theirs["dense.weight"]',
                 "to_ours: the output's weight is square, so it fits without being transposed, and is wrong: theirs multiplies "
                 "x W, ours x W'"),

@@ -49,7 +49,8 @@ def to_theirs(ours, heads):
 ''',
     "publish": '''
 def publish(disk, name, files, old):
-    """All bytes first; under another name; the removal is flushed too."""
+    """The leftover of a crash first; all bytes, then flushed; the removal is flushed too."""
+    disk.remove("new")
     for file, data in files.items():
         disk.write("new/" + file, data)
     for file in files:
@@ -109,6 +110,8 @@ WRONG = [(name, source, None) for name, source in FITTED.items()] + [
     ("box-overlap", RIGHT["box-overlap"].replace("slice(first - c, last - c)", "slice(first, last)"), "places in the whole"),
     ("box-overlap", RIGHT["box-overlap"].replace("slice(first - a, last - a)", "slice(first, last)"), "places in the whole"),
     ("box-overlap", RIGHT["box-overlap"].replace("tuple(source), tuple(target)", "tuple(target), tuple(source)"), "come first"),
+    ("box-overlap", RIGHT["box-overlap"].replace("return tuple(source), tuple(target)", "return source, target"),
+     "a tuple of them"),
     ("put-together", RIGHT["put-together"].replace("if all(", "if wanted and all("), ""),
     ("publish", RIGHT["publish"].replace("disk.flush()\n    disk.remove(old)", "disk.remove(old)"), ""),
 ]
