@@ -1,6 +1,6 @@
 """Deep Learning at Scale: from one GPU to model parallelism. A map of the library, in reading order.
 
-    errors, files       one exception for what a user can mend; files that are whole or absent
+    errors, files       one exception for what a user can mend; files that are whole or absent; machine, what there is to use
     config              frozen dataclasses, presets, key=value; schema, plain values made into them, and limits, what they may be
     random              randomness as a pure function
     models              layers (the shared block), vit, gpt (its loss on a GPU in loss_kernel), and dit with its diffusion, serial

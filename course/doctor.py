@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from course.errors import CourseError
+from course.machine import cores
 from course.schema import nearest
 
 LIMIT = 60.0                                         # seconds that an import may take
@@ -147,9 +148,8 @@ def host_rows() -> list[Row]:
     """HDF5, processors, memory, disk."""
     import h5py
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     rows = [Row("HDF5", f"{h5py.version.hdf5_version}, h5py {h5py.__version__}", True, need="hdf5"),
-            Row("CPU", f"{cores} cores for this process, {memory_gb():.0f} GB of memory"),
+            Row("CPU", f"{cores()} cores for this process, {memory_gb():.0f} GB of memory"),
             disk_row("disk here", Path.cwd(), 5, "free some space, or work on another disk")]
     if Path("/dev/shm").is_dir():
         rows.append(disk_row("shared memory", Path("/dev/shm"), 1, "data.loader=threads, or in a container --shm-size=8g"))

@@ -24,6 +24,7 @@ import psutil
 
 from course.checkpoint import together
 from course.errors import CourseError
+from course.files import begin
 from course.parallel.mesh import Axis, job
 
 BEAT, SILENT = 3.0, 20.0                             # seconds between signs of life; without one, after which a holder is dead
@@ -74,7 +75,7 @@ class Lock:
 
     def take(self) -> str:
         """Returns our token; raises `CourseError`, which names who writes the run, if somebody does."""
-        self.run.mkdir(parents=True, exist_ok=True)
+        begin(self.path)
         while not self._create():
             holder = read(self.path)                 # None while it is being written
             clear = holder is not None and (was_mine_before(holder, self.me) or is_dead(holder, self.me))

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.profiler import ProfilerActivity, record_function
 
-from course.files import atomic
+from course.files import atomic, begin
 
 if TYPE_CHECKING:
     from course.config import Profile
@@ -55,7 +55,7 @@ class Window:
         self.profiler: Any = torch.profiler.profile(activities=kinds)
 
     def __enter__(self) -> "Window":
-        self.trace.parent.mkdir(parents=True, exist_ok=True)
+        begin(self.trace)
         if self.memory:
             torch.cuda.memory._record_memory_history(max_entries=SNAPSHOT)
         self._settle()

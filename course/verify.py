@@ -54,11 +54,13 @@ Snapshot = dict[str, Tensor]                        # the loss and all parameter
 def main(preset: str, overrides: list[str]) -> bool:
     """Compare, print, and say whether all is equal. Without torchrun or srun it starts the ranks itself, on the CPU.
 
-    Raises `CourseError` for a layout that is refused, `RankError` if a rank fails of something else.
+    Raises `CourseError` for a layout that is refused or none, `RankError` if a rank fails of something else.
     """
     config = configuration.load(preset, [*DEFAULTS, *overrides])
     p = config.parallel
     count = p.pp * max(1, p.dp) * p.cp * p.tp
+    if count == 1 and not (launched() or config.compile or config.graphs):
+        raise CourseError("this is one process, and would be compared with itself: name a layout, such as parallel.tp=2")
     if launched() or count == 1:
         gaps = compare(config)
     else:

@@ -17,6 +17,7 @@ from pkgutil import walk_packages
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+RESULTS = "course/perf/results"
 sys.path.insert(0, str(ROOT))
 
 import course  # noqa: E402
@@ -172,10 +173,13 @@ def literal(app: Any, what: str, name: str, thing: Any, options: Any, lines: lis
 
 
 def entrance(app: Any, error: Exception | None) -> None:
-    """Sphinx's event `build-finished`: the README is what a web server shows first."""
+    """Sphinx's event `build-finished`: the README is what a web server shows first; and the recorded results, to which outputs
+    of lessons link, in which Sphinx follows no links."""
     page = Path(app.outdir) / f"{root_doc}.html"
     if error is None and page.is_file():
         shutil.copyfile(page, page.with_name("index.html"))
+        shutil.copytree(ROOT / RESULTS, page.parent / RESULTS, ignore=shutil.ignore_patterns("*.py", "__pycache__"),
+                        dirs_exist_ok=True)
 
 
 def setup(app: Any) -> None:

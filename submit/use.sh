@@ -6,10 +6,11 @@ if [ "${BASH_SOURCE[0]}" = "$0" ]; then
     exit 1
 fi
 _site=$(dirname "${BASH_SOURCE[0]}")/sites/${1:-generic}.sh
-if [ -f "$_site" ]; then
-    # shellcheck disable=SC1090
-    . "$_site" && export COURSE_SITE=${1:-generic}
-else
+if [ ! -f "$_site" ]; then
     echo "there is no $_site: copy sites/generic.sh to it, and see submit/README.md" >&2
+    unset _site
+    return 1
 fi
+# shellcheck disable=SC1090
+. "$_site" && export COURSE_SITE=${1:-generic}
 unset _site

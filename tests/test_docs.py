@@ -182,6 +182,9 @@ def test_the_site_builds_without_a_warning_and_without_answers(tmp_path):
     assert "NotImplementedError" in page and "GFLOP/s" in page          # blanks, and what was measured
     assert "m * k + k * n + m * n" not in re.sub(r"<[^>]+>", "", page)
     assert (tmp_path / "site/html/index.html").is_file()
+    linked = {name for lesson in (tmp_path / "site/html/notebooks").glob("*.html")
+              for name in re.findall(r'href="\.\./(course/perf/results/\w+\.json)"', lesson.read_text())}
+    assert len(linked) > 10 and all((tmp_path / "site/html" / name).is_file() for name in linked)
 
 
 def test_every_public_name_says_what_it_is():

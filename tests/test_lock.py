@@ -68,6 +68,12 @@ def test_a_training_run_is_refused_before_it_changes_anything(tiny):
     first.release()
 
 
+def test_a_place_that_takes_no_run_is_a_sentence(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CourseError, match=r"cannot write .*file.*; choose a folder that you may write to"):
+        Lock(tmp_path / "file" / "run").take()
+
+
 def test_a_silent_holder_elsewhere_is_replaced_after_a_while(tmp_path, capsys):
     held_by(tmp_path, host="elsewhere", job="12")
     assert 0.6 <= seconds_to_take(tmp_path) < 5

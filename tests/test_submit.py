@@ -195,7 +195,8 @@ def test_a_site_tells_sbatch_what_it_has_to_know_before_there_is_a_job(tmp_path)
 
     told = said(". submit/use.sh perlmutter; echo $SBATCH_CONSTRAINT $COURSE_SITE")
     assert told.splitlines() == ["gpu perlmutter", "SBATCH_ACCOUNT=m1234: GPU nodes of Perlmutter are charged to m1234_g"]
-    assert "there is no submit/sites/nowhere.sh" in said(". submit/use.sh nowhere")
+    refused = said(". submit/use.sh nowhere && echo as if it were there")
+    assert "there is no submit/sites/nowhere.sh" in refused and "as if" not in refused
     assert "source it" in said("bash submit/use.sh perlmutter")
 
 

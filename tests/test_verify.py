@@ -48,5 +48,10 @@ def test_a_layout_that_is_refused_is_a_sentence(setting, words):
         verify.main("vit-demo", [*SMALL, *setting.split()])
 
 
+def test_one_process_is_not_compared_with_itself():
+    with pytest.raises(CourseError, match=r"name a layout, such as parallel.tp=2"):
+        verify.main("vit-demo", SMALL)
+
+
 def test_a_nan_is_different():
     assert verify.Gap(1, "x", float("nan"), 1.0).wrong and not verify.Gap(1, "x", 0.5, 1.0).wrong

@@ -132,8 +132,10 @@ def to_run(path: Path, run: Path, given: list[str], to: str, like: str, rows: st
 def next_steps(run: Path, settings: Config, words: bool) -> list[str]:
     """What can be done with the run now, a command a line. words: it has a tokenizer."""
     name, go_on = shlex.quote(str(run)), reshard.go_on(run, settings, 0)
-    if settings.data.source == "files":
+    if settings.data.source == "files" and Path(settings.data.path).exists():
         found = [f"train it on the data in {settings.data.path}: {go_on}"]
+    elif settings.data.source == "files":
+        found = [f"train it, on data like those that it was trained on: {go_on} data.path=FOLDER"]
     else:
         found = [f"train it (without the last two settings on random samples): {go_on} data.source=files data.path=FOLDER"]
     if settings.model.kind == "dit":

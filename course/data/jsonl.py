@@ -34,6 +34,7 @@ from course.data.indexed import Documents
 from course.data.layout import SPLITS
 from course.errors import CourseError
 from course.files import atomic, remove, sha256
+from course.machine import cores
 
 CHUNK = 1 << 20                                      # bytes that a process encodes at once
 PART = 8 << 20                                       # bytes, as they come from the reader, of a part: seconds of work are lost
@@ -291,7 +292,7 @@ def read_chunks(file: Path, number: int, done: set[int], bar: Any) -> Iterator[C
 
 def in_order(work: Callable[[Chunk], Encoded], chunks: Iterable[Chunk], jobs: int) -> Iterator[Encoded]:
     """`work` of each chunk, in order, on several processes; not many are under way, whoever is slow."""
-    jobs = jobs or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    jobs = jobs or cores()
     if jobs == 1:
         yield from map(work, chunks)
         return

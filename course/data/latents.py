@@ -252,7 +252,7 @@ def finish(out: Path, shards: list[Shard], shape: tuple[int, ...], scale: float,
         print(f"{len(damaged)} files are damaged and left out, all named in {out / 'damaged.txt'}; the first: {damaged[0]}")
     with atomic(out / "latents.json") as file:
         file.write_text(json.dumps(made, indent=1) + "\n")
-    print(f"{sum(counts.values())} latents of {list(shape)} in {len(names)} classes; standard deviation {size:.3g}")
+    print(f"wrote {out}: {sum(counts.values())} latents of {list(shape)} in {len(names)} classes; standard deviation {size:.3g}")
     if not 0.5 < size < 2:
         print("diffusion expects a standard deviation of about 1: pack again into another folder with --scale "
               f"{scale / (size or 1):.3g}")

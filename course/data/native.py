@@ -7,12 +7,13 @@ from typing import Any
 from torch.utils.data import DataLoader, Dataset
 
 from course.data.pairs import Batch
+from course.machine import cores
 
 
 def loader(pairs: Dataset[Batch], batches: Iterable[list[int]], workers: int, pin: bool) -> Generator[Batch, None, None]:
-    """The batches of the given sample ids, read ahead by worker processes."""
-    iterator = iter(DataLoader(pairs, batch_sampler=batches, num_workers=workers, pin_memory=pin, collate_fn=_as_it_is,
-                               worker_init_fn=_leave_signals_to_the_trainer))
+    """The batches of the given sample ids, read ahead by worker processes: no more than there are cores to run on."""
+    iterator = iter(DataLoader(pairs, batch_sampler=batches, num_workers=min(workers, cores()), pin_memory=pin,
+                               collate_fn=_as_it_is, worker_init_fn=_leave_signals_to_the_trainer))
     try:
         yield from iterator
     finally:                                         # end the workers now, not when an error's traceback lets go of them

@@ -12,6 +12,7 @@ from course.lab import exercise as exercises
 from course.lab.check import Verdict, examine, unread
 from course.lab.exercise import Exercise
 
+NAMELESS = re.compile(r"[_ -]?\d\d_[a-z]\w*?(-\d+| ?\(\d+\))?$")      # what a file's name has besides is its owner's
 CANVAS = re.compile(r"(?P<name>[^_]+)_(?:LATE_)?(?P<user>\d+)_(?P<submission>\d+)_(?P<file>.+)")
 MOODLE = re.compile(r"(?P<name>.+)_(?P<user>\d+)_assignsubmission_(?:file|onlinetext)_?")
 LESSON = re.compile(r"(?:^|.*[_ -])(?P<lesson>\d\d)_[a-z]\w*?(?P<again>(?:-| ?\()\d+\)?)?$")
@@ -103,6 +104,9 @@ def collect(folder: Path) -> tuple[list[Submission], list[str]]:
             continue
         if earlier := newest.get((learner, lesson)):
             notes.append(f"{earlier.path.relative_to(folder)} is replaced by the later {name}")
+        if NAMELESS.fullmatch(path.stem) and len(name.parts) == 1:
+            notes.append(f"{name} names no learner, and counts as one of that name: call it LEARNER_{name}, or give the folder "
+                         "above")
         newest[learner, lesson] = Submission(learner, lesson, path)
     came = {learner for learner, _ in newest}
     folders = (path.name for path in sorted(folder.iterdir()) if path.is_dir() and not path.name.startswith((".", "__MACOSX")))
@@ -141,4 +145,4 @@ def owner(path: Path) -> str:
         return f"{moodle['name']}_{moodle['user']}" if moodle else path.parts[0]
     if canvas := CANVAS.fullmatch(path.name):
         return f"{canvas['name']}_{canvas['user']}"
-    return re.sub(r"[_ -]?\d\d_[a-z]\w*?(-\d+| ?\(\d+\))?$", "", path.stem) or path.stem
+    return NAMELESS.sub("", path.stem) or path.stem

@@ -5,7 +5,6 @@ GPU. A loader that keeps up with the slower of the two cannot be made faster; on
 """
 
 import importlib.metadata
-import os
 import statistics
 import time
 from collections.abc import Sequence
@@ -29,6 +28,7 @@ from course.data.extents import States
 from course.data.threads import Buffer
 from course.errors import CourseError
 from course.files import atomic
+from course.machine import cores
 from course.perf import bench
 
 STATES = 64                                          # of a data set made to be read: 1.3 GB of 20 x 360 x 720
@@ -75,11 +75,6 @@ def configure(settings: Sequence[str], small: bool) -> Config:
 def doubling() -> list[int]:
     """1, 2, 4 ... up to the cores that this process may use."""
     return [2**i for i in range(cores().bit_length())]
-
-
-def cores() -> int:
-    """How many this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def make_data(path: Path, channels: int, grid: tuple[int, int], states: int = STATES) -> None:

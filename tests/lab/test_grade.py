@@ -57,6 +57,15 @@ def test_collect_takes_the_last_of_each_and_notes_the_rest(tmp_path):
         collect(tmp_path / "nowhere")
 
 
+def test_a_notebook_that_is_nobodys_is_named(tmp_path):
+    """As in the folder of one learner, given in the place of the one above."""
+    for name in ("00_start_here_mine.ipynb", "ann_00_start_here.ipynb"):
+        classroom.hand_in(tmp_path / name, classroom.notebook("00"))
+    found, notes = collect(tmp_path)
+    assert [one.learner for one in found] == ["00_start_here_mine", "ann"]
+    assert len(notes) == 1 and notes[0].startswith("00_start_here_mine.ipynb names no learner") and "folder above" in notes[0]
+
+
 def test_a_misnamed_notebook_is_of_the_lesson_that_is_in_it_and_a_damaged_one_is_named(tmp_path):
     classroom.hand_in(tmp_path / "eve/01_baseline_mine.ipynb", classroom.notebook("00"))
     both = classroom.notebook("00")

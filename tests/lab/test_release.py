@@ -36,6 +36,20 @@ def test_a_notebook_that_somebody_worked_in_stays_here(tmp_path, monkeypatch):
     assert found == {"notebooks/00_x.ipynb", ".gitignore", "docs/lab/page.md"}
 
 
+def test_what_names_a_lesson_that_is_left_out_is_said(tmp_path, monkeypatch):
+    for name, text in (("notebooks/00_x.ipynb", ""), ("solutions/00_x.py", "# as in\n# [lesson 17](17_y.ipynb)"),
+                       ("README.md", "| [00](notebooks/00_x.ipynb) |\n| [17](notebooks/17_y.ipynb) |"),
+                       ("docs/learners.md", "[17](../notebooks/17_y.ipynb)")):
+        (tmp_path / "here" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "here" / name).write_text(text)
+    monkeypatch.setattr(lessons, "verify", lambda *_: [])
+    with pytest.raises(CourseError) as refused:
+        release.main(tmp_path / "out", tmp_path / "here")
+    assert [line.partition(":")[0] for line in str(refused.value).splitlines()[1:]] == [
+        "README.md, line 2", "docs/learners.md, line 1", "solutions/00_x.py, line 2"]
+    assert "there is no lesson 17_y" in str(refused.value) and not (tmp_path / "out").exists()
+
+
 def test_the_site_of_a_clone_is_that_of_what_learners_get(tmp_path, monkeypatch):
     """As a link, which leads to the script; in a file of its own submit/common.sh would look for the site's name."""
     here = tmp_path / "here"
