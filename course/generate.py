@@ -86,7 +86,7 @@ def check(model: Any, length: int, count: int, temperature: float, top_k: int) -
         raise CourseError(f"a prompt of {length} tokens and {count} new ones: give at least one token, and ask for 0 or more")
     if length + count > model.c.context:
         raise CourseError(f"a prompt of {length} tokens and {count} new ones are more than model.context={model.c.context}: "
-                          "shorten the prompt or ask for fewer")
+                          "shorten the prompt or ask for fewer (`course sample --count`)")
     if not 0 <= temperature < math.inf or top_k < 0:
         raise CourseError(f"temperature={temperature} and top_k={top_k} must be numbers that are not negative: 0 means the most "
                           "probable token, and all tokens")

@@ -156,6 +156,8 @@ def read_json(file: Path) -> dict[str, Any]:
 
 def damaged(file: Path, error: Exception) -> CourseError:
     """The sentence for a file that cannot be read."""
+    if file.suffix == ".json":
+        return CourseError(f"{file} has no weights: give the folder that it is in, which has them beside it")
     kind = "safetensors file" if file.suffix == ".safetensors" else "file of PyTorch's since 1.6"
     return CourseError(f"{file} cannot be read ({type(error).__name__}): it is damaged, or no {kind}; download it again, or save "
                        "a state_dict of tensors alone there")

@@ -64,6 +64,8 @@ def read(path: Path) -> list[Event]:
     try:
         with (gzip.open if path.suffix == ".gz" else open)(path, "rt") as file:
             return list(json.load(file)["traceEvents"])
+    except FileNotFoundError as error:
+        raise CourseError(f"there is no file {path}: give a trace, which `course profile PRESET` writes, or a preset") from error
     except (OSError, ValueError, KeyError, EOFError) as error:
         raise CourseError(f"{path} is no trace of PyTorch's profiler ({type(error).__name__}): record one with "
                           "`course profile PRESET` or profile.steps=3") from error

@@ -157,6 +157,12 @@ def test_files_that_are_not_weights_are_a_sentence(damage, words, tmp_path, caps
     assert "executed" not in capsys.readouterr().out
 
 
+def test_a_models_configuration_is_no_weights(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(CourseError, match=r"config.json has no weights: give the folder that it is in"):
+        dit.read(tmp_path / "config.json")
+
+
 def test_a_width_that_no_ratio_gives_exactly_is_read(tmp_path):
     """1952 / 448 in float64, times 448, is a little less than 1952."""
     c = DiTConfig(latent=(3, 4, 4), patch=2, dim=448, depth=1, heads=7, mlp_ratio=4.357142857142858, classes=2)

@@ -55,6 +55,8 @@ def test_its_words_and_picture():
 
 def test_what_is_no_trace_is_a_sentence(tmp_path):
     file = tmp_path / "trace.json"
+    with pytest.raises(CourseError, match=r"there is no file .*trace.json: give a trace"):
+        account.read(file)
     for content in ("{", "{}"):
         file.write_text(content)
         with pytest.raises(CourseError, match="no trace of PyTorch's profiler"):
