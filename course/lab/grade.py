@@ -99,14 +99,19 @@ def grade_all(submissions: Sequence[Submission], out: Path, jobs: int, seed: int
     graded, before = [], {submission: result(kept_at(submission, out)) for submission in submissions}
     exercises = [exercise for lesson in sorted({s.lesson for s in submissions}) for exercise in of_lesson(lesson)]
     with ThreadPoolExecutor(jobs or max(1, (os.cpu_count() or 2) // 2)) as pool:
-        list(pool.map(lambda job: reference(*job), [(e.name, seed, True, size) for e in exercises for size in e.sizes]))
-        tasks = [pool.submit(grade, submission, out, seed) for submission in submissions]
-        for task in as_completed(tasks):
-            graded.append(task.result())
-            last = graded[-1]
-            print(f"{len(graded)}/{len(tasks)} {present.printable(last.submission.learner)}, lesson {last.submission.lesson}: "
-                  f"{last.points} of {sum(e.points for e in of_lesson(last.submission.lesson))} points"
-                  f"{replaced(last, before[last.submission])}", flush=True)
+        try:
+            list(pool.map(lambda job: reference(*job), [(e.name, seed, True, size) for e in exercises for size in e.sizes]))
+            tasks = [pool.submit(grade, submission, out, seed) for submission in submissions]
+            for task in as_completed(tasks):
+                graded.append(task.result())
+                last = graded[-1]
+                print(f"{len(graded)}/{len(tasks)} {present.printable(last.submission.learner)}, lesson "
+                      f"{last.submission.lesson}: {last.points} of {sum(e.points for e in of_lesson(last.submission.lesson))} "
+                      f"points{replaced(last, before[last.submission])}", flush=True)
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)              # leaving the block waits for those in hand
+            print(f"stopped: what is graded is kept in {out / 'results'}, and the same command goes on", flush=True)
+            raise
     return graded
 
 

@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import socket
+import time
 from pathlib import Path
 from unittest import mock
 from xml.etree import ElementTree
@@ -55,6 +56,23 @@ def test_collect_takes_the_last_of_each_and_notes_the_rest(tmp_path):
     assert {"erin: no notebook of a lesson", "Al Gore_12: no notebook of a lesson"} < set(notes)
     with pytest.raises(CourseError, match="not a folder"):
         collect(tmp_path / "nowhere")
+
+
+def test_an_interrupt_leaves_the_rest_for_later_and_says_so(tmp_path, monkeypatch, capsys):
+    begun = []
+
+    def grade_one(submission, out, seed):
+        begun.append(submission)
+        if len(begun) == 2:
+            raise KeyboardInterrupt                 # as Ctrl-C does to the thread that waits for this one
+        time.sleep(0.3)
+        return grade.Graded(submission, ())
+
+    monkeypatch.setattr(grade, "reference", lambda *_: None)
+    monkeypatch.setattr(grade, "grade", grade_one)
+    with pytest.raises(KeyboardInterrupt):
+        grade.grade_all([Submission(f"s{i}", "00", tmp_path / "a.ipynb") for i in range(9)], tmp_path, 1, 0)
+    assert len(begun) <= 4 and "the same command goes on" in capsys.readouterr().out
 
 
 def test_a_notebook_that_is_nobodys_is_named(tmp_path):
