@@ -26,7 +26,7 @@ EPILOGUE, AUX, AUX_LD, DGELU = 7, 11, 12, 192       # cublasLtMatmulDescAttribut
 WORKSPACE_LIMIT, ALIGNMENTS = 1, (5, 6, 7, 8)       # cublasLtMatmulPreferenceAttributes_t; of A, B, C and D
 MUCH, WORKSPACE = 2**25, 1024                       # bytes that algorithms are asked for with, and may take
 ALIGNED = 8                                         # numbers of 16 bits in 16 bytes, to which rows have to be aligned
-BEGINS = 16, 256                                    # bytes to which tensors are aligned: at least; more makes no difference
+LEAST, ENOUGH = 16, 256                             # bytes to which tensors are aligned: at least; more makes no difference
 MOST = 8                                            # algorithms to ask for
 LOCK = threading.Lock()                             # AUX is set, then used: by one thread at a time
 
@@ -122,7 +122,7 @@ def matmul(m: int, n: int, k: int, kind: torch.dtype, aligned: int, device: int)
 
 def alignment(*tensors: Tensor) -> int:
     """A power of two, of which every tensor's first byte is a multiple: 256 or less."""
-    bits = functools.reduce(operator.or_, (t.data_ptr() for t in tensors), BEGINS[1])
+    bits = functools.reduce(operator.or_, (t.data_ptr() for t in tensors), ENOUGH)
     return bits & -bits
 
 
@@ -131,7 +131,7 @@ def suits(x: Tensor, *others: Tensor) -> bool:
     it costs more than the pass over memory that it spares (llm.c decides likewise)."""
     tensors = (x, *others)
     return (x.numel() > 0 and x.dtype in KINDS and all(t.dtype == x.dtype for t in tensors)
-            and all(t.shape[-1] % ALIGNED == 0 for t in tensors) and alignment(*tensors) >= BEGINS[0]
+            and all(t.shape[-1] % ALIGNED == 0 for t in tensors) and alignment(*tensors) >= LEAST
             and torch.cuda.get_device_capability(x.device) >= HOPPER and library() is not None)
 
 
