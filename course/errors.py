@@ -1,4 +1,6 @@
-"""One exception for everything a user can mend."""
+"""One exception for everything a user can mend, and the words for how a process ended."""
+
+import signal
 
 
 class CourseError(Exception):
@@ -6,3 +8,8 @@ class CourseError(Exception):
 
     The command line prints the sentence without a traceback and exits with status 1.
     """
+
+
+def ending(code: int) -> str:
+    """A process's return code in words, as `subprocess` gives it: `exited with code 3`, `died of SIGKILL`."""
+    return f"exited with code {code}" if code >= 0 else f"died of {signal.Signals(-code).name}"

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 
 import cloudpickle
 
+from course.errors import ending
 from course.meet import DISAGREE, explain, name
 
 START = 120.0                                        # seconds that new ranks may take to import PyTorch
@@ -268,9 +269,8 @@ class Pool:
                 source.close()                       # type: ignore[union-attr]
         for worker in ended:                         # whatever they sent has been taken by now
             if worker.state in ("starting", "running"):
-                code = worker.code or 0
-                end = f"died of {signal.Signals(-code).name}." if code < 0 else f"exited with code {code}."
-                worker.state, worker.reply = "died", Failure(False, time.time(), worker.rank, end)
+                worker.state = "died"
+                worker.reply = Failure(False, time.time(), worker.rank, f"{ending(worker.code or 0)}.")
         return bool(ready)
 
     def drain(self) -> None:

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import psutil
 
-from course.errors import CourseError
+from course.errors import CourseError, ending
 from course.files import remove
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "sinfo")
@@ -98,15 +98,21 @@ class Cluster:
                 "SLURM_CONF": str(self.configuration), **more}
 
     def run(self, *command: str | Path, cwd: Path | None = None, seconds: float = PATIENCE, **environment: str) -> str:
-        """What a command of Slurm's prints; a `CourseError` with its complaint if it fails, or if it does not end."""
+        """What a command of Slurm's prints; a `CourseError` with its complaint if it fails, or if it does not end.
+
+        It ignores SIGPIPE (Python does, and `restore_signals` leaves it so), as what systemd starts does, and so does what it
+        starts. munged hangs up on whoever takes more than 2 s to ask, as anybody can on a busy machine; libmunge then asks
+        again, if the signal has not killed it before, without a word.
+        """
         try:
             done = subprocess.run(list(map(str, command)), cwd=cwd, env=self.environment(**environment), capture_output=True,
-                                  text=True, timeout=seconds)
+                                  text=True, timeout=seconds, restore_signals=False)
         except subprocess.TimeoutExpired as error:
             raise CourseError(f"{command[0]} did not answer in {seconds:g} s: see whether this Slurm still runs; {self.folder} "
                               "has the daemons' logs") from error
         if done.returncode:
-            raise CourseError(f"{command[0]} failed: {(done.stderr or done.stdout).strip()}; {self.folder} has the daemons' logs")
+            complaint = (done.stderr or done.stdout).strip() or "it said nothing"
+            raise CourseError(f"{command[0]} {ending(done.returncode)}: {complaint}; {self.folder} has the daemons' logs")
         return done.stdout.strip()
 
     def submit(self, words: Sequence[str | Path], cwd: Path | None = None, **environment: str) -> int:

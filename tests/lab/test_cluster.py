@@ -52,6 +52,18 @@ def test_a_command_that_hangs_is_told_in_a_sentence(tmp_path):
         cluster.Cluster(tmp_path).run("sleep", "9", seconds=0.2)
 
 
+def test_a_command_that_dies_says_of_what(tmp_path):
+    with pytest.raises(CourseError, match=r"^sh died of SIGTERM: it said nothing; .*daemons' logs"):
+        cluster.Cluster(tmp_path).run("sh", "-c", "kill -TERM $$")
+    with pytest.raises(CourseError, match=r"^sh exited with code 3: no such job; "):
+        cluster.Cluster(tmp_path).run("sh", "-c", "echo no such job >&2; exit 3")
+
+
+def test_a_hang_up_of_munged_is_an_error_to_ask_again_after_not_a_silent_death(tmp_path):
+    """SIGPIPE is what a command gets that writes to munged after its two seconds."""
+    assert cluster.Cluster(tmp_path).run("sh", "-c", "kill -PIPE $$; echo asked again") == "asked again"
+
+
 def test_stopping_what_is_not_there_does_nothing(tmp_path: Path):
     cluster.stop(tmp_path / "none")
 

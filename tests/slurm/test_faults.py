@@ -181,7 +181,7 @@ def test_on_one_node_it_goes_on_through_the_reshardable_checkpoint(again, runs):
 
 def test_a_lost_slurmd_ends_the_job_which_goes_on_when_the_node_is_back(place, small_data, tmp_path):
     """Its ranks live on when slurmd is killed; Slurm gives the node up after SlurmdTimeout, and requeues the job."""
-    own = prepare(tmp_path, small_data, starter.start(place, timeout=4))
+    own = prepare(tmp_path, small_data, starter.start(place, timeout=8))     # not less: n1's, alive, may be late, too
     settings = ["train.steps=300", "checkpoint.every=10", "log.every=10"]
     job = own.submit("slurmd", *settings, fault="pause 1 1")     # a minute at least, unless Slurm ends it
     assert until(lambda: checkpoint.steps(own.run("slurmd") / "checkpoints") != [], PLENTY), own.cluster.log(job)
