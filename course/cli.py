@@ -292,8 +292,11 @@ def grade(folder: Annotated[Path, typer.Argument(help="of submissions, as nbgrad
 
     Run again with the same --out, it goes on where it stopped, grades what is new, and keeps what it graded before.
     """
+    import signal
+
     from course.lab import grade as grading
 
+    signal.signal(signal.SIGTERM, signal.default_int_handler)           # as a job's end has it: no less orderly than Ctrl-C
     grading.main(folder, out, lesson or [], jobs, seed, trust)
 
 

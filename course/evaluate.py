@@ -68,7 +68,9 @@ def main(run: Path, split: str = "test", samples: int = 64, animate: bool = Fals
 def read_config(run: Path) -> Config:
     """The configuration of a run; `CourseError` for a folder of anything else."""
     if not (run / "config.yaml").is_file():
-        raise CourseError(f"{run} is not the folder of a run (it has no config.yaml): give one such as runs/vit-demo/default")
+        inside = sorted(file.parent for depth in ("*", "*/*") for file in run.glob(f"{depth}/config.yaml"))
+        such = " or ".join(map(str, inside[:3])) or "runs/vit-demo/default"
+        raise CourseError(f"{run} is not the folder of a run (it has no config.yaml): give one such as {such}")
     return config.load(str(run / "config.yaml"))
 
 

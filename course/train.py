@@ -295,6 +295,8 @@ def opening(config: Config, mesh: Mesh, run: Path) -> str:
     device = torch.cuda.get_device_name(mesh.world.device) if mesh.world.device.type == "cuda" else "CPU"
     how = {"te": ", by Transformer Engine", "hand": ", emulated: the values of a GPU, but slow"}[config.fp8.by]
     precision = config.precision + how * (config.precision == "fp8" and (device == "CPU" or config.fp8.by == "te"))
+    if config.kernels == "hand" and device == "CPU":
+        precision += ", kernels=hand in PyTorch's operators"
     data = "random data" if config.data.source == "mock" else config.data.path
     return (f"{config.preset}: {count / 1e6:.2f} million parameters, {config.train.steps} steps of "
             f"{config.train.global_batch} samples of {data}, {precision}, {mesh.world.size} x {device}; writing {run}")

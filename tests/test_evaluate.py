@@ -72,7 +72,9 @@ def test_a_step_of_days_is_pictured_after_one(tiny, monkeypatch, days, hours):
 
 
 @pytest.mark.parametrize(("change", "words"), [
-    (lambda run: run.parent, "not the folder of a run"),
+    (lambda run: run.parent, r"not the folder of a run .*: give one such as \S*/runs/vit-demo/default$"),
+    (lambda run: run.parent.parent, r"give one such as \S*/runs/vit-demo/default$"),
+    (lambda run: run / "checkpoints", r"give one such as runs/vit-demo/default$"),
     (lambda run: [file.unlink() for d in (run / "checkpoints").iterdir() for file in d.iterdir()] and run, "damaged"),
 ])
 def test_bad_runs_are_explained(run, change, words):

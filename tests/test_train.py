@@ -56,6 +56,14 @@ def test_a_run_learns_and_leaves_what_it_promises(tiny):
     assert [p.name for p in checkpoint.steps(folder / "checkpoints")] == ["step_000005", "step_000010", "step_000012"]
 
 
+@pytest.mark.parametrize(("settings", "says"), [
+    ([], ", fp32, 1 x CPU;"), (["kernels=hand"], ", fp32, kernels=hand in PyTorch's operators, 1 x CPU;"),
+    (["precision=fp8"], ", fp8, emulated: the values of a GPU, but slow, 1 x CPU;")])
+def test_a_run_says_what_this_machine_does_otherwise(tiny, capsys, settings, says):
+    run([*tiny, *settings, "train.steps=1"])
+    assert says in capsys.readouterr().out.splitlines()[0]
+
+
 @pytest.mark.parametrize("name", ["adam", "sgd"])
 def test_resumed_in_mid_epoch_gives_the_same_losses_bit_for_bit(tiny, name):
     extra = [f"optim.name={name}", "optim.momentum=0.9", "model.dropout=0.1", "train.micro_batch=2"]

@@ -9,7 +9,6 @@ one lesson grows into that of the course.
 import csv
 import hashlib
 import json
-import os
 import re
 import secrets
 from collections.abc import Sequence
@@ -26,6 +25,7 @@ from course.lab import cells, present, sandbox, scale
 from course.lab.check import Fact, Verdict, reference
 from course.lab.exercise import Exercise, all_exercises, find
 from course.lab.submissions import Submission, collect, judge, of_lesson
+from course.machine import cores
 
 Kept = tuple[dict[str, Any], tuple[Verdict, ...]]    # a result as it lies in results/, and its verdicts
 
@@ -98,7 +98,7 @@ def grade_all(submissions: Sequence[Submission], out: Path, jobs: int, seed: int
     keep_seed(out, seed)
     graded, before = [], {submission: result(kept_at(submission, out)) for submission in submissions}
     exercises = [exercise for lesson in sorted({s.lesson for s in submissions}) for exercise in of_lesson(lesson)]
-    with ThreadPoolExecutor(jobs or max(1, (os.cpu_count() or 2) // 2)) as pool:
+    with ThreadPoolExecutor(jobs or max(1, cores() // 2)) as pool:
         try:
             list(pool.map(lambda job: reference(*job), [(e.name, seed, True, size) for e in exercises for size in e.sizes]))
             tasks = [pool.submit(grade, submission, out, seed) for submission in submissions]

@@ -18,6 +18,7 @@ from course.errors import CourseError
 from course.lab import blank, cells, present, widgets
 from course.lab import check as checks
 from course.lab import exercise as exercises
+from course.machine import cores
 
 RESULTS = blank.PACKAGE / "perf" / "results"
 MISSING = "write the cell of the exercise, run it, then this one"
@@ -44,7 +45,7 @@ def begin(lesson: str) -> None:
     if home:
         os.chdir(home)
     device = f"{torch.cuda.get_device_name()} GPU" if torch.cuda.is_available() else "no GPU: everything here runs on the CPU"
-    print(f"Lesson {lesson}, PyTorch {torch.__version__}, {os.cpu_count()} CPU cores, {device}")
+    print(f"Lesson {lesson}, PyTorch {torch.__version__}, {cores()} CPU cores, {device}")
     if not home:
         print(f"The course's folder was not found above {Path.cwd()}: data and runs will be made here")
 

@@ -30,6 +30,7 @@ from course import schema
 from course.data import weather
 from course.errors import CourseError
 from course.files import atomic
+from course.machine import cores
 from course.perf import bench
 from course.perf.command import command
 from course.report import read_metrics
@@ -96,7 +97,7 @@ def plan(c: Convergence) -> list[Run]:
 
 def common(c: Convergence) -> list[str]:
     """Settings of all runs: threads so that runs at a time share the cores."""
-    return [f"train.device={c.device}", f"train.threads={max(1, (os.cpu_count() or 1) // c.jobs)}", *c.settings]
+    return [f"train.device={c.device}", f"train.threads={max(1, cores() // c.jobs)}", *c.settings]
 
 
 def main(c: Convergence) -> None:
@@ -144,7 +145,7 @@ def is_done(run: Run, c: Convergence) -> bool:
 
 def train(overrides: Sequence[str], c: Convergence) -> "subprocess.CompletedProcess[str]":
     """`course train vit-demo`, in a process of its own."""
-    threads = str(max(1, (os.cpu_count() or 1) // c.jobs))
+    threads = str(max(1, cores() // c.jobs))
     return subprocess.run([sys.executable, "-m", "course.cli", "train", "vit-demo", *overrides], capture_output=True, text=True,
                           env=os.environ | {"OMP_NUM_THREADS": threads, "PYTHONPATH": os.pathsep.join(sys.path)})
 

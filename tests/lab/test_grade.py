@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import signal
 import socket
 import time
 from pathlib import Path
@@ -10,7 +11,9 @@ from unittest import mock
 from xml.etree import ElementTree
 
 import pytest
+from typer.testing import CliRunner
 
+from course.cli import app
 from course.errors import CourseError
 from course.lab import grade, present, sandbox
 from course.lab.exercise import find
@@ -73,6 +76,15 @@ def test_an_interrupt_leaves_the_rest_for_later_and_says_so(tmp_path, monkeypatc
     with pytest.raises(KeyboardInterrupt):
         grade.grade_all([Submission(f"s{i}", "00", tmp_path / "a.ipynb") for i in range(9)], tmp_path, 1, 0)
     assert len(begun) <= 4 and "the same command goes on" in capsys.readouterr().out
+
+
+def test_the_end_of_a_jobs_time_is_an_interrupt(tmp_path, monkeypatch, interruptible):
+    monkeypatch.setattr(grade, "main", lambda *_: os.kill(os.getpid(), signal.SIGTERM) or time.sleep(9))
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert CliRunner().invoke(app, ["grade", str(tmp_path)]).exit_code == 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_a_notebook_that_is_nobodys_is_named(tmp_path):
