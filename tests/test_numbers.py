@@ -140,6 +140,13 @@ def test_speed_in_less_memory() -> None:
     assert differences(text, [value for r in found for value in (r["tokens_per_s"] / 1000, r["memory_gb"])]) == []
 
 
+def test_the_peak_of_a_first_step() -> None:
+    """Said of the only rung whose first step is the fullest by more than a per cent."""
+    fuller = [r for name in ("gpt_h200", "dit_h200") for r in results(name)["rows"] if r.get("first_gb", 0) > 1.01 * r["memory_gb"]]
+    assert [r["rung"] for r in fuller] == [f"350M: fp8, {NARROW.partition(', ')[2]}, kernels by hand, in a graph"]
+    assert f"multiplies in 16 bits: {fuller[0]['first_gb']:.1f} for 350M in FP8." in MEASURED.replace("\n", " ")
+
+
 def test_what_is_beside_the_kernels_by_hand() -> None:
     text = MEASURED.partition("`kernels=hand` takes what blocks do")[2].partition("| kernels by hand")[0].replace("GPT 124M", "")
     gpt, dit = results("gelu_h200")["before"]

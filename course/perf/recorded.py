@@ -45,7 +45,7 @@ class Step:
     kind: str
     gpus: int
     ms: float                                       # measured
-    memory_gb: float                                # measured, the peak of a rank
+    memory_gb: float                                # measured, the peak of a rank, in its first step or later
     config: Config
     time: Time                                      # predicted
 
@@ -76,7 +76,8 @@ def h200() -> Hardware:
 
 def step_of(file: str, name: str, row: Row, config: Config, kind: str = "step") -> Step:
     """A step with its prediction."""
-    return Step(name, file, kind, row.get("gpus", 1), row["ms"], row["memory_gb"], config, predicted(config, kind))
+    return Step(name, file, kind, row.get("gpus", 1), row["ms"], max(row["memory_gb"], row.get("first_gb", 0.0)), config,
+                predicted(config, kind))
 
 
 def predicted(config: Config, kind: str = "step") -> Time:

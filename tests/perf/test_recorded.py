@@ -37,8 +37,16 @@ def test_memory_of_models_on_one_gpu_is_predicted_too():
            if step.kind == "step" and step.gpus == 1 and not step.name.startswith(("zero", "tp_vit"))}
     assert len(off) > 30
     thin = off.pop("gpt: 124M: bf16, compiled, narrow stream, full recomputation")      # 5 GB, of which little is activations
-    late = off.pop("gpt: 350M: fp8, compiled, narrow stream, kernels by hand, in a graph")      # 1.4 GB less than is predicted
-    assert not {name for name, error in off.items() if abs(error) > 0.03} and abs(thin) < 0.04 and 0.03 < late < 0.05
+    assert not {name for name, error in off.items() if abs(error) > 0.03} and abs(thin) < 0.04
+
+
+def test_where_the_first_step_is_the_fullest_its_peak_is_what_is_predicted():
+    """With delayed scales it multiplies in 16 bits, and 350M's activations are more of its memory than Adam's states."""
+    (step,) = [step for step in STEPS if step.name == "gpt: 350M: fp8, compiled, narrow stream, kernels by hand, in a graph"]
+    (row,) = [row for row in recorded.rows("gpt_") if row["ms"] == step.ms]
+    found = memory.predict(step.config)
+    assert found.moment == "first" and step.memory_gb == row["first_gb"] > 1.05 * row["memory_gb"]
+    assert found.allocated / 1e9 == pytest.approx(row["first_gb"], rel=0.005)
 
 
 def test_a_missing_file_gets_a_sentence():
