@@ -142,7 +142,8 @@ def test_speed_in_less_memory() -> None:
 
 def test_the_peak_of_a_first_step() -> None:
     """Said of the only rung whose first step is the fullest by more than a per cent."""
-    fuller = [r for name in ("gpt_h200", "dit_h200") for r in results(name)["rows"] if r.get("first_gb", 0) > 1.01 * r["memory_gb"]]
+    rows = [*results("gpt_h200")["rows"], *results("dit_h200")["rows"]]
+    fuller = [r for r in rows if r.get("first_gb", 0) > 1.01 * r["memory_gb"]]
     assert [r["rung"] for r in fuller] == [f"350M: fp8, {NARROW.partition(', ')[2]}, kernels by hand, in a graph"]
     assert f"multiplies in 16 bits: {fuller[0]['first_gb']:.1f} for 350M in FP8." in MEASURED.replace("\n", " ")
 
