@@ -142,7 +142,7 @@ class Checkpoint:
     every: int = 1000                               # steps between checkpoints; one is always written at the end
     keep: int = 3                                   # how many of the newest stay
     resume: bool = True                             # go on where the run of this name stopped
-    same_data: bool = True                          # and only if none of the data files that it learned from is missing
+    same_data: bool = True                          # and only with the data files that it learned from
 
 
 @dataclass(frozen=True)

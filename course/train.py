@@ -39,6 +39,7 @@ from course.watchdog import Watchdog, longest
 AHEAD = 2                                            # steps of a GPU
 PATIENCE = 1800.0                                    # seconds that collectives wait at least, PyTorch's own limit
 HOPELESS = 10                                        # steps without an update in a row, after which a run gives up
+ORDER = ("source", "path", "lead", "train_samples")  # of `data`: with the files themselves they say which sample has which number
 
 
 @dataclass(frozen=True)
@@ -231,7 +232,8 @@ def resume(run: Path, training: Training) -> tuple[int, int]:
     if not found:
         return 0, 0
     index = found[1]
-    if index["config"]["data"] == schema.as_plain(config)["data"] and config.checkpoint.same_data:
+    before, now = index["config"]["data"], schema.as_plain(config)["data"]
+    if config.checkpoint.same_data and all(before[key] == now[key] for key in ORDER):
         checkpoint.together(mesh.all, lambda: compare_files(config, index["state"].get("files", {})))
     training.progress.restore(index["state"])
     speak(mesh, f"resuming {run} at step {index['state']['step']}")
@@ -250,12 +252,20 @@ def check_state(path: Path, index: dict[str, Any], progress: Progress) -> None:
 
 
 def compare_files(config: Config, before: dict[str, int]) -> None:
-    """Raise `CourseError` if a data file that a run has learned from is missing: without it every sample has another number."""
+    """Raise `CourseError` if the data files are not those that a run has learned from: every sample would have another number.
+
+    before: the bytes of each. Other data of as many bytes are not noticed.
+    """
     now = data_files(config)
-    if missing := [name for name in before if name not in now]:
-        others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise CourseError(f"{config.data.path}/{missing[0]}{others} was there when this run was saved and is missing now: "
-                          "restore it, or set checkpoint.same_data=false to go on with what is left, in another order of samples")
+    for changed, says, cure in (
+            ([name for name in before if name not in now], "was there when this run was saved and is missing now", "restore it"),
+            ([name for name in before if now.get(name, before[name]) != before[name]], "has been written again since this run was "
+             "saved, and has another size", "restore it"),
+            ([name for name in now if before and name not in before], "was not there when this run was saved", "move it away")):
+        if changed:
+            others = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+            raise CourseError(f"{config.data.path}/{changed[0]}{others} {says}: {cure}, or set checkpoint.same_data=false to go on "
+                              "with what is there, in another order of samples")
 
 
 def measure(number: int, samples: int, loss: Tensor, norm: Tensor, seconds: float, progress: Progress, config: Config,

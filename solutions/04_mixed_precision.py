@@ -224,7 +224,7 @@ def small_run(rounded: bool, steps: int = 160) -> Tensor:
 
 
 ends, master, rounded = range(20, 161, 20), small_run(False), small_run(True)
-lab.beside("higher without master weights", my_worse, max(0.1, 100 * (rounded[-1] / master[-1] - 1).item()), "%")
+lab.beside("higher without master weights", my_worse, 100 * (rounded[-1] / master[-1] - 1).item(), "%")
 lab.picture(figures.curves({"master weights in float32": (ends, master.tolist()),
                             "weights rounded to bf16": (ends, rounded.tolist())}, "step", "loss, means of 20",
                            "The same model, the same batches"),
@@ -525,7 +525,7 @@ def allowed(length: int) -> list[float]:
 let_through = {length: allowed(length) for length in (1, 16)}
 for length, level in let_through.items():
     cut = sum(amax > most for amax, most in zip(one[1:], level, strict=True))
-    lab.beside(f"cut off with a history of {length}", my_cut[length], max(cut, 0.01), f"of {len(level)} steps", "counted")
+    lab.beside(f"cut off with a history of {length}", my_cut[length], cut, f"of {len(level)} steps", "counted")
 lab.picture(figures_precision.promised(one[1:], {f"let through by a history of {length}": level
                                                     for length, level in let_through.items()},
                                        "Gradients of queries, keys and values in one block"),

@@ -92,7 +92,7 @@ small = training_run(4, 0.002)
 small_model = after(160, small)
 losses = {"4": loss_of(small_model, valid, some), "16": loss_of(after(40, training_run(16, 0.002)), valid, some)}
 print({f"batch {batch}": round(loss, 4) for batch, loss in losses.items()})
-lab.beside("the larger batch's loss is higher by", my_percent, max(0.01, 100 * (losses["16"] / losses["4"] - 1)), "%")
+lab.beside("the larger batch's loss is higher by", my_percent, 100 * (losses["16"] / losses["4"] - 1), "%")
 
 # %% [markdown]
 # The same samples, the same arithmetic, and the larger batch is behind: it took a quarter of the steps, and each was no
@@ -264,7 +264,7 @@ my_cold_percent = 5              # your prediction
 # %%
 hasty = loss_of(after(40, training_run(16, 0.008, warmup=5)), valid, some)
 print(f"validation loss with 20 steps of warm-up {losses['16, linear']:.4f}, with 5 {hasty:.4f}")
-lab.beside("it is higher by", my_cold_percent, max(0.01, 100 * (hasty / losses["16, linear"] - 1)), "%")
+lab.beside("it is higher by", my_cold_percent, 100 * (hasty / losses["16, linear"] - 1), "%")
 
 # %% [markdown]
 # A few steps decide over the whole run. Had all runs had 5 steps of warm-up, you would have concluded that the linear
@@ -432,7 +432,7 @@ middle = {batch: math.sqrt(min(good_rates(batch)) * max(good_rates(batch))) for 
 power = np.polyfit(np.log(batches), np.log(list(middle.values())), 1)[0]
 for batch in batches:
     print(f"batch {batch:4}: good rates {', '.join(f'{lr:g}' for lr in good_rates(batch))}")
-lab.beside("\nthe middle grows with the batch to the power", my_power, max(0.01, power))
+lab.beside("\nthe middle grows with the batch to the power", my_power, power)
 
 # %%
 rules = {rule: (batches, [scaled_rate(middle[4], 4, batch, rule) for batch in batches]) for rule in ("sqrt", "linear")}

@@ -168,6 +168,19 @@ def test_a_data_file_that_is_gone_is_named_with_the_cure_also_on_resume(tiny, ow
     assert list(sequence(folder)) == list(range(1, 15))
 
 
+@pytest.mark.parametrize(("change", "says"), [
+    (lambda train: (train / "1980.h5").unlink(), r"1980\.h5 was there .* missing now: restore it"),
+    (lambda train: (train / "1980.h5").write_bytes(b"another"), r"1980\.h5 has been written again .* another size: restore it"),
+    (lambda train: shutil.copy(train / "1980.h5", train / "1978.h5"), r"1978\.h5 was not there .*: move it away")])
+def test_other_data_files_are_refused_also_when_another_loader_goes_on(tiny, own_data, change, says):
+    """Who reads, and how far ahead, changes nothing of the order; which files there are does."""
+    settings = [*tiny, f"data.path={own_data}", "data.workers=0"]
+    run(settings)
+    change(own_data / "train")
+    with pytest.raises(CourseError, match=f"{says}, or set checkpoint.same_data=false"):
+        run([*settings, "train.steps=14", "data.workers=1", "data.ahead=3"])
+
+
 def test_a_data_file_that_goes_while_training_is_named_with_the_cure(tiny, own_data, monkeypatch):
     """Each file is opened when a sample of it is due; one that is open can still be read."""
     real = train.train_loader

@@ -110,6 +110,23 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(name, poison):
     assert (progress.streak.item(), progress.longest_streak.item()) == (0, 1)
 
 
+@pytest.mark.parametrize("name", ["sgd", "adam"])
+def test_a_first_step_that_is_not_finite_leaves_no_trace_in_the_others(name):
+    """Memory that PyTorch takes and does not fill has anything in it; here it is poisoned."""
+    torch.use_deterministic_algorithms(True)                            # fills `torch.empty` with NaN
+    try:
+        same = (f"optim.name={name}", "optim.momentum=0.9", "optim.schedule=constant", "optim.warmup=0")
+        (_, model, _, _, step), (_, other, _, _, right) = assemble(*same), assemble(*same)
+        first, *good = batches(4)
+        step({**first, "target": first["target"] * float("nan")})
+        for batch in good:
+            step(batch)
+            right(batch)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(weights(model), weights(other))
+
+
 def test_fp16_scale_halves_after_overflow_and_doubles_after_many_good_steps():
     _, _, progress, _, step = assemble("precision=fp16", "optim.lr=0")
     good = batches(1, torch.float32)[0]

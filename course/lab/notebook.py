@@ -130,19 +130,25 @@ def show(dotted: str) -> None:
 
 
 def beside(what: str, predicted: float, measured: float, unit: str = "", how: str = "measured") -> None:
-    """Set a number beside the prediction of it; `how` says where it comes from, such as "counted" or "recorded"."""
-    if not (predicted > 0 and measured > 0):
-        raise CourseError(f"{what}: predicted {predicted} and {how} {measured} must both be above zero to be compared")
-    width, column = 40 / max(predicted, measured), max(len("predicted"), len(how))
-    print(f"{what}\n  {'predicted':{column}} {number(predicted):>8} {unit}  {'▒' * max(1, round(predicted * width))}\n"
-          f"  {how:{column}} {number(measured):>8} {unit}  {'█' * max(1, round(measured * width))}  "
-          f"{compared(measured / predicted)}")
+    """Set a number beside the prediction of it; `how` says where it comes from, such as "counted" or "recorded".
+
+    Both may be zero or less, which has no bar. Raises `CourseError` for what is not finite.
+    """
+    if not (math.isfinite(predicted) and math.isfinite(measured)):
+        raise CourseError(f"{what}: predicted {predicted} and {how} {measured} cannot be compared, both have to be finite numbers")
+    most, column = max(predicted, measured), max(len("predicted"), len(how))
+    for name, value, mark, words in (("predicted", predicted, "▒", ""), (how, measured, "█", compared(predicted, measured))):
+        bar = mark * max(1, round(40 * value / most)) if value > 0 else ""
+        print(f"{what}\n" * (mark == "▒") + f"  {name:{column}} {number(value):>8} {unit}  {bar}  {words}".rstrip())
 
 
-def compared(ratio: float) -> str:
+def compared(predicted: float, measured: float) -> str:
     """What a number is of the prediction of it, in words: two digits, no exponent."""
-    if math.isclose(ratio, 1):
+    if math.isclose(predicted, measured):
         return "just as predicted"
+    if not (predicted > 0 and measured > 0):
+        return "more than that" if measured > predicted else "less than that"
+    ratio = measured / predicted
     if 0.9 <= ratio <= 1.1:
         return "within 10% of it"
     rounded = float(f"{ratio if ratio > 1 else 100 * ratio:.2g}")

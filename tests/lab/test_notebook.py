@@ -1,5 +1,6 @@
 """What lessons call."""
 
+import math
 import sys
 
 import pytest
@@ -17,15 +18,24 @@ def test_beside_says_by_how_much(capsys):
     assert "counted        128" in (text := capsys.readouterr().out) and "just as predicted" in text and "measured" not in text
     notebook.beside("speed", 100, 104)
     assert "within 10%" in capsys.readouterr().out
-    with pytest.raises(CourseError, match="above zero"):
-        notebook.beside("speed", 0, 3)
+    with pytest.raises(CourseError, match=r"speed: predicted nan .* finite"):
+        notebook.beside("speed", math.nan, 3)
+
+
+@pytest.mark.parametrize(("predicted", "measured", "words", "bars"), [
+    (0, 3, "more than that", (0, 40)), (3, 0, "less than that", (40, 0)), (0, 0, "just as predicted", (0, 0)),
+    (-2, 1, "more than that", (0, 40)), (-1, -2, "less than that", (0, 0)), (1e-9, 3, "times as much", (1, 40))])
+def test_zero_and_less_is_a_prediction_too(capsys, predicted, measured, words, bars):
+    notebook.beside("of ten", predicted, measured)
+    text = capsys.readouterr().out
+    assert words in text and (text.count("▒"), text.count("█")) == bars and text.startswith("of ten\n  predicted ")
 
 
 @pytest.mark.parametrize(("ratio", "text"), [(1, "just as predicted"), (1.04, "within 10% of it"), (4, "4 times as much"),
                                              (151, "150 times as much"), (2345678, "2,300,000 times as much"),
                                              (0.5, "50% of it"), (0.0123, "1.2% of it"), (1e-6, "0.0001% of it")])
 def test_how_a_number_compares_with_its_prediction(ratio, text):
-    assert notebook.compared(ratio) == text
+    assert notebook.compared(2, 2 * ratio) == text
 
 
 @pytest.mark.parametrize(("value", "text"), [(1234.5, "1,234"), (12.345, "12.3"), (0.5, "0.500"), (0, "0"), (3e-7, "3e-07"),
