@@ -257,15 +257,16 @@ def compare_files(config: Config, before: dict[str, int]) -> None:
     before: the bytes of each. Other data of as many bytes are not noticed.
     """
     now = data_files(config)
-    for changed, says, cure in (
-            ([name for name in before if name not in now], "was there when this run was saved and is missing now", "restore it"),
-            ([name for name in before if now.get(name, before[name]) != before[name]], "has been written again since this run was "
-             "saved, and has another size", "restore it"),
-            ([name for name in now if before and name not in before], "was not there when this run was saved", "move it away")):
-        if changed:
-            others = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-            raise CourseError(f"{config.data.path}/{changed[0]}{others} {says}: {cure}, or set checkpoint.same_data=false to go on "
-                              "with what is there, in another order of samples")
+    gone = [name for name in before if name not in now]
+    other = [name for name in before if name in now and now[name] != before[name]]
+    new = [name for name in now if before and name not in before]
+    for names, says in ((gone, "was there when this run was saved and is missing now: restore it"),
+                        (other, "has been written again since this run was saved, and has another size: restore it"),
+                        (new, "was not there when this run was saved: move it away")):
+        if names:
+            others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise CourseError(f"{config.data.path}/{names[0]}{others} {says}, or set checkpoint.same_data=false to go on with "
+                              "what is there, in another order of samples")
 
 
 def measure(number: int, samples: int, loss: Tensor, norm: Tensor, seconds: float, progress: Progress, config: Config,

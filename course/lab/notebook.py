@@ -135,7 +135,7 @@ def beside(what: str, predicted: float, measured: float, unit: str = "", how: st
     Both may be zero or less, which has no bar. Raises `CourseError` for what is not finite.
     """
     if not (math.isfinite(predicted) and math.isfinite(measured)):
-        raise CourseError(f"{what}: predicted {predicted} and {how} {measured} cannot be compared, both have to be finite numbers")
+        raise CourseError(f"{what}: predicted {predicted} and {how} {measured} cannot be compared: both must be finite numbers")
     most, column = max(predicted, measured), max(len("predicted"), len(how))
     for name, value, mark, words in (("predicted", predicted, "▒", ""), (how, measured, "█", compared(predicted, measured))):
         bar = mark * max(1, round(40 * value / most)) if value > 0 else ""

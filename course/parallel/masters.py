@@ -30,7 +30,7 @@ class Masters(Naive):
 
     def __init__(self, model: nn.Module, axis: Axis, low: torch.dtype):
         super().__init__(model, axis)
-        self.copies = {place(nn.Parameter(p.data), placement(p)): p for p in castable(model) if p not in summed(model)}
+        self.copies = {place(nn.Parameter(p.data), placement(p)): p for p in castable(model)}
         for master, copy in self.copies.items():
             copy.data = master.to(low)
             master.copy = copy                      # type: ignore[attr-defined]
@@ -59,8 +59,3 @@ class Masters(Naive):
 
     def values(self) -> dict[nn.Parameter, Tensor]:
         return {copy: master.detach() for master, copy in self.copies.items()}
-
-
-def summed(model: nn.Module) -> set[nn.Parameter]:
-    """The parameters of which a module says, in `sums`, that it adds up their gradients itself, in float32."""
-    return {module.get_parameter(name) for module in model.modules() for name in getattr(module, "sums", ())}

@@ -150,14 +150,20 @@ class Zero(Bucketed):
 def castable(model: nn.Module) -> list[nn.Parameter]:
     """The parameters that autocast casts wherever they are used: weights of linears that nothing else uses.
 
-    Without those of whose gradient other ranks have a part: it is completed in float32. And without frozen ones, which are
-    nobody's share: their values would be lost.
+    Without those whose gradient is completed in float32: other ranks have a part of it, or a module adds it up itself (`summed`).
+    And without frozen ones, which are nobody's share: their values would be lost.
     """
     held = [(p, name == "weight" and hasattr(module, "matmul")) for module in model.modules()
             for name, p in module.named_parameters(recurse=False)]
-    others = {p for p, multiplied in held if not multiplied}
+    others = {p for p, multiplied in held if not multiplied} | summed(model)
     linear = {p for p, multiplied in held if multiplied}
     return [p for p in model.parameters() if p in linear - others and p.requires_grad and placement(p).partial_over is None]
+
+
+def summed(model: nn.Module) -> set[nn.Parameter]:
+    """The parameters of which a module says, in `sums`, that it adds up their gradients itself, in float32."""
+    adding = [(module, sums) for module in model.modules() if (sums := getattr(module, "sums", ()))]
+    return {p for module, sums in adding for name, p in module.named_parameters(remove_duplicate=False) if name in sums}
 
 
 def frozen(model: nn.Module, axis: Axis) -> list[nn.Parameter]:

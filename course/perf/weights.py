@@ -140,8 +140,8 @@ def head(c: Config) -> tuple[int, int]:
 def count(rank: Rank) -> tuple[int, int]:
     """(weights that only linears use and autocast would cast, all other parameters) of a rank.
 
-    ZeRO-1 keeps 16-bit copies of the former (`zero.castable`); with sequence parallelism those that tp does not cut have
-    gradients in parts, which are completed in float32, and count as the others.
+    Of the former there may be 16-bit copies (`zero.castable`). Those whose gradients are completed in float32 count as the others:
+    with sequence parallelism what tp does not cut, whose gradients are in parts; GPT's head, which adds its own up over chunks.
     """
     c = rank.config
     cut, uncut = block_weights(c)
@@ -153,9 +153,10 @@ def count(rank: Rank) -> tuple[int, int]:
             linear += weights
             every += weights + others
             partial += weights if c.parallel.sp and c.parallel.tp > 1 and not isinstance(c.model, GPTConfig) else 0
-    if tied and rank.last:
+    if rank.last and isinstance(c.model, GPTConfig) and (c.model.tied or c.model.loss_chunk):
         linear -= head(c)[0]
-        every -= head(c)[0] if rank.first else 0     # on one rank the weight is there once
+    if rank.last and rank.first and tied:
+        every -= head(c)[0]                          # the weight is there once
     return linear - partial, every - linear + partial
 
 
@@ -181,12 +182,7 @@ def narrow_weights(c: Config) -> bool:
 
 def narrow(rank: Rank) -> int:
     """How many weights these copies have."""
-    c, linear = rank.config, rank.weights[0]
-    if not narrow_weights(c):
-        return 0
-    # GPT's head adds its gradient up in float32, chunk after chunk
-    apart = own_masters(c) and isinstance(c.model, GPTConfig) and c.model.loss_chunk and not c.model.tied
-    return linear - head(c)[0] if apart else linear
+    return rank.weights[0] if narrow_weights(rank.config) else 0
 
 
 def parameters(rank: Rank) -> float:

@@ -12,9 +12,10 @@ SMALL = ["data.source=mock", "train.device=cpu", "model.grid=[16,32]", "model.di
 LAYOUTS = {"dp=2": [], "dp=2, accumulated": ["train.micro_batch=2"], "dp=2, fp16": ["precision=fp16"],
            "cp=2": ["parallel.cp=2"], "dp=2 tp=2 sp": ["parallel.tp=2", "parallel.sp=true", "parallel.dp=2"],
            "dp=2 pp=2": ["parallel.pp=2", "parallel.dp=2", "train.micro_batch=1"]}
+LLAMA = ["model.tied=false", "model.vocab=64", "model.context=32", "model.loss_chunk=16"]      # a head of its own, in chunks
 
 
-def train(settings: list[str], narrow: bool, folder: str = "") -> dict[str, Any]:
+def train(settings: list[str], narrow: bool, folder: str = "", preset: str = "vit-demo") -> dict[str, Any]:
     """Losses, updated values, bytes of the parameters and of the linears' weights after some steps, of this rank."""
     from pathlib import Path
     from unittest import mock
@@ -25,7 +26,8 @@ def train(settings: list[str], narrow: bool, folder: str = "") -> dict[str, Any]
     from course import train as training_module
     from course.parallel import build_mesh, join, placement
 
-    c = config.load("vit-demo", ["precision=bf16", *SMALL, *settings])
+    small = [key for key in SMALL if preset == "vit-demo" or not key.startswith(("model.grid", "model.residual"))]
+    c = config.load(preset, ["precision=bf16", *small, *settings])
     mesh = build_mesh(c.parallel, join("cpu"))
     real = training_module.working_dtype
     with mock.patch.object(training_module, "working_dtype", lambda precision: real(precision) if narrow else None):
@@ -67,6 +69,18 @@ def test_parity_of_narrow_copies_with_wide_parameters_to_the_bit(name, tmp_path)
         assert linear and all(key.endswith((".qkv.weight", ".out.weight", ".up.weight", ".down.weight", ".proj.weight"))
                               for key in linear)
         assert other["bytes"] - mine["bytes"] == 2 * sum(mine["values"][key].numel() for key in linear)
+
+
+def test_parity_of_a_gradient_that_is_added_up_in_float32(tmp_path):
+    """GPT's head adds its weight's gradient up over chunks in 32 bits: rounding the sum to 16 would lose what that was for."""
+    import torch
+
+    narrow, wide = (ranks(2, timeout=120)(train, [*LLAMA, f"log.dir={tmp_path}/{kind}"], kind, "", "gpt-demo")
+                    for kind in (True, False))
+    for mine, other in zip(narrow, wide, strict=True):
+        assert mine["losses"] == other["losses"]
+        assert all(torch.equal(value, other["values"][key]) for key, value in mine["values"].items())
+        assert mine["formats"]["head.proj.weight"] == torch.float32 != mine["formats"]["blocks.0.attn.qkv.weight"]
 
 
 def test_checkpoints_hold_master_weights_and_go_on_in_either_way(tmp_path):
