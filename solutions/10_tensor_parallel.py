@@ -434,7 +434,7 @@ for label, gradient in found.items():
     print(f"{label:15} differs from one process by {((gradient - whole).norm() / whole.norm()).item():.1e}")
 
 # %% [markdown]
-# Each rank has seen half of the tokens, so its gradient is a **part**: it must be added up over `tp`, before it is averaged
+# Each rank has seen half of the tokens, so its gradient is a **part**: it must be added up over `tp`, besides being averaged
 # over `dp`. That goes for every parameter that `tp` does not cut and that works on cut tokens: norms, the biases of row
 # linears, the embedding, the head. The library marks them, `placement(p).partial_over`, from one rule and without naming
 # any, and adds all of them up in one all-reduce at the end.

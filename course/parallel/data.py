@@ -41,17 +41,23 @@ def average_gradients(parameters: Iterable[nn.Parameter], axis: Axis) -> None:
 
 def add_partial_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """Complete gradients of which several ranks have a part (`partial_over`): one all-reduce of all of them, for each axis."""
-    partial: dict[str, list[nn.Parameter]] = {}
+    for axis, held in in_parts(parameters):
+        gradients = [p.grad for p in held if p.grad is not None]
+        if gradients:
+            flat = _flatten_dense_tensors(gradients)
+            dist.all_reduce(flat, group=axis.group)
+            for gradient, whole in zip(gradients, _unflatten_dense_tensors(flat, gradients), strict=True):
+                gradient.copy_(whole)
+
+
+def in_parts(parameters: Iterable[nn.Parameter]) -> list[tuple[Axis, list[nn.Parameter]]]:
+    """Axes over which gradients are partial, in the same order on all ranks, and the parameters of each."""
+    found: dict[str, tuple[Axis, list[nn.Parameter]]] = {}
     for parameter in parameters:
         axis = placement(parameter).partial_over
-        if axis is not None and parameter.grad is not None:
-            partial.setdefault(axis.name, []).append(parameter)
-    for held in partial.values():
-        gradients, axis = [p.grad for p in held if p.grad is not None], placement(held[0]).partial_over
-        flat = _flatten_dense_tensors(gradients)
-        dist.all_reduce(flat, group=axis.group)     # type: ignore[union-attr]
-        for gradient, whole in zip(gradients, _unflatten_dense_tensors(flat, gradients), strict=True):
-            gradient.copy_(whole)
+        if axis is not None:
+            found.setdefault(axis.name, (axis, []))[1].append(parameter)
+    return [found[name] for name in sorted(found)]
 
 
 def count_as_zero(parameters: Iterable[nn.Parameter]) -> None:
@@ -76,9 +82,9 @@ class Naive:
     def finish(self) -> None:
         """Complete the gradients of `members`."""
         count_as_zero(self.members)
-        add_partial_gradients(self.members)
         if self.members:                            # a pipeline's stage may be frozen
             average_gradients(self.members, self.axis)
+        add_partial_gradients(self.members)         # comes last: of an all-reduce all ranks have the same bits
 
     def clear(self) -> None:
         """Forget the gradients."""
@@ -132,7 +138,7 @@ class DDP(Naive):
             missing = next((placement(p).name for p in self.members if p.grad is None), "one of them")
             raise CourseError("parallel.data=ddp needs a gradient of every parameter in the last backward pass of a step, and "
                               f"{missing} got none: use parallel.data=bucketed, or freeze what no sample uses") from error
-        add_partial_gradients(self.members)         # a sum of averages is the average of the sums
+        add_partial_gradients(self.members)
 
 
 class Bucket:
@@ -143,6 +149,7 @@ class Bucket:
         self.numel = sum(p.numel() for p in parameters)
         self.flat = torch.zeros(self.numel + -self.numel % multiple, dtype=parameters[0].dtype, device=parameters[0].device)
         self.views = self.cut(self.flat)
+        self.result = self.flat                     # where the mean is, in the end
         self.waiting = [0] * len(parameters)        # how many backward passes of this step each gradient still waits for
         self.work: Any = None
 
@@ -164,16 +171,17 @@ class Bucket:
 class Bucketed(Naive):
     """Buckets of about `bucket_mb` MiB, the last layers' first, since their gradients come first.
 
-    All ranks start the buckets in the same order. Gradients that are partial wait for their sum: they have a bucket of
-    their own, the last one, which `finish` starts.
+    All ranks start the buckets in the same order. Gradients that are partial over an axis have a bucket of their own, of those
+    that `finish` starts. It is averaged as the others are, and then added up over that axis: a sum of averages is the average
+    of the sums. So all ranks that have such a parameter update it by the same bits, whatever else their buckets hold.
     """
 
     def __init__(self, model: nn.Module, axis: Axis, bucket_mb: float):
         super().__init__(model, axis)
-        self.late = [p for p in self.members if placement(p).partial_over is not None]
         others = [p for p in reversed(self.members) if placement(p).partial_over is None]
         self.early = [self.make_bucket(group) for group in in_buckets(others, bucket_mb * 2**20)]
-        self.buckets = self.early + [self.make_bucket(group) for group in [self.late] if group]
+        self.partial = [(parts, self.make_bucket(group)) for parts, group in in_parts(self.members)]
+        self.buckets = self.early + [bucket for _, bucket in self.partial]
         self.started = 0                            # how many buckets' collectives have begun in this step
         for number, bucket in enumerate(self.buckets):
             for index, parameter in enumerate(bucket.parameters):
@@ -198,11 +206,11 @@ class Bucketed(Naive):
         for bucket in left:
             for index in range(len(bucket.parameters)):                 # a parameter that had no gradient counts as zero
                 bucket.take(index)
-        add_partial_gradients(self.late)
-        for bucket in left:
             self.start(bucket)
         for bucket in self.buckets:
             self.complete(bucket)
+        for parts, bucket in self.partial:
+            add_up(bucket, parts)
 
 
 def hook(there: weakref.ref[Bucketed], number: int, index: int) -> Callable[[Tensor], None]:
@@ -223,6 +231,11 @@ def arrived(ddp: Bucketed, bucket: Bucket, index: int) -> None:
     while ddp.started < len(ddp.early) and not any(ddp.early[ddp.started].waiting):
         ddp.start(ddp.early[ddp.started])
         ddp.started += 1
+
+
+def add_up(bucket: Bucket, parts: Axis) -> None:
+    """The sum of a bucket's means over the axis whose ranks have parts of them."""
+    dist.all_reduce(bucket.result, group=parts.group)
 
 
 def start_mean(bucket: Bucket, axis: Axis) -> None:

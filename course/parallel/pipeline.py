@@ -268,4 +268,7 @@ def tie_ends(model: nn.Module, tied: set[str], mesh: Mesh) -> None:
     for parameter in model.parameters():
         where = placement(parameter)
         if where.name in tied:
+            if where.partial_over is not None:
+                raise CourseError(f"the first and the last stage share {where.name}, and tp has parts of its gradient as well: "
+                                  "cut it in the model's tensor_plan, or use parallel.sp=false or parallel.pp=1")
             place(parameter, replace(where, partial_over=ends, owner=where.owner and mesh.pp.rank == 0))

@@ -47,7 +47,7 @@ class Shared(Bucket):
         share = len(self.flat) // axis.size
         self.mine = slice(axis.rank * share, (axis.rank + 1) * share)
         self.master = wide[self.mine].clone() if self.narrow else wide[self.mine]       # what the optimizer updates
-        self.gradients = self.flat.new_zeros(share)
+        self.gradients = self.result = self.flat.new_zeros(share)
         self.passes = 0                             # backward passes of a step
         self.coming: Any = None                     # the all-gather that is under way
         self.segments = list(self._segments())
@@ -105,6 +105,8 @@ class Zero(Bucketed):
         for module in units(model):
             needed = list(dict.fromkeys(home[p] for p in module.parameters() if p in home))
             module.register_forward_pre_hook(lambda module, inputs, needed=needed: wait_for(needed))
+        if own := list(dict.fromkeys(home[p] for p in model.parameters(recurse=False) if p in home)):
+            model.register_forward_pre_hook(lambda module, inputs: wait_for(own))
 
     def make_bucket(self, parameters: Sequence[nn.Parameter]) -> Shared:
         return Shared(parameters, self.axis, self.masters)

@@ -203,6 +203,9 @@ MUTATIONS = {
                                          "vit"),
     "tied weights of two stages not added": ("course.parallel.data.add_partial_gradients", lambda parameters: None,
                                              "pp=2 micro=2", "gpt"),
+    "norms see their own tokens alone, in buckets": ("course.parallel.data.add_up", lambda bucket, parts: None,
+                                                     "tp=2 dp=2 sp=true", "vit"),
+    "the same with ZeRO-1": ("course.parallel.data.add_up", lambda bucket, parts: None, "tp=2 dp=2 sp=true zero=true", "vit"),
     "a zigzag in the wrong order": ("course.parallel.sequence.SplitTokens.order", swapped, "cp=2 context=ring", "gpt"),
     "blocks of a ring not merged": ("course.parallel.ring.merge", lambda out, lse, new_out, new_lse: None, "cp=2 context=ring",
                                     "vit"),
@@ -226,6 +229,16 @@ def test_parity_notices(name):
     gaps = [(part - whole[name][0][1][tuple(slice(a, b) for a, b in box)]).abs().max().item()
             for _, _, pieces in ranks(size)(wrong, overrides) for name, parts in pieces.items() for box, part in parts]
     assert max(gaps) > 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["data=naive", "data=bucketed", "zero=true"])
+def test_both_ends_of_a_pipeline_have_the_same_bits_of_a_tied_weight(way):
+    """Three ranks add up in an order that depends on where in a message a number lies, and the ends send other messages."""
+    size, overrides = layout(f"pp=2 cp=3 micro=1 {way}")
+    found = ranks(size)(train, [*overrides, "precision=fp32"], "gpt")
+    first, *others = [parts[0][1] for _, _, pieces in found for name, parts in pieces.items() if name == "embed.token.weight"]
+    assert len(others) == 5 and all(torch.equal(first, other) for other in others)
 
 
 def test_indivisible_heads_are_a_sentence():

@@ -6,7 +6,8 @@ from torch import nn
 
 from course.config import Parallel
 from course.errors import CourseError
-from course.models import ViTConfig, build_model
+from course.models import GPTConfig, ViTConfig, build_model
+from course.models.gpt import TENSOR_PLAN
 from course.parallel import World, build_mesh, parallelize
 from course.parallel.pipeline import Message, Pipeline
 from course.reshard import pretended
@@ -118,3 +119,15 @@ class Arrived:
 
     def is_completed(self):
         return True
+
+
+def test_a_tied_weight_of_which_tp_has_parts_too_is_refused():
+    """Its gradient would be added up over the two stages and not over tp: each rank would train a copy of its own."""
+    p = Parallel(pp=2, tp=2, sp=True)
+    with pretended(0, 4):
+        mesh = build_mesh(p, World(0, 4))
+        with torch.device("meta"):
+            model = build_model(GPTConfig(vocab=24, context=8, dim=16, depth=2, heads=4))
+        model.tensor_plan = TENSOR_PLAN
+        with pytest.raises(CourseError, match=r"share embed.token.weight, and tp has parts .*: cut it in the model's tensor_plan"):
+            parallelize(model, mesh, p)
