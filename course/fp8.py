@@ -38,7 +38,7 @@ which for random matrices of K up to 16384 stays below 2^-6 and 2^-8 of Σ|a·b|
 As with the emulation, the result is then rounded to its format, 2^-9 relative for bf16.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -270,13 +270,13 @@ class Scaling:
         seen = largest_over(torch.stack(self.amaxes).nan_to_num(0, 0, 0), self.everyone)            # (slots,)
         moved = torch.cat([(seen / self.times)[:, None], self.history[:, :-1]], 1)      # (slots, history)
         self.history.copy_(moved.where(bad == 0, self.history))
-        self.rescale()
+        self.rescale(self.matmuls)
         torch._foreach_zero_(self.amaxes)
 
-    def rescale(self) -> None:
-        """The scales as the histories say; from now on they count."""
-        for matmul in self.matmuls.values():
-            matmul.known = True
+    def rescale(self, names: Iterable[str]) -> None:
+        """The scales as the histories say; those of these matmuls count from now on."""
+        for name in names:
+            self.matmuls[name].known = True
         deciding = self.history.amax(1) if self.amax == "max" else self.history[:, 0]
         scale = scale_for(deciding, self.largest, self.margin) / self.times             # (slots,)
         torch._foreach_copy_(self.scales, list(scale.unbind()))
@@ -305,8 +305,8 @@ class Scaling:
         for name, part in mine.items():
             steps = min(part.shape[1], state[name].shape[1])
             part[:, :steps] = state[name][:, :steps].to(part.device)
-        if mine:
-            self.rescale()
+        if mine:                                     # one that had no FP8 then finds its scales as in a first step
+            self.rescale([name for name in self.matmuls if f"{name}.amax_history" in mine])
 
 
 def convert(model: nn.Module, config: "Config", mesh: Mesh) -> Scaling:

@@ -26,6 +26,7 @@ from course.packed import packable
 from course.parallel import Mesh, build_mesh, data_parallel, joined, parallelize
 from course.parallel.data import Naive
 from course.parallel.mesh import wait_at_most
+from course.parallel.schedule import bubble
 from course.perf import flops
 from course.precision import narrow, parameter_dtype, set_matmul, working_dtype
 from course.profile import Look, part
@@ -127,7 +128,7 @@ def fit(training: Training, watchdog: Watchdog | None = None) -> bool:
           closing(batches), look.open):
         if mesh.world.rank == 0:                    # now that its data can be read: a run that is refused leaves no trace
             configuration.save(config, run / "config.yaml")
-        report.say(opening(config, mesh, run))
+        report.say(opening(config, mesh, run) + idle(config, mesh))
         for number in range(start + 1, t.steps + 1):
             look.before(number)
             slow = number == start + 1               # workers start, and it compiles
@@ -311,6 +312,18 @@ def opening(config: Config, mesh: Mesh, run: Path) -> str:
     data = "random data" if config.data.source == "mock" else config.data.path
     return (f"{config.preset}: {count / 1e6:.2f} million parameters, {config.train.steps} steps of "
             f"{config.train.global_batch} samples of {data}, {precision}, {mesh.world.size} x {device}; writing {run}")
+
+
+def idle(config: Config, mesh: Mesh) -> str:
+    """A line for who has a pipeline that is never full; nothing for others."""
+    samples, stages = config.train.global_batch // mesh.dp.size, mesh.pp.size
+    micros = -(-samples // (config.train.micro_batch or samples))
+    if micros >= stages:
+        return ""
+    size = max(1, samples // (4 * stages))
+    cure = f"set train.micro_batch={size}" if samples > micros else "give it a larger train.global_batch"
+    return (f"\n{stages} pipeline stages share {micros} micro-batch{'es' * (micros > 1)} a step, so each is idle for "
+            f"{bubble(stages, micros):.0%} of it: {cure}")
 
 
 def speak(mesh: Mesh, text: str) -> None:

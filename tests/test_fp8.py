@@ -336,3 +336,15 @@ def test_a_state_of_another_history_is_taken_as_far_as_it_fits():
     assert matmul.scales[0].item() == 64.0
     long.restore({})
     assert long.history[0].tolist() == [3, 7, 5, 0]
+
+
+def test_a_matmul_of_which_a_checkpoint_knows_nothing_has_no_scales_yet():
+    """As where fp8.keep left more out before: by scale 1 its first gradients would become zero."""
+    one, scaling = linear(history=2)
+    scaling.restore({"linear.amax_history": torch.ones(3, 2)})
+    assert one.known
+    other, scaling = linear(history=2)
+    scaling.matmuls["another"] = fp8.Matmul("another", FP8(recipe="delayed", history=2), CPU)
+    assert not other.known
+    scaling.rescale(["linear"])
+    assert other.known and not scaling.matmuls["another"].known

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import h5py
@@ -14,7 +15,9 @@ import pytest
 import torch
 
 from course import checkpoint, config, train
+from course.config import Parallel
 from course.errors import CourseError
+from course.parallel import Axis, World, build_mesh
 from course.pieces import read_box
 from course.report import read_metrics
 from course.stop import GO_ON
@@ -62,6 +65,17 @@ def test_a_run_learns_and_leaves_what_it_promises(tiny):
 def test_a_run_says_what_this_machine_does_otherwise(tiny, capsys, settings, says):
     run([*tiny, *settings, "train.steps=1"])
     assert says in capsys.readouterr().out.splitlines()[0]
+
+
+@pytest.mark.parametrize(("stages", "settings", "says"), [
+    (1, [], ""), (2, ["train.micro_batch=2"], ""),
+    (4, ["train.global_batch=64"], "4 pipeline stages share 1 micro-batch a step, .* idle for 75% of it: set train.micro_batch=4$"),
+    (4, ["train.global_batch=3", "train.micro_batch=1"], "share 3 micro-batches .* 50% of it: give it a larger train.global_batch$")])
+def test_a_pipeline_that_is_never_full_says_so(tiny, stages, settings, says):
+    """The default, train.micro_batch=0, is one micro-batch."""
+    mesh = build_mesh(Parallel(), World())
+    told = train.idle(config.load("vit-demo", [*tiny, *settings]), replace(mesh, pp=Axis("pp", stages)))
+    assert re.search(says, told) if says else told == ""
 
 
 @pytest.mark.parametrize("name", ["adam", "sgd"])

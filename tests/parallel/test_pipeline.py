@@ -129,5 +129,5 @@ def test_a_tied_weight_of_which_tp_has_parts_too_is_refused():
         with torch.device("meta"):
             model = build_model(GPTConfig(vocab=24, context=8, dim=16, depth=2, heads=4))
         model.tensor_plan = TENSOR_PLAN
-        with pytest.raises(CourseError, match=r"share embed.token.weight, and tp has parts .*: cut it in the model's tensor_plan"):
+        with pytest.raises(CourseError, match=r"share embed.token.weight, and tp has parts .*: cut it in .* tensor_plan"):
             parallelize(model, mesh, p)
