@@ -69,8 +69,8 @@ def test_a_run_says_what_this_machine_does_otherwise(tiny, capsys, settings, say
 
 @pytest.mark.parametrize(("stages", "settings", "says"), [
     (1, [], ""), (2, ["train.micro_batch=2"], ""),
-    (4, ["train.global_batch=64"], "4 pipeline stages share 1 micro-batch a step, .* idle for 75% of it: set train.micro_batch=4$"),
-    (4, ["train.global_batch=3", "train.micro_batch=1"], "share 3 micro-batches .* 50% of it: give it a larger train.global_batch$")])
+    (4, ["train.global_batch=64"], "4 pipeline stages share 1 micro-batch .* 75% of it: set train.micro_batch=4$"),
+    (4, ["train.global_batch=3", "train.micro_batch=1"], "3 micro-batches .* 50% .* a larger train.global_batch$")])
 def test_a_pipeline_that_is_never_full_says_so(tiny, stages, settings, says):
     """The default, train.micro_batch=0, is one micro-batch."""
     mesh = build_mesh(Parallel(), World())
