@@ -229,8 +229,9 @@ for name, (m, k, n) in shapes.items():
     print(f"{name:12} {predicted * 1e6:9.1f} us {measured * 1e6:9.1f} us   {measured / predicted:5.2f}")
 
 # %% [markdown]
-# **What you should see:** the large ones, from 128 tokens on, take what you predicted, give or take a fifth. Small ones take
-# two or three times as long. And one of them may even be *faster* than predicted, which a least time should not allow.
+# **What you should see:** the two largest take what you predicted, give or take a fifth. The smaller they are the further they
+# are from it, up to two to five times as long. And one token may even be *faster* than predicted, which a least time should not
+# allow.
 #
 # To see why, draw it. Across: **arithmetic intensity**, FLOPs for each byte that must move. Up: FLOP/s. The roof is your
 # prediction: on the left the slope of memory, on the right the flat ceiling of arithmetic, and the dotted line between
@@ -240,8 +241,8 @@ for name, (m, k, n) in shapes.items():
 from course.lab import figures
 
 lab.picture(figures.roofline({"this machine": (peak_flops, peak_bytes)}, points, "Matrix multiplications on this machine"),
-            "A roof that rises with arithmetic intensity and then is flat. Of six marks the large multiplications lie close to "
-            "it, 16 tokens and 64 x 64 below it, and 1 token above its slope")
+            "A roof that rises with arithmetic intensity and then is flat. Of six marks the two largest multiplications lie "
+            "close to it, 128 tokens, 16 tokens and 64 x 64 below it, and 1 token on its slope or above it")
 
 # %% [markdown]
 # > **Question.** Small multiplications, such as 64 x 64, lie below the roof. They neither compute much nor move much. What
@@ -249,7 +250,8 @@ lab.picture(figures.roofline({"this machine": (peak_flops, peak_bytes)}, points,
 #
 # <details><summary>Answer</summary>
 # For somebody to start them: calling an operation costs a few microseconds whatever its size. You will meet this
-# <i>launch overhead</i> again in lesson 06, where CUDA graphs remove it.
+# <i>launch overhead</i> again in lesson 06, where CUDA graphs remove it. And for one another: cores that share a small
+# multiplication have hardly begun when they have to wait for the last of them.
 # Above the slope: the same small matrices are multiplied again and again while we measure, so they stay in the caches,
 # which are faster than the memory that the copy measured.
 # </details>

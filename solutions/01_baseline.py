@@ -275,7 +275,8 @@ check("training-step")
 # that is a pure function of the seed. The cell makes a new model, so that it starts from the beginning each time you run it.
 #
 # > **Predict.** How many samples a second? A hint: the step needs about six FLOPs for each parameter and token (two
-# > forward, four backward), a state has 128 tokens, and you know from lesson 00 how many FLOP/s your machine can do.
+# > forward, four backward), a state has 128 tokens, and you know from lesson 00 how many FLOP/s your machine can do. (This
+# > cell trains on the processor, also where there is a GPU.)
 
 # %%
 my_samples_per_second = 300      # your prediction
@@ -432,8 +433,8 @@ my_seconds = settings.train.global_batch * 500 / samples_per_second             
 
 # %%
 name = time.strftime("lesson01-%Y%m%d-%H%M%S")
-settings = config.load("vit-demo", ["train.steps=500", "train.eval_every=125", "log.every=5", "checkpoint.every=250",
-                                    f"log.name={name}"])
+settings = config.load("vit-demo", ["train.steps=500", "train.device=cpu", "train.eval_every=125", "log.every=5",
+                                    "checkpoint.every=250", f"log.name={name}"])
 begin = time.perf_counter()
 with lab.yours(RelativeL2, eager):
     run = train.main(settings)
@@ -457,8 +458,8 @@ for key, value in last.items():
 # %% [markdown]
 # ## Read the curves
 #
-# > **Question.** In the lines that the run printed, validation and training loss lie close together. Why? And why do
-# > both drop fastest at the beginning?
+# > **Question.** In the lines that the run printed, validation and training loss lie close together at first, and a few percent
+# > apart at the end. Why? And why do both drop fastest at the beginning?
 
 # %%
 steps = [record["step"] for record in records]
@@ -475,10 +476,10 @@ lab.picture(curve, "The learning rate rises within 20 steps and then falls along
 
 # %% [markdown]
 # <details><summary>Answer</summary>
-# They lie close together: 500 steps of 4 samples see 2000 samples, little more than one pass over 1436 pairs, so the model
-# has had little chance to learn them by heart. In the beginning much can be learned from every sample. At the end the learning
-# rate has dropped to almost nothing (it follows half a cosine) and the weights hardly move; the noise that is left is that of
-# the samples.
+# 500 steps of 4 samples see 2000 samples, not even one and a half passes over 1436 pairs. In the first pass no sample comes
+# twice: the training loss is of samples as new as those of validation. From step 360 on they come again, the model begins to
+# know them, and a gap opens. In the beginning much can be learned from every sample. At the end the learning rate has dropped
+# to almost nothing (it follows half a cosine) and the weights hardly move; the noise that is left is that of the samples.
 # </details>
 #
 # The same curves, and a forecast drawn at each validation, are in **TensorBoard**. Here it opens inside the notebook,

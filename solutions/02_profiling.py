@@ -79,7 +79,9 @@ lab.beside("backward over forward", my_ratio, backward / forward, "times")
 
 # %% [markdown]
 # Two, if there were matrix multiplications alone: for each of the forward pass the backward pass has two, one for the gradient
-# of the input and one for that of the weight. Here it is somewhat more: attention's backward pass computes its scores again.
+# of the input and one for that of the weight. Here it comes out near two. Attention's backward pass computes its scores again,
+# which adds; the first matrix needs no gradient of its input, and norms and sums cost about as much one way as the other, which
+# takes away.
 #
 # On a CPU this clock is honest. On a GPU the same lines would have told you nonsense. Here is what a clock around `a @ a` showed
 # on an H200, for matrices of 8192 x 8192, which take it more than a millisecond:

@@ -440,10 +440,10 @@ for number in range(20):
 
 # %%
 lab.show("course.step.Progress")
-lab.show("course.step.learning_rate")
 
 # %% [markdown]
-# The learning rate is a function of a *tensor*, and so is its warm-up: `torch.minimum` where you would write `min`. Adam gets
+# The learning rate is computed from `step`, a *tensor*, and so is its warm-up: with `torch.minimum` where you would write `min`
+# (lesson 08 writes it). Adam gets
 # it as a tensor and reads it on the device, and `capturable=True` tells PyTorch that Adam's own step count is to lie there as
 # well. (PyTorch's learning-rate schedulers work too: they compute a number on the host, and where the optimizer was given a
 # tensor they fill it in, *between* two replays.)
@@ -651,7 +651,8 @@ for label in ("eager", "in a graph"):
 # %% [markdown]
 # **What you should see:** the eager step is bound by its launches, tens of microseconds for each operation: Python, autograd
 # and the dispatcher come with every launch. In the graph an operation takes a few microseconds, which is what a small kernel
-# and the gap after it take: now the GPU sets the pace.
+# and the gap after it take: now the GPU sets the pace. (On a GPU some operations are two or three kernels: it ran the 843 of
+# lesson 05.)
 #
 # Compiled, this step was slower (lesson 05): fewer kernels, but the host took longer over each. In a graph the host is out of
 # the way.

@@ -302,9 +302,9 @@ print("MB sent by each rank:", [round(count / 1e6, 2) for count in around])
 # %% [markdown]
 # Each rank sends $2\,(n-1)/n$ times the tensor: 1.5 times for four ranks, and never more than twice, **however many there
 # are**. So the time that bytes take does not grow with the number of ranks. What grows is the number of steps, each of which
-# costs a *latency*, the time until the first byte arrives. No all-reduce can send less (Patarasuk and Yuan 2009). When a data
-# sheet or `nccl-tests` gives the *bus bandwidth* of an all-reduce, it is $2\,(n-1)/n$ × bytes / time: what each link really
-# carried.
+# costs a *latency*, the time until the first byte arrives. No all-reduce among ranks that add for themselves can send less
+# (Patarasuk and Yuan 2009); switches that add, as NVIDIA's can (SHARP), need each rank's tensor only once. When a data sheet or
+# `nccl-tests` gives the *bus bandwidth* of an all-reduce, it is $2\,(n-1)/n$ × bytes / time: what each link of a ring carried.
 #
 # On GPUs, collectives are the work of **NCCL**, NVIDIA's library for them; your processes here use **gloo**, which does
 # the same on CPUs. On four H200s joined by NVLink, the fast links between the GPUs of one machine, the bus bandwidth
@@ -314,7 +314,7 @@ print("MB sent by each rank:", [round(count / 1e6, 2) for count in around])
 #
 # <details><summary>Answer</summary>
 # 1.5 MB / 60 GB/s = 25 microseconds instead of 4. The other 20 are latency: starting the collective, and six steps. In
-# that time the links would carry about 5 MB more. So many small messages are bad, and one puts gradients together
+# that time an all-reduce of 5 MB more would be done. So many small messages are bad, and one puts gradients together
 # before one sends them.
 # </details>
 #
@@ -673,7 +673,8 @@ equal = verify.tell(settings, ranks(4, timeout=600)(verified, settings)[0])
 #
 # - Each rank back-propagates sum · dp / $W$, gradients are averaged, and the result is that of one process, padding or not.
 # - A ring all-reduce sends $2\,(n-1)/n$ of the tensor, whatever n; what grows is latency. So one sends few large messages.
-# - Gradients of the last layers come first; buckets of them travel while backward goes on. Only the last one is exposed.
+# - Gradients of the last layers come first; buckets of them travel while backward goes on. Where the network keeps up only the
+#   last one is exposed; and on a GPU what is hidden slows backward a little.
 # - With micro-batches one communicates once a step, in the last pass.
 # - `none` measures what computing takes alone; efficiency compares with the time of one.
 #

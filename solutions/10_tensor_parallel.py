@@ -180,8 +180,9 @@ equal = verify.tell(settings, ranks(2)(with_a_mistake)[0])
 # <details><summary>Answer</summary>
 # The first loss is right, since the forward pass is; the second is off by a hundred-millionth. The parameters in front
 # of a door are wrong, because their gradients have come through it: norms, the embedding, the positions, all blocks
-# below. The last MLP and the head are right: they lie behind the last door. Training with Adam would hide much of it,
-# since Adam divides a gradient by its size. The loss curve would look a little worse, and nobody would know why.
+# below. The last MLP and the head are right: they lie behind the last door. Adam would hide a wrong <i>factor</i>, since it
+# divides a gradient by its size. Here the other rank's part is missing, so directions are wrong, and the ranks' copies of a
+# norm drift apart. Still the loss would go down, a little worse, and nobody would know why.
 # </details>
 #
 # ## Which rows of qkv?
@@ -267,12 +268,13 @@ check("column-row")
 # %% [markdown]
 # ## Count
 #
-# > **Predict.** How many all-reduces does one training step take **per block**, forward and backward together? And how many
-# > kilobytes does each have? The model has 128 tokens of width 128 and a batch of 4, in 32 bits.
+# > **Predict.** Lesson 09 has said how many all-reduces one training step takes **per block**, forward and backward together.
+# > Where in the block are they? And how many kilobytes does each have? The model has 128 tokens of width 128 and a batch of 4,
+# > in 32 bits.
 
 # %%
-my_all_reduces = 2               # your prediction, for each block
-my_kilobytes = 100
+my_all_reduces = 2               # for each block, if you remember
+my_kilobytes = 100               # your prediction
 
 # %%
 small = ["data.source=mock", "train.device=cpu", "train.global_batch=4", "parallel.data=naive", "parallel.overlap=none",

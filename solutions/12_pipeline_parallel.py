@@ -247,11 +247,11 @@ lab.picture(figures_pipeline.timelines({"GPipe, seen": seen}, 4, "seconds"),
 # **What you should see:** a little more than in theory. The boxes lie apart: a message takes about a millisecond here, and
 # the theory has left that out (`timeline` has an argument `send` for it). On a busy machine it is more.
 #
-# > **Question.** Micro-batches half as large make the bubble smaller. Why not take the smallest, one token each?
+# > **Question.** Micro-batches half as large make the bubble smaller. Why not always take the smallest, one sample each?
 #
 # <details><summary>Answer</summary>
 # Two reasons. Each pass brings a message and its latency, and those are added up. And small matrix multiplications do not
-# reach the roof (lesson 00): below some size, half the tokens take more than half the time.
+# reach the roof (lesson 00): below some size, half the samples take more than half the time.
 # </details>
 #
 # ## What has to be kept

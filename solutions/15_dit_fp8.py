@@ -481,7 +481,7 @@ for model, about in lab.results("alignment_h200")["models"].items():
 # means over 8192 tokens a step, the instrument is fine enough to rank them: another attention kernel, which is nothing but
 # rounding, makes 0.07%; FP8 0.2 to 0.3%; other seeds more than 1%. The recipes hardly differ: a maximum over 1024 steps is as
 # near as the newest amax alone. DiT's curves differ more, since a step's loss depends on the times that it draws: rounding
-# alone makes 1.3%. With 16 images a step (512 pixels) it makes 3.4%, and the seeds are 14% apart: there the test would let a
+# alone makes 1.3%. With 16 images a step (512 pixels) it makes 3.4%, and the seeds spread by 14%: there the test would let a
 # real fault of ten percent pass. *State the spread.* Without it "FP8 agrees" says nothing.
 #
 # The same instrument serves for a *layout*. Context parallelism cuts each sample's tokens over two GPUs: the same sums in another
@@ -766,8 +766,8 @@ cp1, cp2 = torch.tensor([0.1926, 0.1921, 0.1830]), torch.tensor([0.2171, 0.2170,
 print("cp2 is higher by", ", ".join(f"{100 * (b / a - 1):.1f}%" for a, b in zip(cp1.tolist(), cp2.tolist(), strict=True)))
 
 # %% [markdown]
-# 13 to 18%, on the same side each time, and growing. Between two *seeds* that would prove nothing: DiT-XL's differ by 5 to 14%
-# above. But context parallelism changes neither the seed nor the data, so the yardstick is rounding: a tenth of a percent
+# 13 to 18%, on the same side each time, and growing. Between two *seeds* that would prove nothing: DiT-XL's are 5 to 19%
+# apart above. But context parallelism changes neither the seed nor the data, so the yardstick is rounding: a tenth of a percent
 # between flash and fused attention in the same notes, 3.4% at most above. If both runs had one seed, something is computed
 # wrongly, and it did not crash: a silent failure.
 #
@@ -837,10 +837,9 @@ lab.picture(figures_dit.suspects(windows, above, {"the source's cp2, at 200": 12
 #
 # <details><summary>Answer</summary>
 # It proves nothing about their code. It shows that such a gap <i>can</i> come from these three, in a small model on another
-# task, where sizes are others: it narrows the search. Several mistakes at once, or another data order with cp, are not
-# ruled out. Ask for one step in float32 from one checkpoint, cp1 beside cp2: the <i>first</i> loss already differs if
-# positions, noise or attention are wrong, and does not if only gradients are. Then for the first parameter whose gradient
-# differs. That is <code>course verify</code>.
+# task, where sizes are others: it narrows the search. Several mistakes at once, or another data order with cp, are not ruled
+# out. Ask for one step in float32 from one checkpoint, cp1 beside cp2: whether the <i>first</i> loss differs already says on
+# which side of the loss to look. Then for the first parameter whose gradient differs. That is <code>course verify</code>.
 # </details>
 #
 # The first loss tells two families apart, those that are wrong going forward and those that are wrong going backward, and

@@ -478,8 +478,9 @@ for name, run in runs.items():
 
 # %% [markdown]
 # > **Predict.** Now as an engineer: choose the rates that you expect each run to reach, from what you have seen in this lesson.
-# > Compiled kernels move bytes faster than PyTorch's own. All activations here are 134 MB, or 34 MB in the pipeline. This is
-# > your prediction of three runs: do not go on before you would bet on it.
+# > Compiled kernels move bytes faster than PyTorch's own. An activation is 67 MB on one GPU, 134 MB with tensor parallelism, of
+# > which two GPUs' links carry 287 GB/s, and 34 MB in the pipeline. This is your prediction of three runs: do not go on before
+# > you would bet on it.
 
 # %%
 half = Rates(matmul=495e12, attention=495e12, memory=2.4e12, latency=2e-6, bandwidth=225e9)        # of the data sheet
@@ -557,7 +558,7 @@ for step in all_steps:
     groups.setdefault(words[step.file.split("_")[0]], []).append((step.ms, step.time.step * 1e3))
 lab.picture(figures_plan.scatter(groups, "ms", f"{len(all_steps)} steps on H200s"),
             "Predicted over measured against measured milliseconds, from 3 to 2400: most points lie between 0.9 and 1.15, a few "
-            "between 0.6 and 0.85")
+            "between 0.7 and 0.9, one at 0.55")
 off = sorted(all_steps, key=lambda step: -abs(step.error))
 lab.beside("median error", my_median, 100 * statistics.median(abs(step.error) for step in all_steps), "%")
 lab.beside("worst error", my_worst, 100 * abs(off[0].error), "%")

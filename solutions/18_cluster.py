@@ -402,9 +402,9 @@ print(f"starts: {1 + job.restarts}, you said {my_starts}")
 # ## Exercise: survive
 #
 # You are given what a training consists of: `load()` restores the newest checkpoint and returns its step (0 if there is none),
-# `step(n)` does step n, `save(n)` writes a checkpoint of the state after step n. Train up to step `last`, save every `every`
-# steps and at the end. At USR1 (`signal.signal(signal.SIGUSR1, handler)`) save and return 75, at the latest one step later;
-# return 0 when step `last` is done, even if a signal came. Never save twice what is saved already.
+# `step(n)` does step n, `save(n)` writes a checkpoint of the state after step n. Train up to step `last`; save after each step
+# that `every` divides, and at the end. At USR1 (`signal.signal(signal.SIGUSR1, handler)`) save and return 75, at the latest one
+# step later; return 0 when step `last` is done, even if a signal came. Never save twice what is saved already.
 #
 # The check sends real signals: in steps, in saves, while it loads, two at once; and it kills the process without a word.
 
@@ -463,10 +463,10 @@ told = [line for line in job.log.splitlines() if not re.match(r"(\d: )?step ", l
 print("\n".join(line[:180] for line in told[1:9]))
 
 # %% [markdown]
-# The others have ended within seconds. One of them says which rank is gone, and the step that it last reported. (Ranks
-# report every two seconds, so it had got a little further.) `--kill-on-bad-exit` does the rest: without these two,
-# the nodes that are left would wait for the time limit, and be charged. The job has FAILED, and your
-# script has rightly not put it back: nobody has ended with 75. (When a *real* node dies, Slurm itself notices, ends the
+# The others have ended within seconds. One of them says which rank is gone, and the step that it last reported. (Ranks report
+# every two seconds, in which this small model does dozens of steps: it had got further than that.) `--kill-on-bad-exit` does
+# the rest: without these two, the nodes that are left would wait for the time limit, and be charged. The job has FAILED, and
+# your script has rightly not put it back: nobody has ended with 75. (When a *real* node dies, Slurm itself notices, ends the
 # job with `NODE_FAIL`, and puts it back: that is what `--requeue` allows.) Here, submit it again: the same words.
 
 # %%

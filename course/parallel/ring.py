@@ -111,12 +111,12 @@ def laid(x: Tensor, dtype: torch.dtype) -> Tensor:
 def visible(causal: bool, rank: int, source: int, queries: int, keys: int) -> tuple[slice, slice]:
     """Which rows (queries here) and columns (keys from another rank, `source`) see each other: all that is in both slices.
 
-    Causal in a zigzag: each rank has a piece from the front and one from the back. A lower rank's front piece lies before
-    all of mine, its back piece behind; of a higher rank, my back piece sees everything, my front piece nothing. So every
-    round is the same work on every rank: a half of the square.
+    Causal means in a zigzag: each rank has a piece from the front and one from the back.
     """
     if not causal:
         return slice(None), slice(None)
+    # A lower rank's front piece lies before all of mine, its back piece behind; of a higher rank, my back piece sees everything,
+    # my front piece nothing. So every round is the same work on every rank: a half of the square.
     return (slice(None), slice(0, keys // 2)) if source < rank else (slice(queries // 2, None), slice(None))
 
 

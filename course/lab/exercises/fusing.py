@@ -70,8 +70,8 @@ class Modulate(torch.autograd.Function):
 def tame(x: Tensor, sample: Tensor, limit: float) -> tuple[Tensor, Tensor]:
     """x, (B, T, D), multiplied so that no number of a real sample is beyond `limit`; and the largest of them before, ().
 
-    Samples whose id in `sample`, (B,), is -1 are padding: their numbers do not count, but are multiplied too. The factor is 1
-    where the largest is within the limit, and for autograd it is a constant.
+    Samples whose id in `sample`, (B,), is -1 are padding, in which anything may stand, infinities too: their numbers do not
+    count, but are multiplied as well. The factor is 1 where the largest is within the limit, and for autograd it is a constant.
     """
     real = (sample >= 0)[:, None, None]                                 # (B, 1, 1)
     largest = x.detach().abs().where(real, 0.0).amax()                  # ()
