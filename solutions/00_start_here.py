@@ -229,8 +229,8 @@ for name, (m, k, n) in shapes.items():
     print(f"{name:12} {predicted * 1e6:9.1f} us {measured * 1e6:9.1f} us   {measured / predicted:5.2f}")
 
 # %% [markdown]
-# **What you should see:** the two largest take what you predicted, give or take a fifth. The smaller they are the further they
-# are from it, up to two to five times as long. And one token may even be *faster* than predicted, which a least time should not
+# **What you should see:** the two largest take what you predicted, give or take a fifth. Smaller ones take
+# longer, up to five times as long. And one token may even be *faster* than predicted, which a least time should not
 # allow.
 #
 # To see why, draw it. Across: **arithmetic intensity**, FLOPs for each byte that must move. Up: FLOP/s. The roof is your
