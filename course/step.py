@@ -224,8 +224,9 @@ def build_optimizer(parameters: Sequence[nn.Parameter], progress: Progress, conf
     optimizer: Any
     if o.name == "sgd":
         optimizer = torch.optim.SGD(parameters, progress.lr, o.momentum, weight_decay=o.weight_decay, fused=True)
-        for parameter in parameters if o.momentum else []:              # PyTorch makes it in the first step, with whatever was in
-            if parameter.requires_grad:                                 # that memory where the step is skipped
+        # PyTorch would make these in the first step, and leave in them whatever was in memory if that is skipped
+        for parameter in parameters if o.momentum else []:
+            if parameter.requires_grad:
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     else:
         kind = adam.Adam if config.kernels == "hand" else torch.optim.Adam

@@ -137,9 +137,10 @@ def beside(what: str, predicted: float, measured: float, unit: str = "", how: st
     if not (math.isfinite(predicted) and math.isfinite(measured)):
         raise CourseError(f"{what}: predicted {predicted} and {how} {measured} cannot be compared: both must be finite numbers")
     most, column = max(predicted, measured), max(len("predicted"), len(how))
+    print(what)
     for name, value, mark, words in (("predicted", predicted, "▒", ""), (how, measured, "█", compared(predicted, measured))):
         bar = mark * max(1, round(40 * value / most)) if value > 0 else ""
-        print(f"{what}\n" * (mark == "▒") + f"  {name:{column}} {number(value):>8} {unit}  {bar}  {words}".rstrip())
+        print(f"  {name:{column}} {number(value):>8} {unit}  {bar}  {words}".rstrip())
 
 
 def compared(predicted: float, measured: float) -> str:
