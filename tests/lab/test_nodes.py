@@ -25,7 +25,8 @@ status=$?
 if [ $status = 75 ]; then scontrol requeue $SLURM_JOB_ID; sleep 60; fi
 exit $status
 """
-ONCE = "if [ -n \"$SLURM_RESTART_COUNT\" ]; then exit 0; fi; trap 'exit 75' USR1; echo up; while :; do sleep 0.05; done"
+# also at TERM, as `course train`: srun sends it to who has not heard USR1 yet when another has ended
+ONCE = "if [ -n \"$SLURM_RESTART_COUNT\" ]; then exit 0; fi; trap 'exit 75' USR1 TERM; echo up; while :; do sleep 0.05; done"
 
 
 @pytest.fixture
