@@ -30,6 +30,7 @@ from course.models.layers import Batch, Block
 from course.operators import apart, operator
 from course.packed import fitting, packed_attention
 from course.precision import check_capability, format_of_matmuls
+from course.products import choose_products
 
 
 def add_norm_plain(x: Tensor, y: Tensor | None, gate: Tensor | None, weight: Tensor, bias: Tensor, eps: float, offset: float,
@@ -191,7 +192,7 @@ def fuse(model: Any, attention: bool = True, merged: bool = True) -> nn.Module:
 
     Blocks of other kinds, those whose norms are no LayerNorms, and MLPs of other kinds stay as they are; attention, too, unless
     `attention`, where it is not of whole samples, turns queries and keys or shares keys, and for heads that are not `fitting`.
-    merged: with GELU in the matmuls of MLPs, where it can be (`gelu.py`).
+    merged: with GELU in the matmuls of MLPs, where it can be (`gelu.py`). Of all linears products are chosen (`products.py`).
     """
     for block in model.blocks.values():
         attn: Any = getattr(block, "attn", None)
@@ -206,7 +207,7 @@ def fuse(model: Any, attention: bool = True, merged: bool = True) -> nn.Module:
             block.forward = forward.__get__(block)
             for linear in branches(block):
                 set_apart(linear)
-    return model
+    return choose_products(model)
 
 
 def can_pack(attn: Any) -> bool:

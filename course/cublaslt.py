@@ -1,34 +1,47 @@
-"""cuBLASLt's matmul with GELU's gradient in its epilogue, through its C interface: what is behind `course.gelu` on a GPU.
+"""cuBLASLt's matmuls, through its C interface: what is behind `course.products` and `course.gelu` on a GPU.
 
-PyTorch calls cuBLASLt for its linears, but of its epilogues offers to what is trained the bias alone. The one here is DGELU
-(cuBLASLt's reference, `cublasLtEpilogue_t`): da = (dy V) · GELU'(a), of GELU through tanh; there is no other. DGELU_BGRAD, which
-sums da over tokens besides, takes twice as long as matmul, GELU's gradient and sum apart (results/gelu_h200.json).
+For a product cuBLASLt offers a list of algorithms, the one first that it thinks fastest. PyTorch takes the first. Of those that
+give the same bits, here all are timed, once for each shape, and the fastest is taken.
 
-cuBLASLt computes by columns what is stored by rows here, D' = B' A': its first factor is the weight, its second the tokens.
+PyTorch also offers to what is trained none of its epilogues but the bias. The one here is DGELU (cuBLASLt's reference,
+`cublasLtEpilogue_t`): da = (dy V) · GELU'(a), of GELU through tanh; there is no other. DGELU_BGRAD, which sums da over tokens
+besides, takes twice as long as matmul, GELU's gradient and sum apart (results/gelu_h200.json).
+
+cuBLASLt computes by columns what is stored by rows here, D' = B' A': its first factor is our second.
 """
 
 import ctypes
 import functools
 import operator
 import os
+import statistics
 import threading
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from course.gelu import gelu_linear_backward_plain, summed
+from course.products import product_plain
 
 HOPPER = (9, 0)
 KINDS = {torch.bfloat16: 14, torch.float16: 2}      # cudaDataType_t: CUDA_R_16BF, CUDA_R_16F
 FLOAT, COMPUTE_FLOAT = 0, 68                        # cudaDataType_t: CUDA_R_32F; cublasComputeType_t: CUBLAS_COMPUTE_32F
-EPILOGUE, AUX, AUX_LD, DGELU = 7, 11, 12, 192       # cublasLtMatmulDescAttributes_t, cublasLtEpilogue_t
+TURN_A, TURN_B = 3, 4                               # cublasLtMatmulDescAttributes_t: whether a factor is transposed
+EPILOGUE, BIAS_AT, AUX_AT, AUX_LD = 7, 8, 11, 12    # what follows the product; where its bias and its second factor are
+NOTHING, BIAS, DGELU = 1, 4, 192                    # cublasLtEpilogue_t
 WORKSPACE_LIMIT, ALIGNMENTS = 1, (5, 6, 7, 8)       # cublasLtMatmulPreferenceAttributes_t; of A, B, C and D
 MUCH, WORKSPACE = 2**25, 1024                       # bytes that algorithms are asked for with, and may take
 ALIGNED = 8                                         # numbers of 16 bits in 16 bytes, to which rows have to be aligned
 LEAST, ENOUGH = 16, 256                             # bytes to which tensors are aligned: at least; more makes no difference
-MOST = 8                                            # algorithms to ask for
-LOCK = threading.Lock()                             # AUX is set, then used: by one thread at a time
+MOST = 16                                           # algorithms to ask for
+USUAL = 65536, 3072, 768                            # m, n, k for which cuBLASLt offers fast ones with DGELU: GPT 124M's
+WORK = 2e9                                          # multiplications from which on a choice is worth its trial: 6 us
+ROUNDS, LAP, GAIN = 5, 4e-3, 0.01                   # laps of each algorithm, their least seconds, and what a change has to gain
+Way = Callable[..., Tensor]                         # a product of (x, weight, and a bias or aux, if it has one)
+LOCK = threading.Lock()                             # an address is set, then used: by one thread at a time
 
 
 class Found(ctypes.Structure):
@@ -66,18 +79,24 @@ def library_handle() -> ctypes.c_void_p:
 
 
 class Matmul:
-    """Products of one shape and format: (m, k) times a weight, (k, n), times GELU' of aux, (m, n) -> (m, n).
+    """Products of one shape and format, (m, k) times (k, n) -> (m, n), and what follows in the same kernel: nothing, the sum with
+    a bias, (n,), or the product with GELU' of aux, (m, n).
 
-    aligned: all begin at multiples of so many bytes. cuBLASLt would suppose 256.
+    aligned: all begin at multiples of so many bytes. cuBLASLt would suppose 256. turned: the second factor is stored as (n, k).
     """
 
-    def __init__(self, m: int, n: int, k: int, kind: torch.dtype, aligned: int):
-        self.aligned = aligned
+    def __init__(self, m: int, n: int, k: int, kind: torch.dtype, aligned: int, turned: bool = False, epilogue: int = NOTHING):
+        self.aligned, self.kind, self.width, self.address = aligned, kind, n, {BIAS: BIAS_AT, DGELU: AUX_AT}.get(epilogue)
+        self.chosen: tuple[Found | None] | None = None                  # once there was a trial, the algorithm that won
         self.what = made("cublasLtMatmulDescCreate", COMPUTE_FLOAT, FLOAT)
-        self.set(EPILOGUE, ctypes.c_uint32(DGELU))
-        self.set(AUX_LD, ctypes.c_int64(n))
+        self.set(EPILOGUE, ctypes.c_uint32(epilogue))
+        if turned:
+            self.set(TURN_A, ctypes.c_int32(1))
+        if epilogue == DGELU:
+            self.set(AUX_LD, ctypes.c_int64(n))
+        sizes = (k, n) if turned else (n, k), (k, m), (n, m)            # by columns
         self.layouts = [made("cublasLtMatrixLayoutCreate", KINDS[kind], ctypes.c_uint64(rows), ctypes.c_uint64(columns),
-                             ctypes.c_int64(rows)) for rows, columns in ((n, k), (k, m), (n, m))]
+                             ctypes.c_int64(rows)) for rows, columns in sizes]
         self.offered = self.ask(MUCH) or self.ask(WORKSPACE)
 
     def set(self, attribute: int, value: Any) -> None:
@@ -102,22 +121,31 @@ class Matmul:
         call("cublasLtMatmulPreferenceDestroy", preference)
         return [by for by in found[:count.value] if by.state == 0 and by.workspace <= WORKSPACE]
 
-    def run(self, by: Found, weight: Tensor, x: Tensor, aux: Tensor, out: Tensor) -> None:
-        """out = the product, by one of the algorithms."""
+    def fits(self, by: Found) -> Found | None:
+        """An algorithm that was offered for another shape, and what cuBLASLt thinks of it for this; None if it refuses it."""
+        found, (a, b, d) = Found(algorithm=by.algorithm), self.layouts
+        status = library().cublasLtMatmulAlgoCheck(library_handle(), self.what, a, b, d, d, ctypes.byref(by.algorithm),
+                                                   ctypes.byref(found))
+        return None if status or found.workspace > WORKSPACE else found
+
+    def run(self, by: Found, x: Tensor, weight: Tensor, extra: Tensor | None, out: Tensor) -> Tensor:
+        """out = the product, by one of the algorithms; extra is the bias, or aux."""
         one, zero, (a, b, d) = ctypes.c_float(1), ctypes.c_float(0), self.layouts
         spare = torch.empty(WORKSPACE, dtype=torch.uint8, device=x.device)
         at = [ctypes.c_void_p(t.data_ptr()) for t in (weight, x, out, spare)]
         with LOCK:
-            self.set(AUX, ctypes.c_void_p(aux.data_ptr()))
+            if self.address is not None and extra is not None:
+                self.set(self.address, ctypes.c_void_p(extra.data_ptr()))
             call("cublasLtMatmul", library_handle(), self.what, ctypes.byref(one), at[0], a, at[1], b, ctypes.byref(zero), at[2],
                  d, at[2], d, ctypes.byref(by.algorithm), at[3], ctypes.c_size_t(WORKSPACE),
                  ctypes.c_void_p(torch.cuda.current_stream().cuda_stream))
+        return out
 
 
 @functools.cache
-def matmul(m: int, n: int, k: int, kind: torch.dtype, aligned: int, device: int) -> Matmul:
+def matmul(m: int, n: int, k: int, kind: torch.dtype, aligned: int, device: int, turned: bool, epilogue: int) -> Matmul:
     """The products of a shape, described once."""
-    return Matmul(m, n, k, kind, aligned)
+    return Matmul(m, n, k, kind, aligned, turned, epilogue)
 
 
 def alignment(*tensors: Tensor) -> int:
@@ -127,28 +155,115 @@ def alignment(*tensors: Tensor) -> int:
 
 
 def suits(x: Tensor, *others: Tensor) -> bool:
-    """Whether the epilogue is for these: all in one format of 16 bits, aligned and in aligned rows, on Hopper or later. Before,
-    it costs more than the pass over memory that it spares (llm.c decides likewise)."""
+    """Whether a choice is for these: all in one format of 16 bits, aligned and in aligned rows, on Hopper or later. Before, the
+    epilogue costs more than the pass over memory that it spares (llm.c decides likewise)."""
     tensors = (x, *others)
     return (x.numel() > 0 and x.dtype in KINDS and all(t.dtype == x.dtype for t in tensors)
             and all(t.shape[-1] % ALIGNED == 0 for t in tensors) and alignment(*tensors) >= LEAST
             and torch.cuda.get_device_capability(x.device) >= HOPPER and library() is not None)
 
 
+def product(x: Tensor, weight: Tensor, turned: bool, bias: Tensor | None) -> Tensor:
+    """`course.products.product_plain`, by the fastest of cuBLASLt's algorithms that give PyTorch's bits."""
+    x, weight = x.contiguous(), weight.contiguous()
+    tensors = [x, weight] + ([] if bias is None else [bias.contiguous()])
+    (m, k), n = x.shape, weight.shape[0 if turned else 1]
+    if m * n * k < WORK or not suits(*tensors):
+        return product_plain(x, weight, turned, bias)
+    with torch.cuda.device(x.device):
+        one = matmul(m, n, k, x.dtype, alignment(*tensors), x.device.index, turned, NOTHING if bias is None else BIAS)
+        if one.chosen is None and not torch.cuda.is_current_stream_capturing():
+            one.chosen = choose(one, one.offered, tensors, plain(turned))
+        by = one.chosen[0] if one.chosen else None
+        if by is None:
+            return product_plain(x, weight, turned, bias)
+        return one.run(by, x, weight, bias, x.new_empty(m, n))
+
+
+def plain(turned: bool) -> Way:
+    """PyTorch's way to a product."""
+    return lambda x, weight, bias=None: product_plain(x, weight, turned, bias)
+
+
 def gelu_linear_backward(dy: Tensor, weight: Tensor, a: Tensor, total: bool) -> tuple[Tensor, Tensor]:
     """`course.gelu.gelu_linear_backward_plain`; the matmul and GELU's gradient in one kernel, if there is a fast one for these.
 
-    Fast algorithms keep all multiprocessors busy with one wave of programs, each of which takes tile after tile. Others, which
-    cuBLASLt falls back to for some shapes, take longer than the matmul and GELU apart.
+    Fast ones keep all multiprocessors busy with one wave of programs, each of which takes tile after tile. For some shapes, such
+    as those of GPT 350M, cuBLASLt offers none of these, and what it offers takes longer than matmul and GELU's gradient apart;
+    but those that it offers for another shape it accepts for these, too.
     """
     dy, weight, a = dy.contiguous(), weight.contiguous(), a.contiguous()
     if not suits(dy, weight, a):
         return gelu_linear_backward_plain(dy, weight, a, total)
     with torch.cuda.device(dy.device):
-        product = matmul(dy.numel() // dy.shape[-1], a.shape[-1], dy.shape[-1], dy.dtype, alignment(dy, weight, a),
-                         dy.device.index)
-        if not product.offered or product.offered[0].waves > 1:
+        m, n, k = dy.numel() // dy.shape[-1], a.shape[-1], dy.shape[-1]
+        one = matmul(m, n, k, dy.dtype, alignment(dy, weight, a), dy.device.index, False, DGELU)
+        fast = in_one_wave(one)
+        if not fast:
             return gelu_linear_backward_plain(dy, weight, a, total)
-        da = torch.empty_like(a)
-        product.run(product.offered[0], weight, dy, a, da)
+        if one.chosen is None and len(fast) > 1 and not torch.cuda.is_current_stream_capturing():
+            one.chosen = choose(one, fast, [dy.view(m, k), weight, a.view(m, n)])
+        by = (one.chosen and one.chosen[0]) or fast[0]
+        da = one.run(by, dy, weight, a, torch.empty_like(a))
     return da, summed(da, total)
+
+
+def in_one_wave(one: Matmul) -> list[Found]:
+    """The fast algorithms for a product with GELU's gradient, or, where cuBLASLt offers another first, those of another shape."""
+    offered = one.offered
+    if not offered or offered[0].waves > 1:
+        usual = matmul(*USUAL, one.kind, one.aligned, torch.cuda.current_device(), False, DGELU)
+        offered = [fit for by in usual.offered if (fit := one.fits(by))]
+    return [by for by in offered if by.waves <= 1]
+
+
+def choose(one: Matmul, algorithms: Sequence[Found], tensors: Sequence[Tensor], other: Way | None = None) -> tuple[Found | None]:
+    """The fastest of the algorithms on tensors like these; None for another way, which is tried first.
+
+    Only what gives the bits of the first way is taken: so a training is the same whatever was faster on its machine that day.
+    Where there is no room for a trial it is the first.
+    """
+    ways: list[Found | None] = [*([None] if other else []), *algorithms]
+    try:
+        return (ways[quickest(compare(calls(one, algorithms, tensors, other)))],)
+    except torch.cuda.OutOfMemoryError:
+        return (ways[0],)
+
+
+def calls(one: Matmul, algorithms: Sequence[Found], tensors: Sequence[Tensor], other: Way | None) -> list[Callable[[], Tensor]]:
+    """What computes the product of random numbers, in the place of these tensors: another way, if there is one, and each
+    algorithm."""
+    generator = torch.Generator(tensors[0].device).manual_seed(0)       # none of the training's own
+    x, weight, *more = (torch.empty_like(t).normal_(generator=generator) for t in tensors)
+    out = x.new_empty(len(x), one.width)
+    found = [partial(one.run, by, x, weight, more[0] if more else None, out) for by in algorithms]
+    return [partial(other, x, weight, *more), *found] if other else [*found]
+
+
+def compare(ways: Sequence[Callable[[], Tensor]]) -> dict[int, float]:
+    """Seconds on a GPU of each way to a result that gives the bits of the first, by its number."""
+    wanted = ways[0]().clone()
+    same = [number for number, way in enumerate(ways) if number == 0 or torch.equal(way(), wanted)]
+    often = max(1, round(LAP / lap(ways[0], 3)))
+    laps: dict[int, list[float]] = {number: [] for number in same}
+    for _ in range(ROUNDS):                         # by turns: a GPU that gets warm slows all of them
+        for number in same:
+            laps[number].append(lap(ways[number], often))
+    return {number: statistics.median(found) for number, found in laps.items()}
+
+
+def quickest(times: dict[int, float]) -> int:
+    """The number of the way that takes least: the first, unless another gains a percent."""
+    best = min(times, key=lambda number: times[number])
+    return best if times[best] < (1 - GAIN) * times[0] else 0
+
+
+def lap(way: Callable[[], Tensor], calls: int) -> float:
+    """Seconds that a GPU takes for a call, of so many."""
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    for _ in range(calls):
+        way()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3 / calls

@@ -25,6 +25,7 @@ from course.models import dit, layers
 from course.operators import BiasApart, apart, operator
 from course.parallel.tensor import ColumnLinear, RowLinear
 from course.precision import format_of_matmuls
+from course.products import times
 
 
 def gelu_plain(x: Tensor, tanh: bool) -> Tensor:
@@ -81,7 +82,7 @@ class GeluLinear(Function):
         h = torch.ops.course.gelu(a, True)                              # (..., N)
         ctx.save_for_backward(h, a, weight)
         ctx.before = None if before is None else before.dtype
-        return F.linear(h, weight, bias)
+        return times(h, weight, bias)
 
     @staticmethod
     @once_differentiable
