@@ -121,6 +121,11 @@ def global_weight(model: nn.Module, batch: Batch, dp: Axis) -> Tensor:
     return weight
 
 
+def passes(samples: int, size: int) -> int:
+    """How many micro-batches of `size` samples (0: all) so many make."""
+    return -(-samples // (size or samples))
+
+
 def split(batch: Batch, size: int) -> Iterator[Batch]:
     """Micro-batches of `size` samples; 0: the batch as it is."""
     samples = len(batch["sample"])
@@ -138,7 +143,7 @@ def train_step(compute: Compute, model: nn.Module, gradients: Naive, optimizer: 
     """
     def step(batch: Batch) -> tuple[Tensor, Tensor]:
         batch = model.prepare(batch, progress.step)   # type: ignore[operator]
-        gradients.begin(-(-len(batch["sample"]) // (config.train.micro_batch or len(batch["sample"]))))
+        gradients.begin(passes(len(batch["sample"]), config.train.micro_batch))
         with part("compute"):
             loss = compute(batch)
         with part("gradients"):

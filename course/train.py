@@ -32,7 +32,7 @@ from course.precision import narrow, parameter_dtype, set_matmul, working_dtype
 from course.profile import Look, part
 from course.recompute import recompute
 from course.report import Report, Stopwatch, memory_gb
-from course.step import Progress, Step, build_compute, build_optimizer, train_step
+from course.step import Progress, Step, build_compute, build_optimizer, passes, train_step
 from course.stop import Stop
 from course.validate import Validation
 from course.watchdog import Watchdog, longest
@@ -317,7 +317,7 @@ def opening(config: Config, mesh: Mesh, run: Path) -> str:
 def idle(config: Config, mesh: Mesh) -> str:
     """A line for who has a pipeline that is never full; nothing for others."""
     samples, stages = config.train.global_batch // mesh.dp.size, mesh.pp.size
-    micros = -(-samples // (config.train.micro_batch or samples))
+    micros = passes(samples, config.train.micro_batch)
     if micros >= stages:
         return ""
     size = max(1, samples // (4 * stages))

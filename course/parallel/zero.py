@@ -47,7 +47,7 @@ class Shared(Bucket):
         share = len(self.flat) // axis.size
         self.mine = slice(axis.rank * share, (axis.rank + 1) * share)
         self.master = wide[self.mine].clone() if self.narrow else wide[self.mine]       # what the optimizer updates
-        self.gradients = self.result = self.flat.new_zeros(share)
+        self.result = self.flat.new_zeros(share)
         self.passes = 0                             # backward passes of a step
         self.coming: Any = None                     # the all-gather that is under way
         self.segments = list(self._segments())
@@ -60,7 +60,7 @@ class Shared(Bucket):
             if low < high:
                 where = replace(placement(parameter), flat=(low - start, high - start))
                 here = slice(low - self.mine.start, high - self.mine.start)
-                yield place(nn.Parameter(self.master[here]), where), self.gradients[here]
+                yield place(nn.Parameter(self.master[here]), where), self.result[here]
             start += parameter.numel()
 
     def take(self, index: int) -> None:
@@ -102,11 +102,10 @@ class Zero(Bucketed):
         self.masters.clear()                        # each rank keeps its share of them
         self.parameters = [segment for bucket in self.buckets for segment, _ in bucket.segments] + frozen(model, axis)
         home = {parameter: bucket for bucket in self.buckets for parameter in bucket.parameters}
-        for module in units(model):
-            needed = list(dict.fromkeys(home[p] for p in module.parameters() if p in home))
-            module.register_forward_pre_hook(lambda module, inputs, needed=needed: wait_for(needed))
-        if own := list(dict.fromkeys(home[p] for p in model.parameters(recurse=False) if p in home)):
-            model.register_forward_pre_hook(lambda module, inputs: wait_for(own))
+        own = model, model.parameters(recurse=False)                    # which none of its parts has
+        for module, parameters in [*((unit, unit.parameters()) for unit in units(model)), own]:
+            if needed := list(dict.fromkeys(home[p] for p in parameters if p in home)):
+                module.register_forward_pre_hook(lambda module, inputs, needed=needed: wait_for(needed))
 
     def make_bucket(self, parameters: Sequence[nn.Parameter]) -> Shared:
         return Shared(parameters, self.axis, self.masters)
@@ -119,14 +118,14 @@ class Zero(Bucketed):
     def start(self, bucket: Bucket) -> None:
         """Begin a bucket's reduce-scatter."""
         assert isinstance(bucket, Shared)
-        bucket.work = mappings.reduce_scatter_single(bucket.gradients, bucket.flat, mean(bucket.flat), group=self.axis.group,
+        bucket.work = mappings.reduce_scatter_single(bucket.result, bucket.flat, mean(bucket.flat), group=self.axis.group,
                                                      async_op=True)
 
     def complete(self, bucket: Bucket) -> None:
         """Wait for my share of a bucket's mean."""
         assert isinstance(bucket, Shared)
         bucket.work.wait()
-        divide(bucket.gradients, self.axis)
+        divide(bucket.result, self.axis)
         for segment, gradient in bucket.segments:
             segment.grad = gradient
 
