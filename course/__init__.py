@@ -15,7 +15,7 @@
     precision           number formats and the loss scale; fp8, FP8 by hand (its kernel in fp8_kernel), and te,
                         Transformer Engine behind the same seam; attention, its implementations; operators, what kernels by
                         hand have in common: between, what blocks do between matmuls (in between_kernel), gelu (there too, and in
-                        cublaslt, within a matmul), and packed, attention (in attention_kernel)
+                        cublaslt, within a matmul), products, those matmuls (cublaslt), and packed, attention (attention_kernel)
     step                one optimizer step, for every layout; average, of its weights, and adam, which follows them in one pass
                         (adam_kernel); recompute, activations that are not kept; compilation, torch.compile; graphs, the whole
                         step as one CUDA graph
@@ -30,16 +30,16 @@
                         huggingface (GPT-2 and Llama), dit, te (Transformer Engine's layers); command, `course convert`
     report, pictures    what a run tells; profile, a look into its steps
     stop                signals; watchdog, who stalls and who is gone; lock, one job at a time
-    perf                FLOPs and peaks; bench, loaders, fp8, fused and parallel (with harness, rivals, megatron, efficiency),
-                        measurements; profile, account, looks and their picture, where a step's time goes; ladder, one GPU's,
-                        with its rungs, side by side in lanes; curves and alignment, losses in every format; convergence, the
-                        runs behind lesson 08; grid, the cases of a Megatron-LM reproduction; command, how they are started;
-                        memory (with weights and activations), and hardware, comms, kernels and host (with kernel_table and
-                        host_table, which measure them), of which blocktime predicts a block, as local says what a rank has of
-                        it, and steptime a step; recorded and published, steps that were measured here and by others (who
-                        compute as in others), and what is predicted of them; heldout, what it is tested on; layouts, those that
-                        a run takes, and their variants, of which plan finds the fastest (misfits, why there is none); proposal,
-                        `course plan`; planned, whether it was right; catalogue, `course presets`
+    perf                FLOPs and peaks; bench, loaders, fp8, fused, products and parallel (with harness, rivals, megatron,
+                        efficiency), measurements; profile, account, looks and their picture, where a step's time goes; ladder,
+                        one GPU's, with its rungs, side by side in lanes; curves and alignment, losses in every format;
+                        convergence, the runs behind lesson 08; grid, the cases of a Megatron-LM reproduction; command, how they
+                        are started; memory (with weights and activations), and hardware, comms, kernels and host (with
+                        kernel_table and host_table, which measure them), of which blocktime predicts a block, as local says what
+                        a rank has of it, and steptime a step; recorded and published, steps that were measured here and by others
+                        (who compute as in others), and what is predicted of them; heldout, what it is tested on; layouts, those
+                        that a run takes, and their variants, of which plan finds the fastest (misfits, why there is none);
+                        proposal, `course plan`; planned, whether it was right; catalogue, `course presets`
     launch, worker      a function, even of a notebook's cell, on several ranks of this machine; meet, who waits for whom
     doctor, cli         what this machine has; the `course` command, with its groups cli_data and cli_bench, and cli_words, what
                         they share

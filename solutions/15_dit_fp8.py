@@ -449,7 +449,7 @@ lab.picture(figures_dit.beside_seeds(windows, references.unfold(1, LENGTH, LENGT
 # more seeds, longer windows, and the same-seed difference itself, window by window, are the finer instruments.
 #
 # The same on an H200, in models that people train: DiT-XL/2 on 256 and on 512 pixels and GPT 1.3B, all runs of a model
-# from the same fresh weights; GPT not with frozen scales.
+# from the same fresh weights; GPT with frozen scales comes after.
 #
 # > **Predict.** Which of the recipes is nearest to bf16: delayed with a history of 1024 and its maximum, delayed with the
 # > last step alone, or current scaling? And is flash attention in place of cuDNN's, in bf16, nearer than any of them?
@@ -483,6 +483,25 @@ for model, about in lab.results("alignment_h200")["models"].items():
 # near as the newest amax alone. DiT's curves differ more, since a step's loss depends on the times that it draws: rounding
 # alone makes 1.3%. With 16 images a step (512 pixels) it makes 3.4%, and the seeds spread by 14%: there the test would let a
 # real fault of ten percent pass. *State the spread.* Without it "FP8 agrees" says nothing.
+#
+# And a test should be seen to fail. In DiT frozen scales fail it, hundreds of percent off.
+#
+# > **Predict** how far GPT 1.3B is from bf16 after 500 steps with the scales of its first step. (You know what DiT's first
+# > gradients are. What are GPT's?)
+
+# %%
+my_gpt = 100.0                  # your prediction, percent
+
+# %%
+runs = lab.results("alignment_h100")["models"]["gpt-1.3b"]["runs"]
+frozen, same = (torch.tensor(runs[name]["losses"]).unfold(0, 25, 25).mean(1) for name in ("fp8 frozen scales", REFERENCE))
+lab.beside("gap with frozen scales, GPT 1.3B", my_gpt, 100 * float((frozen / same - 1).abs().mean()), "%", "recorded on an H100")
+
+# %% [markdown]
+# A tenth of a percent: nearer than any recipe. Nothing in a GPT starts at zero but biases, so its first gradients are of the
+# size that later ones have; norms keep the activations where they are; and 500 steps change weights little. So the first
+# scales will do, and this test, in this model, cannot tell scaling from none. It says that FP8's *rounding* does no harm here.
+# That *scales follow* is shown by DiT, where what is wrong is seen. When a test passes, ask what it would take to fail.
 #
 # The same instrument serves for a *layout*. Context parallelism cuts each sample's tokens over two GPUs: the same sums in another
 # order. So its gap has to be rounding's.
@@ -743,6 +762,31 @@ print(f"clocks of {min(clocks):.0f} to {max(clocks):.0f} MHz in {len(rows)} runs
 # GPUs of one make differ in this by a few percent, and so does one GPU from itself in its first, cool second. So compare two
 # versions in one run, by turns; and when a kernel that saves bytes saves no time, look at the clock: what it saved may have
 # been power that the next multiplication takes.
+#
+# Even a faster multiplication may save nothing. For each shape cuBLAS has a dozen algorithms, and a rule of thumb for which
+# is the fastest. `course/products.py` tries them out: on an H100, of 46 products of GPT's and DiT's layers, each by itself, the
+# best takes 4% less time than the one that the rule says, in the median, and 20% less at most, with the same bits.
+#
+# > **Predict.** Matmuls are two thirds of a step. By how much is a step of GPT 124M shorter with the best ones, and one of
+# > DiT-XL/2 at 256 pixels?
+
+# %%
+my_gpt_step, my_dit_step = 3.0, 3.0     # your predictions, percent
+
+# %%
+steps = lab.results("products_h100")["steps"]
+for name, mine in (("124M", my_gpt_step), ("256 px", my_dit_step)):
+    plain, chosen = (sum(row["ms"] for row in steps if row["rung"].startswith(name) and "two" not in row["rung"]
+                         and row["chosen"] == which) for which in (False, True))
+    lab.beside(f"saved of a step, {name}", mine, 100 * (1 - chosen / plain), "%", "recorded on an H100, by turns")
+clocks = {which: [row["clock_mhz"] for row in steps if row["rung"].startswith("124M") and "two" not in row["rung"]
+                  and row["chosen"] == which] for which in (False, True)}
+print(f"clock of GPT 124M: {min(clocks[False]):.0f} to {max(clocks[False]):.0f} MHz by the rule, "
+      f"{min(clocks[True]):.0f} to {max(clocks[True]):.0f} MHz with the best")
+
+# %% [markdown]
+# An algorithm that keeps more of the chip busy takes more power, and the clock goes down for it. On a GPU at its power
+# limit the time of a step is its energy, divided by 700 W: what helps is to move fewer bytes and multiply fewer numbers.
 
 # %% [markdown]
 # ## A curve that is a little worse

@@ -3,13 +3,16 @@ number."""
 
 import json
 import re
+import statistics
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from course.perf import recorded
+from course import products
+from course.perf import alignment, recorded
 
 ROOT = Path(__file__).parent.parent
 README, MEASURED = ((ROOT / name).read_text() for name in ("README.md", "docs/measured.md"))
@@ -171,9 +174,51 @@ def test_gelu_in_the_matmul() -> None:
         assert 1.7 < both / apart < 2.3
     other = results("gelu_h200")["borrowed"]
     us = other["DGELU"] + other["sum over tokens"], other["matmul, then GELU's gradient and the sum"]
-    speeds = [r["tokens_per_s"] / 1000 for r in sorted(other["rows"], key=lambda r: r["rung"], reverse=True)]
-    assert (f"takes {us[0]:.0f} us where the three apart take {us[1]:.0f};" in text
-            and re.search(rf"{speeds[0]:.0f} thousand tokens/s on the machine .* where 124M takes {speeds[1]:.0f},", text))
+    assert f"which take {us[0]:.0f} us, with the sum, where the three apart take {us[1]:.0f};" in text
+
+
+PRODUCTS = [("GPT 124M", f"124M: {NARROW}, kernels by hand, in a graph"),
+            ("the same in two micro-batches", f"124M: {NARROW}, kernels by hand, in a graph, two micro-batches"),
+            ("GPT 350M", f"350M: {NARROW}, kernels by hand, in a graph"),
+            ("GPT 1.3B", f"1.3B: {NARROW}, kernels by hand, in a graph"),
+            ("DiT-XL/2, 256 px", f"256 px: {NARROW}, kernels by hand, in a graph"),
+            ("DiT-XL/2, 512 px", f"512 px: {NARROW}, kernels by hand, in a graph")]
+
+
+@pytest.mark.parametrize(("label", "rung"), PRODUCTS)
+def test_steps_with_chosen_products(label: str, rung: str) -> None:
+    steps = [r for r in results("products_h100")["steps"] if r["rung"] == rung]
+    by = [statistics.mean(r["ms"] for r in steps if r["chosen"] == chosen) for chosen in (False, True)]
+    said = cells(f"chosen: {label}", "**Later than all rows on H200s**")
+    assert len(steps) == 4 and [d for cell, value in zip(said, by, strict=True) for d in differences(cell, [value])] == []
+
+
+def test_products_by_themselves() -> None:
+    """Said here, in lesson 15 and in the library."""
+    found = results("products_h100")
+    gains = [1 - r["chosen_us"] / r["pytorch_us"] for r in found["products"]]
+    assert all(r["same_bits"] == r["offered"] for r in found["products"])       # every algorithm gave PyTorch's bits
+    text = MEASURED.partition("**Later than all rows on H200s**")[2].partition("\n\n")[0].replace("\n", " ")
+    said = f"{100 * statistics.median(gains):.0f}% less time in the median, {100 * max(gains):.0f}% at most"
+    assert f"of {len(gains)} products" in text and said in text and f"in {gains.count(0)} of them it is PyTorch's" in text
+    steps = [[statistics.mean(r["ms"] for r in found["steps"] if r["rung"] == rung and r["chosen"] == chosen)
+              for chosen in (False, True)] for _, rung in PRODUCTS]
+    saved = [100 * (1 - chosen / pytorchs) for pytorchs, chosen in steps]
+    for doc in (products.__doc__, (ROOT / "solutions/15_dit_fp8.py").read_text().replace("\n# ", " ")):
+        assert f"{len(gains)} products" in doc.replace("\n", " ") and f"{100 * statistics.median(gains):.0f}% less time" in doc
+    assert f"{min(saved):.1f} to {max(saved):.1f}% shorter" in products.__doc__
+
+
+def test_what_ran_on_h100s() -> None:
+    runs = results("alignment_h100")["models"]["gpt-1.3b"]["runs"]
+    frozen, same = (alignment.windows(torch.tensor(runs[name]["losses"]), 25) for name in (alignment.FROZEN, alignment.REFERENCE))
+    assert f"(`alignment_h100.json`), by {100 * alignment.gap(frozen, same):.1f}%" in MEASURED
+    parity = results("parity_2xh100")["rows"]
+    assert f"{len(parity)} comparisons, all equal (`parity_2xh100.json`)" in MEASURED and not any(r["wrong"] for r in parity)
+    ours, ddp, theirs = (row("zero_2xh100", case) for case in ("ZeRO-1, 16-bit copies", "ddp", "ZeroRedundancyOptimizer"))
+    text = MEASURED.partition("ZeRO-1 once more on two H100s")[2].partition("\n\n")[0].replace("\n", " ")
+    assert f": {ours['ms']:.1f} ms with 16-bit copies in {ours['memory_gb']:.1f} GB" in text
+    assert f"DDP takes {ddp['ms']:.1f} ms in {ddp['memory_gb']:.1f} GB and ZeroRedundancyOptimizer {theirs['ms']:.1f} ms" in text
 
 
 def test_layers_beside_megatron_cores() -> None:

@@ -38,7 +38,7 @@ RUNGS = (("gpt", f"124M: {HAND}"), ("gpt", f"124M: {HAND}, two micro-batches"), 
 TURNS = 2
 
 
-def shapes(kind: str, rung: Rung) -> dict[str, tuple[int, int, int]]:
+def shapes(rung: Rung) -> dict[str, tuple[int, int, int]]:
     """(rows, features in, features out) of each linear of a rung's layer, and of a GPT's head, by its name."""
     c = configuration.load(rung.preset, rung.settings)
     m: Any = c.model
@@ -52,7 +52,7 @@ def shapes(kind: str, rung: Rung) -> dict[str, tuple[int, int, int]]:
 
 def each(kind: str, name: str) -> Iterator[Row]:
     """A row for every product of a rung's layer, forward and backward, that is chosen."""
-    for linear, (rows, inputs, outputs) in shapes(kind, LADDERS[kind].rungs[name]).items():
+    for linear, (rows, inputs, outputs) in shapes(LADDERS[kind].rungs[name]).items():
         for turned in (True, False):
             k, n = (inputs, outputs) if turned else (outputs, inputs)
             tensors = [torch.empty(shape, device="cuda", dtype=torch.bfloat16)

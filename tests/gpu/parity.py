@@ -6,11 +6,14 @@ go through torch.compile, whose version counts: 2.11's gave wrong gradients. Exi
 numbers.
 """
 
+import gc
 import json
 import sys
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from course import config, verify
 from course.parallel import join, leave
@@ -51,6 +54,14 @@ FEW = ("sp", "cp ring", "cp2 sp2", "pp2 sp2", "pp 1f1b", "dp zero", "tp, compile
        "cp ring, compiled", "sp, selective", "sp, selective, compiled")
 
 
+def free_groups() -> None:
+    """Part from all groups but that of all ranks: NCCL keeps memory for each, and fifty layouts' do not fit."""
+    gc.collect()                                    # a model holds its mesh
+    for group in list(distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+
+
 def main() -> None:
     world, rows = join(sys.argv[2] if len(sys.argv) > 2 else "auto"), []
     known_layouts = layouts(world.size)
@@ -62,6 +73,7 @@ def main() -> None:
             for name in sys.argv[3:] or [name for name in known_layouts if preset == "vit-demo" or name in FEW]:
                 torch._dynamo.reset()                # 2.11 fails where sizes become symbols because another layout had others
                 gaps = verify.compare_in(config.load(preset, [*common, *known_layouts[name]]), world, known)
+                free_groups()
                 if world.device.type == "cuda":
                     torch.cuda.empty_cache()
                 if world.rank == 0:
