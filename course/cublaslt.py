@@ -128,7 +128,7 @@ class Matmul:
                                                    ctypes.byref(found))
         return None if status or found.workspace > WORKSPACE else found
 
-    def run(self, by: Found, x: Tensor, weight: Tensor, extra: Tensor | None, out: Tensor) -> Tensor:
+    def run(self, by: Found, x: Tensor, weight: Tensor, extra: Tensor | None = None, *, out: Tensor) -> Tensor:
         """out = the product, by one of the algorithms; extra is the bias, or aux."""
         one, zero, (a, b, d) = ctypes.c_float(1), ctypes.c_float(0), self.layouts
         spare = torch.empty(WORKSPACE, dtype=torch.uint8, device=x.device)
@@ -165,8 +165,7 @@ def suits(x: Tensor, *others: Tensor) -> bool:
 
 def product(x: Tensor, weight: Tensor, turned: bool, bias: Tensor | None) -> Tensor:
     """`course.products.product_plain`, by the fastest of cuBLASLt's algorithms that give PyTorch's bits."""
-    x, weight = x.contiguous(), weight.contiguous()
-    tensors = [x, weight] + ([] if bias is None else [bias.contiguous()])
+    tensors = [t.contiguous() for t in (x, weight, bias) if t is not None]
     (m, k), n = x.shape, weight.shape[0 if turned else 1]
     if m * n * k < WORK or not suits(*tensors):
         return product_plain(x, weight, turned, bias)
@@ -177,7 +176,7 @@ def product(x: Tensor, weight: Tensor, turned: bool, bias: Tensor | None) -> Ten
         by = one.chosen[0] if one.chosen else None
         if by is None:
             return product_plain(x, weight, turned, bias)
-        return one.run(by, x, weight, bias, x.new_empty(m, n))
+        return one.run(by, *tensors, out=x.new_empty(m, n))
 
 
 def plain(turned: bool) -> Way:
@@ -204,10 +203,11 @@ def gelu_linear_backward(dy: Tensor, weight: Tensor, a: Tensor, total: bool) -> 
         if one.chosen is None and len(fast) > 1 and not torch.cuda.is_current_stream_capturing():
             one.chosen = choose(one, fast, [dy.view(m, k), weight, a.view(m, n)])
         by = (one.chosen and one.chosen[0]) or fast[0]
-        da = one.run(by, dy, weight, a, torch.empty_like(a))
+        da = one.run(by, dy, weight, a, out=torch.empty_like(a))
     return da, summed(da, total)
 
 
+@functools.cache                                    # of each product once: it asks the library eight times
 def in_one_wave(one: Matmul) -> list[Found]:
     """The fast algorithms for a product with GELU's gradient, or, where cuBLASLt offers another first, those of another shape."""
     offered = one.offered
@@ -236,7 +236,7 @@ def calls(one: Matmul, algorithms: Sequence[Found], tensors: Sequence[Tensor], o
     generator = torch.Generator(tensors[0].device).manual_seed(0)       # none of the training's own
     x, weight, *more = (torch.empty_like(t).normal_(generator=generator) for t in tensors)
     out = x.new_empty(len(x), one.width)
-    found = [partial(one.run, by, x, weight, more[0] if more else None, out) for by in algorithms]
+    found = [partial(one.run, by, x, weight, *more, out=out) for by in algorithms]
     return [partial(other, x, weight, *more), *found] if other else [*found]
 
 

@@ -95,7 +95,7 @@ def test_it_is_run_on_the_tensors_in_order_and_on_this_stream(lent, epilogue):
     library = lent(Library((0.9, 131)))
     product = cublaslt.Matmul(6, 5, 3, torch.bfloat16, 64, epilogue=epilogue)
     weight, x, extra, out = (torch.zeros(shape, dtype=torch.bfloat16) for shape in ((3, 5), (6, 3), (6, 5), (6, 5)))
-    assert product.run(product.offered[0], x, weight, None if epilogue == cublaslt.NOTHING else extra, out) is out
+    assert product.run(product.offered[0], x, weight, *[extra] * (epilogue != cublaslt.NOTHING), out=out) is out
     (_, _, _, a, _, b, _, _, c, _, d, _, _, _, size, stream), = library.made("cublasLtMatmul")
     assert (a, b, c, d) == (weight.data_ptr(), x.data_ptr(), out.data_ptr(), out.data_ptr())
     assert (size, stream) == (cublaslt.WORKSPACE, 77)
@@ -172,7 +172,7 @@ def timed(monkeypatch):
     """Algorithms that compute the product, or, of these waves, something else; and a clock by which each takes its waves, and
     PyTorch's way so many seconds."""
     def clock(other_bits=(), pytorch=1.0):
-        def run(self, by, x, weight, extra, out):
+        def run(self, by, x, weight, extra=None, *, out):
             found = product_plain(x, weight, False, None if extra is None or extra.dim() > 1 else extra)
             return out.copy_(found + (round(by.waves, 2) in other_bits))
 
@@ -252,9 +252,9 @@ def test_of_several_in_one_wave_the_fastest_computes_gelus_gradient(lent, timed,
     dy, weight, a = torch.randn(2, 8, 16).bfloat16(), torch.randn(16, 24).bfloat16(), torch.randn(2, 8, 24).bfloat16()
     given, run = [], cublaslt.Matmul.run
 
-    def noted(self, by, x, weight, extra, out):
+    def noted(self, by, x, weight, extra=None, *, out):
         given.append((by.waves, extra.data_ptr()))
-        return run(self, by, x.flatten(0, -2), weight, extra, out.view(16, 24))
+        return run(self, by, x.flatten(0, -2), weight, extra, out=out.view(16, 24))
 
     monkeypatch.setattr(cublaslt.Matmul, "run", noted)
     cublaslt.gelu_linear_backward(dy, weight, a, False)

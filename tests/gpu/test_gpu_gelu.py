@@ -44,8 +44,8 @@ def test_all_algorithms_give_the_same_bits(shape):
     product = described(shape[0] * shape[1], shape[3], shape[2])
     assert product.offered and all(by.workspace <= cublaslt.WORKSPACE for by in product.offered)
     fast = product.offered[0].waves <= 1
-    found = [product.run(by, dy, weight, a, torch.empty_like(a)) for by in cublaslt.in_one_wave(product) or product.offered]
-    found += [product.run(by, dy, weight, a, torch.empty_like(a)) for by in product.offered if fast]
+    found = [product.run(by, dy, weight, a, out=torch.empty_like(a)) for by in cublaslt.in_one_wave(product) or product.offered]
+    found += [product.run(by, dy, weight, a, out=torch.empty_like(a)) for by in product.offered if fast]
     assert all(torch.equal(da, found[0]) for da in found)
 
 

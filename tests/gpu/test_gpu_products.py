@@ -39,7 +39,7 @@ def test_each_algorithm_that_is_tried_computes_the_product(turned):
     one = cublaslt.matmul(1000, 264, 520, torch.bfloat16, 256, 0, turned, cublaslt.BIAS if turned else cublaslt.NOTHING)
     wanted = product_plain(x.double(), weight.double(), turned, *(b.double() for b in more))
     for by in one.offered:
-        found = one.run(by, x, weight, more[0] if more else None, x.new_empty(1000, 264))
+        found = one.run(by, x, weight, *more, out=x.new_empty(1000, 264))
         assert (found.double() - wanted).norm() <= 2**-8 * wanted.norm()
 
 
