@@ -127,8 +127,9 @@ def test_training_goes_on_in_the_new_layout_as_it_would_have(serial, tmp_path, s
 
 
 # In bf16 every number is rounded by up to 2^-9 of it, in each layout another sum of them; over the 112 tokens of a batch most of
-# that averages out. Within four steps after the checkpoint losses of layouts differ by 7e-5 to 1.8e-4 at most, of a run in
-# micro-batches of one by 2e-5, and those after a mistake by 1.5e-3 to 2e-1. The bound lies between: a quarter of one rounding.
+# that averages out. Within four steps after the checkpoint losses of layouts differ by 7e-5 to 2.5e-4 at most (on two makes of
+# processors), of a run in micro-batches of one by 2e-5, and those after a mistake in an early block by 4e-3 to 2e-1. The bound lies
+# between: a quarter of one rounding. In the last block the loss does not tell a mistake from rounding; in float64 it does, above.
 BOUND = 2**-11
 LOW = ["precision=bf16", "optim.lr=1e-2", "optim.warmup=0"]
 
@@ -181,8 +182,8 @@ def lose(stem):
     return make
 
 
-MISTAKES = {"qkv": swap("blocks.2.attn.qkv.weight"), "out": swap("blocks.2.attn.out.weight"), "states": lose(""),
-            "up": swap("blocks.2.mlp.up.weight"), "states-of-one": lose("blocks.2.mlp.up.weight")}
+MISTAKES = {"qkv": swap("blocks.1.attn.qkv.weight"), "out": swap("blocks.1.attn.out.weight"), "states": lose(""),
+            "up": swap("blocks.1.mlp.up.weight"), "states-of-one": lose("blocks.1.mlp.up.weight")}
 
 
 @pytest.mark.parametrize("name", ["qkv", "states", *(pytest.param(name, marks=pytest.mark.slow)
