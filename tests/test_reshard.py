@@ -128,8 +128,8 @@ def test_training_goes_on_in_the_new_layout_as_it_would_have(serial, tmp_path, s
 
 # In bf16 every number is rounded by up to 2^-9 of it, in each layout another sum of them; over the 112 tokens of a batch most of
 # that averages out. Within four steps after the checkpoint losses of layouts differ by 7e-5 to 2.5e-4 at most (on two makes of
-# processors), of a run in micro-batches of one by 2e-5, and those after a mistake in an early block by 4e-3 to 2e-1. The bound lies
-# between: a quarter of one rounding. In the last block the loss does not tell a mistake from rounding; in float64 it does, above.
+# processors), of a run in micro-batches of one by 2e-5, and those after a mistake in the second block by 4e-3 to 2e-1. The bound
+# lies between: a quarter of one rounding. In the last block the loss does not tell a mistake from rounding; in float64 it does.
 BOUND = 2**-11
 LOW = ["precision=bf16", "optim.lr=1e-2", "optim.warmup=0"]
 
