@@ -29,7 +29,7 @@ from course.products import product_plain
 HOPPER = (9, 0)
 KINDS = {torch.bfloat16: 14, torch.float16: 2}      # cudaDataType_t: CUDA_R_16BF, CUDA_R_16F
 FLOAT, COMPUTE_FLOAT = 0, 68                        # cudaDataType_t: CUDA_R_32F; cublasComputeType_t: CUBLAS_COMPUTE_32F
-TURN_A, TURN_B = 3, 4                               # cublasLtMatmulDescAttributes_t: whether a factor is transposed
+TURN_A = 3                                          # cublasLtMatmulDescAttributes_t: whether the first factor is transposed
 EPILOGUE, BIAS_AT, AUX_AT, AUX_LD = 7, 8, 11, 12    # what follows the product; where its bias and its second factor are
 NOTHING, BIAS, DGELU = 1, 4, 192                    # cublasLtEpilogue_t
 WORKSPACE_LIMIT, ALIGNMENTS = 1, (5, 6, 7, 8)       # cublasLtMatmulPreferenceAttributes_t; of A, B, C and D

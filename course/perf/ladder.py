@@ -113,18 +113,15 @@ def measure(kind: str, name: str, small: bool, only_first: bool) -> Row:
                 torch.cuda.reset_peak_memory_stats()        # the compiler tries its kernels in the first step, on copies
             if only_first:
                 return {"first_s": first}
-            steps = warm(step, batches, world.device, 0.01 if small else LAP)
-            with gauge(world.device) as driver:
-                ms = 1e3 * statistics.median(lap(step, batches, world.device, steps) for _ in range(LAPS))
+            ms, driver = timed(step, batches, world.device, small)
             kernels = kernels_of(step, next(batches), world.device)
     finally:
         leave()
-    rate = 1e3 * config.train.global_batch / ms
     peak = flops.peak_tflops(world.device, config.precision)
-    tokens = {"tokens_per_s": rate * config.model.context} if config.model.kind == "gpt" else {}
-    return {"samples_per_s": rate, **tokens, "ms": ms, "memory_gb": memory_gb(world.device), "first_gb": first_gb,
+    rate = speed(config, ms)
+    return {**rate, "ms": ms, "memory_gb": memory_gb(world.device), "first_gb": first_gb,
             "first_s": first, "kernels": kernels, **driver,
-            "mfu": flops.step(config.model, 1) * rate / 1e12 / peak if peak else None, "preset": chosen.preset,
+            "mfu": flops.step(config.model, 1) * rate["samples_per_s"] / 1e12 / peak if peak else None, "preset": chosen.preset,
             "settings": [*chosen.settings]}
 
 
@@ -145,6 +142,20 @@ def kernels_of(step: Any, batch: Any, device: torch.device) -> int:
         bench.wait(device)
     return sum(event.device_type == torch.autograd.DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
                for event in found.events() or [])
+
+
+def speed(config: configuration.Config, ms: float) -> Row:
+    """Samples, and a GPT's tokens, in a second, of steps that take so many milliseconds."""
+    rate = 1e3 * config.train.global_batch / ms
+    return {"samples_per_s": rate} | ({"tokens_per_s": rate * config.model.context} if config.model.kind == "gpt" else {})
+
+
+def timed(step: Any, batches: Iterator[Any], device: torch.device, small: bool) -> tuple[float, Row]:
+    """Milliseconds of a step, the median of some laps once it is warm, and what the driver says meanwhile."""
+    steps = warm(step, batches, device, 0.01 if small else LAP)
+    with gauge(device) as driver:
+        ms = 1e3 * statistics.median(lap(step, batches, device, steps) for _ in range(LAPS))
+    return ms, driver
 
 
 def warm(step: Any, batches: Iterator[Any], device: torch.device, least: float) -> int:

@@ -6,7 +6,6 @@ captured with either, by turns in one process. On a CPU tiny, with --small, and 
 
 import gc
 import json
-import statistics
 import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
@@ -25,9 +24,9 @@ from course.models import DiTConfig, GPTConfig
 from course.parallel import build_mesh, join, leave
 from course.perf import bench
 from course.perf.command import command
-from course.perf.gauge import gauge
-from course.perf.ladder import LAP, LAPS, lap, warm
+from course.perf.ladder import speed, timed
 from course.perf.lanes import Row
+from course.perf.layouts import hidden
 from course.perf.rungs import LADDERS, Rung
 from course.products import product_plain
 from course.train import assemble
@@ -44,9 +43,8 @@ def shapes(rung: Rung) -> dict[str, tuple[int, int, int]]:
     m: Any = c.model
     rows = c.train.micro_batch or c.train.global_batch
     rows *= m.context if isinstance(m, GPTConfig) else m.tokens
-    hidden = m.hidden if isinstance(m, GPTConfig) else int(m.dim * m.mlp_ratio)
-    found = {"qkv": (rows, m.dim, 3 * m.dim), "out": (rows, m.dim, m.dim), "up": (rows, m.dim, hidden),
-             "down": (rows, hidden, m.dim)}
+    found = {"qkv": (rows, m.dim, 3 * m.dim), "out": (rows, m.dim, m.dim), "up": (rows, m.dim, hidden(m)),
+             "down": (rows, hidden(m), m.dim)}
     return found if isinstance(m, DiTConfig) else found | {"head": (m.loss_chunk, m.dim, m.vocab)}
 
 
@@ -87,12 +85,8 @@ def whole(kind: str, name: str, small: bool) -> Iterator[Row]:
             for turn, chosen in enumerate([False, True] * TURNS):
                 step = training.step if small else graphed(training.step.step, training.gradients, mesh)
                 with nullcontext() if chosen else as_pytorch_chooses():
-                    steps = warm(step, batches, world.device, 0.01 if small else LAP)
-                with gauge(world.device) as driver:
-                    ms = 1e3 * statistics.median(lap(step, batches, world.device, steps) for _ in range(LAPS))
-                rate = 1e3 * config.train.global_batch / ms
-                tokens = {"tokens_per_s": rate * config.model.context} if isinstance(config.model, GPTConfig) else {}
-                yield {"rung": name, "turn": turn // 2, "chosen": chosen, "ms": ms, "samples_per_s": rate, **tokens, **driver}
+                    ms, driver = timed(step, batches, world.device, small)
+                yield {"rung": name, "turn": turn // 2, "chosen": chosen, "ms": ms, **speed(config, ms), **driver}
                 del step                            # and with it what its graph keeps
     finally:
         leave()
