@@ -40,7 +40,8 @@
                         (who compute as in others), and what is predicted of them; heldout, what it is tested on; layouts, those
                         that a run takes, and their variants, of which plan finds the fastest (misfits, why there is none);
                         proposal, `course plan`; planned, whether it was right; catalogue, `course presets`
-    launch, worker      a function, even of a notebook's cell, on several ranks of this machine; meet, who waits for whom
+    launch, worker      a function, even of a notebook's cell, on several ranks of this machine (forks of seed); meet, who
+                        waits for whom
     doctor, cli         what this machine has; the `course` command, with its groups cli_data and cli_bench, and cli_words, what
                         they share
     lab                 lessons, exercises, checks and grading, on top of all this

@@ -7,8 +7,8 @@
 
     ranks(4)(total, 10)                              # [60, 60, 60, 60]
 
-The ranks are processes of their own, forks of a fresh interpreter that imports PyTorch once for all of them; not of this
-process, since a notebook's kernel has threads, which a fork would lose in the middle of whatever they are at.
+The ranks are processes of their own, forks of a fresh interpreter that imports PyTorch once for all of them (`course/seed.py`);
+not of this process, since a notebook's kernel has threads, which a fork would lose in the middle of whatever they are at.
 They stay for the next call until one goes wrong: then all are stopped, and a `RankError` tells the story.
 """
 
@@ -18,6 +18,7 @@ import os
 import pickle
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -31,12 +32,14 @@ from typing import Any, NamedTuple
 
 import cloudpickle
 
+from course import seed
 from course.errors import ending
 from course.meet import DISAGREE, explain, name
 
 START = 120.0                                        # seconds that new ranks may take to import PyTorch
 GRACE = 2.0                                          # seconds that the others have left when one has failed
 COMMAND = "import sys; from course.worker import nursery; nursery(sys.argv[1], *map(int, sys.argv[2:]))"
+ON_IMPORT = ("CUDA", "LD_", "MKL_", "OMP_", "PYTHON", "PYTORCH", "TORCH")      # variables that PyTorch reads when it is imported
 
 
 class Failure(NamedTuple):
@@ -139,19 +142,64 @@ class Worker:
             self.control.send(message)
 
 
+class Seed:
+    """The process that nurseries are forked from: PyTorch is imported once, however often ranks start anew."""
+
+    def __init__(self, out: int):
+        self.environment = read_on_import()
+        self.socket, theirs = socket.socketpair()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "course.seed", str(theirs.fileno())], pass_fds=[theirs.fileno()], start_new_session=True,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}, stdin=subprocess.DEVNULL, stdout=out,
+            stderr=subprocess.STDOUT)
+        theirs.close()
+
+    def usable(self) -> bool:
+        """Whether it lives, and has what an interpreter that starts now would have."""
+        return self.process.poll() is None and self.environment == read_on_import()
+
+
+def read_on_import() -> dict[str, str]:
+    """The variables of the environment that PyTorch reads when it is imported."""
+    return {key: value for key, value in os.environ.items() if key.startswith(ON_IMPORT)}
+
+
+_seed: Seed | None = None
+
+
+def fork(job: dict[str, Any], fds: list[int], out: int) -> int:
+    """A fork that becomes a nursery; its pid, or 0 if there could be none: what is said of that goes to `out`."""
+    global _seed
+    if not (_seed and _seed.usable()):
+        if _seed:
+            _seed.socket.close()                     # at which it ends
+            _seed.process.wait()
+        _seed = Seed(out)
+    with suppress(OSError, EOFError):
+        return seed.ask(_seed.socket, job, fds)
+    return 0
+
+
 class Nursery:
     """The process that ranks are forked from. It tells when they are born and when they end."""
 
     def __init__(self, workers: list[Worker], n: int, imports: str):
         self.workers = workers
         self.news, theirs = Pipe(duplex=False)
-        settings = {"WORLD_SIZE": str(n), "PYTHONPATH": os.pathsep.join(sys.path),
-                    "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0"}    # needs no network
+        self.process: subprocess.Popen[bytes] | None = None      # on Linux it is no child of this process
+        environment = os.environ | {"WORLD_SIZE": str(n), "PYTHONPATH": os.pathsep.join(sys.path),
+                                    "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0"}    # needs no network
         pipes = [end.fileno() for worker in workers for end in (worker.theirs, worker.out)]
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", COMMAND, imports, str(theirs.fileno()), str(workers[0].rank), *map(str, pipes)],
-            pass_fds=[theirs.fileno(), *pipes], env=os.environ | settings, start_new_session=True,      # Ctrl-C is for the caller
-            stdin=subprocess.DEVNULL, stdout=workers[0].out.fileno(), stderr=subprocess.STDOUT)
+        out = workers[0].out.fileno()
+        if sys.platform == "linux":
+            job = {"imports": imports, "first": workers[0].rank, "environment": environment, "path": sys.path}
+            self.pid = fork(job, [theirs.fileno(), out, *pipes], out)
+        else:                                        # elsewhere a forked process may not use all libraries
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", COMMAND, imports, str(theirs.fileno()), str(workers[0].rank), *map(str, pipes)],
+                pass_fds=[theirs.fileno(), *pipes], env=environment, start_new_session=True,      # Ctrl-C is for the caller
+                stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT)
+            self.pid = self.process.pid
         for end in (theirs, *(end for worker in workers for end in (worker.theirs, worker.out))):
             end.close()
 
@@ -160,8 +208,9 @@ class Nursery:
         try:
             rank, change = self.news.recv()
         except (EOFError, OSError):
+            code = self.process.wait() if self.process else 1
             for worker in self.workers:              # of whom there was no news
-                worker.code = self.process.wait() if worker.code is None else worker.code
+                worker.code = code if worker.code is None else worker.code
             return False
         vars(next(worker for worker in self.workers if worker.rank == rank)).update(change)
         return True
@@ -173,10 +222,14 @@ class Nursery:
                 with suppress(ProcessLookupError):
                     os.killpg(worker.pid, signal.SIGKILL)
             worker.control.close()                   # at which one that was not known yet ends by itself
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(GRACE)                 # it ends when all of them have
-        self.process.kill()
-        self.process.wait()
+        end = time.monotonic() + GRACE
+        while not self.news.closed:                  # it ends when all of them have
+            if not self.news.poll(max(0.0, end - time.monotonic())):
+                with suppress(ProcessLookupError):
+                    os.kill(self.pid, signal.SIGKILL)
+                return
+            if not self.listen():
+                self.news.close()
 
 
 class Pool:
@@ -304,8 +357,8 @@ class Pool:
     def stop(self) -> None:
         """Kill the ranks and whatever processes they started."""
         for nursery in self.nurseries:
-            for worker in nursery.workers:
-                self.sources.pop(worker.control, None)
+            for source in (nursery.news, *(worker.control for worker in nursery.workers)):
+                self.sources.pop(source, None)
             nursery.stop()
         self.drain()                                 # their last words
         shutil.rmtree(self.folder, ignore_errors=True)

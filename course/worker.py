@@ -37,15 +37,13 @@ def nursery(imports: str, news: int, first: int, *pipes: int) -> None:
     """Fork ranks from this process, which has imported PyTorch; tell of each that is born or ends.
 
     It has no threads but OpenBLAS's, which are made for forks. imports: a module that the ranks will need, or "". pipes: for each
-    rank one to talk through and one to print to. A rank that is alone here needs no fork: it is this process.
+    rank one to talk through and one to print to. Except on Linux each rank has a nursery of its own, and is that process.
     """
-    if len(pipes) > 2:
-        import torch._dynamo  # a second once, instead of in every rank that makes an optimizer  # noqa: F401
     if imports:
         import_module(imports)
     told, n = Connection(news, readable=False), int(os.environ["WORLD_SIZE"])
     born: dict[int, int] = {}                        # the rank of each process
-    if len(pipes) == 2:
+    if sys.platform != "linux":
         told.send((first, {"pid": os.getpid()}))
         begin(first, n, (pipes[0], pipes[1]), set(pipes))            # `news` stays open while it lives
     for rank, ends in enumerate(zip(pipes[::2], pipes[1::2], strict=True), first):

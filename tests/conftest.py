@@ -1,6 +1,7 @@
 """What many tests share: a small data set, and settings for a model that trains on it in a second."""
 
 import os
+import resource
 import shutil
 import signal
 from collections.abc import Iterator
@@ -30,11 +31,34 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.xdist_group(str(item.path)))
 
 
+class Teller:
+    """Failures in full when they happen: of a run that is cut short one would see no more than a letter F."""
+
+    def __init__(self, terminal: "pytest.TerminalReporter"):
+        self.terminal = terminal
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.terminal.write_line(f"\n{report.when} of {report.nodeid} failed:\n{report.longreprtext}")
+
+
+@pytest.hookimpl(trylast=True)                       # after the terminal's
+def pytest_configure(config: pytest.Config) -> None:
+    if terminal := config.pluginmanager.get_plugin("terminalreporter"):      # processes of xdist's have none
+        config.pluginmanager.register(Teller(terminal))
+
+
 @pytest.fixture(scope="module", autouse=True)
 def no_idle_ranks() -> Iterator[None]:
     """Ranks that wait for the next call keep threads of gloo's, which poll: they end with the file that used them."""
     yield
     launch.close()
+
+
+def worked() -> float:
+    """Processor seconds of all processes that this one has started and that have ended: other tests may run beside them."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def fields(times: int, seed: int) -> np.ndarray:

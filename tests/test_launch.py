@@ -130,6 +130,27 @@ def test_the_pool_stays_warm():
     assert time.monotonic() - start < 1.0            # a cold one takes seconds
 
 
+def test_new_ranks_come_of_the_same_seed_unless_pytorch_would_find_other_variables(monkeypatch):
+    """They have the environment and the path of now, and as many pipes as need several messages."""
+    def found():
+        return os.environ.get("COURSE_NOW"), "/now" in sys.path, psutil.Process(os.getppid()).ppid()
+
+    def anew():
+        close()
+        return ranks(2)(found)
+
+    seed = anew()[0][2]
+    monkeypatch.setenv("COURSE_NOW", "now")
+    monkeypatch.syspath_prepend("/now")
+    monkeypatch.setattr("course.seed.MOST", 3)
+    assert anew() == [("now", True, seed)] * 2
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    other = anew()[0][2]
+    assert other != seed and not alive(seed)
+    psutil.Process(other).kill()
+    assert anew()[0][2] not in (seed, other)
+
+
 def test_tensors_travel_both_ways():
     weight = torch.arange(6.0).view(2, 3).requires_grad_()
     for rank, (same, rows) in enumerate(ranks(2)(lambda w: (w, {"row": w[dist.get_rank()].detach()}), weight)):

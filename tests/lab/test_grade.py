@@ -237,6 +237,7 @@ def test_pages_do_not_give_hidden_inputs_away(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group(str(Path(__file__).with_name("test_lessons.py")))     # which take all cores, too: one after another
 @isolated
 @pytest.mark.filterwarnings("ignore::nbformat.warnings.DuplicateCellId")       # handed in by some of them
 def test_a_class_of_thirty_some_of_them_hostile(tmp_path):
