@@ -147,7 +147,9 @@ class Seed:
 
     def __init__(self, out: int):
         self.environment = read_on_import()
+        self.answered = True
         self.socket, theirs = socket.socketpair()
+        self.socket.settimeout(START)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "course.seed", str(theirs.fileno())], pass_fds=[theirs.fileno()], start_new_session=True,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}, stdin=subprocess.DEVNULL, stdout=out,
@@ -155,8 +157,23 @@ class Seed:
         theirs.close()
 
     def usable(self) -> bool:
-        """Whether it lives, and has what an interpreter that starts now would have."""
-        return self.process.poll() is None and self.environment == read_on_import()
+        """Whether it lives, owes no answer, and has what an interpreter that starts now would have."""
+        return self.process.poll() is None and self.answered and self.environment == read_on_import()
+
+    def fork(self, job: dict[str, Any], fds: list[int]) -> int:
+        """The pid of a fork that becomes a nursery, 0 if there will be none: what is said of that goes to the first `out`."""
+        self.answered = False                        # also if a Ctrl-C comes
+        with suppress(OSError, EOFError):
+            pid = seed.ask(self.socket, job, fds)
+            self.answered = True
+            return pid
+        return 0
+
+    def end(self) -> None:
+        """Stop it; what it has forked stays."""
+        self.socket.close()
+        self.process.kill()
+        self.process.wait()
 
 
 def read_on_import() -> dict[str, str]:
@@ -168,16 +185,13 @@ _seed: Seed | None = None
 
 
 def fork(job: dict[str, Any], fds: list[int], out: int) -> int:
-    """A fork that becomes a nursery; its pid, or 0 if there could be none: what is said of that goes to `out`."""
+    """As `Seed.fork`, of one that is there, or of a new one that prints to `out` until it has PyTorch."""
     global _seed
-    if not (_seed and _seed.usable()):
-        if _seed:
-            _seed.socket.close()                     # at which it ends
-            _seed.process.wait()
-        _seed = Seed(out)
-    with suppress(OSError, EOFError):
-        return seed.ask(_seed.socket, job, fds)
-    return 0
+    if _seed and not _seed.usable():
+        _seed.end()
+        _seed = None
+    _seed = _seed or Seed(out)
+    return _seed.fork(job, fds)
 
 
 class Nursery:
@@ -225,8 +239,9 @@ class Nursery:
         end = time.monotonic() + GRACE
         while not self.news.closed:                  # it ends when all of them have
             if not self.news.poll(max(0.0, end - time.monotonic())):
-                with suppress(ProcessLookupError):
-                    os.kill(self.pid, signal.SIGKILL)
+                if self.pid:                         # 0 would be this process and its kin
+                    with suppress(ProcessLookupError):
+                        os.kill(self.pid, signal.SIGKILL)
                 return
             if not self.listen():
                 self.news.close()

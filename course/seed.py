@@ -43,7 +43,7 @@ def serve(fd: int) -> None:
 
     seed = socket.socket(fileno=fd)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)    # nobody waits for what it forks
-    os.dup2(os.open(os.devnull, os.O_RDWR), 1)       # who reads what ranks print waits for all who could
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)     # who reads what ranks print waits for all who could
     os.dup2(1, 2)
     while True:
         try:
@@ -53,7 +53,10 @@ def serve(fd: int) -> None:
         job = json.loads(read(seed, length))
         fds: list[int] = []
         while len(fds) < many:
-            fds += socket.recv_fds(seed, 1, MOST)[1]
+            mark, some, *_ = socket.recv_fds(seed, 1, MOST)
+            if not mark:
+                return
+            fds += some
         if not (pid := os.fork()):
             seed.close()
             become(job, *fds)

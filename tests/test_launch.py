@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from unittest import mock
 
 import psutil
 import pytest
@@ -148,7 +149,19 @@ def test_new_ranks_come_of_the_same_seed_unless_pytorch_would_find_other_variabl
     other = anew()[0][2]
     assert other != seed and not alive(seed)
     psutil.Process(other).kill()
+    psutil.Process(other).wait(10)
     assert anew()[0][2] not in (seed, other)
+
+
+def test_a_seed_that_was_interrupted_or_is_gone_is_not_asked_again(monkeypatch):
+    """Its answer to what was given up would be taken for that to the next question."""
+    ranks(2)(os.getpid)
+    for name, error, seen in (("read", KeyboardInterrupt, KeyboardInterrupt), ("ask", EOFError, RankError)):
+        close()
+        with monkeypatch.context() as patch, pytest.raises(seen):
+            patch.setattr(f"course.seed.{name}", mock.Mock(side_effect=error))
+            ranks(2)(os.getpid)
+        assert [rank for rank, _ in ranks(2)(lambda: (dist.get_rank(), os.getpid()))] == [0, 1]
 
 
 def test_tensors_travel_both_ways():
