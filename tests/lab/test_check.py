@@ -139,11 +139,12 @@ AVERAGE = "import torch.distributed as dist\n\ndef average_gradients(parameters,
     ("    import os\n    if axis.rank == 1:\n        os._exit(3)\n    dist.barrier()\n", ["Rank 1 exited with code 3"],
      "ends the process"),
 ])
-def test_who_stopped_where_among_ranks(body, words, hint):
-    """Which rank stopped at which collective, with its shape, and whom the others were waiting for; within a minute.
+def test_who_stopped_where_among_ranks(body, words, hint, monkeypatch):
+    """Which rank stopped at which collective, with its shape, and whom the others were waiting for; soon, even on a busy machine.
 
     Only ranks that do not meet are told of collectives.
     """
+    monkeypatch.setattr(check, "RANK_SECONDS", 10.0)
     begin = time.monotonic()
     found = verdict("average-gradients", AVERAGE + body)
     told = present.text(found, colour=False)
