@@ -3,6 +3,7 @@
 It imports nothing else of this library: whoever it forks does that, and so has the files as they are by then.
 """
 
+import gc
 import json
 import os
 import signal
@@ -38,9 +39,11 @@ def read(source: socket.socket, size: int) -> bytes:
 
 def serve(fd: int) -> None:
     """Fork for each job until whoever asks is gone."""
+    gc.disable()                                     # a fifth of an import goes into looking for garbage, of which it makes none
     import torch._dynamo  # takes a second, and every process that makes an optimizer needs it
     import torch.distributed.distributed_c10d  # noqa: F401
 
+    gc.freeze()                                      # what is here stays: forks need not look through it, and share its memory
     seed = socket.socket(fileno=fd)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)    # nobody waits for what it forks
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)     # who reads what ranks print waits for all who could
@@ -67,6 +70,7 @@ def serve(fd: int) -> None:
 
 def become(job: dict[str, Any], news: int, out: int, *pipes: int) -> None:
     """The life of a fork."""
+    gc.enable()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
     os.environ.clear()
