@@ -18,7 +18,6 @@ import os
 import pickle
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -35,11 +34,10 @@ import cloudpickle
 from course import seed
 from course.errors import ending
 from course.meet import DISAGREE, explain, name
+from course.seed import START
 
-START = 120.0                                        # seconds that new ranks may take to import PyTorch
 GRACE = 2.0                                          # seconds that the others have left when one has failed
 COMMAND = "import sys; from course.worker import nursery; nursery(sys.argv[1], *map(int, sys.argv[2:]))"
-ON_IMPORT = ("CUDA", "LD_", "MKL_", "OMP_", "PYTHON", "PYTORCH", "TORCH")      # variables that PyTorch reads when it is imported
 
 
 class Failure(NamedTuple):
@@ -142,58 +140,6 @@ class Worker:
             self.control.send(message)
 
 
-class Seed:
-    """The process that nurseries are forked from: PyTorch is imported once, however often ranks start anew."""
-
-    def __init__(self, out: int):
-        self.environment = read_on_import()
-        self.answered = True
-        self.socket, theirs = socket.socketpair()
-        self.socket.settimeout(START)
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "course.seed", str(theirs.fileno())], pass_fds=[theirs.fileno()], start_new_session=True,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}, stdin=subprocess.DEVNULL, stdout=out,
-            stderr=subprocess.STDOUT)
-        theirs.close()
-
-    def usable(self) -> bool:
-        """Whether it lives, owes no answer, and has what an interpreter that starts now would have."""
-        return self.process.poll() is None and self.answered and self.environment == read_on_import()
-
-    def fork(self, job: dict[str, Any], fds: list[int]) -> int:
-        """The pid of a fork that becomes a nursery, 0 if there will be none: what is said of that goes to the first `out`."""
-        self.answered = False                        # also if a Ctrl-C comes
-        with suppress(OSError, EOFError):
-            pid = seed.ask(self.socket, job, fds)
-            self.answered = True
-            return pid
-        return 0
-
-    def end(self) -> None:
-        """Stop it; what it has forked stays."""
-        self.socket.close()
-        self.process.kill()
-        self.process.wait()
-
-
-def read_on_import() -> dict[str, str]:
-    """The variables of the environment that PyTorch reads when it is imported."""
-    return {key: value for key, value in os.environ.items() if key.startswith(ON_IMPORT)}
-
-
-_seed: Seed | None = None
-
-
-def fork(job: dict[str, Any], fds: list[int], out: int) -> int:
-    """As `Seed.fork`, of one that is there, or of a new one that prints to `out` until it has PyTorch."""
-    global _seed
-    if _seed and not _seed.usable():
-        _seed.end()
-        _seed = None
-    _seed = _seed or Seed(out)
-    return _seed.fork(job, fds)
-
-
 class Nursery:
     """The process that ranks are forked from. It tells when they are born and when they end."""
 
@@ -207,7 +153,7 @@ class Nursery:
         out = workers[0].out.fileno()
         if sys.platform == "linux":
             job = {"imports": imports, "first": workers[0].rank, "environment": environment, "path": sys.path}
-            self.pid = fork(job, [theirs.fileno(), out, *pipes], out)
+            self.pid = seed.fork(job, [theirs.fileno(), out, *pipes], out)
         else:                                        # elsewhere a forked process may not use all libraries
             self.process = subprocess.Popen(
                 [sys.executable, "-c", COMMAND, imports, str(theirs.fileno()), str(workers[0].rank), *map(str, pipes)],

@@ -1,6 +1,6 @@
-"""A process that has imported PyTorch, and forks: what it forks is ready at once. `course/launch.py` starts it and asks it.
+"""A process that has imported PyTorch, and forks: what it forks is ready at once. `fork` starts it, and asks it.
 
-It imports nothing else of this library: whoever it forks does that, and so has the files as they are by then.
+The process imports nothing else of this library: whoever it forks does that, and so has the files as they are by then.
 """
 
 import gc
@@ -8,10 +8,66 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
+from contextlib import suppress
 from typing import Any
 
+START = 120.0                                        # seconds that it may take to import PyTorch
 MOST = 250                                           # descriptors in a message: the kernel takes 253
+ON_IMPORT = ("CUDA", "LD_", "MKL_", "OMP_", "PYTHON", "PYTORCH", "TORCH")      # variables that PyTorch reads when it is imported
+
+
+class Seed:
+    """The process, seen from its caller: PyTorch is imported once, however often ranks start anew."""
+
+    def __init__(self, out: int):
+        self.environment = read_on_import()
+        self.answered = True
+        self.socket, theirs = socket.socketpair()
+        self.socket.settimeout(START)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "course.seed", str(theirs.fileno())], pass_fds=[theirs.fileno()], start_new_session=True,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}, stdin=subprocess.DEVNULL, stdout=out,
+            stderr=subprocess.STDOUT)
+        theirs.close()
+
+    def usable(self) -> bool:
+        """Whether it lives, owes no answer, and has what an interpreter that starts now would have."""
+        return self.process.poll() is None and self.answered and self.environment == read_on_import()
+
+    def fork(self, job: dict[str, Any], fds: list[int]) -> int:
+        """The pid of a fork that becomes a nursery, 0 if there will be none: what is said of that goes to the first `out`."""
+        self.answered = False                        # also if a Ctrl-C comes
+        with suppress(OSError, EOFError):
+            pid = ask(self.socket, job, fds)
+            self.answered = True
+            return pid
+        return 0
+
+    def end(self) -> None:
+        """Stop it; what it has forked stays."""
+        self.socket.close()
+        self.process.kill()
+        self.process.wait()
+
+
+def read_on_import() -> dict[str, str]:
+    """The variables of the environment that PyTorch reads when it is imported."""
+    return {key: value for key, value in os.environ.items() if key.startswith(ON_IMPORT)}
+
+
+_seed: Seed | None = None
+
+
+def fork(job: dict[str, Any], fds: list[int], out: int) -> int:
+    """As `Seed.fork`, of one that is there, or of a new one that prints to `out` until it has PyTorch."""
+    global _seed
+    if _seed and not _seed.usable():
+        _seed.end()
+        _seed = None
+    _seed = _seed or Seed(out)
+    return _seed.fork(job, fds)
 
 
 def ask(seed: socket.socket, job: dict[str, Any], fds: list[int]) -> int:
