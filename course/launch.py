@@ -34,7 +34,7 @@ import cloudpickle
 from course import seed
 from course.errors import ending
 from course.meet import DISAGREE, explain, name
-from course.seed import START
+from course.seed import FORKS, START
 
 GRACE = 2.0                                          # seconds that the others have left when one has failed
 COMMAND = "import sys; from course.worker import nursery; nursery(sys.argv[1], *map(int, sys.argv[2:]))"
@@ -146,15 +146,15 @@ class Nursery:
     def __init__(self, workers: list[Worker], n: int, imports: str):
         self.workers = workers
         self.news, theirs = Pipe(duplex=False)
-        self.process: subprocess.Popen[bytes] | None = None      # on Linux it is no child of this process
+        self.process: subprocess.Popen[bytes] | None = None      # a fork of the seed's is no child of this process
         environment = os.environ | {"WORLD_SIZE": str(n), "PYTHONPATH": os.pathsep.join(sys.path),
                                     "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0"}    # needs no network
         pipes = [end.fileno() for worker in workers for end in (worker.theirs, worker.out)]
         out = workers[0].out.fileno()
-        if sys.platform == "linux":
+        if FORKS:
             job = {"imports": imports, "first": workers[0].rank, "environment": environment, "path": sys.path}
             self.pid = seed.fork(job, [theirs.fileno(), out, *pipes], out)
-        else:                                        # elsewhere a forked process may not use all libraries
+        else:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", COMMAND, imports, str(theirs.fileno()), str(workers[0].rank), *map(str, pipes)],
                 pass_fds=[theirs.fileno(), *pipes], env=environment, start_new_session=True,      # Ctrl-C is for the caller
@@ -239,7 +239,7 @@ class Pool:
             worker = Worker(rank)
             self.workers.append(worker)
             self.sources |= {worker.control: worker.listen, worker.printed: worker.echo}
-        together = self.n if sys.platform == "linux" else 1          # elsewhere a forked process may not use all libraries
+        together = self.n if FORKS else 1
         for first in range(0, self.n, together):
             nursery = Nursery(self.workers[first:first + together], self.n, self.imports)
             self.nurseries.append(nursery)

@@ -13,6 +13,7 @@ import sys
 from contextlib import suppress
 from typing import Any
 
+FORKS = sys.platform == "linux"                      # elsewhere a forked process may not use all libraries
 START = 120.0                                        # seconds that it may take to import PyTorch
 MOST = 250                                           # descriptors in a message: the kernel takes 253
 ON_IMPORT = ("CUDA", "LD_", "MKL_", "OMP_", "PYTHON", "PYTORCH", "TORCH")      # variables that PyTorch reads when it is imported

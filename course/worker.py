@@ -29,6 +29,7 @@ from torch.distributed.rendezvous import _rendezvous_handlers
 from course.launch import Failure
 from course.meet import lost
 from course.parallel.trace import LIBRARIES, Trace, where
+from course.seed import FORKS
 
 FOREVER = timedelta(days=1)                          # for gloo; it is the caller who watches the time
 
@@ -37,13 +38,13 @@ def nursery(imports: str, news: int, first: int, *pipes: int) -> None:
     """Fork ranks from this process, which has imported PyTorch; tell of each that is born or ends.
 
     It has no threads but OpenBLAS's, which are made for forks. imports: a module that the ranks will need, or "". pipes: for each
-    rank one to talk through and one to print to. Except on Linux each rank has a nursery of its own, and is that process.
+    rank one to talk through and one to print to. Where there are no forks each rank has a nursery of its own, and is it.
     """
     if imports:
         import_module(imports)
     told, n = Connection(news, readable=False), int(os.environ["WORLD_SIZE"])
     born: dict[int, int] = {}                        # the rank of each process
-    if sys.platform != "linux":
+    if not FORKS:
         told.send((first, {"pid": os.getpid()}))
         begin(first, n, (pipes[0], pipes[1]), set(pipes))            # `news` stays open while it lives
     for rank, ends in enumerate(zip(pipes[::2], pipes[1::2], strict=True), first):

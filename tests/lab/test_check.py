@@ -151,7 +151,7 @@ def test_who_stopped_where_among_ranks(body, words, hint, monkeypatch):
     assert not found.passed and all(word.lower() in told.lower() for word in words), told
     assert hint in found.hint and ("same collectives" in found.hint) == ("same collectives" in hint)
     assert "Traceback" not in told and "site-packages" not in told
-    assert time.monotonic() - begin < 60
+    assert time.monotonic() - begin < 40             # a minute, of which ranks wait 20 seconds less here
 
 
 def test_lines_are_counted_in_the_cell_that_they_are_in():

@@ -1,6 +1,7 @@
 """One master, two notebooks: what is generated, what is stale, what leaks; and the lessons themselves run."""
 
 import shutil
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -220,9 +221,10 @@ def test_every_exercise_of_a_lesson_stands_in_it_once_with_its_check():
 @pytest.mark.parametrize("path", lessons.masters([]), ids=lambda path: path.stem)
 def test_masters_execute_from_top_to_bottom_in_under_five_minutes(path):
     """As `course lessons build --force` does, in a copy, so that the committed notebooks stay as they are."""
-    before = worked()
+    before, begin = worked(), time.monotonic()
     lessons.execute(lessons.instructors(path), lessons.ROOT / "notebooks")
     assert 2 < worked() - before < 2 * 300           # on two cores
+    assert time.monotonic() - begin < 2 * 300        # of which other tests use one
 
 
 @pytest.mark.slow
