@@ -15,7 +15,8 @@
     precision           number formats and the loss scale; fp8, FP8 by hand (its kernel in fp8_kernel), and te,
                         Transformer Engine behind the same seam; attention, its implementations; operators, what kernels by
                         hand have in common: between, what blocks do between matmuls (in between_kernel), gelu (there too, and in
-                        cublaslt, within a matmul), products, those matmuls (cublaslt), and packed, attention (attention_kernel)
+                        cublaslt, within a matmul), products, those matmuls (cublaslt, after a trial), and packed, attention
+                        (attention_kernel)
     step                one optimizer step, for every layout; average, of its weights, and adam, which follows them in one pass
                         (adam_kernel); recompute, activations that are not kept; compilation, torch.compile; graphs, the whole
                         step as one CUDA graph

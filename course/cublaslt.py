@@ -1,7 +1,9 @@
 """cuBLASLt's matmuls, through its C interface: what is behind `course.products` and `course.gelu` on a GPU.
 
-For a product cuBLASLt offers a list of algorithms, the one first that it thinks fastest. PyTorch takes the first. Of those that
-give the same bits, here all are timed, once for each shape, and the fastest is taken.
+For a product cuBLASLt offers a list of algorithms, the one first that it thinks fastest. PyTorch takes the first. An algorithm is
+a family of kernels with a choice of tiles of the result, of clusters of programs that share factors, and of an option that is not
+explained; cuBLASLt also accepts choices that it does not offer. Here those it offers and some others are timed (`trial.py`), once
+for each shape, and of those that give the same bits the fastest is taken.
 
 PyTorch also offers to what is trained none of its epilogues but the bias. The one here is DGELU (cuBLASLt's reference,
 `cublasLtEpilogue_t`): da = (dy V) · GELU'(a), of GELU through tanh; there is no other. DGELU_BGRAD, which sums da over tokens
@@ -12,9 +14,10 @@ cuBLASLt computes by columns what is stored by rows here, D' = B' A': its first 
 
 import ctypes
 import functools
+import itertools
+import math
 import operator
 import os
-import statistics
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -23,13 +26,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from course import trial
 from course.gelu import gelu_linear_backward_plain, summed
-from course.products import product_plain
+from course.products import product_plain, weight_gradient_plain
 
 HOPPER = (9, 0)
 KINDS = {torch.bfloat16: 14, torch.float16: 2}      # cudaDataType_t: CUDA_R_16BF, CUDA_R_16F
 FLOAT, COMPUTE_FLOAT = 0, 68                        # cudaDataType_t: CUDA_R_32F; cublasComputeType_t: CUBLAS_COMPUTE_32F
-TURN_A = 3                                          # cublasLtMatmulDescAttributes_t: whether the first factor is transposed
+TURN = {"weight": 3, "x": 4}                        # cublasLtMatmulDescAttributes_t: TRANSA, TRANSB, of what is stored turned
 EPILOGUE, BIAS_AT, AUX_AT, AUX_LD = 7, 8, 11, 12    # what follows the product; where its bias and its second factor are
 NOTHING, BIAS, DGELU = 1, 4, 192                    # cublasLtEpilogue_t
 WORKSPACE_LIMIT, ALIGNMENTS = 1, (5, 6, 7, 8)       # cublasLtMatmulPreferenceAttributes_t; of A, B, C and D
@@ -37,9 +41,12 @@ MUCH, WORKSPACE = 2**25, 1024                       # bytes that algorithms are 
 ALIGNED = 8                                         # numbers of 16 bits in 16 bytes, to which rows have to be aligned
 LEAST, ENOUGH = 16, 256                             # bytes to which tensors are aligned: at least; more makes no difference
 MOST = 16                                           # algorithms to ask for
+TILE, OPTION, CLUSTER = 1, 5, 8                     # cublasLtMatmulAlgoConfigAttributes_t
+# What else is tried. cublasLtMatmulTile_t: 128 x 128, 128 x 160, 160 x 128, 128 x 96. cublasLtClusterShape_t: 1 x 1, 2 x 1,
+# 1 x 2. And options, fastest with these, of nine tiles, five clusters, eight options ("tiles" in results/products_h200.json).
+TILES, CLUSTERS, OPTIONS = (20, 29, 30, 33), (2, 3, 5), (0, 1, 3)
 USUAL = 65536, 3072, 768                            # m, n, k for which cuBLASLt offers fast ones with DGELU: GPT 124M's
 WORK = 2e9                                          # multiplications from which on a choice is worth its trial: 6 us
-ROUNDS, LAP, GAIN = 5, 4e-3, 0.01                   # laps of each algorithm, their least seconds, and what a change has to gain
 Way = Callable[..., Tensor]                         # a product of (x, weight, and a bias or aux, if it has one)
 LOCK = threading.Lock()                             # an address is set, then used: by one thread at a time
 
@@ -49,6 +56,11 @@ class Found(ctypes.Structure):
 
     _fields_ = (("algorithm", ctypes.c_uint64 * 8), ("workspace", ctypes.c_size_t), ("state", ctypes.c_int),
                 ("waves", ctypes.c_float), ("reserved", ctypes.c_int * 4))
+
+    def set(self, attribute: int, value: Any) -> bool:
+        """Change the algorithm; whether it knows such a value."""
+        return not library().cublasLtMatmulAlgoConfigSetAttribute(ctypes.byref(self.algorithm), attribute, ctypes.byref(value),
+                                                                  ctypes.c_size_t(ctypes.sizeof(value)))
 
 
 @functools.cache
@@ -79,22 +91,23 @@ def library_handle() -> ctypes.c_void_p:
 
 
 class Matmul:
-    """Products of one shape and format, (m, k) times (k, n) -> (m, n), and what follows in the same kernel: nothing, the sum with
-    a bias, (n,), or the product with GELU' of aux, (m, n).
+    """Products of one shape and format, x (m, k) times weight (k, n) -> (m, n), and what follows in the same kernel: nothing, the
+    sum with a bias, (n,), or the product with GELU' of aux, (m, n).
 
-    aligned: all begin at multiples of so many bytes. cuBLASLt would suppose 256. turned: the second factor is stored as (n, k).
+    aligned: all begin at multiples of so many bytes. cuBLASLt would suppose 256. turned: the factor that is stored as its
+    transpose, "weight" as (n, k) or "x" as (k, m); "" if none is.
     """
 
-    def __init__(self, m: int, n: int, k: int, kind: torch.dtype, aligned: int, turned: bool = False, epilogue: int = NOTHING):
-        self.aligned, self.kind, self.width, self.address = aligned, kind, n, {BIAS: BIAS_AT, DGELU: AUX_AT}.get(epilogue)
+    def __init__(self, m: int, n: int, k: int, kind: torch.dtype, aligned: int, turned: str = "", epilogue: int = NOTHING):
+        self.aligned, self.kind, self.shape, self.address = aligned, kind, (m, n), {BIAS: BIAS_AT, DGELU: AUX_AT}.get(epilogue)
         self.chosen: tuple[Found | None] | None = None                  # once there was a trial, the algorithm that won
         self.what = made("cublasLtMatmulDescCreate", COMPUTE_FLOAT, FLOAT)
         self.set(EPILOGUE, ctypes.c_uint32(epilogue))
         if turned:
-            self.set(TURN_A, ctypes.c_int32(1))
+            self.set(TURN[turned], ctypes.c_int32(1))
         if epilogue == DGELU:
             self.set(AUX_LD, ctypes.c_int64(n))
-        sizes = (k, n) if turned else (n, k), (k, m), (n, m)            # by columns
+        sizes = (k, n) if turned == "weight" else (n, k), (m, k) if turned == "x" else (k, m), (n, m)       # by columns
         self.layouts = [made("cublasLtMatrixLayoutCreate", KINDS[kind], ctypes.c_uint64(rows), ctypes.c_uint64(columns),
                              ctypes.c_int64(rows)) for rows, columns in sizes]
         self.offered = self.ask(MUCH) or self.ask(WORKSPACE)
@@ -121,6 +134,17 @@ class Matmul:
         call("cublasLtMatmulPreferenceDestroy", preference)
         return [by for by in found[:count.value] if by.state == 0 and by.workspace <= WORKSPACE]
 
+    def others(self) -> list[Found]:
+        """What cuBLASLt does not offer, but accepts: the first that it offers, with other tiles, clusters and options."""
+        found = []
+        for tile, cluster, option in itertools.product(TILES, CLUSTERS, OPTIONS) if self.offered else ():
+            by = Found(algorithm=self.offered[0].algorithm)
+            known = (by.set(TILE, ctypes.c_uint32(tile)) and by.set(CLUSTER, ctypes.c_uint16(cluster))
+                     and by.set(OPTION, ctypes.c_uint32(option)))
+            if known and (fit := self.fits(by)):
+                found.append(fit)
+        return found
+
     def fits(self, by: Found) -> Found | None:
         """An algorithm that was offered for another shape, and what cuBLASLt thinks of it for this; None if it refuses it."""
         found, (a, b, d) = Found(algorithm=by.algorithm), self.layouts
@@ -143,7 +167,7 @@ class Matmul:
 
 
 @functools.cache
-def matmul(m: int, n: int, k: int, kind: torch.dtype, aligned: int, device: int, turned: bool, epilogue: int) -> Matmul:
+def matmul(m: int, n: int, k: int, kind: torch.dtype, aligned: int, device: int, turned: str, epilogue: int) -> Matmul:
     """The products of a shape, described once."""
     return Matmul(m, n, k, kind, aligned, turned, epilogue)
 
@@ -164,19 +188,29 @@ def suits(x: Tensor, *others: Tensor) -> bool:
 
 
 def product(x: Tensor, weight: Tensor, turned: bool, bias: Tensor | None) -> Tensor:
-    """`course.products.product_plain`, by the fastest of cuBLASLt's algorithms that give PyTorch's bits."""
-    tensors = [t.contiguous() for t in (x, weight, bias) if t is not None]
-    (m, k), n = x.shape, weight.shape[0 if turned else 1]
-    if m * n * k < WORK or not suits(*tensors):
-        return product_plain(x, weight, turned, bias)
-    with torch.cuda.device(x.device):
-        one = matmul(m, n, k, x.dtype, alignment(*tensors), x.device.index, turned, NOTHING if bias is None else BIAS)
+    """`course.products.product_plain`, by the fastest of the algorithms that give PyTorch's bits."""
+    size = len(x), weight.shape[0 if turned else 1], x.shape[1]
+    tensors = [t for t in (x, weight, bias) if t is not None]
+    return tried(plain(turned), tensors, size, "weight" if turned else "", NOTHING if bias is None else BIAS)
+
+
+def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
+    """`course.products.weight_gradient_plain`, likewise."""
+    return tried(weight_gradient_plain, [dy, x], (dy.shape[1], x.shape[1], len(x)), "x")
+
+
+def tried(way: Way, tensors: Sequence[Tensor], size: tuple[int, int, int], turned: str, epilogue: int = NOTHING) -> Tensor:
+    """PyTorch's way to a product of the size (m, n, k), or the algorithm that won its trial, which is now if there was none."""
+    tensors = [t.contiguous() for t in tensors]
+    if math.prod(size) < WORK or not suits(*tensors):
+        return way(*tensors)
+    device = tensors[0].device
+    with torch.cuda.device(device):
+        one = matmul(*size, tensors[0].dtype, alignment(*tensors), device.index, turned, epilogue)
         if one.chosen is None and not torch.cuda.is_current_stream_capturing():
-            one.chosen = choose(one, one.offered, tensors, plain(turned))
+            one.chosen = choose(one, [*one.offered, *one.others()], tensors, way)
         by = one.chosen[0] if one.chosen else None
-        if by is None:
-            return product_plain(x, weight, turned, bias)
-        return one.run(by, *tensors, out=x.new_empty(m, n))
+        return way(*tensors) if by is None else one.run(by, *tensors, out=tensors[0].new_empty(one.shape))
 
 
 def plain(turned: bool) -> Way:
@@ -196,7 +230,7 @@ def gelu_linear_backward(dy: Tensor, weight: Tensor, a: Tensor, total: bool) -> 
         return gelu_linear_backward_plain(dy, weight, a, total)
     with torch.cuda.device(dy.device):
         m, n, k = dy.numel() // dy.shape[-1], a.shape[-1], dy.shape[-1]
-        one = matmul(m, n, k, dy.dtype, alignment(dy, weight, a), dy.device.index, False, DGELU)
+        one = matmul(m, n, k, dy.dtype, alignment(dy, weight, a), dy.device.index, "", DGELU)
         fast = in_one_wave(one)
         if not fast:
             return gelu_linear_backward_plain(dy, weight, a, total)
@@ -212,7 +246,7 @@ def in_one_wave(one: Matmul) -> list[Found]:
     """The fast algorithms for a product with GELU's gradient, or, where cuBLASLt offers another first, those of another shape."""
     offered = one.offered
     if not offered or offered[0].waves > 1:
-        usual = matmul(*USUAL, one.kind, one.aligned, torch.cuda.current_device(), False, DGELU)
+        usual = matmul(*USUAL, one.kind, one.aligned, torch.cuda.current_device(), "", DGELU)
         offered = [fit for by in usual.offered if (fit := one.fits(by))]
     return [by for by in offered if by.waves <= 1]
 
@@ -225,45 +259,18 @@ def choose(one: Matmul, algorithms: Sequence[Found], tensors: Sequence[Tensor], 
     """
     ways: list[Found | None] = [*([None] if other else []), *algorithms]
     try:
-        return (ways[quickest(compare(calls(one, algorithms, tensors, other)))],)
+        return (ways[trial.quickest(trial.compare(calls(one, algorithms, tensors, other)))],)
     except torch.cuda.OutOfMemoryError:
         return (ways[0],)
 
 
 def calls(one: Matmul, algorithms: Sequence[Found], tensors: Sequence[Tensor], other: Way | None) -> list[Callable[[], Tensor]]:
     """What computes the product of random numbers, in the place of these tensors: another way, if there is one, and each
-    algorithm."""
+    algorithm. The first has a result of its own, the others share one: they are as large as what is computed."""
     generator = torch.Generator(tensors[0].device).manual_seed(0)       # none of the training's own
     x, weight, *more = (torch.empty_like(t).normal_(generator=generator) for t in tensors)
-    out = x.new_empty(len(x), one.width)
+    out = x.new_empty(one.shape)
     found = [partial(one.run, by, x, weight, *more, out=out) for by in algorithms]
-    return [partial(other, x, weight, *more), *found] if other else [*found]
-
-
-def compare(ways: Sequence[Callable[[], Tensor]]) -> dict[int, float]:
-    """Seconds on a GPU of each way to a result that gives the bits of the first, by its number."""
-    wanted = ways[0]().clone()
-    same = [number for number, way in enumerate(ways) if number == 0 or torch.equal(way(), wanted)]
-    often = max(1, round(LAP / lap(ways[0], 3)))
-    laps: dict[int, list[float]] = {number: [] for number in same}
-    for _ in range(ROUNDS):                         # by turns: a GPU that gets warm slows all of them
-        for number in same:
-            laps[number].append(lap(ways[number], often))
-    return {number: statistics.median(found) for number, found in laps.items()}
-
-
-def quickest(times: dict[int, float]) -> int:
-    """The number of the way that takes least: the first, unless another gains a percent."""
-    best = min(times, key=lambda number: times[number])
-    return best if times[best] < (1 - GAIN) * times[0] else 0
-
-
-def lap(way: Callable[[], Tensor], calls: int) -> float:
-    """Seconds that a GPU takes for a call, of so many."""
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    for _ in range(calls):
-        way()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / 1e3 / calls
+    if other:
+        return [partial(other, x, weight, *more), *found]
+    return [partial(one.run, algorithms[0], x, weight, *more, out=torch.empty_like(out)), *found[1:]]

@@ -90,7 +90,7 @@ class GeluLinear(Function):
         h, a, weight = ctx.saved_tensors
         da, dbefore = torch.ops.course.gelu_linear_backward(dy, weight, a, ctx.before is not None)
         rows = dy.flatten(0, -2)                                        # (tokens, M)
-        dweight = rows.T @ h.flatten(0, -2) if ctx.needs_input_grad[2] else None
+        dweight = torch.ops.course.weight_gradient(rows, h.flatten(0, -2)) if ctx.needs_input_grad[2] else None
         return da, dbefore.to(ctx.before) if ctx.before else None, dweight, rows.sum(0) if ctx.needs_input_grad[3] else None
 
 

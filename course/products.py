@@ -2,13 +2,12 @@
 
     y  = x W' + b       forward
     dx = dy W           backward, for what comes before
-    dW = dy' x          and for the weight: there PyTorch's own choice was the best, or nearly so
+    dW = dy' x          and for the weight
 
-cuBLAS, which PyTorch asks for these, has a dozen algorithms for each shape (tiles of the result, programs that share their
-factors, the order of tiles), and a rule that says which is probably the fastest. Here all that give the same bits are timed,
-once for each shape, in a training's first step (`cublaslt.py`). On an H100 the best takes 4% less time than the rule's in the
-median of 46 products of GPTs and DiTs; whole steps, which power bounds, are 0.4 to 1.6% shorter (results/products_h100.json). On
-CPUs, and in other formats than 16 bits, nothing is chosen.
+cuBLAS, which PyTorch asks for these, has many algorithms for each shape (tiles of the result, programs that share their
+factors, the order of tiles), and a rule that says which is probably the fastest. Here some that give the same bits are timed,
+once for each shape, in a training's first step (`cublaslt.py`, `trial.py`), which takes 20 s of it. On an H200 whole steps of
+GPTs and DiTs are 0.3 to 3.5% shorter (results/products_h200.json). On CPUs, and in other formats than 16 bits, nothing is chosen.
 """
 
 from typing import Any
@@ -29,6 +28,12 @@ def product_plain(x: Tensor, weight: Tensor, turned: bool, bias: Tensor | None =
     return x @ weight if bias is None else torch.addmm(bias, x, weight)
 
 
+def weight_gradient_plain(dy: Tensor, x: Tensor) -> Tensor:
+    """The gradient of a weight from that of y = x W' and from x: (n, N), (n, K) -> (N, K)."""
+    return dy.T @ x
+
+
+operator("weight_gradient", "(Tensor dy, Tensor x) -> Tensor", weight_gradient_plain, "cublaslt")
 operator("product", "(Tensor x, Tensor weight, bool turned, Tensor? bias) -> Tensor", product_plain, "cublaslt")
 
 
@@ -51,7 +56,7 @@ class Product(Function):
         x, weight = ctx.saved_tensors
         rows = dy.flatten(0, -2)                                        # (n, N)
         dx = times(dy, weight, turned=False) if ctx.needs_input_grad[0] else None       # (..., K)
-        dw = rows.T @ x.flatten(0, -2) if ctx.needs_input_grad[1] else None
+        dw = torch.ops.course.weight_gradient(rows, x.flatten(0, -2)) if ctx.needs_input_grad[1] else None
         return dx, dw, rows.sum(0) if ctx.needs_input_grad[2] else None
 
 

@@ -930,10 +930,10 @@ lab.beside("GB that chunks save", my_gb_saved, saved, "GB", "recorded")
 # And chunks are 3% *faster*. That is not a law: as the compiler wrote them, they were 4% slower. Now a kernel of the library's
 # (`course/loss_kernel.py`, 60 lines of Triton) reads a chunk's logits from memory once and writes their gradient in their
 # place, and the matrix multiplication of the weight's gradient adds to what is there, in float32, instead of writing a product
-# that another kernel adds. Hugging Face's model, compiled, is 19% slower than ours by the same compiler, and takes 15 GB more.
+# that another kernel adds. Hugging Face's model, compiled, is 18% slower than ours by the same compiler, and takes 15 GB more.
 # (In the rows "kernels by hand", what blocks do between their matmuls and Adam are this library's kernels too: `kernels=hand`.)
 #
-# The larger the model, the better the GPU is used: 48% of the peak with 124M, 57% with 1.3B; by hand 51% and 59%. Matrix
+# The larger the model, the better the GPU is used: 48% of the peak with 124M, 57% with 1.3B; by hand 51% and 61%. Matrix
 # multiplications grow with the square of the width; norms, GELU and residuals with the width alone. (FP8's MFU is a share of
 # FP8's peak, which is twice as high: lesson 15.)
 

@@ -736,7 +736,7 @@ for pixels in ("256 px", "512 px"):
 
 # %% [markdown]
 # At 256 pixels FP8 gains more now than the 1.16 times from before: it makes the multiplications shorter and nothing else, so the
-# less there is besides them, the more of the step becomes faster (Amdahl). At 512 pixels it does not: there bf16 has gained as
+# less there is besides them, the more of the step becomes faster (Amdahl). At 512 pixels hardly: there bf16 has gained as
 # much, by GELU's gradient in the epilogue, which the FP8 product does not have.
 #
 # An MFU of 46% in bf16: what keeps it from more? Not only code.
@@ -763,30 +763,51 @@ print(f"clocks of {min(clocks):.0f} to {max(clocks):.0f} MHz in {len(rows)} runs
 # versions in one run, by turns; and when a kernel that saves bytes saves no time, look at the clock: what it saved may have
 # been power that the next multiplication takes.
 #
-# Even a faster multiplication may save nothing. For each shape cuBLAS has a dozen algorithms, and a rule of thumb for which
-# is the fastest. `course/products.py` tries them out: on an H100, of 46 products of GPT's and DiT's layers, each by itself, the
-# best takes 4% less time than the one that the rule says, in the median, and 20% less at most, with the same bits.
+# Even a faster multiplication may save nothing. For each shape cuBLAS has many algorithms, and a rule of thumb for which
+# is the fastest. `course/trial.py` tries them out. Its first version timed them by turns, a few milliseconds each: on an H100,
+# of 46 products of GPT's and DiT's layers, each by itself, the best takes 4% less time than the one that the rule says, in the
+# median, and 20% less at most, with the same bits.
 #
-# > **Predict.** Matmuls are two thirds of a step. By how much is a step of GPT 124M shorter with the best ones, and one of
-# > DiT-XL/2 at 256 pixels?
+# > **Predict.** Matmuls are two thirds of a step. By how much is a step of GPT 1.3B shorter with the best ones on an H200, and
+# > one of DiT-XL/2 at 256 pixels?
 
 # %%
 my_gpt_step, my_dit_step = 3.0, 3.0     # your predictions, percent
 
 # %%
-steps = lab.results("products_h100")["steps"]
-for name, mine in (("124M", my_gpt_step), ("256 px", my_dit_step)):
-    plain, chosen = (sum(row["ms"] for row in steps if row["rung"].startswith(name) and "two" not in row["rung"]
-                         and row["chosen"] == which) for which in (False, True))
-    lab.beside(f"saved of a step, {name}", mine, 100 * (1 - chosen / plain), "%", "recorded on an H100, by turns")
-clocks = {which: [row["clock_mhz"] for row in steps if row["rung"].startswith("124M") and "two" not in row["rung"]
-                  and row["chosen"] == which] for which in (False, True)}
-print(f"clock of GPT 124M: {min(clocks[False]):.0f} to {max(clocks[False]):.0f} MHz by the rule, "
-      f"{min(clocks[True]):.0f} to {max(clocks[True]):.0f} MHz with the best")
+found = lab.results("products_h200")
+by_rule, by_turns, alone = ([row for row in rows if row.get("chosen", True) == chosen] for rows, chosen in (
+    (found["steps"], False), (found["by_turns"], True), (found["steps"], True)))
+
+
+def mean(rows, model, what="ms"):
+    """The mean of a model's two runs."""
+    return sum(row[what] for row in rows if row["rung"].startswith(model)) / 2
+
+
+for model, mine in (("1.3B", my_gpt_step), ("256 px", my_dit_step)):
+    saved = 100 * (1 - mean(by_turns, model) / mean(by_rule, model))
+    lab.beside(f"saved of a step, {model}", mine, saved, "%", "recorded on an H200, by turns")
+    print(f"its clock: {mean(by_rule, model, 'clock_mhz'):.0f} MHz by the rule, "
+          f"{mean(by_turns, model, 'clock_mhz'):.0f} MHz with the best")
 
 # %% [markdown]
-# An algorithm that keeps more of the chip busy takes more power, and the clock goes down for it. On a GPU at its power
-# limit the time of a step is its energy, divided by 700 W: what helps is to move fewer bytes and multiply fewer numbers.
+# GPT 1.3B became *slower* by multiplications that are faster. An algorithm that keeps more of the chip busy takes more power,
+# and the clock goes down for it. The trial did not see this: by turns all algorithms ran at one clock, which the mean of their
+# powers sets. On a GPU at its power limit the time of a step is its energy, divided by 700 W: what helps is to move fewer bytes
+# and multiply fewer numbers, and to choose what takes the least energy.
+#
+# > **Question.** You have a stopwatch and no meter. How do you find out which of two algorithms takes less energy?
+
+# %% [markdown]
+# Repeat one alone until the clock has settled, some 50 ms: then it draws the 700 W, and its seconds are its joules. So
+# `course/trial.py` does it now, also with tiles that cuBLAS does not offer, and for the gradients of weights.
+
+# %%
+for model in ("124M", "350M", "1.3B", "256 px", "512 px"):
+    saved = [100 * (1 - mean(rows, model) / mean(by_rule, model)) for rows in (by_turns, alone)]
+    print(f"{model:7s} a step is shorter by {saved[0]:5.1f}% if products are chosen at one clock, "
+          f"by {saved[1]:4.1f}% if each is tried at its own")
 
 # %% [markdown]
 # ## A curve that is a little worse

@@ -6,8 +6,8 @@ from unittest import mock
 import pytest
 import torch
 
-from course import cublaslt, gelu
-from course.products import product_plain
+from course import cublaslt, gelu, trial
+from course.products import product_plain, weight_gradient_plain
 
 
 class Library:
@@ -19,6 +19,7 @@ class Library:
     def __init__(self, *offers, state=0, usual=(), fit=(0.9, 131)):
         self.offers, self.state, self.usual, self.fit = offers, state, usual, fit
         self.calls, self.refuses, self.attributes, self.preferences = [], "", {}, {}
+        self.tried, self.unknown = {}, ()           # tiles, clusters and options of algorithms, and those that it refuses
 
     def __getattr__(self, name):
         def function(*given):
@@ -31,6 +32,9 @@ class Library:
                 for slot, (waves, size) in zip(given[8], fitting, strict=False):
                     slot.waves, slot.workspace, slot.state = waves, size, self.state
                 given[9]._obj.value = len(fitting)
+            if name == "cublasLtMatmulAlgoConfigSetAttribute":
+                self.tried.setdefault(given[1], []).append(given[2]._obj.value)
+                return 7 if given[2]._obj.value in self.unknown else 0
             if name == "cublasLtMatmulAlgoCheck":
                 given[7]._obj.waves, given[7]._obj.workspace = self.fit
             if name == "cublasLtMatmulPreferenceSetAttribute":
@@ -72,14 +76,16 @@ def test_the_result_of_asking_has_the_size_of_the_librarys():
     assert ctypes.sizeof(cublaslt.Found) == 96 and cublaslt.Found.workspace.offset == 64 and cublaslt.Found.waves.offset == 76
 
 
-@pytest.mark.parametrize(("turned", "weight"), [(False, [5, 3, 5]), (True, [3, 5, 3])])
-def test_a_matrix_by_rows_is_its_transpose_by_columns(lent, turned, weight):
-    """(6, 3) times (3, 5): A is the weight, 5 x 3 by columns, or, stored as (5, 3), 3 x 5 and turned; B the tokens; D 5 x 6."""
+@pytest.mark.parametrize(("turned", "weight", "tokens"), [
+    ("", [5, 3, 5], [3, 6, 3]), ("weight", [3, 5, 3], [3, 6, 3]), ("x", [5, 3, 5], [6, 3, 6])])
+def test_a_matrix_by_rows_is_its_transpose_by_columns(lent, turned, weight, tokens):
+    """(6, 3) times (3, 5): A is the weight, 5 x 3 by columns, or, stored as (5, 3), 3 x 5 and turned; B the tokens, 3 x 6, or,
+    stored as (3, 6), 6 x 3 and turned; D 5 x 6."""
     library = lent(Library((0.9, 131)))
     product = cublaslt.Matmul(6, 5, 3, torch.bfloat16, 64, turned)
     layouts = library.made("cublasLtMatrixLayoutCreate")
-    assert [given[2:] for given in layouts] == [weight, [3, 6, 3], [5, 6, 5]] and {given[1] for given in layouts} == {14}
-    assert library.attributes.get(3, 0) == turned and 4 not in library.attributes   # TRANSA, TRANSB
+    assert [given[2:] for given in layouts] == [weight, tokens, [5, 6, 5]] and {given[1] for given in layouts} == {14}
+    assert [library.attributes.get(which, 0) for which in (3, 4)] == [turned == "weight", turned == "x"]    # TRANSA, TRANSB
     assert len(product.offered) == 1
     assert [library.preferences[which] for which in (5, 6, 7, 8)] == [64] * 4       # bytes to which A, B, C and D are aligned
 
@@ -171,8 +177,9 @@ def test_where_nothing_fast_is_offered_the_steps_are_apart(lent, offers):
 def timed(monkeypatch):
     """Algorithms that compute the product, or, of these waves, something else; and a clock by which each takes its waves, and
     PyTorch's way so many seconds."""
-    def clock(other_bits=(), pytorch=1.0):
+    def clock(other_bits=(), pytorch=1.0, others=False):
         def run(self, by, x, weight, extra=None, *, out):
+            x = x if x.shape[1] == len(weight) else x.T             # of a weight's gradient
             found = product_plain(x, weight, False, None if extra is None or extra.dim() > 1 else extra)
             return out.copy_(found + (round(by.waves, 2) in other_bits))
 
@@ -181,7 +188,9 @@ def timed(monkeypatch):
             return way.args[0].waves if isinstance(getattr(way, "args", [None])[0], cublaslt.Found) else pytorch
 
         monkeypatch.setattr(cublaslt.Matmul, "run", run)
-        monkeypatch.setattr(cublaslt, "lap", lap)
+        if not others:
+            monkeypatch.setattr(cublaslt.Matmul, "others", lambda self: [])
+        monkeypatch.setattr(trial, "lap", lap)
         monkeypatch.setattr(cublaslt, "WORK", 0)
 
     return clock
@@ -196,8 +205,43 @@ def test_the_fastest_way_to_pytorchs_bits_is_chosen(lent, timed, other_bits, pyt
     x, weight = torch.randn(16, 8).bfloat16(), torch.randn(8, 24).bfloat16()
     found = cublaslt.product(x, weight, False, None)
     assert torch.equal(found, product_plain(x, weight, False))
-    by, = cublaslt.matmul(16, 24, 8, torch.bfloat16, cublaslt.alignment(x, weight), None, False, cublaslt.NOTHING).chosen
+    by, = cublaslt.matmul(16, 24, 8, torch.bfloat16, cublaslt.alignment(x, weight), None, "", cublaslt.NOTHING).chosen
     assert (by and by.waves) == (wins and pytest.approx(wins))
+
+
+def test_the_gradient_of_a_weight_is_chosen_likewise(lent, timed):
+    lent(Library((0.75, 1), (0.5, 2)))
+    timed()
+    dy, x = torch.randn(16, 24).bfloat16(), torch.randn(16, 8).bfloat16()
+    assert torch.equal(cublaslt.weight_gradient(dy, x), weight_gradient_plain(dy, x))
+    by, = cublaslt.matmul(24, 8, 16, torch.bfloat16, cublaslt.alignment(dy, x), None, "x", cublaslt.NOTHING).chosen
+    assert by.waves == 0.5
+
+
+def test_what_is_not_offered_is_tried_too(lent, timed):
+    lent(Library((0.75, 1), fit=(0.25, 4)))
+    timed(others=True)
+    x, weight = torch.randn(16, 8).bfloat16(), torch.randn(8, 24).bfloat16()
+    cublaslt.product(x, weight, False, None)
+    by, = cublaslt.matmul(16, 24, 8, torch.bfloat16, cublaslt.alignment(x, weight), None, "", cublaslt.NOTHING).chosen
+    assert by.waves == 0.25
+
+
+@pytest.mark.parametrize(("unknown", "left"), [((), 36), ((29,), 27), ((3,), 16)])
+def test_others_are_all_tiles_clusters_and_options_that_it_knows(lent, unknown, left):
+    """A 3 is a cluster and an option: without it two of three are left of both."""
+    library = lent(Library((0.75, 1)))
+    library.unknown = unknown
+    assert len(merged(6, 5, 3).others()) == left
+    assert {which: set(values) for which, values in library.tried.items()} == {1: {20, 29, 30, 33}, 8: {2, 3, 5}, 5: {0, 1, 3}}
+    library.unknown = cublaslt.TILES
+    assert merged(6, 5, 3).others() == []
+
+
+@pytest.mark.parametrize("library", [Library(), Library((0.75, 1), fit=(0.25, 2**22))])
+def test_there_may_be_no_others(lent, library):
+    lent(library)
+    assert merged(6, 5, 3).others() == []
 
 
 def test_a_product_is_tried_once_for_each_shape(lent, timed, monkeypatch):
@@ -227,7 +271,7 @@ def test_while_a_graph_is_captured_nothing_is_tried(lent, timed, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     x, weight = torch.randn(16, 8).bfloat16(), torch.randn(8, 24).bfloat16()
     torch.testing.assert_close(cublaslt.product(x, weight, False, None), x @ weight)
-    one = cublaslt.matmul(16, 24, 8, torch.bfloat16, cublaslt.alignment(x, weight), None, False, cublaslt.NOTHING)
+    one = cublaslt.matmul(16, 24, 8, torch.bfloat16, cublaslt.alignment(x, weight), None, "", cublaslt.NOTHING)
     assert one.chosen is None and not library.made("cublasLtMatmul")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     cublaslt.product(x, weight, False, None)
@@ -240,7 +284,7 @@ def test_without_room_for_a_trial_the_first_way_is_taken(lent, monkeypatch):
     def full(*given):
         raise torch.cuda.OutOfMemoryError("full")
 
-    monkeypatch.setattr(cublaslt, "compare", full)
+    monkeypatch.setattr(trial, "compare", full)
     one, tensors = merged(16, 24, 8), [torch.zeros(shape).bfloat16() for shape in ((16, 8), (8, 24), (16, 24))]
     assert cublaslt.choose(one, one.offered, tensors, cublaslt.plain(False)) == (None,)
     assert cublaslt.choose(one, one.offered, tensors) == (one.offered[0],)
@@ -259,21 +303,6 @@ def test_of_several_in_one_wave_the_fastest_computes_gelus_gradient(lent, timed,
     monkeypatch.setattr(cublaslt.Matmul, "run", noted)
     cublaslt.gelu_linear_backward(dy, weight, a, False)
     assert given[-1] == (0.5, a.data_ptr()) and {waves for waves, _ in given} == {0.75, 0.5}
-
-
-def test_laps_are_taken_by_turns_and_their_median_counts(monkeypatch):
-    ways = [lambda: torch.ones(3), lambda: torch.zeros(3), lambda: torch.ones(3)]
-    given, order = {0: iter([1.0, 5, 6, 7, 8, 9]), 2: iter([9.0, 3, 4, 1, 1])}, []
-
-    def lap(way, calls):
-        number = ways.index(way)
-        order.append((number, calls))
-        return next(given[number])
-
-    monkeypatch.setattr(cublaslt, "lap", lap)
-    monkeypatch.setattr(cublaslt, "LAP", 7.0)
-    assert cublaslt.compare(ways) == {0: 7.0, 2: 3.0}
-    assert order == [(0, 3), *[(0, 7), (2, 7)] * 5]
 
 
 @pytest.mark.parametrize(("bytes_on", "aligned"), [(0, 256), (256, 256), (64, 64), (48, 16), (2, 2)])

@@ -86,6 +86,7 @@ def test_one_gpu(label: str, rung: str) -> None:
 
 # --- GPT and DiT: the label, file, prefix of its rungs, the unit, and what else stands beside bf16's speed
 NARROW = "bf16, compiled, narrow stream"
+HAND = f"{NARROW}, kernels by hand, in a graph"
 MODELS = [("GPT 124M, thousand tokens/s", "gpt_h200", "124M", [f"{NARROW}, all logits", "Hugging Face's GPT-2, bf16, compiled"]),
           ("GPT 350M", "gpt_h200", "350M", []),
           ("GPT 1.3B", "gpt_h200", "1.3B", []),
@@ -177,36 +178,44 @@ def test_gelu_in_the_matmul() -> None:
     assert f"which take {us[0]:.0f} us, with the sum, where the three apart take {us[1]:.0f};" in text
 
 
-PRODUCTS = [("GPT 124M", f"124M: {NARROW}, kernels by hand, in a graph"),
-            ("the same in two micro-batches", f"124M: {NARROW}, kernels by hand, in a graph, two micro-batches"),
-            ("GPT 350M", f"350M: {NARROW}, kernels by hand, in a graph"),
-            ("GPT 1.3B", f"1.3B: {NARROW}, kernels by hand, in a graph"),
-            ("DiT-XL/2, 256 px", f"256 px: {NARROW}, kernels by hand, in a graph"),
-            ("DiT-XL/2, 512 px", f"512 px: {NARROW}, kernels by hand, in a graph")]
+PRODUCTS = [("GPT 124M", "124M"), ("GPT 350M", "350M"), ("GPT 1.3B", "1.3B"), ("DiT-XL/2, 256 px", "256 px"),
+            ("DiT-XL/2, 512 px", "512 px")]
 
 
-@pytest.mark.parametrize(("label", "rung"), PRODUCTS)
-def test_steps_with_chosen_products(label: str, rung: str) -> None:
-    steps = [r for r in results("products_h100")["steps"] if r["rung"] == rung]
-    by = [statistics.mean(r["ms"] for r in steps if r["chosen"] == chosen) for chosen in (False, True)]
-    said = cells(f"chosen: {label}", "**Later than all rows on H200s**")
-    assert len(steps) == 4 and [d for cell, value in zip(said, by, strict=True) for d in differences(cell, [value])] == []
+def steps_of(rows: list[dict[str, Any]], model: str, field: str = "ms", chosen: bool = True) -> float:
+    """The mean of both runs of a model's rung whose products were chosen, or not."""
+    found = [r[field] for r in rows if r["rung"] == f"{model}: {HAND}" and r.get("chosen", True) == chosen]
+    assert len(found) == 2
+    return statistics.mean(found)
+
+
+@pytest.mark.parametrize(("label", "model"), PRODUCTS)
+def test_steps_with_chosen_products(label: str, model: str) -> None:
+    found = results("products_h200")
+    unit, scale = ("samples_per_s", 1.0) if "px" in model else ("tokens_per_s", 1e-3)
+    wanted = [steps_of(found["steps"], model, chosen=False), steps_of(found["by_turns"], model), steps_of(found["steps"], model),
+              scale * steps_of(found["steps"], model, unit)]
+    said = cells(f"chosen: {label}", "**The algorithm of each product is tried out**")
+    assert [d for cell, value in zip(said, wanted, strict=True) for d in differences(cell, [value])] == []
 
 
 def test_products_by_themselves() -> None:
     """Said here, in lesson 15 and in the library."""
-    found = results("products_h100")
-    gains = [1 - r["chosen_us"] / r["pytorch_us"] for r in found["products"]]
-    assert all(r["same_bits"] == r["offered"] for r in found["products"])       # every algorithm gave PyTorch's bits
-    text = MEASURED.partition("**Later than all rows on H200s**")[2].partition("\n\n")[0].replace("\n", " ")
+    by_turns, now = results("products_h100"), results("products_h200")
+    gains = [1 - r["chosen_us"] / r["pytorch_us"] for r in by_turns["products"]]
+    assert all(r["same_bits"] == r["offered"] for r in by_turns["products"])    # every algorithm gave PyTorch's bits
     said = f"{100 * statistics.median(gains):.0f}% less time in the median, {100 * max(gains):.0f}% at most"
-    assert f"of {len(gains)} products" in text and said in text and f"in {gains.count(0)} of them it is PyTorch's" in text
-    steps = [[statistics.mean(r["ms"] for r in found["steps"] if r["rung"] == rung and r["chosen"] == chosen)
-              for chosen in (False, True)] for _, rung in PRODUCTS]
-    saved = [100 * (1 - chosen / pytorchs) for pytorchs, chosen in steps]
-    for doc in (products.__doc__, (ROOT / "solutions/15_dit_fp8.py").read_text().replace("\n# ", " ")):
-        assert f"{len(gains)} products" in doc.replace("\n", " ") and f"{100 * statistics.median(gains):.0f}% less time" in doc
-    assert f"{min(saved):.1f} to {max(saved):.1f}% shorter" in products.__doc__
+    saved = [100 * (1 - steps_of(by_turns["steps"], model) / steps_of(by_turns["steps"], model, chosen=False))
+             for _, model in PRODUCTS]
+    text = MEASURED.partition("**The algorithm of each product is tried out**")[2].partition("\n\n")[0].replace("\n", " ")
+    assert f"of {len(gains)} products" in text and said in text and f"{min(saved):.1f} to {max(saved):.1f}% less (" in text
+    lesson = (ROOT / "solutions/15_dit_fp8.py").read_text().replace("\n# ", " ")
+    assert f"of {len(gains)} products" in lesson and f"the best takes {100 * statistics.median(gains):.0f}% less time" in lesson
+    plain = {model: steps_of(now["steps"], model, chosen=False) for _, model in PRODUCTS}
+    longer = {model: 100 * (steps_of(now["by_turns"], model) / ms - 1) for model, ms in plain.items()}
+    assert f"GPT 1.3B became longer by {longer.pop('1.3B'):.1f}%" in text and max(longer.values()) < 0
+    saved = [100 * (1 - steps_of(now["steps"], model) / ms) for model, ms in plain.items()]
+    assert f"{min(saved):.1f} to {max(saved):.1f}% shorter" in products.__doc__.replace("\n", " ")
 
 
 def test_what_ran_on_h100s() -> None:
@@ -305,7 +314,6 @@ def test_in_parallel(label: str, wanted: list[tuple[str, str, dict[str, Any], st
 
 
 # --- the README's two short tables: the label, then of each number the file, the row and the field
-HAND = f"{NARROW}, kernels by hand, in a graph"
 SHORT: list[tuple[str, list[tuple[str, str, dict[str, Any], str]]]] = [
     ("GPT 124M, bf16, thousand tokens/s", [("gpt_h200", f"124M: {HAND}", {}, "tokens_per_s"),
                                            ("gpt_h200", "124M: Hugging Face's GPT-2, bf16, compiled", {}, "tokens_per_s")]),

@@ -14,9 +14,10 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch import Tensor
 
 from course import config as configuration
-from course import cublaslt
+from course import cublaslt, trial
 from course.data import train_loader
 from course.files import atomic
 from course.graphs import graphed
@@ -28,7 +29,7 @@ from course.perf.ladder import speed, timed
 from course.perf.lanes import Row
 from course.perf.layouts import hidden
 from course.perf.rungs import LADDERS, Rung
-from course.products import product_plain
+from course.products import product_plain, weight_gradient_plain
 from course.train import assemble
 
 HAND = "bf16, compiled, narrow stream, kernels by hand, in a graph"
@@ -49,25 +50,34 @@ def shapes(rung: Rung) -> dict[str, tuple[int, int, int]]:
 
 
 def each(kind: str, name: str) -> Iterator[Row]:
-    """A row for every product of a rung's layer, forward and backward, that is chosen."""
+    """A row for every product of a rung's layer that is chosen: forward, backward and for the weight."""
     for linear, (rows, inputs, outputs) in shapes(LADDERS[kind].rungs[name]).items():
-        for turned in (True, False):
-            k, n = (inputs, outputs) if turned else (outputs, inputs)
-            tensors = [torch.empty(shape, device="cuda", dtype=torch.bfloat16)
-                       for shape in ((rows, k), (n, k) if turned else (k, n), (n,))][:3 if turned and linear != "head" else 2]
-            one = cublaslt.matmul(rows, n, k, torch.bfloat16, cublaslt.ENOUGH, torch.cuda.current_device(), turned,
-                                  cublaslt.BIAS if len(tensors) == 3 else cublaslt.NOTHING)
-            times = cublaslt.compare(cublaslt.calls(one, one.offered, tensors, cublaslt.plain(turned)))
-            best = times[cublaslt.quickest(times)]
-            yield {"rung": name.split(":")[0], "product": f"{linear}, {'forward' if turned else 'backward'}",
-                   "m, n, k": [rows, n, k], "offered": len(one.offered), "same_bits": len(times) - 1,
-                   "pytorch_us": 1e6 * times[0], "chosen_us": 1e6 * best, "tflops": 2e-12 * rows * n * k / best}
+        for which in ("forward", "backward", "weight")[:2 if linear == "head" else 3]:
+            one, tensors, way = product_of(which, rows, inputs, outputs, which == "forward" and linear != "head")
+            others = one.others()
+            times = trial.compare(cublaslt.calls(one, [*one.offered, *others], tensors, way))
+            best = trial.quickest(times)
+            yield {"rung": name.split(":")[0], "product": f"{linear}, {which}", "rows, inputs, outputs": [rows, inputs, outputs],
+                   "offered": len(one.offered), "others": len(others), "pytorch_us": 1e6 * times[0],
+                   "chosen_us": 1e6 * times[best], "from_others": best > len(one.offered),
+                   "tflops": 2e-12 * rows * inputs * outputs / times[best]}
+
+
+def product_of(which: str, rows: int, inputs: int, outputs: int, bias: bool) -> tuple[cublaslt.Matmul, list[Tensor], Any]:
+    """A product of a linear, tensors for it, whose numbers do not matter, and PyTorch's way to it."""
+    first, second, size, turned, way = {
+        "forward": ((rows, inputs), (outputs, inputs), (rows, outputs, inputs), "weight", cublaslt.plain(True)),
+        "backward": ((rows, outputs), (outputs, inputs), (rows, inputs, outputs), "", cublaslt.plain(False)),
+        "weight": ((rows, outputs), (rows, inputs), (outputs, inputs, rows), "x", weight_gradient_plain)}[which]
+    one = cublaslt.matmul(*size, torch.bfloat16, cublaslt.ENOUGH, torch.cuda.current_device(), turned,
+                          cublaslt.BIAS if bias else cublaslt.NOTHING)
+    return one, [torch.empty(shape, device="cuda", dtype=torch.bfloat16) for shape in (first, second, *[(outputs,)] * bias)], way
 
 
 @contextmanager
 def as_pytorch_chooses() -> Iterator[None]:
     """Inside the block no algorithm is chosen: GELU's gradient is merged where what cuBLASLt thinks fastest is fast."""
-    with (patch.object(cublaslt, "product", product_plain),
+    with (patch.object(cublaslt, "product", product_plain), patch.object(cublaslt, "weight_gradient", weight_gradient_plain),
           patch.object(cublaslt, "in_one_wave", lambda one: [by for by in one.offered[:1] if by.waves <= 1])):
         yield
 
@@ -105,14 +115,15 @@ def main(file: Path, small: bool) -> None:
     device = torch.device("cpu" if small else "cuda")
     found: dict[str, Any] = {
         **bench.machine(device), "command": "python -m course.perf.products FILE" + " --small" * small,
-        "meaning": "products: of random numbers, medians, by the algorithm that PyTorch takes and by the fastest of those that "
-                   "give its bits; steps: whole training steps in a CUDA graph, where nothing is chosen and where products and "
-                   "GELU's gradient are, by turns in one process", "products": [], "steps": []}
+        "meaning": "products: of random numbers, each alone until the clock has settled, by the algorithm that PyTorch takes and "
+                   "by the fastest of those offered and others that gives its bits; steps: whole training steps in a CUDA graph, "
+                   "where nothing is chosen and where products and GELU's gradient are, by turns in one process",
+        "products": [], "steps": []}
     for kind, name in RUNGS:
         for row in () if small or "two micro" in name else each(kind, name):
             found["products"].append(row)
-            print(f"{row['rung']:7s} {row['product']:15s} {row['pytorch_us']:7.1f} us, chosen {row['chosen_us']:7.1f} us; "
-                  f"{row['same_bits']} of {row['offered']} give its bits", flush=True)
+            print(f"{row['rung']:7s} {row['product']:15s} {row['pytorch_us']:7.1f} us, chosen {row['chosen_us']:7.1f} us, of "
+                  f"{row['offered']} offered and {row['others']} others", flush=True)
         forget()
         for row in whole(kind, name, small):
             found["steps"].append(row)

@@ -34,7 +34,7 @@ def test_the_gradient_is_that_of_float64(shape, dtype, bound):
 
 
 def described(tokens, wide, narrow):
-    return cublaslt.matmul(tokens, wide, narrow, torch.bfloat16, 256, 0, False, cublaslt.DGELU)
+    return cublaslt.matmul(tokens, wide, narrow, torch.bfloat16, 256, 0, "", cublaslt.DGELU)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -5,13 +5,19 @@ from unittest import mock
 import pytest
 import torch
 
-from course import cublaslt, products
-from course.products import product_plain
+from course import cublaslt, products, trial
+from course.products import product_plain, weight_gradient_plain
 from tests.gpu.test_gpu_between import trained
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0),
                                 reason="needs a GPU from Hopper on")
 SHAPES = [(65536, 768, 2304), (4096, 768, 50304), (32768, 1024, 4096), (16384, 4608, 1152), (1024, 128, 256), (72, 264, 136)]
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch):
+    """Which way wins does not matter here."""
+    monkeypatch.setattr(trial, "SETTLED", 1e-3)
 
 
 def drawn(n, k, m, turned, bias, dtype=torch.bfloat16):
@@ -28,17 +34,38 @@ def test_the_bits_are_those_of_pytorchs_choice(shape, turned, bias, dtype):
     with mock.patch.object(cublaslt, "WORK", 0):
         found = torch.ops.course.product(x, weight, turned, more[0] if more else None)
     assert torch.equal(found, product_plain(x, weight, turned, *more))
-    one = cublaslt.matmul(shape[0], shape[2], shape[1], dtype, 256, 0, turned, cublaslt.BIAS if bias else cublaslt.NOTHING)
+    one = cublaslt.matmul(shape[0], shape[2], shape[1], dtype, 256, 0, "weight" if turned else "",
+                          cublaslt.BIAS if bias else cublaslt.NOTHING)
     assert one.chosen is not None and one.offered
 
 
-@pytest.mark.parametrize("turned", [True, False])
+@pytest.mark.parametrize(("rows", "outputs", "inputs"), [
+    (65536, 2304, 768), (16384, 1152, 4608), (4096, 1024, 1024), (72, 264, 136)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_weights_gradient_is_pytorchs_to_the_bit(rows, outputs, inputs, dtype):
+    dy, x = (drawn(rows, width, 1, True, False, dtype)[0] for width in (outputs, inputs))
+    with mock.patch.object(cublaslt, "WORK", 0):
+        found = torch.ops.course.weight_gradient(dy, x)
+    assert torch.equal(found, weight_gradient_plain(dy, x))
+    assert cublaslt.matmul(outputs, inputs, rows, dtype, 256, 0, "x", cublaslt.NOTHING).chosen is not None
+
+
+def test_more_than_is_offered_is_accepted():
+    """What the trials gain beyond cuBLASLt's own list: it must know these tiles, clusters and options."""
+    for shape, turned in (((16384, 3456, 1152), "weight"), ((16384, 1152, 3456), ""), ((4608, 1152, 16384), "x")):
+        others = cublaslt.matmul(*shape, torch.bfloat16, 256, 0, turned, cublaslt.NOTHING).others()
+        assert len(others) >= len(cublaslt.TILES) and all(by.workspace <= cublaslt.WORKSPACE for by in others)
+
+
+@pytest.mark.parametrize("turned", ["weight", "", "x"])
 def test_each_algorithm_that_is_tried_computes_the_product(turned):
     """One that is left out may be of other bits, and yet is right: layouts are told as they are."""
-    x, weight, *more = drawn(1000, 520, 264, turned, turned)
-    one = cublaslt.matmul(1000, 264, 520, torch.bfloat16, 256, 0, turned, cublaslt.BIAS if turned else cublaslt.NOTHING)
-    wanted = product_plain(x.double(), weight.double(), turned, *(b.double() for b in more))
-    for by in one.offered:
+    x, weight, *more = drawn(1000, 520, 264, turned == "weight", turned == "weight")
+    one = cublaslt.matmul(1000, 264, 520, torch.bfloat16, 256, 0, turned, cublaslt.BIAS if more else cublaslt.NOTHING)
+    wanted = product_plain(x.double(), weight.double(), turned == "weight", *(b.double() for b in more))
+    if turned == "x":
+        x = x.T.contiguous()
+    for by in [*one.offered, *one.others()]:
         found = one.run(by, x, weight, *more, out=x.new_empty(1000, 264))
         assert (found.double() - wanted).norm() <= 2**-8 * wanted.norm()
 
@@ -57,7 +84,7 @@ def test_nothing_is_tried_while_a_graph_is_captured():
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         found = torch.ops.course.product(x, weight, True, None)
-    one = cublaslt.matmul(3072, 1544, 1160, torch.bfloat16, 256, 0, True, cublaslt.NOTHING)
+    one = cublaslt.matmul(3072, 1544, 1160, torch.bfloat16, 256, 0, "weight", cublaslt.NOTHING)
     assert one.chosen is None
     graph.replay()
     assert torch.equal(found, wanted)
@@ -77,6 +104,7 @@ def test_gradients_are_those_of_a_linear():
 def test_training_is_the_same_to_the_bit(kind):
     with mock.patch.object(cublaslt, "WORK", 0):
         losses, weights = trained(kind, True, "precision=bf16")
-    with mock.patch.object(cublaslt, "product", product_plain):
+    with (mock.patch.object(cublaslt, "product", product_plain),
+          mock.patch.object(cublaslt, "weight_gradient", weight_gradient_plain)):
         others, theirs = trained(kind, True, "precision=bf16")
     assert losses == others and all(torch.equal(a, b) for a, b in zip(weights, theirs, strict=True))

@@ -78,18 +78,24 @@ def test_the_page_of_measurements_says_how_far_off_the_third_list_was_and_is():
 
 
 def test_the_page_of_measurements_says_how_far_off_the_fourth_list_was():
-    """What was predicted when it was measured, of one GPU; both of the worst wait for their host, as is predicted, too."""
+    """What was predicted when it was measured; all that were off by a fifth wait for their host, as is predicted, too."""
     rows = json.loads((heldout.RESULTS / "heldout_4_h200.json").read_text())["rows"]
     drawn = {row["name"]: row for row in heldout.listed("heldout_4")}
-    off = {row["name"]: row["predicted_ms"] / row["ms"] - 1 for row in rows}
-    worst = [row for row in rows if abs(off[row["name"]]) >= 0.2]
-    peaks = [abs(row["predicted_gb"] / row["memory_gb"] - 1) for row in rows]
     said = " ".join((heldout.RESULTS.parents[2] / "docs/measured.md").read_text().split())
-    assert len(rows) == 12 and len(worst) == 2 and all(off[row["name"]] < 0 for row in worst)
-    assert all(heldout.predicted(drawn[row["name"]], row["plain_step"]).launch > 0.2 * row["predicted_ms"] / 1e3 for row in worst)
-    rest = max(abs(error) for name, error in off.items() if name not in {row["name"] for row in worst})
-    for sentence in (f"Time was off by {median(map(abs, off.values())):.0%} in the median, of two by a fifth or more, "
-                     f"{max(map(abs, off.values())):.0%} at worst, both too short",
-                     f"Of the ten others none was off by more than {rest:.0%}",
-                     f"was within {max(peaks):.0%} of what is predicted for all twelve"):
-        assert sentence in said, sentence
+    for gpus, number, bad in ((1, 12, 2), (2, 8, 3)):
+        own = [row for row in rows if drawn[row["name"]]["gpus"] == gpus]
+        off = {row["name"]: row["predicted_ms"] / row["ms"] - 1 for row in own}
+        worst = [row for row in own if abs(off[row["name"]]) >= 0.2]
+        assert len(own) == number and len(worst) == bad and all(off[row["name"]] < 0 for row in worst)
+        waits = [heldout.predicted(drawn[row["name"]], row["plain_step"]).launch / row["predicted_ms"] * 1e3 for row in worst]
+        assert min(waits) > 0.1
+        half, most = median(map(abs, off.values())), max(map(abs, off.values()))
+        peaks = [abs(row["predicted_gb"] / row["memory_gb"] - 1) for row in own]
+        rest = max(abs(error) for name, error in off.items() if name not in {row["name"] for row in worst})
+        sentences = {1: (f"Of the twelve on one time was off by {half:.0%} in the median, of two by a fifth or more, {most:.0%} "
+                         "at worst, both too short", f"Of the ten others none was off by more than {rest:.0%}",
+                         f"was within {max(peaks):.0%} of what is predicted for all twelve"),
+                     2: (f"The eight on two were off by {half:.0%}, three by a fifth or more, {most:.0%} at worst, all three too "
+                         "short",)}[gpus]
+        for sentence in sentences:
+            assert sentence in said, sentence

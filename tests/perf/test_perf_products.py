@@ -8,7 +8,7 @@ import torch
 from course import cublaslt
 from course.perf import products
 from course.perf.rungs import LADDERS
-from course.products import product_plain
+from course.products import product_plain, weight_gradient_plain
 
 
 def test_the_shapes_are_those_of_the_models():
@@ -22,12 +22,12 @@ def test_the_shapes_are_those_of_the_models():
 
 def test_pytorchs_choice_is_nobodys_elses():
     one = cublaslt.Found(waves=0.5), cublaslt.Found(waves=0.6), cublaslt.Found(waves=3.0)
-    before = cublaslt.product, cublaslt.in_one_wave
+    before = cublaslt.product, cublaslt.weight_gradient, cublaslt.in_one_wave
     with products.as_pytorch_chooses():
-        assert cublaslt.product is product_plain
+        assert (cublaslt.product, cublaslt.weight_gradient) == (product_plain, weight_gradient_plain)
         assert cublaslt.in_one_wave(type("", (), {"offered": one})) == [one[0]]
         assert cublaslt.in_one_wave(type("", (), {"offered": one[2:]})) == []
-    assert (cublaslt.product, cublaslt.in_one_wave) == before
+    assert (cublaslt.product, cublaslt.weight_gradient, cublaslt.in_one_wave) == before
 
 
 @pytest.mark.slow
