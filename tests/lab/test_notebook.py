@@ -53,6 +53,16 @@ def test_recorded_results_name_their_hardware(capsys):
         notebook.results("nothing")
 
 
+@pytest.mark.parametrize(("days", "said"), [([], "2026-11-22 ("), (["2026-11-22"], "2026-11-22 ("),
+                                            (["2026-11-26", "2026-11-24"], "2026-11-22 to 2026-11-26 (")])
+def test_recorded_results_of_several_days_say_from_when_to_when(capsys, monkeypatch, days, said):
+    rows = [{"ms": 1.0}, *({"ms": 2.0, "date": day} for day in days)]
+    about = {"hardware": "H200", "torch": "2.11", "date": "2026-11-22", "rows": rows}
+    monkeypatch.setattr(notebook, "results", lambda name: about)
+    notebook.recorded("some", {"a": {"ms": 1.0}})
+    assert f"PyTorch 2.11, {said}" in capsys.readouterr().out
+
+
 def test_show_names_file_and_line(capsys):
     notebook.show("course.models.vit.Embed")
     text = capsys.readouterr().out
