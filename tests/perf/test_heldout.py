@@ -82,13 +82,13 @@ def test_the_page_of_measurements_says_how_far_off_the_fourth_list_was():
     rows = json.loads((heldout.RESULTS / "heldout_4_h200.json").read_text())["rows"]
     drawn = {row["name"]: row for row in heldout.listed("heldout_4")}
     said = " ".join((heldout.RESULTS.parents[2] / "docs/measured.md").read_text().split())
-    for gpus, number, bad in ((1, 12, 2), (2, 8, 3)):
+    for gpus, number, bad, least in ((1, 12, 2, 0.2), (2, 8, 3, 0.1)):
         own = [row for row in rows if drawn[row["name"]]["gpus"] == gpus]
         off = {row["name"]: row["predicted_ms"] / row["ms"] - 1 for row in own}
         worst = [row for row in own if abs(off[row["name"]]) >= 0.2]
         assert len(own) == number and len(worst) == bad and all(off[row["name"]] < 0 for row in worst)
         waits = [heldout.predicted(drawn[row["name"]], row["plain_step"]).launch / row["predicted_ms"] * 1e3 for row in worst]
-        assert min(waits) > 0.1
+        assert min(waits) > least
         half, most = median(map(abs, off.values())), max(map(abs, off.values()))
         peaks = [abs(row["predicted_gb"] / row["memory_gb"] - 1) for row in own]
         rest = max(abs(error) for name, error in off.items() if name not in {row["name"] for row in worst})
