@@ -8,7 +8,11 @@
 The same numbers as `mappings.gather` before and `mappings.scatter` after `F.linear`, which save the gathered x instead of
 gathering it twice (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2; Wang et al. 2023, "Overlap communication with
 dependent computation via decomposition", ASPLOS). The collectives run on the stream of their process group; `wait` makes the
-computation wait for them, not the host. Samples are gathered one by one, a part's in one kernel, so that each lies in one piece.
+computation wait for them, not the host.
+
+A collective puts pieces one after the other, and of a batch that would be all samples' first pieces, then all their second ones.
+So long samples are gathered and scattered one by one, a part's in one kernel, and each lies where it belongs. That costs the
+host a call for each: of short samples a part goes as one, and a copy puts it in order.
 
 Each is an operator of its own to PyTorch, `torch.ops.course.gather_linear` and so on: torch.compile does not look into it, so
 that its order stays and the block around it is one graph, and `recompute` can keep what it puts out. An operator takes a
@@ -29,6 +33,7 @@ from course.parallel.sequence import whole_samples
 from course.precision import format_of_matmuls
 
 PARTS = 2                                           # of a batch, one after the other: more cost the host more than they hide
+SHORT = 1_500_000                                   # bytes of a sample's tokens, below which a batch is gathered as one
 Pending = Callable[[], Tensor]                      # a result that is under way: call it to have it
 operator: Any = torch.library.custom_op
 
@@ -157,15 +162,21 @@ def gathered(x: Tensor, axis: Axis, n: int, whole: Tensor | None = None) -> Iter
 def gather(x: Tensor, axis: Axis, n: int, into: Tensor | None = None) -> Pending:
     """Begin to gather the n tokens of each sample, (B, T/tp, D) -> (B, T, D), in `into` if it is given."""
     whole = x.new_empty(len(x), n, x.shape[2]) if into is None else into
-    piece = padded(x, -(-n // axis.size))
-    come = whole if n % axis.size == 0 else x.new_empty(len(x), axis.size * piece.shape[1], x.shape[2])
-    wait = begin_gather(come, piece, axis)
+    most = -(-n // axis.size)
+    piece = padded(x, most).contiguous()
+    if together(whole):
+        come = x.new_empty(axis.size * len(x), most, x.shape[2])        # all samples' first pieces, then all their second ones
+        wait = mappings.all_gather_single(come, piece, group=axis.group, async_op=True).wait
+        pieces = come.chunk(axis.size)
+    else:
+        come = whole if n % axis.size == 0 else x.new_empty(len(x), axis.size * most, x.shape[2])
+        wait = group_of(axis).allgather_into_tensor_coalesced(list(come), list(piece)).wait
+        pieces = come.chunk(axis.size, 1)
 
     def finish() -> Tensor:
         wait()
         if come is not whole:
-            parts = zip(come.chunk(axis.size, 1), mappings.lengths(n, axis.size), strict=True)
-            torch.cat([part[:, :tokens] for part, tokens in parts], 1, out=whole)
+            torch.cat([part[:, :tokens] for part, tokens in zip(pieces, mappings.lengths(n, axis.size), strict=True)], 1, out=whole)
         return whole
 
     return finish
@@ -179,10 +190,13 @@ def new_piece(x: Tensor, width: int, axis: Axis) -> Tensor:
 def scatter(x: Tensor, axis: Axis, into: Tensor) -> Pending:
     """Begin to add up each sample's tokens and keep this rank's piece of them, (B, T, D) -> (B, T/tp, D), in `into`."""
     n, most = x.shape[1], -(-x.shape[1] // axis.size)
-    if n % axis.size:
-        x = torch.cat([padded(part, most) for part in x.tensor_split(axis.size, 1)], 1)
     piece = into if n % axis.size == 0 else x.new_empty(len(x), most, x.shape[2])
-    wait = group_of(axis).reduce_scatter_tensor_coalesced(list(piece), list(x.contiguous())).wait
+    pieces = [padded(part, most) for part in x.tensor_split(axis.size, 1)]
+    if together(x):
+        wait = mappings.reduce_scatter_single(piece, torch.cat(pieces), group=axis.group, async_op=True).wait
+    else:
+        sums = x if n % axis.size == 0 else torch.cat(pieces, 1)
+        wait = group_of(axis).reduce_scatter_tensor_coalesced(list(piece), list(sums.contiguous())).wait
 
     def finish() -> Tensor:
         wait()
@@ -191,24 +205,21 @@ def scatter(x: Tensor, axis: Axis, into: Tensor) -> Pending:
     return finish
 
 
-def begin_gather(whole: Tensor, piece: Tensor, axis: Axis) -> Callable[[], object]:
-    """Begin to gather each sample's equal pieces, (B, T/tp, D) -> (B, T, D), in `whole`: what awaits it.
+def together(whole: Tensor) -> bool:
+    """Whether samples of (B, T, D) are gathered and scattered as one tensor, not one by one.
 
-    On a CPU the samples go together, awaited here. Each group of gloo has two threads, and these write the name of the collective
-    that they have done into one string without a lock (PyTorch 2.13, `ProcessGroupGloo::runLoop`), when its result may be long in
-    use: on a busy machine as late as the end of the next one. ALLGATHER_COALESCED, of more than the 15 letters that a string
-    holds in itself, is then freed twice, and the process dies of it, soon or late. Other collectives here have shorter names.
+    On a CPU they always are. Each group of gloo has two threads, and these write the name of the collective that they have done
+    into one string without a lock (PyTorch 2.13, `ProcessGroupGloo::runLoop`), when its result may be long in use: on a busy
+    machine as late as the end of the next one. ALLGATHER_COALESCED, of more than the 15 letters that a string holds in itself,
+    is then freed twice, and the process dies of it, soon or late. Other collectives here have shorter names.
     """
-    if piece.is_cpu:
-        whole.copy_(mappings.all_gather(piece, 1, axis, whole.shape[1]))
-        return lambda: None
-    return group_of(axis).allgather_into_tensor_coalesced(list(whole), list(piece)).wait
+    return whole.is_cpu or whole[0].nbytes < SHORT
 
 
 def padded(x: Tensor, tokens: int) -> Tensor:
-    """(B, T, D) -> (B, tokens, D) with zeros at the end, contiguous."""
+    """(B, T, D) -> (B, tokens, D) with zeros at the end."""
     missing = tokens - x.shape[1]
-    return (F.pad(x, (0, 0, 0, missing)) if missing else x).contiguous()            # padding with nothing would copy
+    return F.pad(x, (0, 0, 0, missing)) if missing else x                           # padding with nothing would copy
 
 
 def gather_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, n: int) -> Tensor:

@@ -2,7 +2,8 @@
 
 In float64 equal up to rounding; in float32 and bf16 within four times the serial run's own rounding error, as `course verify`
 measures it. Layouts "in a graph" are captured after three steps and replayed after, NCCL included (only on GPUs); "compiled" ones
-go through torch.compile, whose version counts: 2.11's gave wrong gradients. Exits with 1 if a layout differs; FILE gets the
+go through torch.compile, whose version counts: 2.11's gave wrong gradients; "one by one" is how samples are gathered that are
+longer than these. Exits with 1 if a layout differs; FILE gets the
 numbers.
 """
 
@@ -16,12 +17,13 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from course import config, verify
-from course.parallel import join, leave
+from course.parallel import join, leave, overlap
 from course.perf.bench import machine
 
 SMALL = {"vit-demo": ["model.grid=[32,64]", "model.dim=64", "model.depth=5", "model.heads=4", "model.residual=false"],
          "gpt-demo": ["model.dim=64", "model.depth=5", "model.heads=4", "model.vocab=512", "model.context=126"],
          "dit-demo": ["model.dim=64", "model.depth=5", "model.heads=4"]}
+SHORT = overlap.SHORT
 STEPS = 5                                           # two of them replayed, where a graph is
 
 
@@ -31,6 +33,7 @@ def layouts(n: int) -> dict[str, list[str]]:
         "dp bucketed": [f"dp={n}", "bucket_mb=0.1"], "dp ddp": [f"dp={n}", "data=ddp"],
         "dp zero": [f"dp={n}", "zero=true", "bucket_mb=0.1"],
         "tp": [f"tp={n}"], "sp": [f"tp={n}", "sp=true"], "sp without overlap": [f"tp={n}", "sp=true", "overlap=none"],
+        "sp one by one": [f"tp={n}", "sp=true"],
         "sp symmetric": [f"tp={n}", "sp=true", "overlap=symmetric"],
         "cp gather": [f"cp={n}", "context=gather"], "cp ring": [f"cp={n}"], "cp all_to_all": [f"cp={n}", "context=all_to_all"],
         "pp gpipe": [f"pp={n}", "schedule=gpipe"], "pp 1f1b": [f"pp={n}"],
@@ -41,9 +44,9 @@ def layouts(n: int) -> dict[str, list[str]]:
     found = {name: [f"parallel.{setting}" for setting in settings] + (["train.micro_batch=1"] if name.startswith("pp") else [])
              for name, settings in {**alone, **products}.items()}
     graphs = {f"{name}, in a graph": [*found[name], "graphs=true"]
-              for name in ("dp bucketed", "dp zero", "tp", "sp", "cp gather", "cp ring", *(["cp2 sp2"] if n == 4 else []))}
+              for name in ("dp bucketed", "dp zero", "tp", "sp", "sp one by one", "cp gather", "cp ring", *(["cp2 sp2"] if n == 4 else []))}
     compiled = {f"{name}, compiled": [*found[name], "compile=true"]
-                for name in ("dp bucketed", "tp", "sp", "sp without overlap", "cp gather", "cp ring", "cp all_to_all", "pp 1f1b")}
+                for name in ("dp bucketed", "tp", "sp", "sp one by one", "sp without overlap", "cp gather", "cp ring", "cp all_to_all", "pp 1f1b")}
     again = {f"{name}, {how}": [*found[name], f"train.recompute={how}"] for name in ("sp", "sp symmetric", "cp ring")
              for how in ("full", "selective")}
     both = {f"{name}, compiled": [*given, "compile=true"] for name, given in again.items()}
@@ -71,6 +74,7 @@ def main() -> None:
                       *(["optim.lr=0.01"] if preset == "dit-demo" else [])]
             known = verify.references(config.load(preset, common), world) if world.rank == 0 else None
             for name in sys.argv[3:] or [name for name in known_layouts if preset == "vit-demo" or name in FEW]:
+                overlap.SHORT = 0 if "one by one" in name else SHORT
                 torch._dynamo.reset()                # 2.11 fails where sizes become symbols because another layout had others
                 gaps = verify.compare_in(config.load(preset, [*common, *known_layouts[name]]), world, known)
                 free_groups()

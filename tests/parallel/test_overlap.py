@@ -66,8 +66,36 @@ def without_the_long_name(tokens, samples):
 
 @pytest.mark.parametrize("tokens", [7, 8])
 def test_on_a_cpu_nothing_is_gathered_by_a_collective_whose_name_gloo_frees_twice(tokens):
-    """That needs two threads in the same few nanoseconds, which no test can wait for; see `overlap.begin_gather`."""
+    """That needs two threads in the same few nanoseconds, which no test can wait for; see `overlap.together`."""
     assert max(ranks(2)(without_the_long_name, tokens, 3)) < 1e-12
+
+
+def scattered(tokens, samples):
+    """The largest difference between scattering samples one by one, as one tensor, and adding up."""
+    axis, n = everyone(), dist.get_world_size()
+    given = [torch.randn(samples, tokens, 3, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+             for rank in range(n)]
+    found = []
+    for as_one in (False, True):
+        with mock.patch.object(overlap, "together", lambda x, as_one=as_one: as_one):
+            x = given[axis.rank].clone()
+            found.append(overlap.scatter(x, axis, overlap.new_piece(x, 3, axis))())
+            assert torch.equal(x, given[axis.rank])
+    truth = torch.stack(given).sum(0).tensor_split(n, 1)[axis.rank]
+    return max((y - truth).abs().max().item() for y in found)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("tokens", [6, 7])
+def test_samples_are_scattered_one_by_one_as_they_are_together(size, tokens):
+    """Gathering them one by one is tests/gpu/parity.py's: gloo dies of it, see `overlap.together`."""
+    assert max(ranks(size)(scattered, tokens, 4)) < 1e-12
+
+
+def test_long_samples_go_one_by_one():
+    """Of 1,000 tokens of 750 features in 16 bits, 1.5 MB, and longer."""
+    with torch.device("meta"):
+        assert [overlap.together(torch.empty(8, 1000, width, dtype=torch.bfloat16)) for width in (749, 750)] == [True, False]
 
 
 def rows_in_16_bits():
