@@ -80,9 +80,11 @@ def compare(config: Config) -> list[Gap]:
         return compare_in(config, world)
 
 
-def compare_in(config: Config, world: World, known: tuple[list[Snapshot], dict[str, float]] | None = None) -> list[Gap]:
-    """The gaps of all parameters after every step, on rank 0. known: the `references`, if rank 0 has them."""
-    mesh = build_mesh(config.parallel, world)
+def compare_in(config: Config, world: World, known: tuple[list[Snapshot], dict[str, float]] | None = None,
+               mesh: Mesh | None = None) -> list[Gap]:
+    """The gaps of all parameters after every step, on rank 0. known: the `references`, if rank 0 has them; mesh: one of these
+    sizes, if there is one already."""
+    mesh = mesh or build_mesh(config.parallel, world)
     serial, rounding = ([], {}) if world.rank else known or references(config, world)
     training = assemble(config, mesh)
     gaps: list[Gap] = []

@@ -906,6 +906,32 @@ for words, tables in (("", layers), (", again, on another machine", again)):
 # table has ours, too, and the two smallest take 63% and 83% of the time of megatron-core's. With Transformer Engine
 # megatron-core's layers are sequence parallel, and ours, sequence parallel as well, take 76% to 100% of their time.
 #
+# Four H100s were measured, too. They compute like H200s, but have memory of 80 GB, and less fast.
+#
+# > **Predict.** 1x4x1 has the 16 samples of 1x2x1 above, on twice as many GPUs. At width 1536, 16 layers, ours took 127 ms
+# > without sequence parallelism on the two GPUs of the last table. And on four?
+
+# %%
+my_layers_ms = 62.0              # your prediction
+
+# %%
+four = lab.results("grid_4xh100")["rows"]
+for alone, why in ((False, "The grid on four H100s"), (True, "Its layers alone")):
+    rows = [row for row in four if row["case"].endswith("layers") == alone]
+    lab.recorded("grid_4xh100", figures_gpt.table(rows), why=why)
+measured = next(row["ms"] for row in four if row["case"] == "1x4x1_16_1536x16, layers" and row["by"] == "course")
+lab.beside("layers on four H100s", my_layers_ms, measured, "ms", "recorded")
+
+# %% [markdown]
+# > **Question.** With sequence parallelism the same layers take *longer*, 120 ms, and those of width 3072 take less. What
+# > decides?
+#
+# <details><summary>Answer</summary>
+# Whether the GPU waits for the host. Sequence parallelism has twice as many collectives to start, and the narrow layers, a
+# fourth of each on every GPU, are done before the next is started: 8 samples take about as long as 16. Wide ones hide the
+# starts. The remedy is a CUDA graph (lesson 06), or fewer GPUs for a model this narrow.
+# </details>
+#
 # On one H200: GPT 124M with 64 samples of 1024 tokens, whole training steps.
 #
 # > **Predict.** By how many GB is the peak lower with the loss in chunks of 4096 tokens than with all logits at once? Think of

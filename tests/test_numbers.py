@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from course import products
+from course.parallel import overlap
 from course.perf import alignment, recorded
 
 ROOT = Path(__file__).parent.parent
@@ -224,6 +225,8 @@ def test_what_ran_on_h100s() -> None:
     assert f"(`alignment_h100.json`), by {100 * alignment.gap(frozen, same):.1f}%" in MEASURED
     parity = results("parity_2xh100")["rows"]
     assert f"{len(parity)} comparisons, all equal (`parity_2xh100.json`)" in MEASURED and not any(r["wrong"] for r in parity)
+    parity = results("parity_4xh100")["rows"]
+    assert f"{len(parity)} comparisons, all equal (`parity_4xh100.json`)" in MEASURED and not any(r["wrong"] for r in parity)
     ours, ddp, theirs = (row("zero_2xh100", case) for case in ("ZeRO-1, 16-bit copies", "ddp", "ZeroRedundancyOptimizer"))
     text = MEASURED.partition("ZeRO-1 once more on two H100s")[2].partition("\n\n")[0].replace("\n", " ")
     assert f": {ours['ms']:.1f} ms with 16-bit copies in {ours['memory_gb']:.1f} GB" in text
@@ -231,17 +234,52 @@ def test_what_ran_on_h100s() -> None:
 
 
 def test_layers_beside_megatron_cores() -> None:
-    """What is said of the grid on two GPUs, by its second measurement."""
-    by: dict[str, dict[str, float]] = {}
-    for r in results("grid_2xh200")["again"]["rows"]:
-        by.setdefault(r["case"], {})[r["by"]] = r["ms"]
-    plain = [100 * ms["course"] / ms["megatron-core"] for ms in by.values()]
-    engine = [100 * ms["course, sequence parallel"] / ms["megatron-core, Transformer Engine"] for ms in by.values()
-              if "megatron-core, Transformer Engine" in ms]
-    slower = max(ms["course, sequence parallel"] / ms["course"] for ms in by.values())
+    """What is said of the grid on two GPUs, by its second measurement, and on four."""
     text = MEASURED.partition("On two GPUs, in one run")[2].partition("\n\n")[0].replace("\n", " ")
+    plain, engine, slower = beside_megatron(results("grid_2xh200")["again"]["rows"])
     assert f"take {min(plain):.0f}% to {max(plain):.0f}% of the time of its plain ones" in text
     assert f"with it {min(engine):.0f}% to {max(engine):.0f}% of the time" in text and f"up to {slower:.1f} times" in text
+    plain, engine, _ = beside_megatron(results("grid_4xh100")["rows"])
+    text = text.partition("On four H100s")[2]
+    assert f"take {min(plain):.0f}% to {max(plain):.0f}% of the time of megatron-core's plain ones" in text
+    assert f"with it {min(engine):.0f}% to {max(engine):.0f}% of that of its own" in text
+    wide = sorted(share - 100 for share in engine if share > 100)
+    assert "they are " + " and ".join(f"{more:.1f}%" for more in wide) + " slower" in text
+
+
+def beside_megatron(rows: list[dict[str, Any]]) -> tuple[list[float], list[float], float]:
+    """Our layers' share of the time of megatron-core's, in percent, plain and with Transformer Engine; and sequence parallelism's
+    greatest share of the time of none."""
+    by: dict[str, dict[str, float]] = {}
+    for r in rows:
+        if r["case"].endswith("layers"):
+            by.setdefault(r["case"], {})[r["by"]] = r["ms"]
+    return ([100 * ms["course"] / ms["megatron-core"] for ms in by.values()],
+            [100 * ms["course, sequence parallel"] / ms["megatron-core, Transformer Engine"] for ms in by.values()
+             if "megatron-core, Transformer Engine" in ms],
+            max(ms["course, sequence parallel"] / ms["course"] for ms in by.values()))
+
+
+@pytest.mark.parametrize("model", ["DiT-XL/2, 256 px", "GPT 124M"])
+def test_steps_with_short_samples(model: str) -> None:
+    """In the page, and of DiT in the library."""
+    of = {way: row("sp_2xh100", f"{model}, 32 samples, {way}") for way in
+          ("one by one", "as one", "one by one, in a graph", "as one, in a graph")}
+    mb, one_by_one, as_one, *graphs = wanted = [of["one by one"]["sample_mb"], *(found["ms"] for found in of.values())]
+    said = cells(f"gathered: {model}", "As one, a copy has to put them in order")
+    assert [d for cell, value in zip(said, wanted, strict=True) for d in differences(cell, [value])] == []
+    if model.startswith("DiT"):
+        text = overlap.__doc__.replace("\n", " ")
+        assert f"32 samples of {mb:.1f} MB takes {graphs[1]:.0f} ms so and {graphs[0]:.0f} ms in two parts" in text
+        assert f"left to the host, {as_one:.0f} and {one_by_one:.0f} (perf" in text
+
+
+def test_steps_with_longer_samples() -> None:
+    text = MEASURED.partition("So samples below 2 MB go as one")[2].partition("\n\n")[0].replace("\n", " ")
+    for model, word in (("GPT 350M, 16 samples", "takes "), ("DiT-XL/2, 512 px, 16 samples", ") ")):
+        one_by_one, as_one = (row("sp_2xh100", f"{model}, {way}, in a graph") for way in ("one by one", "as one, in two parts"))
+        assert f"({as_one['sample_mb']:.1f} MB" in text
+        assert f"{word}{as_one['ms']:.1f} in place of {one_by_one['ms']:.1f}" in text
 
 
 # --- in parallel: the label's first words, then in the order in which the numbers stand: file, case, which GPUs and field

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from course.compilation import attention_leaves
 from course.models import DiTConfig, GPTConfig, ViTConfig
+from course.parallel import overlap
 from course.perf import comms
 from course.perf.activations import chunked, fused
 from course.perf.local import Linear, Local, Moved, linear_time, linears
@@ -198,8 +199,10 @@ def tensor_time(local: Local, each: list[tuple[float, float, float, float]]) -> 
                 2 * (comms.reduce_scatter(wide, group) + comms.all_gather(low, group) + moves[1]), 0.0)
     if p.symmetric:
         return symmetric_time(local, each)
-    parts, once = min(2, local.micro), comms.all_gather(low, group)
-    forward = backward = hidden = 0.0
+    short = low < local.micro * overlap.SHORT                           # one part, and a copy for each collective
+    parts, once = 1 if short else min(overlap.PARTS, local.micro), comms.all_gather(low, group)
+    copied = local.seconds([("copy", 2 * low)]) if short else 0.0
+    forward, backward, hidden = 4 * copied, 6 * copied, 0.0
     for (y, dx, dw, _), column in zip(each, (True, False, True, False), strict=False):          # DiT's fifth is not cut
         shown = once / parts + max(0.0, once - once / parts - y * (parts - 1) / parts)
         forward += shown + BESIDE * (once - shown)

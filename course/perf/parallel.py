@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from course.compilation import compile_parts
 from course.config import Config, Parallel, Train, load
 from course.errors import CourseError
 from course.files import atomic
-from course.parallel import World, build_mesh, data_parallel, join, leave
+from course.parallel import World, build_mesh, data_parallel, join, leave, overlap
 from course.parallel.context import METHODS, SplitTokens
 from course.perf import bench, efficiency, grid, rivals
 from course.perf.command import command
@@ -207,7 +208,34 @@ def zero(world: World, small: bool) -> Iterator[Row]:
             torch.cuda.empty_cache()
 
 
-KINDS = {"tp": tp, "tp_vit": tp_vit, "cp": cp, "dp": dp, "pp": pp, "zero": zero, "grid": grid.measure}
+def sp(world: World, small: bool) -> Iterator[Row]:
+    """Training steps with sequence parallelism on all GPUs, compiled: samples gathered one by one, in two parts, and as one. Left
+    to the host, which starts the collectives, and in a graph, which does not wait for it."""
+    models = {"DiT-XL/2, 256 px, 32 samples": ["dit-xl", "train.global_batch=32"],
+              "GPT 124M, 32 samples": ["gpt-124m", "train.global_batch=32"],
+              "GPT 350M, 16 samples": ["gpt-350m", "train.global_batch=16"],
+              "DiT-XL/2, 512 px, 16 samples": ["dit-xl", "train.global_batch=16", "model.latent=[4,64,64]"]}
+    if small:
+        models = {"small DiT": ["dit-demo", "train.device=cpu", "train.global_batch=4"]}
+    known = overlap.SHORT
+    for (model, (preset, *settings)), graphs in product(models.items() if world.size > 1 else (), (False, True)):
+        if graphs and world.device.type == "cpu":
+            continue
+        for how, overlap.SHORT in (("one by one", 0), ("as one", sys.maxsize)):
+            config = load(preset, ["data.source=mock", "precision=bf16", "stream=narrow", f"compile={not small}",
+                                   f"graphs={graphs}", "train.micro_batch=0", "parallel.dp=1", "parallel.sp=true",
+                                   f"parallel.tp={world.size}", *settings])
+            training: Any = assemble(config, build_mesh(config.parallel, world))
+            batch = training.model.example(config.train.global_batch, world.device)
+            c: Any = config.model
+            sample_mb = 2e-6 * c.dim * (c.context if c.kind == "gpt" else c.tokens)
+            yield measure(f"{model}, {how}" + ", in a graph" * graphs, partial(training.step, batch), world, sample_mb=sample_mb)
+            del training
+            torch._dynamo.reset()
+    overlap.SHORT = known
+
+
+KINDS = {"tp": tp, "tp_vit": tp_vit, "sp": sp, "cp": cp, "dp": dp, "pp": pp, "zero": zero, "grid": grid.measure}
 
 
 def everywhere(kind: str, file: Path, small: bool, profile: bool) -> None:

@@ -3,21 +3,18 @@
 In float64 equal up to rounding; in float32 and bf16 within four times the serial run's own rounding error, as `course verify`
 measures it. Layouts "in a graph" are captured after three steps and replayed after, NCCL included (only on GPUs); "compiled" ones
 go through torch.compile, whose version counts: 2.11's gave wrong gradients; "one by one" is how samples are gathered that are
-longer than these. Exits with 1 if a layout differs; FILE gets the
-numbers.
+longer than these. Exits with 1 if a layout differs; FILE gets the numbers.
 """
 
-import gc
 import json
 import sys
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from course import config, verify
-from course.parallel import join, leave, overlap
+from course.parallel import build_mesh, join, leave, overlap
+from course.parallel.mesh import AXES
 from course.perf.bench import machine
 
 SMALL = {"vit-demo": ["model.grid=[32,64]", "model.dim=64", "model.depth=5", "model.heads=4", "model.residual=false"],
@@ -43,31 +40,23 @@ def layouts(n: int) -> dict[str, list[str]]:
         "pp2 sp2": ["pp=2", "tp=2", "sp=true"], "pp2 cp2": ["pp=2", "cp=2"]} if n == 4 else {}
     found = {name: [f"parallel.{setting}" for setting in settings] + (["train.micro_batch=1"] if name.startswith("pp") else [])
              for name, settings in {**alone, **products}.items()}
-    graphs = {f"{name}, in a graph": [*found[name], "graphs=true"]
-              for name in ("dp bucketed", "dp zero", "tp", "sp", "sp one by one", "cp gather", "cp ring", *(["cp2 sp2"] if n == 4 else []))}
-    compiled = {f"{name}, compiled": [*found[name], "compile=true"]
-                for name in ("dp bucketed", "tp", "sp", "sp one by one", "sp without overlap", "cp gather", "cp ring", "cp all_to_all", "pp 1f1b")}
+    graphs = {f"{name}, in a graph": [*found[name], "graphs=true"] for name in (
+        "dp bucketed", "dp zero", "tp", "sp", "sp one by one", "cp gather", "cp ring", *["cp2 sp2"] * (n == 4))}
+    compiled = {f"{name}, compiled": [*found[name], "compile=true"] for name in (
+        "dp bucketed", "tp", "sp", "sp one by one", "sp without overlap", "cp gather", "cp ring", "cp all_to_all", "pp 1f1b")}
     again = {f"{name}, {how}": [*found[name], f"train.recompute={how}"] for name in ("sp", "sp symmetric", "cp ring")
              for how in ("full", "selective")}
     both = {f"{name}, compiled": [*given, "compile=true"] for name, given in again.items()}
     return found | compiled | again | both | (graphs if torch.cuda.is_available() else {})
 
 
-FEW = ("sp", "cp ring", "cp2 sp2", "pp2 sp2", "pp 1f1b", "dp zero", "tp, compiled", "cp gather, compiled", "sp, compiled",
-       "cp ring, compiled", "sp, selective", "sp, selective, compiled")
-
-
-def free_groups() -> None:
-    """Part from all groups but that of all ranks: NCCL keeps memory for each, and fifty layouts' do not fit."""
-    gc.collect()                                    # a model holds its mesh
-    for group in list(distributed_c10d._world.pg_map):
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)
+FEW = ("sp", "sp one by one", "cp ring", "cp2 sp2", "pp2 sp2", "pp 1f1b", "dp zero", "tp, compiled", "cp gather, compiled",
+       "sp, compiled", "cp ring, compiled", "sp, selective", "sp, selective, compiled")
 
 
 def main() -> None:
     world, rows = join(sys.argv[2] if len(sys.argv) > 2 else "auto"), []
-    known_layouts = layouts(world.size)
+    known_layouts, meshes = layouts(world.size), {}
     for preset, small in SMALL.items():
         for precision in ("fp64", "fp32", "bf16"):
             common = [*verify.DEFAULTS, *small, f"train.steps={STEPS}", f"precision={precision}",
@@ -76,8 +65,11 @@ def main() -> None:
             for name in sys.argv[3:] or [name for name in known_layouts if preset == "vit-demo" or name in FEW]:
                 overlap.SHORT = 0 if "one by one" in name else SHORT
                 torch._dynamo.reset()                # 2.11 fails where sizes become symbols because another layout had others
-                gaps = verify.compare_in(config.load(preset, [*common, *known_layouts[name]]), world, known)
-                free_groups()
+                asked = config.load(preset, [*common, *known_layouts[name]])
+                sizes = tuple(getattr(asked.parallel, axis) for axis in AXES)
+                if sizes not in meshes:              # one for all layouts of these sizes: NCCL keeps memory for each group
+                    meshes[sizes] = build_mesh(asked.parallel, world)
+                gaps = verify.compare_in(asked, world, known, meshes[sizes])
                 if world.device.type == "cuda":
                     torch.cuda.empty_cache()
                 if world.rank == 0:

@@ -70,32 +70,31 @@ def test_on_a_cpu_nothing_is_gathered_by_a_collective_whose_name_gloo_frees_twic
     assert max(ranks(2)(without_the_long_name, tokens, 3)) < 1e-12
 
 
-def scattered(tokens, samples):
-    """The largest difference between scattering samples one by one, as one tensor, and adding up."""
-    axis, n = everyone(), dist.get_world_size()
-    given = [torch.randn(samples, tokens, 3, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
-             for rank in range(n)]
-    found = []
-    for as_one in (False, True):
-        with mock.patch.object(overlap, "together", lambda x, as_one=as_one: as_one):
-            x = given[axis.rank].clone()
-            found.append(overlap.scatter(x, axis, overlap.new_piece(x, 3, axis))())
-            assert torch.equal(x, given[axis.rank])
-    truth = torch.stack(given).sum(0).tensor_split(n, 1)[axis.rank]
-    return max((y - truth).abs().max().item() for y in found)
+def one_by_one(tokens, samples):
+    """`both_ways`, where each sample is gathered and scattered by itself, in two parts."""
+    with mock.patch.object(overlap, "SHORT", 0):
+        return both_ways(tokens, samples)
 
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("tokens", [6, 7])
-def test_samples_are_scattered_one_by_one_as_they_are_together(size, tokens):
-    """Gathering them one by one is tests/gpu/parity.py's: gloo dies of it, see `overlap.together`."""
-    assert max(ranks(size)(scattered, tokens, 4)) < 1e-12
+def test_overlapped_linears_are_the_plain_ones_where_samples_go_one_by_one(size, tokens):
+    """As long ones do on GPUs."""
+    assert max(ranks(size)(one_by_one, tokens, 3)) < 1e-12
 
 
-def test_long_samples_go_one_by_one():
-    """Of 1,000 tokens of 750 features in 16 bits, 1.5 MB, and longer."""
-    with torch.device("meta"):
-        assert [overlap.together(torch.empty(8, 1000, width, dtype=torch.bfloat16)) for width in (749, 750)] == [True, False]
+@pytest.mark.parametrize("width", [3, 16])
+def test_rank_by_rank_puts_first_pieces_first(width):
+    """Also of numbers of which 16 bytes are no whole number."""
+    x = torch.arange(4 * 6 * width, dtype=torch.bfloat16).view(4, 6, width)
+    assert torch.equal(overlap.rank_by_rank(x, 3), torch.cat(x.chunk(3, 1)))
+    assert torch.equal(overlap.rank_by_rank(x.transpose(0, 1), 2), torch.cat(x.transpose(0, 1).chunk(2, 1)))
+
+
+def test_samples_of_2_mb_are_long():
+    """1,024 tokens of 1,024 features in 16 bits."""
+    x = torch.empty(0, dtype=torch.bfloat16)
+    assert [overlap.short(x, 1024, width) for width in (1023, 1024)] == [True, False]
 
 
 def rows_in_16_bits():
@@ -125,9 +124,9 @@ def test_row_linears_put_out_the_format_of_a_linear_under_autocast():
     assert max(differences) < 4 * 2**-9 * 32
 
 
-def collectives(folder, samples):
+def collectives(folder, samples, short):
     """How many of each kind a pass forward and backward starts, both ways."""
-    with Trace(folder, dist.get_rank()):
+    with Trace(folder, dist.get_rank()), mock.patch.object(overlap, "SHORT", short):
         both_ways(8, samples)
     return dict(Counter(json.loads(line)["op"] for line in trace_file(folder, dist.get_rank()).read_text().splitlines()))
 
@@ -148,7 +147,7 @@ def selective(folder):
 
 def test_selective_recomputation_keeps_what_an_overlapped_linear_puts_out(tmp_path):
     """Nothing is gathered a third time, to multiply it again."""
-    assert ranks(2)(selective, str(tmp_path)) == [{"all-gather": 2 + 1, "reduce-scatter": 1}] * 2
+    assert ranks(2)(selective, str(tmp_path)) == [{"all-gather": 1 + 1, "reduce-scatter": 1}] * 2
 
 
 def test_of_the_librarys_operators_selective_recomputation_keeps_those_that_are_dear():
@@ -160,7 +159,16 @@ def test_of_the_librarys_operators_selective_recomputation_keeps_those_that_are_
 
 
 @pytest.mark.parametrize("samples", [4, 16])
-def test_a_part_of_the_batch_is_one_collective_however_many_samples_it_has(tmp_path, samples):
-    """Forward and in the row linear's backward one for each of two parts, one to gather the column linear's input again and one
-    to scatter its gradient; plain linears have two of each."""
-    assert ranks(2)(collectives, str(tmp_path), samples) == [{"all-gather": 2 + 1 + 2 + 2, "reduce-scatter": 2 + 1 + 2}] * 2
+def test_a_batch_of_short_samples_is_one_collective(tmp_path, samples):
+    """Forward and in the row linear's backward one each, one to gather the column linear's input again and one to scatter its
+    gradient; plain linears have two of each."""
+    expected = {"all-gather": 1 + 1 + 1 + 2, "reduce-scatter": 1 + 1 + 2}
+    assert ranks(2)(collectives, str(tmp_path), samples, 2**21) == [expected] * 2
+
+
+@pytest.mark.parametrize("samples", [4, 16])
+def test_a_part_of_long_samples_is_one_collective_however_many_they_are(tmp_path, samples):
+    """As above, but forward and in the row linear's backward one for each of two parts. (Where they are gathered, gloo makes one
+    of each sample.)"""
+    found = ranks(2)(collectives, str(tmp_path), samples, 0)
+    assert [each["reduce-scatter"] for each in found] == [2 + 1 + 2] * 2
