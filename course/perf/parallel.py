@@ -208,31 +208,38 @@ def zero(world: World, small: bool) -> Iterator[Row]:
             torch.cuda.empty_cache()
 
 
+WAYS = {"one by one": (0, 2), "one by one, in one part": (0, 1), "as one": (sys.maxsize, 1)}       # overlap.SHORT and PARTS
+
+
 def sp(world: World, small: bool) -> Iterator[Row]:
-    """Training steps with sequence parallelism on all GPUs, compiled: samples gathered one by one, in two parts, and as one. Left
-    to the host, which starts the collectives, and in a graph, which does not wait for it."""
+    """Training steps with sequence parallelism on all GPUs, compiled: samples gathered one by one, in two parts and in one, and
+    as one. Left to the host, which starts the collectives, and in a graph, which does not wait for it."""
     models = {"DiT-XL/2, 256 px, 32 samples": ["dit-xl", "train.global_batch=32"],
               "GPT 124M, 32 samples": ["gpt-124m", "train.global_batch=32"],
               "GPT 350M, 16 samples": ["gpt-350m", "train.global_batch=16"],
-              "DiT-XL/2, 512 px, 16 samples": ["dit-xl", "train.global_batch=16", "model.latent=[4,64,64]"]}
+              "DiT-XL/2, 512 px, 16 samples": ["dit-xl", "train.global_batch=16", "model.latent=[4,64,64]"],
+              "GPT 1.3B, 4 samples": ["gpt-1.3b", "train.global_batch=4"]}
     if small:
         models = {"small DiT": ["dit-demo", "train.device=cpu", "train.global_batch=4"]}
-    known = overlap.SHORT
-    for (model, (preset, *settings)), graphs in product(models.items() if world.size > 1 else (), (False, True)):
-        if graphs and world.device.type == "cpu":
-            continue
-        for how, overlap.SHORT in (("one by one", 0), ("as one", sys.maxsize)):
+    if world.size == 1:
+        return
+    known = overlap.SHORT, overlap.PARTS
+    on = (False, True) if world.device.type == "cuda" else (False,)
+    try:
+        for (model, (preset, *settings)), graphs, (way, limits) in product(models.items(), on, WAYS.items()):
+            overlap.SHORT, overlap.PARTS = limits
             config = load(preset, ["data.source=mock", "precision=bf16", "stream=narrow", f"compile={not small}",
                                    f"graphs={graphs}", "train.micro_batch=0", "parallel.dp=1", "parallel.sp=true",
                                    f"parallel.tp={world.size}", *settings])
+            c: Any = config.model
             training: Any = assemble(config, build_mesh(config.parallel, world))
             batch = training.model.example(config.train.global_batch, world.device)
-            c: Any = config.model
-            sample_mb = 2e-6 * c.dim * (c.context if c.kind == "gpt" else c.tokens)
-            yield measure(f"{model}, {how}" + ", in a graph" * graphs, partial(training.step, batch), world, sample_mb=sample_mb)
+            yield measure(f"{model}, {way}" + ", in a graph" * graphs, partial(training.step, batch), world,
+                          sample_mb=2e-6 * c.dim * (c.context if c.kind == "gpt" else c.tokens))
             del training
             torch._dynamo.reset()
-    overlap.SHORT = known
+    finally:
+        overlap.SHORT, overlap.PARTS = known
 
 
 KINDS = {"tp": tp, "tp_vit": tp_vit, "sp": sp, "cp": cp, "dp": dp, "pp": pp, "zero": zero, "grid": grid.measure}

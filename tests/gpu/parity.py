@@ -67,7 +67,9 @@ def main() -> None:
                 torch._dynamo.reset()                # 2.11 fails where sizes become symbols because another layout had others
                 asked = config.load(preset, [*common, *known_layouts[name]])
                 sizes = tuple(getattr(asked.parallel, axis) for axis in AXES)
-                if sizes not in meshes:              # one for all layouts of these sizes: NCCL keeps memory for each group
+                # One for all layouts of these sizes: NCCL keeps memory for each group. And to part from them is no way: new ones
+                # of the same ranks have the old ones' names, and sometimes find the old addresses (PyTorch 2.11)
+                if sizes not in meshes:
                     meshes[sizes] = build_mesh(asked.parallel, world)
                 gaps = verify.compare_in(asked, world, known, meshes[sizes])
                 if world.device.type == "cuda":

@@ -22,6 +22,14 @@ def test_a_benchmark_compares_with_pytorch(kind, ours, theirs, tmp_path, capfd):
         assert rows[ours]["optimizer_gb"] == pytest.approx(rows[ours]["theory_gb"], rel=0.03)
 
 
+@pytest.mark.slow
+def test_samples_are_gathered_in_all_ways(tmp_path):
+    parallel.everywhere("sp", tmp_path / "rows.json", small=True, profile=False)
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert [row["case"] for row in rows] == [f"small DiT, {way}" for way in parallel.WAYS]
+    assert all(row["ms"] > 0 and row["sample_mb"] == pytest.approx(2e-6 * 16 * 64) for row in rows)
+
+
 def test_it_says_that_it_needs_gpus(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(CourseError, match=r"course bench tp needs GPUs.*--small"):
