@@ -201,8 +201,8 @@ def tensor_time(local: Local, each: list[tuple[float, float, float, float]]) -> 
         return symmetric_time(local, each)
     short = low < local.micro * overlap.SHORT                           # one part, and a copy for each collective
     parts, once = 1 if short else min(overlap.PARTS, local.micro), comms.all_gather(low, group)
-    copied = local.seconds([("copy", 2 * low)]) if short else 0.0
-    forward, backward, hidden = 4 * copied, 6 * copied, 0.0
+    ordering = local.seconds([("copy", 2 * low)]) if short else 0.0
+    forward, backward, hidden = 4 * ordering, 6 * ordering, 0.0
     for (y, dx, dw, _), column in zip(each, (True, False, True, False), strict=False):          # DiT's fifth is not cut
         shown = once / parts + max(0.0, once - once / parts - y * (parts - 1) / parts)
         forward += shown + BESIDE * (once - shown)
