@@ -675,7 +675,7 @@ for error, words in sorted(misses, key=lambda miss: -abs(miss[0]))[:6]:
 # apart: on one GPU all twelve are within 6%; on two the median is 16%, and none is too long by more than half a
 # percent. What one GPU does alone, kernel after kernel, is arithmetic by now. What two do *together* is not: they wait
 # for each other's hosts, and a collective beside a matrix multiplication slows both. That is how the 74% came: the list
-# said where to look, and older steps that it had nothing to do with said how much. With it these eight are off by 13%.
+# said where to look, and older steps that it had nothing to do with said how much. With it these eight are off by 15%.
 # They are held out no longer, so that is no proof either. Of a fourth list the configurations for one GPU have been
 # measured since. Ten of twelve predictions are within 9%; two are a quarter too short, 29% at worst, and both of these
 # steps wait for their host. So one GPU is arithmetic as long as the GPU is what one waits for.

@@ -260,22 +260,24 @@ def beside_megatron(rows: list[dict[str, Any]]) -> tuple[list[float], list[float
             max(ms["course, sequence parallel"] / ms["course"] for ms in by.values()))
 
 
+@pytest.mark.parametrize("graph", ["", ", in a graph"])
 @pytest.mark.parametrize("model", ["DiT-XL/2, 256 px", "GPT 124M"])
-def test_steps_with_short_samples(model: str) -> None:
-    """In the page, and of DiT in the library."""
-    of = {way: row("sp_2xh100", f"{model}, 32 samples, {way}") for way in
-          ("one by one", "as one", "one by one, in a graph", "as one, in a graph")}
-    mb, one_by_one, as_one, *graphs = wanted = [of["one by one"]["sample_mb"], *(found["ms"] for found in of.values())]
-    said = cells(f"gathered: {model}", "As one, a copy has to put them in order")
+def test_steps_with_short_samples(model: str, graph: str) -> None:
+    """In the page and in the library."""
+    ways = [row("sp_2xh100", f"{model}, 32 samples, {way}{graph}") for way in ("one by one", "as one, in two parts", "as one")]
+    said = cells(f"gathered: {model}{graph}", "As one, a copy puts the samples in order")
+    wanted = [ways[0]["sample_mb"], *(way["ms"] for way in ways)]
     assert [d for cell, value in zip(said, wanted, strict=True) for d in differences(cell, [value])] == []
-    if model.startswith("DiT"):
-        text = overlap.__doc__.replace("\n", " ")
-        assert f"32 samples of {mb:.1f} MB takes {graphs[1]:.0f} ms so and {graphs[0]:.0f} ms in two parts" in text
-        assert f"left to the host, {as_one:.0f} and {one_by_one:.0f} (perf" in text
+    library, (apart, _, one) = overlap.__doc__.replace("\n", " "), wanted[1:]
+    said = {("D", True): f"of 0.6 MB takes {one:.0f} ms so and {apart:.0f} ms in two parts, one by one",
+            ("D", False): f"left to the host, {one:.0f} and {apart:.0f}.",
+            ("G", False): f"takes {one:.0f} ms in place of {apart:.0f} with its host",
+            ("G", True): f"but {one:.0f} in place of {apart:.0f} in a graph"}[model[0], bool(graph)]
+    assert said in library
 
 
 def test_steps_with_longer_samples() -> None:
-    text = MEASURED.partition("So samples below 2 MB go as one")[2].partition("\n\n")[0].replace("\n", " ")
+    text = MEASURED.partition("2 MB are a guess")[2].partition("\n\n")[0].replace("\n", " ")
     for model, word in (("GPT 350M, 16 samples", "takes "), ("DiT-XL/2, 512 px, 16 samples", ") ")):
         one_by_one, as_one = (row("sp_2xh100", f"{model}, {way}, in a graph") for way in ("one by one", "as one, in two parts"))
         assert f"({as_one['sample_mb']:.1f} MB" in text

@@ -5,16 +5,19 @@
     linear_scatter   y = scatter(x W')           forward: while one part is multiplied, the one before is scattered
                                                  backward: while one part is multiplied, the next gradient is gathered
 
+A batch of short samples is one part: there only what is gathered again and dx have something beside them.
+
 The same numbers as `mappings.gather` before and `mappings.scatter` after `F.linear`, which save the gathered x instead of
 gathering it twice (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2; Wang et al. 2023, "Overlap communication with
 dependent computation via decomposition", ASPLOS). The collectives run on the stream of their process group; `wait` makes the
 computation wait for them, not the host.
 
 A collective puts pieces one after the other, and of a batch that would be all samples' first pieces, then all their second ones.
-So long samples are gathered and scattered one by one, a part's in one kernel, and each lies where it belongs. Of short ones that
-would cost the host a call for each, and parts are too small to gain from: the whole batch goes as one, and a copy puts it in
-order. On two H100s a DiT-XL/2 with 32 samples of 0.6 MB takes 67 ms so and 72 ms in two parts, one by one, both in a graph; left
-to the host, 123 and 155 (perf/results/sp_2xh100.json).
+So long samples are gathered and scattered one by one, a part's in one kernel, and each lies where it belongs. Short ones go as
+one tensor, which a copy puts in order, and in one part: two halve what the matmuls have to do and double what the host has to
+start, and a call for each sample is a little more. On two H100s a DiT-XL/2 with 32 samples of 0.6 MB takes 67 ms so and 72 ms
+in two parts, one by one, both in a graph; left to the host, 123 and 155. GPT 124M, with 1.6 MB, takes 65 ms in place of 88 with
+its host, but 57 in place of 56 in a graph (perf/results/sp_2xh100.json). Beyond that one part has not been measured.
 
 Each is an operator of its own to PyTorch, `torch.ops.course.gather_linear` and so on: torch.compile does not look into it, so
 that its order stays and the block around it is one graph, and `recompute` can keep what it puts out. An operator takes a
@@ -144,8 +147,8 @@ def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
 
 
 def short(x: Tensor, tokens: int, width: int) -> bool:
-    """Whether samples of so many tokens and features, in the format of x, go as one tensor."""
-    return tokens * width * x.itemsize < SHORT
+    """Whether the samples of x, of so many tokens and features, go as one tensor. A single one is in order as it is."""
+    return len(x) > 1 and tokens * width * x.itemsize < SHORT
 
 
 def parts(samples: int, whole: bool) -> Iterator[slice]:
@@ -173,7 +176,7 @@ def gather(x: Tensor, axis: Axis, n: int, into: Tensor | None = None) -> Pending
     most = -(-n // axis.size)
     piece = padded(x, most).contiguous()
     if short(x, n, x.shape[2]):
-        come = x.new_empty(axis.size * len(x), most, x.shape[2])        # all samples' first pieces, then all their second ones
+        come = x.new_empty(axis.size * len(x), most, x.shape[2])        # rank by rank
         wait, pieces = begin_gather([come], [piece], axis), come.chunk(axis.size)
     else:
         come = whole if n % axis.size == 0 else x.new_empty(len(x), axis.size * most, x.shape[2])
@@ -211,9 +214,10 @@ def scatter(x: Tensor, axis: Axis, into: Tensor) -> Pending:
 
 
 def rank_by_rank(x: Tensor, size: int) -> Tensor:
-    """(B, size * t, D) -> (size * B, t, D), all samples' first pieces, then all their second ones.
+    """(B, size * t, D) -> (size * B, t, D), of memory that begins with x: all samples' first pieces, then all their second ones.
 
-    A number of 16 bytes is copied as fast as one of two, so 16 bytes are called a number, where they fit.
+    A number of 16 bytes is copied as fast as one of two, so 16 bytes are called a number, where they fit: a third of the time of
+    `torch.cat`, or half ("copies" in perf/results/sp_2xh100.json).
     """
     whole = x.new_empty(size, len(x), x.shape[1] // size, x.shape[2])
     to, of = (part.view(torch.complex128) if x.shape[2] * x.itemsize % 16 == 0 else part for part in (whole, x.contiguous()))

@@ -182,7 +182,8 @@ def tensor_time(local: Local, each: list[tuple[float, float, float, float]]) -> 
     """(forward, backward, hidden) seconds of tp's collectives around the four linears of a block.
 
     Without sequence parallelism two all-reduces forward (16 bits) and two backward (in the norm's 32). With it a gather before a
-    column linear and a scatter after a row linear, backward the other way round; the same bytes, less what overlaps.
+    column linear and a scatter after a row linear, backward the other way round; the same bytes, less what overlaps. That matmuls
+    are less efficient in two parts is not counted.
     """
     p, group = local.p, local.groups["tp"]
     if p.tp == 1:
@@ -199,7 +200,7 @@ def tensor_time(local: Local, each: list[tuple[float, float, float, float]]) -> 
                 2 * (comms.reduce_scatter(wide, group) + comms.all_gather(low, group) + moves[1]), 0.0)
     if p.symmetric:
         return symmetric_time(local, each)
-    short = low < local.micro * overlap.SHORT                           # one part, and a copy for each collective
+    short = local.micro > 1 and low < local.micro * overlap.SHORT       # one part, and a copy for each collective
     parts, once = 1 if short else min(overlap.PARTS, local.micro), comms.all_gather(low, group)
     ordering = local.seconds([("copy", 2 * low)]) if short else 0.0
     forward, backward, hidden = 4 * ordering, 6 * ordering, 0.0

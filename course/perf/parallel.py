@@ -208,7 +208,7 @@ def zero(world: World, small: bool) -> Iterator[Row]:
             torch.cuda.empty_cache()
 
 
-WAYS = {"one by one": (0, 2), "one by one, in one part": (0, 1), "as one": (sys.maxsize, 1)}       # overlap.SHORT and PARTS
+WAYS = {"one by one": (0, 2), "one by one, in one part": (0, 1), "as one": (sys.maxsize, 2)}       # overlap.SHORT and PARTS
 
 
 def sp(world: World, small: bool) -> Iterator[Row]:
@@ -223,7 +223,7 @@ def sp(world: World, small: bool) -> Iterator[Row]:
         models = {"small DiT": ["dit-demo", "train.device=cpu", "train.global_batch=4"]}
     if world.size == 1:
         return
-    known = overlap.SHORT, overlap.PARTS
+    known, mesh = (overlap.SHORT, overlap.PARTS), build_mesh(Parallel(tp=world.size, sp=True), world)
     on = (False, True) if world.device.type == "cuda" else (False,)
     try:
         for (model, (preset, *settings)), graphs, (way, limits) in product(models.items(), on, WAYS.items()):
@@ -232,12 +232,12 @@ def sp(world: World, small: bool) -> Iterator[Row]:
                                    f"graphs={graphs}", "train.micro_batch=0", "parallel.dp=1", "parallel.sp=true",
                                    f"parallel.tp={world.size}", *settings])
             c: Any = config.model
-            training: Any = assemble(config, build_mesh(config.parallel, world))
+            training: Any = assemble(config, mesh)
             batch = training.model.example(config.train.global_batch, world.device)
             yield measure(f"{model}, {way}" + ", in a graph" * graphs, partial(training.step, batch), world,
                           sample_mb=2e-6 * c.dim * (c.context if c.kind == "gpt" else c.tokens))
             del training
-            torch._dynamo.reset()
+            grid.free(world)
     finally:
         overlap.SHORT, overlap.PARTS = known
 

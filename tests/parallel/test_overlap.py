@@ -66,7 +66,7 @@ def without_the_long_name(tokens, samples):
 
 @pytest.mark.parametrize("tokens", [7, 8])
 def test_on_a_cpu_nothing_is_gathered_by_a_collective_whose_name_gloo_frees_twice(tokens):
-    """That needs two threads in the same few nanoseconds, which no test can wait for; see `overlap.together`."""
+    """That needs two threads in the same few nanoseconds, which no test can wait for; see `overlap.begin_gather`."""
     assert max(ranks(2)(without_the_long_name, tokens, 3)) < 1e-12
 
 
@@ -92,9 +92,10 @@ def test_rank_by_rank_puts_first_pieces_first(width):
 
 
 def test_samples_of_2_mb_are_long():
-    """1,024 tokens of 1,024 features in 16 bits."""
-    x = torch.empty(0, dtype=torch.bfloat16)
+    """1,024 tokens of 1,024 features in 16 bits. And a single one needs no order."""
+    x = torch.empty(2, dtype=torch.bfloat16)
     assert [overlap.short(x, 1024, width) for width in (1023, 1024)] == [True, False]
+    assert not overlap.short(x[:1], 1024, 1023)
 
 
 def rows_in_16_bits():
