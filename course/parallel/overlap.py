@@ -69,7 +69,8 @@ def linear_scatter_forward(x: Tensor, weight: Tensor, group: str) -> Tensor:
     """(B, T, F), (D, F) -> (B, T/tp, D)."""
     axis = axis_of(group)
     y = new_piece(x, len(weight), axis)
-    going = [scatter(F.linear(x[rows], weight), axis, y[rows]) for rows in parts(len(x), short(x, x.shape[1], len(weight)))]
+    whole = short(len(x), x.shape[1] * len(weight) * x.itemsize)
+    going = [scatter(F.linear(x[rows], weight), axis, y[rows]) for rows in parts(len(x), whole)]
     for part in going:
         part()
     return y
@@ -146,9 +147,9 @@ def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
     return grad.flatten(0, 1).T @ x.flatten(0, 1)
 
 
-def short(x: Tensor, tokens: int, width: int) -> bool:
-    """Whether the samples of x, of so many tokens and features, go as one tensor. A single one is in order as it is."""
-    return len(x) > 1 and tokens * width * x.itemsize < SHORT
+def short(samples: int, nbytes: float) -> bool:
+    """Whether so many samples, each of so many bytes, go as one tensor. A single one is in order as it is."""
+    return samples > 1 and nbytes < SHORT
 
 
 def parts(samples: int, whole: bool) -> Iterator[slice]:
@@ -160,7 +161,7 @@ def parts(samples: int, whole: bool) -> Iterator[slice]:
 
 def gathered(x: Tensor, axis: Axis, n: int, whole: Tensor | None = None) -> Iterator[tuple[slice, Tensor]]:
     """(samples, all their tokens) of one part after the other, in `whole` if it is given; the next is under way meanwhile."""
-    rows = list(parts(len(x), short(x, n, x.shape[2])))
+    rows = list(parts(len(x), short(len(x), n * x.shape[2] * x.itemsize)))
     into = [None if whole is None else whole[part] for part in rows]
     coming = gather(x[rows[0]], axis, n, into[0])
     for now, after, place in zip(rows, [*rows[1:], None], [*into[1:], None], strict=True):
@@ -175,7 +176,7 @@ def gather(x: Tensor, axis: Axis, n: int, into: Tensor | None = None) -> Pending
     whole = x.new_empty(len(x), n, x.shape[2]) if into is None else into
     most = -(-n // axis.size)
     piece = padded(x, most).contiguous()
-    if short(x, n, x.shape[2]):
+    if short(len(x), n * x.shape[2] * x.itemsize):
         come = x.new_empty(axis.size * len(x), most, x.shape[2])        # rank by rank
         wait, pieces = begin_gather([come], [piece], axis), come.chunk(axis.size)
     else:
@@ -203,7 +204,10 @@ def scatter(x: Tensor, axis: Axis, into: Tensor) -> Pending:
     if n % axis.size:
         x = torch.cat([padded(part, most) for part in x.tensor_split(axis.size, 1)], 1)
     piece = into if n % axis.size == 0 else x.new_empty(len(x), most, x.shape[2])
-    pieces, sums = ([piece], [rank_by_rank(x, axis.size)]) if short(x, n, x.shape[2]) else (list(piece), list(x.contiguous()))
+    if short(len(x), n * x.shape[2] * x.itemsize):
+        pieces, sums = [piece], [rank_by_rank(x, axis.size)]
+    else:
+        pieces, sums = list(piece), list(x.contiguous())
     wait = group_of(axis).reduce_scatter_tensor_coalesced(pieces, sums).wait
 
     def finish() -> Tensor:

@@ -200,7 +200,7 @@ def tensor_time(local: Local, each: list[tuple[float, float, float, float]]) -> 
                 2 * (comms.reduce_scatter(wide, group) + comms.all_gather(low, group) + moves[1]), 0.0)
     if p.symmetric:
         return symmetric_time(local, each)
-    short = local.micro > 1 and low < local.micro * overlap.SHORT       # one part, and a copy for each collective
+    short = overlap.short(local.micro, low / local.micro)               # one part, and a copy for each collective
     parts, once = 1 if short else min(overlap.PARTS, local.micro), comms.all_gather(low, group)
     ordering = local.seconds([("copy", 2 * low)]) if short else 0.0
     forward, backward, hidden = 4 * ordering, 6 * ordering, 0.0
