@@ -171,10 +171,8 @@ class Config:
     @property
     def masters(self) -> bool:
         """Whether one data-parallel rank may keep its weights in 16 bits (`course/parallel/masters.py`): the optimizer has to
-        write them, and no gradient is added to another, which would take float32."""
-        t = self.train
-        once = self.parallel.pp == 1 and (t.micro_batch == 0 or t.micro_batch >= t.global_batch)
-        return self.kernels == "hand" and self.optim.name == "adam" and once
+        write them."""
+        return self.kernels == "hand" and self.optim.name == "adam"
 
 
 def load(preset: str, overrides: Iterable[str] = ()) -> Config:

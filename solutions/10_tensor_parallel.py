@@ -483,7 +483,7 @@ for tp in (2, 4):
 # %% [markdown]
 # **What you should see:** 159 and 92 ms by arithmetic, 178 and 106 recorded. The rest is smaller matrices, which are less
 # efficient, and starting kernels. Efficiency is 81% on 2 GPUs and 68% on 4. Communication alone costs nearly a fifth on 4
-# GPUs; what can be won is to run it *beside* the multiplications, one part of the batch after another.
+# GPUs; what can be won is to run it *beside* the multiplications.
 
 # %%
 lab.recorded("tp_h200", scaling.table(rows, lambda case: "one GPU, compiled" if "compiled" in case else "one GPU"),
@@ -495,37 +495,49 @@ lab.recorded("tp_h200", scaling.table(rows, lambda case: "one GPU, compiled" if 
 # multiprocessors from the matrices. *Symmetric* copies go by the GPU's copy engines, which compute nothing: on 4 GPUs
 # 103 ms become 94, but on 2 nothing is won. Whatever you have read about overlap, measure it.
 #
-# A collective puts pieces one after the other: all samples' first pieces, then all their second ones. There are two ways
-# out. Gather the samples *one by one*, a call for each, and in two parts: while one half of the batch is multiplied, the other
-# half is gathered. Or gather the batch *as one* and put it in order by a copy.
+# Beside *which* multiplications? Backward a column linear has two that need not wait: while it multiplies the gradient with the
+# weight, its input is gathered again, and while it multiplies the gradient with that input, what came out of the first is
+# scattered. Forward there is nothing to do before the input is there, unless you cut the batch: gather one half, then multiply
+# it while the other is gathered.
 #
 # > **Predict.** DiT-XL/2 on two H100s, 32 samples of 0.6 MB, the whole step in a CUDA graph, so that no host counts (lesson 06).
-# > One by one, in two parts, it takes 72.3 ms. As one, in one part, nothing is hidden forward, and there are copies. How long?
+# > In two parts it takes 72.8 ms. Whole, so that nothing is hidden forward, how long?
 
 # %%
-my_ms = 74.0                     # your prediction, of the whole step
+my_ms = 75.0                     # your prediction, of the whole step
 
 # %%
 by_case = {row["case"]: row["ms"] for row in lab.results("sp_2xh100")["rows"]}
-as_one = by_case["DiT-XL/2, 256 px, 32 samples, as one, in a graph"]
-lab.beside("a step, samples gathered as one", my_ms, as_one, "ms", "recorded")
-ways = {"one by one, two parts": "one by one", "as one, two parts": "as one, in two parts", "as one, one part": "as one"}
-table = {f"{model}{graph}": {way: by_case[f"{model}, 32 samples, {case}{graph}"] for way, case in ways.items()}
-         for model in ("DiT-XL/2, 256 px", "GPT 124M") for graph in ("", ", in a graph")}
-lab.recorded("sp_2xh100", table, why="Whole steps with sequence parallelism on two H100s, in ms")
+models = ["DiT-XL/2, 256 px, 32 samples", "GPT 124M, 32 samples", "GPT 350M, 16 samples", "DiT-XL/2, 512 px, 16 samples",
+          "GPT 1.3B, 4 samples"]
+lab.beside("a step that is not cut in two", my_ms, by_case[f"{models[0]}, in a graph"], "ms", "recorded")
+table = {model: {"two parts": by_case[f"{model}, in two parts, in a graph"], "whole": by_case[f"{model}, in a graph"]}
+         for model in models}
+lab.recorded("sp_2xh100", table, why="Whole steps with sequence parallelism on two H100s, in a graph, in ms")
 
 # %% [markdown]
-# > **Question.** From one by one in two parts to as one in one part, two things change. Which of them saves the time?
+# **What you should see:** hiding is not free. It was meant to save what the collectives take, and cost more than that, in every
+# model. A multiplication of half the size takes more than half the time, and while NCCL's kernels have some of the
+# multiprocessors, it takes longer still. So `overlap.py` hides what there is room for backward, and cuts nothing.
 #
-# <details><summary>Answer</summary>
-# The parts. As one in two parts saves a few milliseconds, those of a call for each sample, and only where the GPU waits for the
-# host. One part in place of two saves four to five times as many there: half as many multiplications and collectives to
-# start. In a graph the DiT gains, too, since a multiplication of half the size is not done in half the time.
-# </details>
+# One question is left. A collective puts pieces one after the other: all samples' *first* pieces, then all their second ones,
+# where you want each sample's tokens together. Either gather the samples **one by one**, a call for each, all in one kernel; or
+# gather the batch **as one** and put it in order by a copy.
 #
-# **What you should see:** hiding is not free. It was meant to save what the collectives take, and cost more than that. GPT 124M
-# in a graph is the one case where one by one is still the fastest, by 3%: its samples are longer, 1.6 MB, and a gather
-# that is longer is worth hiding. `overlap.py` draws a line at 2 MB: shorter samples go as one.
+# > **Question.** A call costs the host some microseconds, a copy the GPU. Which is faster in a graph? And without one, if the
+# > host needs longer for a step than the GPU does?
+
+# %%
+ways = {"one by one, in a graph": "in a graph", "as one, in a graph": "as one, in a graph", "one by one": "one by one",
+        "as one": "as one"}
+lab.recorded("sp_2xh100", {model: {way: by_case[f"{model}, {case}"] for way, case in ways.items()} for model in models},
+             why="The same steps, in a graph and left to their host, in ms")
+
+# %% [markdown]
+# **What you should see:** in a graph, one by one: calls that are replayed cost nothing, and a copy takes the GPU time. Left to
+# these hosts, which need 1.7 to 3.4 times as long as the GPU, as one: the GPU has time for copies. Which of them you want
+# depends on who waits for whom. `overlap.py` asks whether a graph is being recorded; if not, it takes batches of less than 64 MB
+# for those whose GPU waits.
 
 # %% [markdown]
 # ## What you know now

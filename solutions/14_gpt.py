@@ -926,13 +926,13 @@ lab.beside("layers on four H100s", my_layers_ms, measured, "ms", "recorded")
 # **What you should see:** more than half of the time that two took. The multiplications are shared by four, but the all-reduces
 # are not: each rank sends 2·(n − 1)/n times the bytes of a sum, 1 time on two GPUs and 1.5 times on four (lesson 07).
 #
-# > **Question.** With sequence parallelism the same layers take *longer*, 120 ms, and with half as many samples hardly less, 119.
-# > Those of width 3072 take a little less with it than without. What decides?
+# > **Question.** With sequence parallelism the same layers take *longer*, 106 ms, and with half as many samples only a tenth
+# > less, 95. Those of width 3072 take a little less with it than without. What decides?
 #
 # <details><summary>Answer</summary>
 # Whether the GPU waits for the host. Sequence parallelism has twice as many collectives to start, and the narrow layers, a
 # fourth of each on every GPU, are done before the next is started. Wide ones hide the starts, and then it gains: norms and
-# residuals work on a fourth of the tokens. For a model this narrow leave it out, 94 and 55 ms, as long as the memory allows.
+# residuals work on a fourth of the tokens. For a model this narrow leave it out, 94 and 52 ms, as long as the memory allows.
 # </details>
 #
 # On one H200: GPT 124M with 64 samples of 1024 tokens, whole training steps.

@@ -260,28 +260,53 @@ def beside_megatron(rows: list[dict[str, Any]]) -> tuple[list[float], list[float
             max(ms["course, sequence parallel"] / ms["course"] for ms in by.values()))
 
 
-@pytest.mark.parametrize("graph", ["", ", in a graph"])
-@pytest.mark.parametrize("model", ["DiT-XL/2, 256 px", "GPT 124M"])
-def test_steps_with_short_samples(model: str, graph: str) -> None:
-    """In the page and in the library."""
-    ways = [row("sp_2xh100", f"{model}, 32 samples, {way}{graph}") for way in ("one by one", "as one, in two parts", "as one")]
-    said = cells(f"gathered: {model}{graph}", "As one, a copy puts the samples in order")
-    wanted = [ways[0]["sample_mb"], *(way["ms"] for way in ways)]
+GATHERED = ["DiT-XL/2, 256 px, 32 samples", "GPT 124M, 32 samples", "GPT 350M, 16 samples", "DiT-XL/2, 512 px, 16 samples",
+            "GPT 1.3B, 4 samples"]
+WAYS = ["one by one, in two parts", "one by one", "as one", "in two parts, in a graph", "in a graph", "as one, in a graph"]
+
+
+def gathered(model: str) -> list[float]:
+    """The times of a model in all ways of sequence parallelism."""
+    return [row("sp_2xh100", f"{model}, {way}")["ms"] for way in WAYS]
+
+
+@pytest.mark.parametrize("model", GATHERED)
+def test_ways_of_sequence_parallelism(model: str) -> None:
+    said = cells(f"gathered: {model}", "What can sequence parallelism hide")
+    wanted = [row("sp_2xh100", f"{model}, as one")["sample_mb"], *gathered(model)]
     assert [d for cell, value in zip(said, wanted, strict=True) for d in differences(cell, [value])] == []
-    library, (apart, _, one) = overlap.__doc__.replace("\n", " "), wanted[1:]
-    said = {("D", True): f"of 0.6 MB takes {one:.0f} ms so and {apart:.0f} ms in two parts, one by one",
-            ("D", False): f"left to the host, {one:.0f} and {apart:.0f}.",
-            ("G", False): f"takes {one:.0f} ms in place of {apart:.0f} with its host",
-            ("G", True): f"but {one:.0f} in place of {apart:.0f} in a graph"}[model[0], bool(graph)]
-    assert said in library
 
 
-def test_steps_with_longer_samples() -> None:
-    text = MEASURED.partition("2 MB are a guess")[2].partition("\n\n")[0].replace("\n", " ")
-    for model, word in (("GPT 350M, 16 samples", "takes "), ("DiT-XL/2, 512 px, 16 samples", ") ")):
-        one_by_one, as_one = (row("sp_2xh100", f"{model}, {way}, in a graph") for way in ("one by one", "as one, in two parts"))
-        assert f"({as_one['sample_mb']:.1f} MB" in text
-        assert f"{word}{as_one['ms']:.1f} in place of {one_by_one['ms']:.1f}" in text
+def test_what_is_said_of_ways_of_sequence_parallelism() -> None:
+    """In the page and in the library."""
+    text = MEASURED.partition("In a graph, two parts make")[2].partition("\n\n")[0].replace("\n", " ")
+    times = {model: gathered(model) for model in GATHERED}
+    parts, copies = ([100 * (ms[way] / ms[4] - 1) for ms in times.values()] for way in (3, 5))
+    assert f"every step {min(parts):.0f} to {max(parts):.0f}% longer" in text
+    assert f"the copy costs {min(copies):.0f} to {max(copies):.0f}%" in text
+    assert all(ms[2] < min(ms[:2]) and ms[1] > ms[5] for ms in times.values())
+    layers: dict[str, list[float]] = {}
+    for r in results("sp_4xh100")["rows"]:
+        layers.setdefault(r["case"], []).append(r["ms"])
+    assert f"{' and '.join(f'{ms:.1f}' for ms in layers['one by one, in two parts'])} ms in two parts" in text
+    assert f"{' and '.join(f'{ms:.1f}' for ms in layers['one by one'])} one by one, {layers['as one'][0]:.1f} as one" in text
+    assert f"{' and '.join(f'{ms:.1f}' for ms in layers['megatron-core, Transformer Engine'])} by megatron-core" in text
+    library, (dit, gpt) = overlap.__doc__.replace("\n", " "), (times[GATHERED[0]], times[GATHERED[-1]])
+    assert f"take {dit[4]:.1f} ms for a DiT-XL/2 as it is here and {dit[3]:.1f} in two parts" in library
+    assert f"GPT 1.3B {gpt[4]:.1f} and {gpt[3]:.1f}, both in a graph" in library
+
+
+def test_micro_batches_with_16_bit_weights() -> None:
+    text = MEASURED.partition("Of micro-batches it adds")[2].partition("Here also")[0].replace("\n", " ")
+    found = results("masters_h100")["rows"]
+
+    def mean(case: str, masters: bool, key: str = "ms") -> float:
+        return statistics.mean(r[key] for r in found if r["case"].startswith(case) and r["masters"] == masters)
+
+    assert f"takes {mean('1.3B, four', True):.1f} ms, and {mean('1.3B, four', False):.1f} with weights that are cast" in text
+    assert f"takes {mean('124M, two', True):.1f} and {mean('124M, two', False):.1f};" in text
+    pipe = [mean("1.3B, pp=2, 8", masters, "memory_gb") for masters in (True, False)]
+    assert "1.3B needs {:.1f} GB in place of {:.1f}".format(*pipe) in text
 
 
 # --- in parallel: the label's first words, then in the order in which the numbers stand: file, case, which GPUs and field

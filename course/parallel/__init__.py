@@ -28,7 +28,7 @@ def data_parallel(model: nn.Module, mesh: Mesh, settings: "Parallel", low: torch
     """What averages a model's gradients over dp x cp. Comes after the parameters have got their values.
 
     low: the 16 bits of the matmuls, if they have fewer than the parameters: ZeRO-1 then computes with copies in these. masters:
-    one rank alone does, too; then a step must have one backward pass, and an optimizer that writes the copies (`Config.masters`).
+    one rank alone does, too, with an optimizer that writes the copies (`Config.masters`).
     """
     if mesh.dp_cp.size == 1:
         return Masters(model, mesh.dp_cp, low) if low and masters else Naive(model, mesh.dp_cp)

@@ -1,30 +1,27 @@
-"""Sequence parallelism's linears with the communication beside the matmuls, where it costs no time of its own.
+"""Sequence parallelism's linears, with the communication beside the matmuls where the backward pass has room for it.
 
-    gather_linear    y = gather(x) W' + b        forward: while one part of the batch is multiplied, the next is gathered
-                                                 backward: x is gathered again beside dx's matmul, dx scattered beside dW's
-    linear_scatter   y = scatter(x W')           forward: while one part is multiplied, the one before is scattered
-                                                 backward: while one part is multiplied, the next gradient is gathered
-
-A batch of short samples is one part: there only what is gathered again and dx have something beside them.
+    gather_linear    y = gather(x) W' + b        backward: x is gathered again beside dx's matmul, dx scattered beside dW's
+    linear_scatter   y = scatter(x W')           backward: the gradient is gathered, then multiplied twice
 
 The same numbers as `mappings.gather` before and `mappings.scatter` after `F.linear`, which save the gathered x instead of
-gathering it twice (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2; Wang et al. 2023, "Overlap communication with
-dependent computation via decomposition", ASPLOS). The collectives run on the stream of their process group; `wait` makes the
-computation wait for them, not the host.
+gathering it twice (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2). The collectives run on the stream of their process
+group; `wait` makes the computation wait for them, not the host.
+
+A matmul could be cut, too, and one part of the batch be communicated while another is multiplied (Wang et al. 2023, "Overlap
+communication with dependent computation via decomposition", ASPLOS). Over NVLink that costs more than it hides: two H100s take
+65.7 ms for a DiT-XL/2 as it is here and 72.8 in two parts, and GPT 1.3B 102.9 and 106.8, both in a graph
+(perf/results/sp_2xh100.json). `symmetric.py` does it with copy engines.
 
 A collective puts pieces one after the other, and of a batch that would be all samples' first pieces, then all their second ones.
-So long samples are gathered and scattered one by one, a part's in one kernel, and each lies where it belongs. Short ones go as
-one tensor, which a copy puts in order, and in one part: two halve what the matmuls have to do and double what the host has to
-start, and a call for each sample is a little more. On two H100s a DiT-XL/2 with 32 samples of 0.6 MB takes 67 ms so and 72 ms
-in two parts, one by one, both in a graph; left to the host, 123 and 155. GPT 124M, with 1.6 MB, takes 65 ms in place of 88 with
-its host, but 57 in place of 56 in a graph (perf/results/sp_2xh100.json). Beyond that one part has not been measured.
+So samples are gathered and scattered one by one, all in one kernel, and each lies where it belongs. That is a call for each, and
+costs a host that is behind its GPU: small batches that no graph replays go as one tensor, and a copy puts them in order.
 
 Each is an operator of its own to PyTorch, `torch.ops.course.gather_linear` and so on: torch.compile does not look into it, so
 that its order stays and the block around it is one graph, and `recompute` can keep what it puts out. An operator takes a
-group by name. `symmetric.py` has the same linears by symmetric memory.
+group by name.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,8 +34,9 @@ from course.parallel.mesh import Axis, axis_of, group_of
 from course.parallel.sequence import whole_samples
 from course.precision import format_of_matmuls
 
-PARTS = 2                                           # of a batch, one after the other: more cost the host more than they hide
-SHORT = 2**21                                       # bytes of all tokens of a sample, below which it is short
+# Bytes of a batch below which its host is taken to be the limit. Left to slow hosts, five models of 19 to 50 MB on two H100s were
+# faster as one, or equal; layers of 201 MB on four were 8% slower (perf/results/sp_2xh100.json, sp_4xh100.json).
+SMALL = 2**26
 Pending = Callable[[], Tensor]                      # a result that is under way: call it to have it
 operator: Any = torch.library.custom_op
 
@@ -46,10 +44,7 @@ operator: Any = torch.library.custom_op
 @operator("course::gather_linear", mutates_args=())
 def gather_linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, n: int) -> Tensor:
     """(B, T/tp, D), (F, D), (F,) -> (B, T, F) with T = n."""
-    y = x.new_empty(len(x), n, len(weight))
-    for rows, whole in gathered(x, axis_of(group), n):
-        multiply(whole, weight.t(), bias, y[rows])
-    return y
+    return F.linear(gather(x, axis_of(group), n)(), weight, bias)
 
 
 @operator("course::gather_linear_backward", mutates_args=())
@@ -59,7 +54,7 @@ def gather_linear_backward(grad: Tensor, x: Tensor, weight: Tensor, group: str) 
     again = gather(x, axis, grad.shape[1])                              # whole, beside the matmul that does not need it
     sums = grad @ weight
     whole = again()
-    going = scatter(sums, axis, new_piece(grad, x.shape[2], axis))
+    going = scatter(sums, axis)
     dw = weight_gradient(grad, whole)
     return going(), dw
 
@@ -67,22 +62,14 @@ def gather_linear_backward(grad: Tensor, x: Tensor, weight: Tensor, group: str) 
 @operator("course::linear_scatter", mutates_args=())
 def linear_scatter_forward(x: Tensor, weight: Tensor, group: str) -> Tensor:
     """(B, T, F), (D, F) -> (B, T/tp, D)."""
-    axis = axis_of(group)
-    y = new_piece(x, len(weight), axis)
-    whole = short(len(x), x.shape[1] * len(weight) * x.itemsize)
-    going = [scatter(F.linear(x[rows], weight), axis, y[rows]) for rows in parts(len(x), whole)]
-    for part in going:
-        part()
-    return y
+    return scatter(F.linear(x, weight), axis_of(group))()
 
 
 @operator("course::linear_scatter_backward", mutates_args=())
 def linear_scatter_backward(grad: Tensor, x: Tensor, weight: Tensor, group: str) -> tuple[Tensor, Tensor]:
     """(B, T/tp, D), (B, T, F), (D, F) -> the gradients of x and of the weight."""
-    whole, dx = grad.new_empty(len(x), x.shape[1], len(weight)), x.new_empty(x.shape)
-    for rows, part in gathered(grad, axis_of(group), x.shape[1], whole):
-        multiply(part, weight, None, dx[rows])
-    return dx, weight_gradient(whole, x)
+    whole = gather(grad, axis_of(group), x.shape[1])()
+    return whole @ weight, weight_gradient(whole, x)
 
 
 @gather_linear_forward.register_fake
@@ -92,7 +79,8 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, n: int) -> Ten
 
 @linear_scatter_forward.register_fake
 def _(x: Tensor, weight: Tensor, group: str) -> Tensor:
-    return new_piece(x, len(weight), axis_of(group))
+    axis = axis_of(group)
+    return x.new_empty(len(x), mappings.lengths(x.shape[1], axis.size)[axis.rank], len(weight))
 
 
 @gather_linear_backward.register_fake
@@ -133,78 +121,49 @@ class LinearScatter(Function):
         return dx, dw, None
 
 
-def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """x @ weight + bias of (B, T, K) and (K, N), written into `out` (B, T, N)."""
-    rows, into = x.flatten(0, 1), out.view(-1, out.shape[2])            # a view or an error: a copy would swallow the result
-    if bias is None:
-        torch.mm(rows, weight, out=into)
-    else:
-        torch.addmm(bias, rows, weight, out=into)
-
-
 def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
     """Of a linear's weight, (F, D), from the gradient of its output (B, T, F) and its input (B, T, D)."""
     return grad.flatten(0, 1).T @ x.flatten(0, 1)
 
 
-def short(samples: int, nbytes: float) -> bool:
-    """Whether so many samples, each of so many bytes, go as one tensor. A single one is in order as it is."""
-    return samples > 1 and nbytes < SHORT
+def small(samples: int, nbytes: float) -> bool:
+    """Whether a batch of so many samples and bytes goes as one tensor, if no graph replays it. A single one is in order as is."""
+    return samples > 1 and nbytes < SMALL
 
 
-def parts(samples: int, whole: bool) -> Iterator[slice]:
-    """The batch in up to `PARTS` parts, or whole."""
-    count = 1 if whole else min(PARTS, samples)
-    for start, stop in (mappings.bounds(samples, count, part) for part in range(count)):
-        yield slice(start, stop)
+def as_one(x: Tensor, n: int) -> bool:
+    """Whether a batch (B, any, D) of n tokens a sample goes as one tensor."""
+    replayed = x.is_cuda and torch.cuda.is_current_stream_capturing()               # a graph has no host that could be behind
+    return small(len(x), len(x) * n * x.shape[2] * x.itemsize) and not replayed
 
 
-def gathered(x: Tensor, axis: Axis, n: int, whole: Tensor | None = None) -> Iterator[tuple[slice, Tensor]]:
-    """(samples, all their tokens) of one part after the other, in `whole` if it is given; the next is under way meanwhile."""
-    rows = list(parts(len(x), short(len(x), n * x.shape[2] * x.itemsize)))
-    into = [None if whole is None else whole[part] for part in rows]
-    coming = gather(x[rows[0]], axis, n, into[0])
-    for now, after, place in zip(rows, [*rows[1:], None], [*into[1:], None], strict=True):
-        have = coming()
-        if after is not None:
-            coming = gather(x[after], axis, n, place)
-        yield now, have
-
-
-def gather(x: Tensor, axis: Axis, n: int, into: Tensor | None = None) -> Pending:
-    """Begin to gather the n tokens of each sample, (B, T/tp, D) -> (B, T, D), in `into` if it is given."""
-    whole = x.new_empty(len(x), n, x.shape[2]) if into is None else into
-    most = -(-n // axis.size)
-    piece = padded(x, most).contiguous()
-    if short(len(x), n * x.shape[2] * x.itemsize):
-        come = x.new_empty(axis.size * len(x), most, x.shape[2])        # rank by rank
-        wait, pieces = begin_gather([come], [piece], axis), come.chunk(axis.size)
+def gather(x: Tensor, axis: Axis, n: int) -> Pending:
+    """Begin to gather the n tokens of each sample, (B, T/tp, D) -> (B, T, D)."""
+    lengths = mappings.lengths(n, axis.size)
+    piece = padded(x, lengths[0]).contiguous()
+    if as_one(x, n):
+        come = x.new_empty(axis.size * len(x), lengths[0], x.shape[2])  # rank by rank
+        wait, pieces, whole = begin_gather([come], [piece], axis), come.chunk(axis.size), None
     else:
-        come = whole if n % axis.size == 0 else x.new_empty(len(x), axis.size * most, x.shape[2])
-        wait, pieces = begin_gather(list(come), list(piece), axis), come.chunk(axis.size, 1)
+        come = x.new_empty(len(x), axis.size * lengths[0], x.shape[2])
+        wait, pieces, whole = begin_gather(list(come), list(piece), axis), come.chunk(axis.size, 1), come
 
     def finish() -> Tensor:
         wait()
-        if come is not whole:
-            lengths = mappings.lengths(n, axis.size)
-            torch.cat([part[:, :tokens] for part, tokens in zip(pieces, lengths, strict=True)], 1, out=whole)
-        return whole
+        if whole is not None and n % axis.size == 0:
+            return whole
+        return torch.cat([part[:, :tokens] for part, tokens in zip(pieces, lengths, strict=True)], 1)
 
     return finish
 
 
-def new_piece(x: Tensor, width: int, axis: Axis) -> Tensor:
-    """Room for this rank's tokens of x (B, T, ...): (B, T/tp, width)."""
-    return x.new_empty(len(x), mappings.lengths(x.shape[1], axis.size)[axis.rank], width)
-
-
-def scatter(x: Tensor, axis: Axis, into: Tensor) -> Pending:
-    """Begin to add up each sample's tokens and keep this rank's piece of them, (B, T, D) -> (B, T/tp, D), in `into`."""
-    n, most = x.shape[1], -(-x.shape[1] // axis.size)
+def scatter(x: Tensor, axis: Axis) -> Pending:
+    """Begin to add up each sample's tokens and keep this rank's piece of them, (B, T, D) -> (B, T/tp, D)."""
+    n, lengths = x.shape[1], mappings.lengths(x.shape[1], axis.size)
     if n % axis.size:
-        x = torch.cat([padded(part, most) for part in x.tensor_split(axis.size, 1)], 1)
-    piece = into if n % axis.size == 0 else x.new_empty(len(x), most, x.shape[2])
-    if short(len(x), n * x.shape[2] * x.itemsize):
+        x = torch.cat([padded(part, lengths[0]) for part in x.tensor_split(axis.size, 1)], 1)
+    piece = x.new_empty(len(x), lengths[0], x.shape[2])
+    if as_one(x, n):
         pieces, sums = [piece], [rank_by_rank(x, axis.size)]
     else:
         pieces, sums = list(piece), list(x.contiguous())
@@ -212,7 +171,7 @@ def scatter(x: Tensor, axis: Axis, into: Tensor) -> Pending:
 
     def finish() -> Tensor:
         wait()
-        return into if piece is into else into.copy_(piece[:, :into.shape[1]])
+        return piece[:, :lengths[axis.rank]].contiguous()
 
     return finish
 

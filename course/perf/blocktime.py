@@ -182,8 +182,8 @@ def tensor_time(local: Local, each: list[tuple[float, float, float, float]]) -> 
     """(forward, backward, hidden) seconds of tp's collectives around the four linears of a block.
 
     Without sequence parallelism two all-reduces forward (16 bits) and two backward (in the norm's 32). With it a gather before a
-    column linear and a scatter after a row linear, backward the other way round; the same bytes, less what overlaps. That matmuls
-    are less efficient in two parts is not counted.
+    column linear and a scatter after a row linear, backward the other way round; the same bytes. What column linears do backward
+    runs beside their matmuls.
     """
     p, group = local.p, local.groups["tp"]
     if p.tp == 1:
@@ -200,22 +200,10 @@ def tensor_time(local: Local, each: list[tuple[float, float, float, float]]) -> 
                 2 * (comms.reduce_scatter(wide, group) + comms.all_gather(low, group) + moves[1]), 0.0)
     if p.symmetric:
         return symmetric_time(local, each)
-    short = overlap.short(local.micro, low / local.micro)               # one part, and a copy for each collective
-    parts, once = 1 if short else min(overlap.PARTS, local.micro), comms.all_gather(low, group)
-    ordering = local.seconds([("copy", 2 * low)]) if short else 0.0
-    forward, backward, hidden = 4 * ordering, 6 * ordering, 0.0
-    for (y, dx, dw, _), column in zip(each, (True, False, True, False), strict=False):          # DiT's fifth is not cut
-        shown = once / parts + max(0.0, once - once / parts - y * (parts - 1) / parts)
-        forward += shown + BESIDE * (once - shown)
-        if column:                                  # x gathered again beside dx, dx scattered beside dW
-            back = max(0.0, once - dx) + max(0.0, once - dw)
-            total = 2 * once
-        else:                                       # the gradient gathered, beside dx
-            back = once / parts + max(0.0, once - once / parts - dx * (parts - 1) / parts)
-            total = once
-        backward += back + BESIDE * (total - back)
-        hidden += once - shown + total - back
-    return forward, backward, hidden
+    once, copied = comms.all_gather(low, group), overlap.small(local.micro, low) and not local.config.graphs
+    ordering = local.seconds([("copy", 2 * low)]) if copied else 0.0
+    beside = sum(min(once, dx) + min(once, dw) for _, dx, dw, _ in each[0:3:2])         # x gathered again, dx scattered
+    return 4 * (once + ordering), 6 * (once + ordering) - (1 - BESIDE) * beside, beside
 
 
 def symmetric_time(local: Local, each: list[tuple[float, float, float, float]]) -> tuple[float, float, float]:

@@ -93,7 +93,8 @@ class Local:
 
     @property
     def masters(self) -> bool:
-        """Whether this rank alone keeps its linears' weights, and their gradients, in 16 bits (`course/parallel/masters.py`)."""
+        """Whether this rank alone keeps its linears' weights in 16 bits, and their gradients, if there is one micro-batch
+        (`course/parallel/masters.py`)."""
         return self.config.masters and self.config.precision in ("bf16", "fp16") and self.dp * self.p.cp == 1
 
     @property

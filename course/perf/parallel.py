@@ -208,38 +208,37 @@ def zero(world: World, small: bool) -> Iterator[Row]:
             torch.cuda.empty_cache()
 
 
-WAYS = {"one by one": (0, 2), "one by one, in one part": (0, 1), "as one": (sys.maxsize, 2)}       # overlap.SHORT and PARTS
-
-
 def sp(world: World, small: bool) -> Iterator[Row]:
-    """Training steps with sequence parallelism on all GPUs, compiled: samples gathered one by one, in two parts and in one, and
-    as one. Left to the host, which starts the collectives, and in a graph, which does not wait for it."""
+    """Training steps with sequence parallelism on all GPUs, compiled. Left to the host, samples one by one and as one; and in a
+    graph, which has no host to wait for (one by one)."""
     models = {"DiT-XL/2, 256 px, 32 samples": ["dit-xl", "train.global_batch=32"],
               "GPT 124M, 32 samples": ["gpt-124m", "train.global_batch=32"],
               "GPT 350M, 16 samples": ["gpt-350m", "train.global_batch=16"],
               "DiT-XL/2, 512 px, 16 samples": ["dit-xl", "train.global_batch=16", "model.latent=[4,64,64]"],
               "GPT 1.3B, 4 samples": ["gpt-1.3b", "train.global_batch=4"]}
+    ways = {"one by one": (0, False), "as one": (sys.maxsize, False), "in a graph": (0, True)}          # overlap.SMALL, graphs
     if small:
         models = {"small DiT": ["dit-demo", "train.device=cpu", "train.global_batch=4"]}
+    if world.device.type == "cpu":
+        del ways["in a graph"]
     if world.size == 1:
         return
-    known, mesh = (overlap.SHORT, overlap.PARTS), build_mesh(Parallel(tp=world.size, sp=True), world)
-    on = (False, True) if world.device.type == "cuda" else (False,)
+    known, mesh = overlap.SMALL, build_mesh(Parallel(tp=world.size, sp=True), world)
     try:
-        for (model, (preset, *settings)), graphs, (way, limits) in product(models.items(), on, WAYS.items()):
-            overlap.SHORT, overlap.PARTS = limits
+        for (model, (preset, *settings)), (way, (limit, graphs)) in product(models.items(), ways.items()):
+            overlap.SMALL = limit
             config = load(preset, ["data.source=mock", "precision=bf16", "stream=narrow", f"compile={not small}",
                                    f"graphs={graphs}", "train.micro_batch=0", "parallel.dp=1", "parallel.sp=true",
                                    f"parallel.tp={world.size}", *settings])
             c: Any = config.model
             training: Any = assemble(config, mesh)
             batch = training.model.example(config.train.global_batch, world.device)
-            yield measure(f"{model}, {way}" + ", in a graph" * graphs, partial(training.step, batch), world,
+            yield measure(f"{model}, {way}", partial(training.step, batch), world,
                           sample_mb=2e-6 * c.dim * (c.context if c.kind == "gpt" else c.tokens))
             del training
             grid.free(world)
     finally:
-        overlap.SHORT, overlap.PARTS = known
+        overlap.SMALL = known
 
 
 KINDS = {"tp": tp, "tp_vit": tp_vit, "sp": sp, "cp": cp, "dp": dp, "pp": pp, "zero": zero, "grid": grid.measure}

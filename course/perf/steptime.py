@@ -93,8 +93,9 @@ def time_of(local: Local, known: Known | None = None) -> Time:
     total = {name: local.micros * value for name, value in busiest.items()}
     most = layers[0]
     weights = parameters_of_rank(local, most, first=True)
-    if local.micros > 1:                            # gradients are added up
-        total["memory"] += (local.micros - 1) * local.seconds([("elementwise", 12 * weights)])
+    if local.micros > 1:                            # gradients are added up, those in 16 bits to a sum that begins as their cast
+        cast, added = (6, 10) if local.masters else (0, 12)
+        total["memory"] += local.seconds([("elementwise", (cast + (local.micros - 1) * added) * weights)])
     data, hidden = data_time(local, weights, busiest["backward"], busiest["forward"])
     data += partial_time(local, most)
     send, bubble = pipeline_time(local, one, ranks)
@@ -170,7 +171,7 @@ def optimizer_time(local: Local, weights: float) -> float:
     history = 0.0
     if c.precision == "fp8" and c.fp8.recipe == "delayed":              # of three tensors of each linear, moved by one step
         history = local.seconds([("elementwise", 3 * 4 * local.m.depth * 3 * 4 * c.fp8.history)])
-    norm = (2 if local.masters else 4) * mine
+    norm = (2 if local.masters and local.micros == 1 else 4) * mine
     return local.seconds([("fused" if hand else "adam", each * mine), ("elementwise", norm)]) + calls + history
 
 

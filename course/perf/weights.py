@@ -171,7 +171,7 @@ def sharded(c: Config) -> int:
 
 
 def own_masters(c: Config) -> bool:
-    """Whether one rank alone computes with 16-bit copies, whose gradients are in 16 bits, too (`course/parallel/masters.py`)."""
+    """Whether one rank alone computes with 16-bit copies (`course/parallel/masters.py`)."""
     return replicas(c) == 1 and c.masters and c.precision in ("bf16", "fp16")
 
 
@@ -191,11 +191,11 @@ def parameters(rank: Rank) -> float:
 
 
 def gradients(rank: Rank, done: float) -> float:
-    """4 bytes a parameter, 2 of a copy in 16 bits without buckets. Buckets hold them from the start, a second micro-batch finds
-    them; otherwise they come in backward."""
+    """4 bytes a parameter, 2 of a copy in 16 bits without buckets, if there is one micro-batch. Buckets hold them from the start,
+    a second micro-batch finds them; otherwise they come in backward."""
     c = rank.config
     always = (replicas(c) > 1 and c.parallel.data in ("bucketed", "ddp")) or rank.micros > 1
-    size = sum(rank.weights) * wide(c) - (narrow(rank) * (wide(c) - 2) if own_masters(c) else 0)
+    size = sum(rank.weights) * wide(c) - (narrow(rank) * (wide(c) - 2) if own_masters(c) and rank.micros == 1 else 0)
     return size * (1.0 if always else done)
 
 

@@ -2,8 +2,8 @@
 
 In float64 equal up to rounding; in float32 and bf16 within four times the serial run's own rounding error, as `course verify`
 measures it. Layouts "in a graph" are captured after three steps and replayed after, NCCL included (only on GPUs); "compiled" ones
-go through torch.compile, whose version counts: 2.11's gave wrong gradients; "one by one" is how samples are gathered that are
-longer than these. Exits with 1 if a layout differs; FILE gets the numbers.
+go through torch.compile, whose version counts: 2.11's gave wrong gradients; "one by one" is how larger
+batches are gathered than these. Exits with 1 if a layout differs; FILE gets the numbers.
 """
 
 import json
@@ -20,7 +20,7 @@ from course.perf.bench import machine
 SMALL = {"vit-demo": ["model.grid=[32,64]", "model.dim=64", "model.depth=5", "model.heads=4", "model.residual=false"],
          "gpt-demo": ["model.dim=64", "model.depth=5", "model.heads=4", "model.vocab=512", "model.context=126"],
          "dit-demo": ["model.dim=64", "model.depth=5", "model.heads=4"]}
-SHORT = overlap.SHORT
+SMALL_BATCH = overlap.SMALL
 STEPS = 5                                           # two of them replayed, where a graph is
 
 
@@ -41,7 +41,7 @@ def layouts(n: int) -> dict[str, list[str]]:
     found = {name: [f"parallel.{setting}" for setting in settings] + (["train.micro_batch=1"] if name.startswith("pp") else [])
              for name, settings in {**alone, **products}.items()}
     graphs = {f"{name}, in a graph": [*found[name], "graphs=true"] for name in (
-        "dp bucketed", "dp zero", "tp", "sp", "sp one by one", "cp gather", "cp ring", *["cp2 sp2"] * (n == 4))}
+        "dp bucketed", "dp zero", "tp", "sp", "cp gather", "cp ring", *["cp2 sp2"] * (n == 4))}
     compiled = {f"{name}, compiled": [*found[name], "compile=true"] for name in (
         "dp bucketed", "tp", "sp", "sp one by one", "sp without overlap", "cp gather", "cp ring", "cp all_to_all", "pp 1f1b")}
     again = {f"{name}, {how}": [*found[name], f"train.recompute={how}"] for name in ("sp", "sp symmetric", "cp ring")
@@ -63,7 +63,7 @@ def main() -> None:
                       *(["optim.lr=0.01"] if preset == "dit-demo" else [])]
             known = verify.references(config.load(preset, common), world) if world.rank == 0 else None
             for name in sys.argv[3:] or [name for name in known_layouts if preset == "vit-demo" or name in FEW]:
-                overlap.SHORT = 0 if "one by one" in name else SHORT
+                overlap.SMALL = 0 if "one by one" in name else SMALL_BATCH
                 torch._dynamo.reset()                # 2.11 fails where sizes become symbols because another layout had others
                 asked = config.load(preset, [*common, *known_layouts[name]])
                 sizes = tuple(getattr(asked.parallel, axis) for axis in AXES)

@@ -173,7 +173,9 @@ def trained(kind, masters, *settings):
     return found, [p.detach() for p in training.gradients.parameters]
 
 
-@pytest.mark.parametrize("settings", [("precision=bf16",), ("precision=bf16", "graphs=true"), ("precision=fp16", "graphs=true")])
+@pytest.mark.parametrize("settings", [("precision=bf16",), ("precision=bf16", "graphs=true"), ("precision=fp16", "graphs=true"),
+                                      ("precision=bf16", "train.micro_batch=2"),
+                                      ("precision=bf16", "train.micro_batch=1", "graphs=true")])
 @pytest.mark.parametrize("kind", SETTINGS)
 def test_training_with_masters_is_the_same_to_the_bit(kind, settings):
     (losses, weights), (others, theirs) = (trained(kind, masters, *settings) for masters in (True, False))

@@ -71,15 +71,15 @@ def test_on_a_cpu_nothing_is_gathered_by_a_collective_whose_name_gloo_frees_twic
 
 
 def one_by_one(tokens, samples):
-    """`both_ways`, where each sample is gathered and scattered by itself, in two parts."""
-    with mock.patch.object(overlap, "SHORT", 0):
+    """`both_ways`, where each sample is gathered and scattered by itself."""
+    with mock.patch.object(overlap, "SMALL", 0):
         return both_ways(tokens, samples)
 
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("tokens", [6, 7])
 def test_overlapped_linears_are_the_plain_ones_where_samples_go_one_by_one(size, tokens):
-    """As long ones do on GPUs."""
+    """As those of large batches do, and in a graph all."""
     assert max(ranks(size)(one_by_one, tokens, 3)) < 1e-12
 
 
@@ -91,10 +91,12 @@ def test_rank_by_rank_puts_first_pieces_first(width):
     assert torch.equal(overlap.rank_by_rank(x.transpose(0, 1), 2), torch.cat(x.transpose(0, 1).chunk(2, 1)))
 
 
-def test_samples_of_2_mb_are_long():
-    """1,024 tokens of 1,024 features in 16 bits. And a single one needs no order."""
-    assert [overlap.short(2, 1024 * width * 2) for width in (1023, 1024)] == [True, False]
-    assert not overlap.short(1, 1024 * 1023 * 2)
+def test_a_batch_of_64_mb_is_large():
+    """32 samples of 1,024 tokens of 1,024 features in 16 bits. And a single one needs no order."""
+    assert [overlap.small(32, 32 * 1024 * width * 2) for width in (1023, 1024)] == [True, False]
+    assert not overlap.small(1, 1024 * 1024 * 2)
+    x = torch.empty(32, 1, 1023, dtype=torch.bfloat16)
+    assert overlap.as_one(x, 1024) and not overlap.as_one(x, 1026) and not overlap.as_one(x[:1], 1024)
 
 
 def rows_in_16_bits():
@@ -124,9 +126,9 @@ def test_row_linears_put_out_the_format_of_a_linear_under_autocast():
     assert max(differences) < 4 * 2**-9 * 32
 
 
-def collectives(folder, samples, short):
+def collectives(folder, samples, small):
     """How many of each kind a pass forward and backward starts, both ways."""
-    with Trace(folder, dist.get_rank()), mock.patch.object(overlap, "SHORT", short):
+    with Trace(folder, dist.get_rank()), mock.patch.object(overlap, "SMALL", small):
         both_ways(8, samples)
     return dict(Counter(json.loads(line)["op"] for line in trace_file(folder, dist.get_rank()).read_text().splitlines()))
 
@@ -159,7 +161,7 @@ def test_of_the_librarys_operators_selective_recomputation_keeps_those_that_are_
 
 
 @pytest.mark.parametrize("samples", [4, 16])
-def test_a_batch_of_short_samples_is_one_collective(tmp_path, samples):
+def test_a_small_batch_is_one_collective(tmp_path, samples):
     """Forward and in the row linear's backward one each, one to gather the column linear's input again and one to scatter its
     gradient; plain linears have two of each."""
     expected = {"all-gather": 1 + 1 + 1 + 2, "reduce-scatter": 1 + 1 + 2}
@@ -167,8 +169,7 @@ def test_a_batch_of_short_samples_is_one_collective(tmp_path, samples):
 
 
 @pytest.mark.parametrize("samples", [4, 16])
-def test_a_part_of_long_samples_is_one_collective_however_many_they_are(tmp_path, samples):
-    """As above, but forward and in the row linear's backward one for each of two parts. Where they are gathered, a CPU makes one
-    of each sample, three times."""
-    expected = {"all-gather": 3 * samples + 2, "reduce-scatter": 2 + 1 + 2}
+def test_a_large_batch_is_one_collective_however_many_samples_it_has(tmp_path, samples):
+    """As above; but where they are gathered, a CPU makes one of each sample, three times."""
+    expected = {"all-gather": 3 * samples + 2, "reduce-scatter": 1 + 1 + 2}
     assert ranks(2)(collectives, str(tmp_path), samples, 0) == [expected] * 2

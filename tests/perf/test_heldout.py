@@ -2,12 +2,10 @@
 
 import json
 from statistics import median
-from unittest import mock
 
 import pytest
 
 from course import config
-from course.parallel import overlap
 from course.perf import heldout
 from course.perf.steptime import predict
 
@@ -54,8 +52,7 @@ def test_what_does_not_fit_the_layout_or_the_memory_is_not_possible():
 
 
 def test_the_page_of_measurements_says_how_far_off_the_third_list_was_and_is():
-    """What was predicted when it was measured stands in the file; today's predictions come from today's code, of samples that
-    sequence parallelism gathers one by one, as it did then."""
+    """What was predicted when it was measured stands in the file; today's predictions come from today's code."""
     rows = json.loads((heldout.RESULTS / "heldout_3_h200.json").read_text())["rows"]
     drawn = {row["name"]: row for row in heldout.listed("heldout_3")}
 
@@ -66,8 +63,7 @@ def test_the_page_of_measurements_says_how_far_off_the_third_list_was_and_is():
         return row["predicted_ms"]
 
     def now(row):
-        with mock.patch.object(overlap, "SHORT", 0):
-            return heldout.predicted(drawn[row["name"]], row["plain_step"]).step * 1e3
+        return heldout.predicted(drawn[row["name"]], row["plain_step"]).step * 1e3
 
     peaks = [abs(row["predicted_gb"] / max(row["memory_gb"], row["first_gb"]) - 1) for row in rows]
     said = " ".join((heldout.RESULTS.parents[2] / "docs/measured.md").read_text().split())

@@ -16,7 +16,7 @@ STATED = {
         "width 384, fp16": (-0.14, -0.00), "width 384, fp16, compiled": (0.03, 0.14), "width 384, TF32": (-0.47, -0.47)},
     published.DIT: {"bf16": (0.12, 0.11), "FP8": (-0.01, -0.02), "flash attention": (0.11, 0.11),
         "fused attention": (-0.01, -0.02), "fused attention, cp 2": (-0.28, -0.25)},
-    published.MEGATRON_H100: {"1.7B": (0.11, 0.16), "7.1B, tp 2": (0.07, 0.08), "16B, tp 4": (-0.02, -0.01)},
+    published.MEGATRON_H100: {"1.7B": (0.11, 0.16), "7.1B, tp 2": (0.07, 0.08), "16B, tp 4": (-0.03, -0.03)},
     published.TORCHTITAN: {"8B": (0.14, 0.20), "8B, compiled": (0.24, 0.25), "8B, compiled, float8": (0.16, 0.17)},
     published.LLMC: {"GPT-2 124M": (-0.01, 0.08)},
 }
