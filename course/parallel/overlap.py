@@ -14,7 +14,8 @@ communication with dependent computation via decomposition", ASPLOS). Over NVLin
 
 A collective puts pieces one after the other, and of a batch that would be all samples' first pieces, then all their second ones.
 So samples are gathered and scattered one by one, all in one kernel, and each lies where it belongs. That is a call for each, and
-costs a host that is behind its GPU: small batches that no graph replays go as one tensor, and a copy puts them in order.
+costs a host that is behind its GPU: small batches of short samples that no graph replays go as one tensor, and a copy puts them
+in order.
 
 Each is an operator of its own to PyTorch, `torch.ops.course.gather_linear` and so on: torch.compile does not look into it, so
 that its order stays and the block around it is one graph, and `recompute` can keep what it puts out. An operator takes a
@@ -34,9 +35,11 @@ from course.parallel.mesh import Axis, axis_of, group_of
 from course.parallel.sequence import whole_samples
 from course.precision import format_of_matmuls
 
-# Bytes of a batch below which its host is taken to be the limit. Left to slow hosts, five models of 19 to 50 MB on two H100s were
-# faster as one, or equal; layers of 201 MB on four were 8% slower (perf/results/sp_2xh100.json, sp_4xh100.json).
-SMALL = 2**26
+# Bytes of a batch below which its GPU is taken to wait for its host: left to slow hosts, all of 19 to 50 MB did; one of 201 did
+# not, and was 8% slower as one. And of a sample, below which a copy of it is worth a call: with those of up to 2.4 MB steps were
+# up to 15% shorter as one, in one case of eight 1% longer; with those of 8.4 MB they were by 4% shorter or 14% longer
+# (perf/results/sp_2xh100.json, sp_4xh100.json).
+SMALL, SHORT = 2**26, 2**22
 Pending = Callable[[], Tensor]                      # a result that is under way: call it to have it
 operator: Any = torch.library.custom_op
 
@@ -128,7 +131,7 @@ def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
 
 def small(samples: int, nbytes: float) -> bool:
     """Whether a batch of so many samples and bytes goes as one tensor, if no graph replays it. A single one is in order as is."""
-    return samples > 1 and nbytes < SMALL
+    return samples > 1 and nbytes < min(SMALL, samples * SHORT)
 
 
 def as_one(x: Tensor, n: int) -> bool:

@@ -91,9 +91,10 @@ def test_rank_by_rank_puts_first_pieces_first(width):
     assert torch.equal(overlap.rank_by_rank(x.transpose(0, 1), 2), torch.cat(x.transpose(0, 1).chunk(2, 1)))
 
 
-def test_a_batch_of_64_mb_is_large():
-    """32 samples of 1,024 tokens of 1,024 features in 16 bits. And a single one needs no order."""
+def test_a_batch_of_64_mb_is_large_and_so_are_samples_of_4():
+    """32 samples of 1,024 tokens of 1,024 features in 16 bits; 2 of 2,048 each. And a single one needs no order."""
     assert [overlap.small(32, 32 * 1024 * width * 2) for width in (1023, 1024)] == [True, False]
+    assert [overlap.small(2, 2 * 2048 * width * 2) for width in (1023, 1024)] == [True, False]
     assert not overlap.small(1, 1024 * 1024 * 2)
     x = torch.empty(32, 1, 1023, dtype=torch.bfloat16)
     assert overlap.as_one(x, 1024) and not overlap.as_one(x, 1026) and not overlap.as_one(x[:1], 1024)
