@@ -200,8 +200,8 @@ def tensor_time(local: Local, each: list[tuple[float, float, float, float]]) -> 
                 2 * (comms.reduce_scatter(wide, group) + comms.all_gather(low, group) + moves[1]), 0.0)
     if p.symmetric:
         return symmetric_time(local, each)
-    once, copied = comms.all_gather(low, group), overlap.small(local.micro, low) and not local.config.graphs
-    ordering = local.seconds([("copy", 2 * low)]) if copied else 0.0
+    once, as_one = comms.all_gather(low, group), overlap.small(local.micro, low) and not local.config.graphs
+    ordering = local.seconds([("copy", 2 * low)]) if as_one else 0.0
     beside = sum(min(once, dx) + min(once, dw) for _, dx, dw, _ in each[0:3:2])         # x gathered again, dx scattered
     return 4 * (once + ordering), 6 * (once + ordering) - (1 - BESIDE) * beside, beside
 
