@@ -495,10 +495,13 @@ lab.recorded("tp_h200", scaling.table(rows, lambda case: "one GPU, compiled" if 
 # multiprocessors from the matrices. *Symmetric* copies go by the GPU's copy engines, which compute nothing: on 4 GPUs
 # 103 ms become 94, but on 2 nothing is won. Whatever you have read about overlap, measure it.
 #
-# Beside *which* multiplications? Backward a column linear has two that need not wait: while it multiplies the gradient with the
-# weight, its input is gathered again, and while it multiplies the gradient with that input, what came out of the first is
-# scattered. Forward there is nothing to do before the input is there, unless you cut the batch: gather one half, then multiply
-# it while the other is gathered.
+# (*Overlap* in this table is as the library did it then: the batch in two parts, of which one was gathered while the other was
+# multiplied.)
+#
+# Beside *which* multiplications? A column linear has two backward. Beside the first, gradient times weight, its input is gathered
+# again, which the second needs; beside the second, gradient times input, the result of the first is scattered. A row linear has
+# nothing to hide behind, and forward nothing has, unless you cut the batch: gather one half, then multiply it while the other
+# is gathered.
 #
 # > **Predict.** DiT-XL/2 on two H100s, 32 samples of 0.6 MB, the whole step in a CUDA graph, so that no host counts (lesson 06).
 # > In two parts it takes 72.8 ms. Whole, so that nothing is hidden forward, how long?
@@ -537,11 +540,11 @@ table = {model: {"one by one, graph": by_case[f"{model}, in a graph"], "as one, 
 lab.recorded("sp_2xh100", table, why="The same steps, in a graph and left to their hosts, in ms")
 
 # %% [markdown]
-# **What you should see:** in a graph, one by one: calls that are replayed cost nothing, and a copy takes the GPU time. Left to
-# these hosts, which need 1.4 to 3.7 times as long as the GPU, samples of up to 2.4 MB are mostly faster as one, since the GPU has
-# time for copies; with few samples of 8.4 MB it is one time so and one time otherwise. Times of hosts are like that: only what
-# is well beyond such differences says something. `overlap.py` asks whether a graph is being recorded; if not, it takes small
-# batches of short samples for those whose GPU waits.
+# **What you should see:** in a graph, one by one: calls that are replayed cost less than a copy. Left to these hosts, which need
+# 1.4 to 3.7 times as long as the GPU, samples of up to 2.4 MB are mostly faster as one: the host makes one call in place of many,
+# and the GPU, which waits for it, has time for the copy. With few samples of 8.4 MB it is one time so and one time otherwise.
+# Times of hosts are like that: only what is well beyond such differences says something. `overlap.py` asks whether a graph is
+# being recorded; if not, a batch below 64 MB of samples below 4 MB goes as one.
 
 # %% [markdown]
 # ## What you know now

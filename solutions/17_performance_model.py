@@ -374,7 +374,7 @@ lab.beside("bucketed", my_bucketed, rows["bucketed, compiled"]["ms"], "ms", "rec
 # The library had guessed that quarter, too, and predicted 2.3 ms for the buckets where 5.3 were measured. Now it lets
 # what is hidden cost 74% of its time, the mean of six such pairs of steps. This is the one number in the library's
 # model that was taken from whole steps. The pair above is one of the six, so its right prediction proves nothing. What
-# proves something are overlapped tensor parallelism and the ring of lesson 11, from which the number was *not* taken:
+# proves something are overlapped tensor parallelism (lesson 10) and the ring of lesson 11, from which the number was *not* taken:
 # they were off by 9% in the median with the guess, and are off by 2% with the 74%. Remember this: *overlap is where
 # performance models are too optimistic*.
 #

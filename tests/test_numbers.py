@@ -296,7 +296,7 @@ def test_what_is_said_of_ways_of_sequence_parallelism() -> None:
     both = [(ms[4], ms[5]) for ms in times.values()], [(ms["one by one"], ms["as one"]) for ms in map(gathered_again, GATHERED)]
     shorter = [[round(100 * (1 - as_one / one)) for one, as_one in ways] for ways in both]
     short, (once, otherwise) = [n for found in shorter for n in found[:-1]], [found[-1] for found in shorter]
-    assert f"by up to {max(short)}%" in text and once > 0 > otherwise
+    assert f"as one in seven cases of eight, by up to {max(short)}%" in text and once > 0 > otherwise
     comment = " ".join(Path(overlap.__file__).read_text().replace("\n#", " ").split())
     assert f"up to {max(short)}% shorter as one, in one case of eight {-min(short)}% longer" in comment and len(short) == 8
     assert sum(n < 0 for n in short) == 1 and f"by {once}% shorter or {-otherwise}% longer" in comment
@@ -312,14 +312,15 @@ def test_what_is_said_of_ways_of_sequence_parallelism() -> None:
 
 
 def test_micro_batches_with_16_bit_weights() -> None:
-    text = MEASURED.partition("Of micro-batches it adds")[2].partition("Here also")[0].replace("\n", " ")
+    text = MEASURED.partition("Of micro-batches the gradients")[2].partition("\n\n")[0].replace("\n", " ")
     found = results("masters_h100")["rows"]
 
     def mean(case: str, masters: bool, key: str = "ms") -> float:
         return statistics.mean(r[key] for r in found if r["case"].startswith(case) and r["masters"] == masters)
 
-    assert f"takes {mean('1.3B, four', True):.1f} ms, and {mean('1.3B, four', False):.1f} with weights that are cast" in text
-    assert f"takes {mean('124M, two', True):.1f} and {mean('124M, two', False):.1f};" in text
+    assert f"takes {mean('1.3B, four', True):.1f} ms so (one run), and {mean('1.3B, four', False):.1f} where each casts" in text
+    runs = [r["ms"] for r in found if r["case"].startswith("124M, two") and r["masters"]]
+    assert abs(mean("124M, two", True) - mean("124M, two", False)) < max(runs) - min(runs)
     pipe = [mean("1.3B, pp=2, 8", masters, "memory_gb") for masters in (True, False)]
     assert "1.3B needs {:.1f} GB in place of {:.1f}".format(*pipe) in text
 

@@ -6,8 +6,9 @@ Adam by hand (`course/adam.py`) reads that, updates the master, and writes the w
 fewer move: 6 of the cast, 6 of the gradient's, 2 of the norm; Adam itself reads two fewer and writes two more. Training is the
 same to the bit.
 
-Of several backward passes in a step (micro-batches) the gradients are added up in float32, as they come: each pass moves 12 or 14
-bytes fewer, and all that a pipeline has under way share one copy. `course/parallel/zero.py` does the same over ranks, in buckets.
+Of several backward passes in a step (micro-batches) the gradients are added up in float32, as they come: the first moves 6 bytes
+fewer, each other 14, Adam writes 2 more; and all that a pipeline has under way share one copy. `course/parallel/zero.py` does the
+same over ranks, in buckets.
 """
 
 import weakref
@@ -45,7 +46,9 @@ class Masters(Naive):
         self.members = [p for p in self.members if p not in of]
 
     def begin(self, passes: int) -> None:
+        """Backward passes of a step are about to begin. What a step has left that was not finished is forgotten."""
         self.passes = passes
+        self.clear()
 
     def finish(self) -> None:
         """Complete the gradients, and hand those of the copies to their masters."""

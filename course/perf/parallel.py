@@ -216,17 +216,17 @@ def sp(world: World, small: bool) -> Iterator[Row]:
               "GPT 350M, 16 samples": ["gpt-350m", "train.global_batch=16"],
               "DiT-XL/2, 512 px, 16 samples": ["dit-xl", "train.global_batch=16", "model.latent=[4,64,64]"],
               "GPT 1.3B, 4 samples": ["gpt-1.3b", "train.global_batch=4"]}
-    ways = {"one by one": (0, False), "as one": (sys.maxsize, False), "in a graph": (0, True)}          # overlap.SMALL, graphs
+    ways = {"one by one": (0, False), "as one": (sys.maxsize, False), "in a graph": (0, True)}          # overlap's limits, graphs
     if small:
         models = {"small DiT": ["dit-demo", "train.device=cpu", "train.global_batch=4"]}
     if world.device.type == "cpu":
         del ways["in a graph"]
     if world.size == 1:
         return
-    known, mesh = overlap.SMALL, build_mesh(Parallel(tp=world.size, sp=True), world)
+    known, mesh = (overlap.SMALL, overlap.SHORT), build_mesh(Parallel(tp=world.size, sp=True), world)
     try:
         for (model, (preset, *settings)), (way, (limit, graphs)) in product(models.items(), ways.items()):
-            overlap.SMALL = limit
+            overlap.SMALL = overlap.SHORT = limit
             config = load(preset, ["data.source=mock", "precision=bf16", "stream=narrow", f"compile={not small}",
                                    f"graphs={graphs}", "train.micro_batch=0", "parallel.dp=1", "parallel.sp=true",
                                    f"parallel.tp={world.size}", *settings])
@@ -238,7 +238,7 @@ def sp(world: World, small: bool) -> Iterator[Row]:
             del training
             grid.free(world)
     finally:
-        overlap.SMALL = known
+        overlap.SMALL, overlap.SHORT = known
 
 
 KINDS = {"tp": tp, "tp_vit": tp_vit, "sp": sp, "cp": cp, "dp": dp, "pp": pp, "zero": zero, "grid": grid.measure}

@@ -28,7 +28,8 @@ WAYS = {"one GPU": ["parallel.sp=false"], "plain": ["parallel.sp=false"],
         "sequence": ["parallel.sp=true", "parallel.overlap=none"],
         "overlap": ["parallel.sp=true"], "symmetric": ["parallel.sp=true", "parallel.overlap=symmetric"]}
 # of each file the cases that the code of today no longer runs as it did then: overlap in four parts; the keys of a zigzag, whose
-# gradients index_select added up (these three took 10 to 25% longer than their bytes explain; not measured since)
+# gradients index_select added up (these three took 10 to 25% longer than their bytes explain; not measured since). Overlap in two
+# parts, which all others of tp had, is compared: what of it is hidden costs about what it saves
 CHANGED = {"cp": ("16k causal gather", "32k causal gather", "64k causal gather"),
            "tp_vit": ("overlap",), "tp_2x": ("overlap", "overlap, compiled"),
            "tp_vit_2x": ("overlap, four parts", "overlap, compiled, four parts")}

@@ -116,7 +116,7 @@ def blocks_of(local: Local, known: Known) -> tuple[Parts, list[Parts]]:
     of one model differ in keys that do not change them."""
     c, p = local.config, local.p
     alike = (c.precision, c.train.recompute, p.tp, p.cp, p.sp, p.overlap, p.context, local.micro, local.casts, local.masters,
-             local.groups["tp"], local.groups["cp"])
+             c.graphs, local.groups["tp"], local.groups["cp"])
     if alike not in known:
         known[alike] = block_time(local), ends_time(local)
     return known[alike]
@@ -157,8 +157,8 @@ def optimizer_time(local: Local, weights: float) -> float:
     """Seconds of the update, with what belongs to it.
 
     Fused Adam reads weight, gradient and two states and writes all but the gradient, 28 bytes a parameter (SGD 12, with momentum
-    20); the norm reads gradients once, 4 bytes, or 2 where they are in 16 bits, of which Adam then reads two fewer and writes as
-    many more, of the weights; the average reads the weight and reads and writes itself, 12; by hand, in one pass with Adam, 8
+    20); the norm reads gradients once, 4 bytes, or 2 where they are in 16 bits, of which Adam then reads two fewer; of weights in
+    16 bits it writes two more; the average reads the weight and reads and writes itself, 12; by hand, in one pass with Adam, 8
     (`course/adam.py`). ZeRO-1 does its share.
     The step's few numbers (weight of the batch, norm, flags) are all-reduces of nothing but latency.
     """
@@ -167,6 +167,7 @@ def optimizer_time(local: Local, weights: float) -> float:
     mine = weights / ranks if local.p.zero else weights
     hand = o.name == "adam" and c.kernels == "hand"
     each = (28 if o.name == "adam" else 20 if o.momentum else 12) + ((8 if hand else 12) if o.ema else 0)
+    each += 2 * (local.masters and local.micros > 1)                    # of one micro-batch gradients are in 16 bits, too
     calls = 3 * comms.all_reduce(8, local.groups["all"])
     history = 0.0
     if c.precision == "fp8" and c.fp8.recipe == "delayed":              # of three tensors of each linear, moved by one step

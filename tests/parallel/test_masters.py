@@ -149,6 +149,17 @@ def test_several_passes_add_up_in_float32():
     assert all(p.grad is None for p in [*training.model.parameters(), *gradients.parameters])
 
 
+@pytest.mark.parametrize("micro", [4, 8])
+def test_what_a_step_has_left_that_broke_off_is_forgotten(micro, monkeypatch):
+    training, other = (assemble(settings("vit", f"train.micro_batch={micro}")) for _ in range(2))
+    with monkeypatch.context() as patch:
+        patch.setattr(training.optimizer, "step", lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            step(training, 7)
+    assert step(training, 0) == step(other, 0)
+    assert_same(everything(training), everything(other))
+
+
 def test_a_step_may_have_another_number_of_passes_than_the_last():
     """So a batch that is larger than the settings say is no matter, as with float32 weights."""
     c = settings("vit", "train.micro_batch=8")

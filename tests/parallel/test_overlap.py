@@ -58,6 +58,21 @@ def test_overlapped_linears_are_the_plain_ones(size, tokens, samples):
     assert max(ranks(size)(both_ways, tokens, samples)) < 1e-12
 
 
+def written_into(tokens):
+    """Add to what linears of two ranks put out; its gradient."""
+    axis = everyone()
+    x = torch.ones(3, mappings.lengths(tokens, 2)[axis.rank], 5, requires_grad=True)
+    y = overlap.linear_scatter(overlap.gather_linear(x, torch.ones(7, 5), None, axis, tokens), torch.ones(4, 7), axis)
+    y.add_(1).sum().backward()
+    return x.grad.unique().tolist()
+
+
+@pytest.mark.parametrize("tokens", [7, 8])
+def test_one_may_write_into_what_linears_put_out(tokens):
+    """On every rank, also where one has a token more."""
+    assert ranks(2)(written_into, tokens) == [[56.0]] * 2
+
+
 def without_the_long_name(tokens, samples):
     """`both_ways`, where gathering by the collective with the long name is an error."""
     with mock.patch.object(dist.ProcessGroup, "allgather_into_tensor_coalesced", None):
