@@ -47,7 +47,7 @@ class RowLinear(nn.Module):
 
 
 class OverlappedColumnLinear(ColumnLinear):
-    """The same with sequence parallelism, gathering tokens beside the matmul."""
+    """The same with sequence parallelism, communicating beside matmuls where `overlap.py` or `symmetric.py` can."""
 
     def forward(self, x: Tensor) -> Tensor:                             # (B, T / tp, D) -> (B, T, F / tp)
         assert self.tokens is not None
@@ -55,7 +55,7 @@ class OverlappedColumnLinear(ColumnLinear):
 
 
 class OverlappedRowLinear(RowLinear):
-    """The same with sequence parallelism, scattering the sums beside the matmul."""
+    """The same, likewise."""
 
     def forward(self, x: Tensor) -> Tensor:                             # (B, T, F / tp) -> (B, T / tp, D)
         assert self.tokens is not None

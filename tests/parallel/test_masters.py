@@ -1,6 +1,7 @@
 """16-bit weights with float32 masters on one data-parallel rank: the same training to the bit as with float32 weights."""
 
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -210,6 +211,34 @@ def test_either_kind_of_run_goes_on_with_a_checkpoint_of_either(first, then, tmp
     resumed.progress.restore(index["state"])
     if then:
         assert_rounded(resumed, torch.bfloat16)
+    for number in range(3, 6):
+        assert step(straight, number) == step(resumed, number)
+    assert_same(everything(resumed), everything(straight))
+
+
+def begun_in_two(folder):
+    """Three steps of a pipeline with masters, saved."""
+    from tests.parallel import test_masters as t
+
+    training = t.assemble(t.settings("dit", "parallel.pp=2", "train.micro_batch=4", "optim.ema=0.75", "optim.schedule=constant"))
+    for number in range(3):
+        t.step(training, number)
+    t.saved(training, Path(folder))
+    return len(training.gradients.values())
+
+
+def test_a_checkpoint_of_a_pipeline_with_masters_goes_on_in_one_process(tmp_path):
+    """To the bit as one that kept float32 weights."""
+    assert all(ranks(2)(begun_in_two, str(tmp_path)))
+    c = settings("dit", "train.micro_batch=4", "optim.ema=0.75", "optim.schedule=constant")
+    straight, resumed = assemble(c, masters=False), assemble(c)
+    for number in range(3):
+        step(straight, number)
+    path = checkpoint.steps(tmp_path)[-1]
+    index = checkpoint.read_index(path)
+    checkpoint.load(path, index, resumed.model, resumed.optimizer)
+    resumed.progress.restore(index["state"])
+    assert_rounded(resumed, torch.bfloat16)
     for number in range(3, 6):
         assert step(straight, number) == step(resumed, number)
     assert_same(everything(resumed), everything(straight))
