@@ -77,7 +77,8 @@ class Naive:
         self.parameters = list(model.parameters())  # what the optimizer has; it leaves alone what is frozen: that has no gradient
 
     def begin(self, passes: int) -> None:
-        """Backward passes of a step are about to begin."""
+        """Backward passes of a step are about to begin. What one that broke off has left is forgotten."""
+        self.clear()
 
     def finish(self) -> None:
         """Complete the gradients of `members`."""
@@ -122,6 +123,7 @@ class DDP(Naive):
         self.passes = 1
 
     def begin(self, passes: int) -> None:
+        super().begin(passes)
         self.passes = passes
 
     def _forward(self, *inputs: Any) -> Any:
@@ -191,6 +193,7 @@ class Bucketed(Naive):
         return Bucket(parameters)
 
     def begin(self, passes: int) -> None:
+        super().begin(passes)
         self.started = 0
         for bucket in self.buckets:
             bucket.waiting = [passes] * len(bucket.parameters)

@@ -46,9 +46,8 @@ class Masters(Naive):
         self.members = [p for p in self.members if p not in of]
 
     def begin(self, passes: int) -> None:
-        """Backward passes of a step are about to begin. What a step has left that was not finished is forgotten."""
+        super().begin(passes)
         self.passes = passes
-        self.clear()
 
     def finish(self) -> None:
         """Complete the gradients, and hand those of the copies to their masters."""

@@ -150,15 +150,28 @@ def test_several_passes_add_up_in_float32():
     assert all(p.grad is None for p in [*training.model.parameters(), *gradients.parameters])
 
 
-@pytest.mark.parametrize("micro", [4, 8])
-def test_what_a_step_has_left_that_broke_off_is_forgotten(micro, monkeypatch):
-    training, other = (assemble(settings("vit", f"train.micro_batch={micro}")) for _ in range(2))
-    with monkeypatch.context() as patch:
+def broken_off(*more):
+    """A step after one that broke off before its update, with these settings, has to be as if that had not been."""
+    from tests.parallel import test_masters as t
+
+    training, other = (t.assemble(t.settings("vit", *more)) for _ in range(2))
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training.optimizer, "step", lambda: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            step(training, 7)
-    assert step(training, 0) == step(other, 0)
-    assert_same(everything(training), everything(other))
+            t.step(training, 7)
+    assert t.step(training, 0) == t.step(other, 0)
+    t.assert_same(t.everything(training), t.everything(other))
+
+
+@pytest.mark.parametrize("kernels", ["hand", "pytorch"])
+@pytest.mark.parametrize("micro", [4, 8])
+def test_what_a_step_has_left_that_broke_off_is_forgotten(micro, kernels):
+    broken_off(f"train.micro_batch={micro}", f"kernels={kernels}")
+
+
+@pytest.mark.parametrize("way", ["data=naive", "data=bucketed", "data=ddp", "data=none", "zero=true"])
+def test_also_where_ranks_share_a_step_out(way):
+    ranks(2)(broken_off, "parallel.dp=2", f"parallel.{way}", "precision=fp32")
 
 
 def test_a_step_may_have_another_number_of_passes_than_the_last():
