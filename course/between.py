@@ -219,5 +219,4 @@ def can_pack(attn: Any) -> bool:
 def branches(block: Any) -> list[Any]:
     """The linears at whose end a fused sum begins, so that it has the gradients of their biases."""
     dropped = any(getattr(block, name).p for name in ("drop1", "path1") if hasattr(block, name))
-    ends = [block.attn.out] * (not dropped) + [block.mlp.down] * isinstance(block, AdaBlock)
-    return [linear for linear in ends if type(linear) is layers.Linear]             # tp's add their biases after their sums
+    return [block.attn.out] * (not dropped) + [block.mlp.down] * isinstance(block, AdaBlock)

@@ -108,7 +108,7 @@ for kind, words in MODELS.items():
 
 LAYOUTS = {"tp": "Tensor and sequence parallelism on a stack of hidden 4096, and DTensor's.",
            "tp_vit": "Tensor parallel training of the weather ViT of width 1024.",
-           "sp": "Training steps with sequence parallelism: samples gathered one by one, as one, and in a graph.",
+           "sp": "Training steps with sequence parallelism: left to the host, in a graph, and by kernels of our own.",
            "cp": "Context-parallel attention, and PyTorch's context_parallel.",
            "dp": "Data parallelism on the stack of GPT 350M, and PyTorch's DDP.",
            "pp": "Pipeline schedules, and torch.distributed.pipelining's.",

@@ -13,6 +13,7 @@ Forward stays apart. cuBLASLt has an epilogue that writes both a and GELU(a); on
 steps, by algorithms chosen by trial, and lost in a third's MLP (results/gelu_h200.json).
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from torch.nn import functional as F
 
 from course.models import dit, layers
 from course.operators import BiasApart, apart, operator
+from course.parallel import overlap
+from course.parallel.mesh import Axis, group_of
 from course.parallel.tensor import ColumnLinear, RowLinear
 from course.precision import format_of_matmuls
 from course.products import times
@@ -75,51 +78,64 @@ class Gelu(Function):
 
 
 class GeluLinear(Function):
-    """GELU(a) W' + b, GELU through tanh | the gradients of a, of a bias that is already in a, (N,), and of W and b."""
+    """GELU(a) W' + b, GELU through tanh | the gradients of a, of a bias that is already in a, (N,), and of W and b.
+
+    group: by name, the ranks over which the sum is scattered, of a row linear with sequence parallelism (`overlap.py`); or "".
+    """
 
     @staticmethod
-    def forward(ctx: Any, a: Tensor, before: Tensor | None, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, a: Tensor, before: Tensor | None, weight: Tensor, bias: Tensor | None, group: str) -> Tensor:
         h = torch.ops.course.gelu(a, True)                              # (..., N)
         ctx.save_for_backward(h, a, weight)
-        ctx.before = None if before is None else before.dtype
-        return times(h, weight, bias)
+        ctx.before, ctx.group = None if before is None else before.dtype, group
+        return overlap.linear_scatter_forward(h, weight, bias, group, True) if group else times(h, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         h, a, weight = ctx.saved_tensors
-        da, dbefore = torch.ops.course.gelu_linear_backward(dy, weight, a, ctx.before is not None)
-        rows = dy.flatten(0, -2)                                        # (tokens, M)
+        whole = overlap.gather_tokens(dy, ctx.group, h.shape[1]) if ctx.group else dy
+        da, dbefore = torch.ops.course.gelu_linear_backward(whole, weight, a, ctx.before is not None)
+        rows = whole.flatten(0, -2)                                     # (tokens, M)
         dweight = torch.ops.course.weight_gradient(rows, h.flatten(0, -2)) if ctx.needs_input_grad[2] else None
-        return da, dbefore.to(ctx.before) if ctx.before else None, dweight, rows.sum(0) if ctx.needs_input_grad[3] else None
+        dbias = dy.flatten(0, -2).sum(0) if ctx.needs_input_grad[3] else None           # scattered, of this rank's tokens
+        return da, dbefore.to(ctx.before) if ctx.before else None, dweight, dbias, None
 
 
-def gelu_linear(x: tuple[Tensor, Tensor | None], weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """At the seam of the linear after GELU. x: what GELU is of and the bias that is in it, (..., N) and (N,) -> (..., M)."""
+def gelu_linear(x: tuple[Tensor, Tensor | None], weight: Tensor, bias: Tensor | None = None, axis: Axis | None = None) -> Tensor:
+    """At the seam of the linear after GELU. x: what GELU is of and the bias that is in it, (..., N) and (N,) -> (..., M). axis:
+    over which the sum is scattered, if it is."""
     a, before = x
     kind = format_of_matmuls(a)
-    return GeluLinear.apply(a.to(kind), before, weight.to(kind), None if bias is None else bias.to(kind))
+    group = "" if axis is None else group_of(axis).group_name
+    return GeluLinear.apply(a.to(kind), before, weight.to(kind), None if bias is None else bias.to(kind), group)
 
 
 def fuse_mlp(mlp: Any, merged: bool) -> None:
     """Let an MLP with GELU compute so: merged, if that is asked for and possible, or apart."""
     merged = merged and can_merge(mlp)
     if merged:
-        mlp.down.matmul = gelu_linear
+        mlp.down.matmul = partial(gelu_linear, axis=mlp.down.axis) if scatters(mlp.down) else gelu_linear
     set_apart(mlp.up)
     mlp.forward = (merged_forward if merged else apart_forward).__get__(mlp)
 
 
 def set_apart(linear: Any) -> None:
     """Let the gradient of a linear's bias be computed elsewhere, if it has one."""
-    if type(linear) in (layers.Linear, ColumnLinear) and linear.bias is not None:
+    if type(linear) in (layers.Linear, ColumnLinear, RowLinear) and linear.bias is not None:
         linear.matmul = BiasApart(linear.matmul)
 
 
 def can_merge(mlp: Any) -> bool:
     """Whether GELU is the one through tanh, and the linear after it the course's own with a plain product: not in FP8, and not
-    beside communication."""
-    return through_tanh(mlp) and type(mlp.down) in (layers.Linear, RowLinear) and mlp.down.matmul is F.linear
+    by symmetric memory."""
+    plain = type(mlp.down) in (layers.Linear, RowLinear) and mlp.down.matmul is F.linear
+    return through_tanh(mlp) and (plain or scatters(mlp.down))
+
+
+def scatters(linear: Any) -> bool:
+    """Whether a linear's product is scattered as `overlap.py` does it."""
+    return isinstance(linear.matmul, partial) and linear.matmul.func is overlap.linear_scatter
 
 
 def through_tanh(mlp: Any) -> bool:

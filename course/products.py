@@ -10,6 +10,7 @@ once for each shape, in a training's first step (`cublaslt.py`, `trial.py`), whi
 GPTs and DiTs are 0.3 to 3.5% shorter (results/products_h200.json). On CPUs, and in other formats than 16 bits, nothing is chosen.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -71,8 +72,11 @@ def choose_products(model: Any) -> nn.Module:
     head: Any = getattr(model, "head", None)
     in_chunks = getattr(head, "chunk", 0) > 0
     for module in model.modules():
-        if getattr(module, "matmul", None) is F.linear and not (in_chunks and module is head.proj):
+        matmul = getattr(module, "matmul", None)
+        if matmul is F.linear and not (in_chunks and module is head.proj):
             module.matmul = linear
+        elif isinstance(matmul, partial) and "chosen" in matmul.keywords:               # beside communication
+            module.matmul = partial(matmul, chosen=True)
     if in_chunks:
         head.of_chunk.product = torch.ops.course.product
     return model

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from course import between, config, models, products
+from course import between, config, gelu, models, products
 from course.operators import BiasApart
-from course.parallel import build_mesh, join
+from course.parallel import World, build_mesh, join
+from course.reshard import pretended
 from course.train import assemble
 from tests.test_between import SETTINGS, losses
 
@@ -74,6 +75,21 @@ def test_all_linears_of_a_model_have_it(preset, settings, others):
     assert {name for name, is_chosen in found.items() if not is_chosen} == others and len(found) >= 5
     if preset == "gpt":
         assert (model.head.of_chunk.product is torch.ops.course.product) == ("head.proj" in others)
+
+
+@pytest.mark.parametrize(("overlap", "beside"), [("nccl", True), ("none", False)])
+def test_tensor_parallel_linears_have_it_too(overlap, beside):
+    """Those with communication beside them are told to; that of an MLP's end is in `gelu_linear`, with its axis."""
+    preset, *changes = SETTINGS["dit"]
+    c = config.load(preset, [*changes, "data.source=mock", "train.device=cpu", "train.global_batch=2", "train.micro_batch=0",
+                             "kernels=hand", "parallel.tp=2", "parallel.sp=true", f"parallel.overlap={overlap}"])
+    with pretended(0, 2):
+        block = assemble(c, build_mesh(c.parallel, World(0, 2, torch.device("cpu")))).model.blocks["0"]
+    for linear in (block.attn.qkv, block.attn.out, block.mlp.up):
+        matmul = linear.matmul.matmul               # without the bias whose gradient is computed elsewhere
+        assert matmul.keywords["chosen"] if beside else matmul is products.linear
+    end = block.mlp.down.matmul.matmul
+    assert end.keywords == {"axis": block.mlp.down.axis} if beside else end is gelu.gelu_linear
 
 
 def test_another_product_is_left_alone():

@@ -1,7 +1,7 @@
 """Sequence parallelism's linears, with the communication beside the matmuls where the backward pass has room for it.
 
     gather_linear    y = gather(x) W' + b        backward: x is gathered again beside dx's matmul, dx scattered beside dW's
-    linear_scatter   y = scatter(x W')           backward: the gradient is gathered, then multiplied twice
+    linear_scatter   y = scatter(x W') + b       backward: the gradient is gathered, then multiplied twice
 
 The same numbers as `mappings.gather` before and `mappings.scatter` after `F.linear`, which save the gathered x instead of
 gathering it twice (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2). The collectives run on the stream of their process
@@ -32,8 +32,9 @@ from torch.autograd import Function
 
 from course.parallel import mappings
 from course.parallel.mesh import Axis, axis_of, group_of
-from course.parallel.sequence import whole_samples
+from course.parallel.sequence import SplitTokens, whole_samples
 from course.precision import format_of_matmuls
+from course.products import times, weight_gradient_plain
 
 # Bytes of a batch below which its GPU is taken to wait for its host: left to slow hosts, all of 19 to 50 MB did; one of 201 did
 # not, and was 8% slower as one. And of a sample, below which a copy of it is worth a call: with those of up to 2.4 MB steps were
@@ -45,14 +46,18 @@ operator: Any = torch.library.custom_op
 
 
 @operator("course::gather_linear", mutates_args=())
-def gather_linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, n: int) -> Tensor:
+def gather_linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, n: int, chosen: bool) -> Tensor:
     """(B, T/tp, D), (F, D), (F,) -> (B, T, F) with T = n."""
-    return F.linear(gather(x, axis_of(group), n)(), weight, bias)
+    return product(gather(x, axis_of(group), n)(), weight, bias, chosen)
 
 
 @operator("course::gather_linear_backward", mutates_args=())
 def gather_linear_backward(grad: Tensor, x: Tensor, weight: Tensor, group: str) -> tuple[Tensor, Tensor]:
-    """(B, T, F), (B, T/tp, D), (F, D) -> the gradients of x and of the weight."""
+    """(B, T, F), (B, T/tp, D), (F, D) -> the gradients of x and of the weight.
+
+    The matmuls are PyTorch's: an algorithm that won its trial had all multiprocessors, and here some communicate. Steps of five
+    models with it were 0.0 to 0.7% longer (perf/results/sp_2xh100.json).
+    """
     axis = axis_of(group)
     again = gather(x, axis, grad.shape[1])                              # whole, beside the matmul that does not need it
     sums = grad @ weight
@@ -63,70 +68,88 @@ def gather_linear_backward(grad: Tensor, x: Tensor, weight: Tensor, group: str) 
 
 
 @operator("course::linear_scatter", mutates_args=())
-def linear_scatter_forward(x: Tensor, weight: Tensor, group: str) -> Tensor:
-    """(B, T, F), (D, F) -> (B, T/tp, D)."""
-    return scatter(F.linear(x, weight), axis_of(group))()
+def linear_scatter_forward(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, chosen: bool) -> Tensor:
+    """(B, T, F), (D, F), (D,) -> (B, T/tp, D). The bias, the same on all ranks, is in the first one's product."""
+    axis = axis_of(group)
+    return scatter(product(x, weight, None if axis.rank else bias, chosen), axis)()
 
 
-@operator("course::linear_scatter_backward", mutates_args=())
-def linear_scatter_backward(grad: Tensor, x: Tensor, weight: Tensor, group: str) -> tuple[Tensor, Tensor]:
-    """(B, T/tp, D), (B, T, F), (D, F) -> the gradients of x and of the weight."""
-    whole = gather(grad, axis_of(group), x.shape[1])()
-    return whole @ weight, weight_gradient(whole, x)
+@operator("course::gather_tokens", mutates_args=())
+def gather_tokens(x: Tensor, group: str, n: int) -> Tensor:
+    """(B, T/tp, D) -> (B, T, D) with T = n: the gradient of what is scattered."""
+    return gather(x, axis_of(group), n)()
 
 
 @gather_linear_forward.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, n: int) -> Tensor:
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, n: int, chosen: bool) -> Tensor:
     return x.new_empty(len(x), n, len(weight))
 
 
+@gather_linear_backward.register_fake
+def _(grad: Tensor, x: Tensor, weight: Tensor, group: str) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), weight.new_empty(weight.shape)
+
+
 @linear_scatter_forward.register_fake
-def _(x: Tensor, weight: Tensor, group: str) -> Tensor:
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, chosen: bool) -> Tensor:
     axis = axis_of(group)
     return x.new_empty(len(x), mappings.lengths(x.shape[1], axis.size)[axis.rank], len(weight))
 
 
-@gather_linear_backward.register_fake
-@linear_scatter_backward.register_fake
-def _(grad: Tensor, x: Tensor, weight: Tensor, group: str) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), weight.new_empty(weight.shape)
+@gather_tokens.register_fake
+def _(x: Tensor, group: str, n: int) -> Tensor:
+    return x.new_empty(len(x), n, x.shape[2])
 
 
 class GatherLinear(Function):
     """(B, T/tp, D), (F, D), (F,) -> (B, T, F) with T = n."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: str, n: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: str, n: int, chosen: bool) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.group, ctx.has_bias = group, bias is not None
-        y: Tensor = gather_linear_forward(x, weight, bias, group, n)
+        ctx.group = group
+        y: Tensor = gather_linear_forward(x, weight, bias, group, n, chosen)
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         dx, dw = gather_linear_backward(grad, *ctx.saved_tensors, ctx.group)
-        return dx, dw, grad.sum((0, 1)) if ctx.has_bias else None, None, None
+        return dx, dw, grad.sum((0, 1)) if ctx.needs_input_grad[2] else None, None, None, None
 
 
 class LinearScatter(Function):
-    """(B, T, F), (D, F) -> (B, T/tp, D)."""
+    """(B, T, F), (D, F), (D,) -> (B, T/tp, D)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, group: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: str, chosen: bool) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.group = group
-        y: Tensor = linear_scatter_forward(x, weight, group)
+        ctx.group, ctx.chosen = group, chosen
+        y: Tensor = linear_scatter_forward(x, weight, bias, group, chosen)
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        dx, dw = linear_scatter_backward(grad, *ctx.saved_tensors, ctx.group)
-        return dx, dw, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        whole = gather_tokens(grad, ctx.group, x.shape[1])              # (B, T, D)
+        dx, dw = back(whole, weight, ctx.chosen), weight_gradient(whole, x, ctx.chosen)
+        return dx, dw, grad.sum((0, 1)) if ctx.needs_input_grad[2] else None, None, None     # of this rank's tokens
 
 
-def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    """Of a linear's weight, (F, D), from the gradient of its output (B, T, F) and its input (B, T, D)."""
-    return grad.flatten(0, 1).T @ x.flatten(0, 1)
+def product(x: Tensor, weight: Tensor, bias: Tensor | None, chosen: bool) -> Tensor:
+    """A linear, (B, T, D), (F, D), (F,) -> (B, T, F), by PyTorch's choice or by our own (`course/products.py`)."""
+    return times(x, weight, bias) if chosen else F.linear(x, weight, bias)
+
+
+def back(grad: Tensor, weight: Tensor, chosen: bool) -> Tensor:
+    """The gradient of its input, (B, T, D), from that of its output, (B, T, F)."""
+    return times(grad, weight, turned=False) if chosen else grad @ weight
+
+
+def weight_gradient(grad: Tensor, x: Tensor, chosen: bool = False) -> Tensor:
+    """Of its weight, (F, D), from the gradient of its output and its input."""
+    rows = grad.flatten(0, 1), x.flatten(0, 1)
+    dw: Tensor = torch.ops.course.weight_gradient(*rows) if chosen else weight_gradient_plain(*rows)
+    return dw
 
 
 def small(samples: int, nbytes: float) -> bool:
@@ -214,18 +237,20 @@ def padded(x: Tensor, tokens: int) -> Tensor:
     return F.pad(x, (0, 0, 0, missing)) if missing else x                           # padding with nothing would copy
 
 
-def gather_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, n: int) -> Tensor:
-    """Column linear of gathered tokens, (B, T/tp, D) -> (B, T, F/tp); n = T. Bias may be None."""
+def gather_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, tokens: SplitTokens,
+                  chosen: bool = False) -> Tensor:
+    """Column linear of gathered tokens, (B, T/tp, D) -> (B, T, F/tp). chosen: by products of `course/products.py`."""
     x, weight, bias = cast(whole_samples(x), weight, bias)
     with torch.autocast(x.device.type, enabled=False):                  # what a linear computes is cast by now
-        return GatherLinear.apply(x, weight, bias, group_of(axis).group_name, n)
+        return GatherLinear.apply(x, weight, bias, group_of(axis).group_name, tokens.here, chosen)
 
 
-def linear_scatter(x: Tensor, weight: Tensor, axis: Axis) -> Tensor:
-    """Row linear whose sum is scattered, (B, T, F/tp) -> (B, T/tp, D). The bias is added after it."""
-    x, weight, _ = cast(x, weight, None)
+def linear_scatter(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, chosen: bool = False) -> Tensor:
+    """Row linear whose sum is scattered, (B, T, F/tp) -> (B, T/tp, D). The bias is added once; its gradient is of this rank's
+    tokens."""
+    x, weight, bias = cast(x, weight, bias)
     with torch.autocast(x.device.type, enabled=False):
-        return LinearScatter.apply(x, weight, group_of(axis).group_name)
+        return LinearScatter.apply(x, weight, bias, group_of(axis).group_name, chosen)
 
 
 def cast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:

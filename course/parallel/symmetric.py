@@ -13,7 +13,7 @@ from torch.autograd import Function
 
 from course.parallel import mappings, overlap
 from course.parallel.mesh import Axis, group_of
-from course.parallel.sequence import whole_samples
+from course.parallel.sequence import SplitTokens, whole_samples
 
 
 class GatherLinear(Function):
@@ -22,7 +22,7 @@ class GatherLinear(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.axis, ctx.has_bias = axis, bias is not None
+        ctx.axis = axis
         _, (y,) = torch.ops.symm_mem.fused_all_gather_matmul(x, [weight.t()], 1, group_of(axis).group_name, return_A=False)
         return y if bias is None else y + bias
 
@@ -35,20 +35,20 @@ class GatherLinear(Function):
 
 
 class LinearScatter(Function):
-    """(B, T, F), (D, F) -> (B, T/tp, D)."""
+    """(B, T, F), (D, F), (D,) -> (B, T/tp, D)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, axis: Axis) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.axis = axis
         y: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(x, weight.t(), "sum", 1, group_of(axis).group_name)
-        return y
+        return y if bias is None else y + bias
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         whole, (dx,) = torch.ops.symm_mem.fused_all_gather_matmul(grad, [weight], 1, group_of(ctx.axis).group_name)
-        return dx, weight_gradient(whole, x), None
+        return dx, weight_gradient(whole, x), grad.sum((0, 1)) if ctx.needs_input_grad[2] else None, None
 
 
 def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
@@ -64,10 +64,11 @@ def operators() -> None:
 
 
 @mappings.uncompiled                                 # copies run beside its matmuls
-def gather_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, n: int) -> Tensor:
-    """Column linear of gathered tokens, (B, T/tp, D) -> (B, T, F/tp); n = T. Bias may be None."""
-    if not x.is_cuda or n % axis.size:
-        return overlap.gather_linear(x, weight, bias, axis, n)
+def gather_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, tokens: SplitTokens,
+                  chosen: bool = False) -> Tensor:
+    """As `overlap.gather_linear`. Products that are chosen are not for pieces: on a GPU they are PyTorch's."""
+    if not x.is_cuda or tokens.here % axis.size:
+        return overlap.gather_linear(x, weight, bias, axis, tokens, chosen)
     x, weight, bias = overlap.cast(whole_samples(x), weight, bias)
     operators()
     with torch.autocast(x.device.type, enabled=False):                  # it would widen the sums of symmetric memory
@@ -75,11 +76,11 @@ def gather_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, n:
 
 
 @mappings.uncompiled                                 # copies run beside its matmuls
-def linear_scatter(x: Tensor, weight: Tensor, axis: Axis) -> Tensor:
-    """Row linear whose sum is scattered, (B, T, F/tp) -> (B, T/tp, D). The bias is added after it."""
+def linear_scatter(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, chosen: bool = False) -> Tensor:
+    """As `overlap.linear_scatter`, likewise."""
     if not x.is_cuda or x.shape[1] % axis.size:
-        return overlap.linear_scatter(x, weight, axis)
+        return overlap.linear_scatter(x, weight, bias, axis, chosen)
     operators()
-    x, weight, _ = overlap.cast(x, weight, None)
+    x, weight, bias = overlap.cast(x, weight, bias)
     with torch.autocast(x.device.type, enabled=False):
-        return LinearScatter.apply(x, weight, axis)
+        return LinearScatter.apply(x, weight, bias, axis)

@@ -6,11 +6,13 @@ Which linear is which is data on the model's class, `tensor_plan`; a vocabulary 
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeGuard
 
 from torch import Tensor, nn
 
 from course.errors import CourseError
+from course.operators import apart
 from course.parallel import overlap, symmetric
 from course.parallel.mesh import Axis
 from course.parallel.placement import cut, place, placement
@@ -19,73 +21,44 @@ from course.parallel.vocabulary import VocabularyCrossEntropy, VocabularyEmbeddi
 
 
 class ColumnLinear(nn.Module):
-    """y = x W' + b with the output features cut: each rank computes its own of y."""
+    """y = x W' + b with the output features cut: each rank computes its own of y. There may be no bias."""
 
     def __init__(self, linear: nn.Linear, axis: Axis, tokens: SplitTokens | None = None):
         super().__init__()
         self.axis, self.tokens, self.matmul = axis, tokens, matmul_of(linear, axis)
-        heads = max(0, len(placement(linear.bias).global_shape) - 2)    # of (3, heads, head_dim), or the features of (F,)
-        self.weight, self.bias = cut(linear.weight, heads, axis), cut(linear.bias, heads, axis)
+        heads = max(0, len(placement(linear.weight).global_shape) - 3)  # of (3, heads, head_dim, D), or the features of (F, D)
+        self.weight = cut(linear.weight, heads, axis)
+        self.register_parameter("bias", None if linear.bias is None else cut(linear.bias, heads, axis))
+        if overlapped(tokens):
+            self.matmul = partial(beside(tokens).gather_linear, axis=axis, tokens=tokens, chosen=False)
 
     def forward(self, x: Tensor) -> Tensor:                             # (B, T, D), sequence parallel (B, T / tp, D)
-        x = enter(x, self.axis, self.tokens)                            # (B, T, D)
+        if not overlapped(self.tokens):
+            x = enter(x, self.axis, self.tokens)                        # (B, T, D)
         return self.matmul(x, self.weight, self.bias)                   # (B, T, F / tp)
 
 
 class RowLinear(nn.Module):
-    """y = x W' + b with the input features cut: partial products are added up, then the bias, once, in their format."""
+    """y = x W' + b with the input features cut: partial products are added up, then the bias, once, in their format.
+
+    A bias whose gradient is computed elsewhere is in the first rank's product, where it costs nothing.
+    """
 
     def __init__(self, linear: nn.Linear, axis: Axis, tokens: SplitTokens | None = None):
         super().__init__()
         self.axis, self.tokens, self.matmul = axis, tokens, matmul_of(linear, axis)
         self.weight = cut(linear.weight, len(placement(linear.weight).global_shape) - 1, axis)
         self.bias = linear.bias
-
-    def forward(self, x: Tensor) -> Tensor:                             # (B, T, F / tp)
-        part = self.matmul(x, self.weight)                              # (B, T, D)
-        return leave(part, self.axis, self.tokens) + self.bias.to(part.dtype)           # (B, T, D), with sp (B, T / tp, D)
-
-
-class OverlappedColumnLinear(ColumnLinear):
-    """The same with sequence parallelism, communicating beside matmuls where `overlap.py` or `symmetric.py` can."""
-
-    def forward(self, x: Tensor) -> Tensor:                             # (B, T / tp, D) -> (B, T, F / tp)
-        assert self.tokens is not None
-        return beside(self.tokens).gather_linear(x, self.weight, self.bias, self.axis, self.tokens.here)
-
-
-class OverlappedRowLinear(RowLinear):
-    """The same, likewise."""
-
-    def forward(self, x: Tensor) -> Tensor:                             # (B, T, F / tp) -> (B, T / tp, D)
-        assert self.tokens is not None
-        own = beside(self.tokens).linear_scatter(x, self.weight, self.axis)
-        return own + self.bias.to(own.dtype)
-
-
-class BareColumnLinear(ColumnLinear):
-    """y = x W', a column linear that has no bias, in both ways of communicating."""
-
-    def __init__(self, linear: nn.Linear, axis: Axis, tokens: SplitTokens | None = None):
-        nn.Module.__init__(self)
-        self.axis, self.tokens, self.matmul = axis, tokens, matmul_of(linear, axis)
-        heads = max(0, len(placement(linear.weight).global_shape) - 3)  # of (3, heads, head_dim, D), or the features of (F, D)
-        self.weight = cut(linear.weight, heads, axis)
-        self.register_parameter("bias", None)
-
-    def forward(self, x: Tensor) -> Tensor:                             # (B, T, D), sequence parallel (B, T / tp, D)
-        if overlapped(self.tokens):
-            return beside(self.tokens).gather_linear(x, self.weight, None, self.axis, self.tokens.here)
-        return self.matmul(enter(x, self.axis, self.tokens), self.weight)               # (B, T, F / tp)
-
-
-class BareRowLinear(RowLinear):
-    """y = x W', a row linear that has no bias, in both ways of communicating."""
+        if overlapped(tokens):
+            self.matmul = partial(beside(tokens).linear_scatter, axis=axis, chosen=False)
 
     def forward(self, x: Tensor) -> Tensor:                             # (B, T, F / tp)
         if overlapped(self.tokens):
-            return beside(self.tokens).linear_scatter(x, self.weight, self.axis)
-        return leave(self.matmul(x, self.weight), self.axis, self.tokens)               # (B, T, D) or (B, T / tp, D)
+            return self.matmul(x, self.weight, self.bias)               # (B, T / tp, D)
+        after = self.bias is not None and apart(self) is None
+        part = self.matmul(x, self.weight, None if after or self.axis.rank else self.bias)              # (B, T, D)
+        y = leave(part, self.axis, self.tokens)                         # (B, T, D), sequence parallel (B, T / tp, D)
+        return y + self.bias.to(y.dtype) if after else y
 
 
 def overlapped(tokens: SplitTokens | None) -> TypeGuard[SplitTokens]:
@@ -98,12 +71,8 @@ def beside(tokens: SplitTokens) -> Any:
     return symmetric if tokens.overlap == "symmetric" else overlap
 
 
-def style_of(name: str, tokens: SplitTokens | None, bias: bool = True) -> Any:
+def style_of(name: str) -> Any:
     """The module of a style that a model's `tensor_plan` names."""
-    if not bias and name in ("column", "row"):
-        return BareColumnLinear if name == "column" else BareRowLinear
-    if overlapped(tokens) and name in ("column", "row"):
-        return OverlappedColumnLinear if name == "column" else OverlappedRowLinear
     return {"column": ColumnLinear, "row": RowLinear, "vocabulary": VocabularyEmbedding, "vocabulary_head": VocabularyHead}[name]
 
 
@@ -124,8 +93,7 @@ def tensor_parallel(model: nn.Module, axis: Axis, tokens: SplitTokens | None = N
         style = planned(model, name)
         if style is not None and isinstance(module, (nn.Linear, nn.Embedding)):
             if (module, style) not in made:
-                bias = getattr(module, "bias", None) is not None
-                made[module, style] = style_of(style, tokens, bias)(module, axis, tokens)
+                made[module, style] = style_of(style)(module, axis, tokens)
             owner, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(owner), leaf, made[module, style])
     if "vocabulary_head" in model.tensor_plan.values():                 # type: ignore[operator]

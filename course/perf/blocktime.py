@@ -78,7 +78,7 @@ def backward_bytes(local: Local) -> Moved:
     gates = 2 if isinstance(m, DiTConfig) else 0
     turn = 2 * n / local.p.tp if isinstance(m, GPTConfig) and m.position == "rotary" else 0.0
     own = "fused" if local.config.compile else "columns"                # the compiler makes these kernels, too
-    ends = 2 if not fused(local.config) or local.p.tp > 1 else 0 if isinstance(m, DiTConfig) else 1     # branches' biases
+    ends = 2 if not fused(local.config) else 0 if isinstance(m, DiTConfig) else 1       # branches' biases
     middle = 0 if local.config.kernels == "hand" and not swiglu else inner * (2 if swiglu else 1)
     sums: Moved = [(own, low * (qkv * (not local.packed) + middle + ends * rest))] if local.bias else []
     joined = 0 if local.packed else low * qkv

@@ -133,16 +133,16 @@ def numbers(row: Row, tokens: int, operations: float) -> Row:
 
 def layers(case: Case, world: World, small: bool) -> Iterator[Row]:
     """The blocks alone, one micro-batch in bf16, forward and backward: ours, compiled, and megatron-core's, each without sequence
-    parallelism and with it."""
+    parallelism and with it; ours with it also by kernels of our own, as theirs are with Transformer Engine's."""
     c: Any = configuration.load("gpt-124m", [*case.settings, *(TINY if small else [])]).model
     size, device = (c.dim, c.depth, c.heads), world.device
     samples = case.micro_batch if not small else 1
     operations = 3 * samples * flops.blocks(c.context, c.dim, c.hidden, c.depth)
 
-    def ours(sp: bool) -> Any:
+    def ours(sp: bool, by_hand: bool = False) -> Any:
         settings = Parallel(tp=world.size, sp=sp)
         mesh = build_mesh(settings, world)
-        model: Any = stack(mesh, settings, torch.bfloat16, size, causal=True)
+        model: Any = stack(mesh, settings, torch.bfloat16, size, causal=True, by_hand=by_hand)
         if not small:
             compile_parts(model)
         return forward_backward(model, mesh, batch_of(samples, c.context, c.dim, device, torch.bfloat16), settings=settings)
@@ -150,6 +150,7 @@ def layers(case: Case, world: World, small: bool) -> Iterator[Row]:
     makers = {"course": partial(ours, False)}
     if world.size > 1:                               # as theirs with Transformer Engine
         makers["course, sequence parallel"] = partial(ours, True)
+    makers["course, kernels by hand"] = partial(ours, world.size > 1, True)
     for by, engine in (("megatron-core", False), ("megatron-core, Transformer Engine", True)):
         makers[by] = partial(megatron.layers, world, size, samples, c.context, engine)
     for by, make in makers.items():

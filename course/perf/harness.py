@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from course import between
 from course.config import Config, Parallel, Train
-from course.models.layers import TENSOR_PLAN, TOKEN_PLAN, Block, Tokens, Total
+from course.models.layers import TENSOR_PLAN, TOKEN_PLAN, Block, GeluMLP, Tokens, Total
 from course.parallel import Mesh, World, parallelize, place_serial
 from course.perf import bench
 from course.step import Progress, build_compute
@@ -51,10 +52,14 @@ class Stack(nn.Module):
     tensor_plan = TENSOR_PLAN
     token_plan = TOKEN_PLAN
 
-    def __init__(self, dim: int, depth: int, heads: int, causal: bool):
+    def __init__(self, dim: int, depth: int, heads: int, causal: bool, tanh: bool = False):
         super().__init__()
+        self.c = None                               # no model's configuration: nothing is unusual
         self.embed: nn.Module | None = Pick()
         self.blocks = nn.ModuleDict({str(i): Block(dim, heads, 4 * dim, f"blocks.{i}", causal=causal) for i in range(depth)})
+        if tanh:
+            for block in self.blocks.values():
+                block.mlp = GeluMLP(dim, 4 * dim, True, "tanh")
         self.head: nn.Module | None = nn.Identity()
         self.loss, self.tokens = MeanSquare(), Tokens()
 
@@ -66,12 +71,14 @@ class Stack(nn.Module):
         return x                                    # type: ignore[return-value]
 
 
-def stack(mesh: Mesh, settings: Parallel, dtype: torch.dtype, size: tuple[int, int, int], causal: bool, cut: bool = True) -> Any:
-    """A stack of (width, depth, heads) in a layout, with random weights."""
+def stack(mesh: Mesh, settings: Parallel, dtype: torch.dtype, size: tuple[int, int, int], causal: bool, cut: bool = True,
+          by_hand: bool = False) -> Any:
+    """A stack of (width, depth, heads) in a layout, with random weights. by_hand: by the kernels of kernels=hand, with GELU
+    through tanh, of which alone they have the gradient in a matmul."""
     with torch.device("meta"):
-        model: Any = Stack(*size, causal)
-    model = parallelize(model, mesh, settings) if cut else place_serial(model)
-    return randomize(model, mesh.world.device, dtype)
+        model: Any = Stack(*size, causal, by_hand)
+    model = randomize(parallelize(model, mesh, settings) if cut else place_serial(model), mesh.world.device, dtype)
+    return between.fuse(model) if by_hand else model
 
 
 def randomize(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:

@@ -129,8 +129,8 @@ class Local:
         that, which nothing tells beforehand."""
         c, m = self.config, self.m
         tanh = isinstance(m, DiTConfig) or getattr(m, "mlp", "") == "gelu_tanh"
-        own = self.precision_of("blocks.mlp.down") in ("bf16", "fp16") and (self.bias or self.p.tp == 1)
-        return (c.kernels == "hand" and tanh and own and c.train.recompute == "none" and not self.p.overlapped
+        own = self.precision_of("blocks.mlp.down") in ("bf16", "fp16")
+        return (c.kernels == "hand" and tanh and own and c.train.recompute == "none" and not self.p.symmetric
                 and self.kernels.hardware.capability >= 9.0)             # Hopper
 
     @property

@@ -209,27 +209,30 @@ def zero(world: World, small: bool) -> Iterator[Row]:
 
 
 def sp(world: World, small: bool) -> Iterator[Row]:
-    """Training steps with sequence parallelism on all GPUs, compiled. Left to the host, samples one by one and as one; and in a
-    graph, which has no host to wait for (one by one)."""
+    """Training steps with sequence parallelism on all GPUs, compiled. Left to the host, samples one by one and as one; in a
+    graph, which has no host to wait for (one by one); and so by kernels of our own, without sequence parallelism, too."""
     models = {"DiT-XL/2, 256 px, 32 samples": ["dit-xl", "train.global_batch=32"],
               "GPT 124M, 32 samples": ["gpt-124m", "train.global_batch=32"],
               "GPT 350M, 16 samples": ["gpt-350m", "train.global_batch=16"],
               "DiT-XL/2, 512 px, 16 samples": ["dit-xl", "train.global_batch=16", "model.latent=[4,64,64]"],
               "GPT 1.3B, 4 samples": ["gpt-1.3b", "train.global_batch=4"]}
-    ways = {"one by one": (0, False), "as one": (sys.maxsize, False), "in a graph": (0, True)}          # overlap's limits, graphs
+    graph, by_hand = ["graphs=true"], ["graphs=true", "kernels=hand"]
+    ways = {"one by one": (0, []), "as one": (sys.maxsize, []), "in a graph": (0, graph),            # overlap's limits, settings
+            "kernels by hand, in a graph": (0, by_hand),
+            "kernels by hand, no sequence parallelism, in a graph": (0, [*by_hand, "parallel.sp=false"])}
     if small:
         models = {"small DiT": ["dit-demo", "train.device=cpu", "train.global_batch=4"]}
     if world.device.type == "cpu":
-        del ways["in a graph"]
+        ways = {way: given for way, given in ways.items() if "graph" not in way}
     if world.size == 1:
         return
     known, mesh = (overlap.SMALL, overlap.SHORT), build_mesh(Parallel(tp=world.size, sp=True), world)
     try:
-        for (model, (preset, *settings)), (way, (limit, graphs)) in product(models.items(), ways.items()):
+        for (model, (preset, *settings)), (way, (limit, more)) in product(models.items(), ways.items()):
             overlap.SMALL = overlap.SHORT = limit
             config = load(preset, ["data.source=mock", "precision=bf16", "stream=narrow", f"compile={not small}",
-                                   f"graphs={graphs}", "train.micro_batch=0", "parallel.dp=1", "parallel.sp=true",
-                                   f"parallel.tp={world.size}", *settings])
+                                   "train.micro_batch=0", "parallel.dp=1", "parallel.sp=true", f"parallel.tp={world.size}",
+                                   *settings, *more])
             c: Any = config.model
             training: Any = assemble(config, mesh)
             batch = training.model.example(config.train.global_batch, world.device)

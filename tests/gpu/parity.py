@@ -46,11 +46,12 @@ def layouts(n: int) -> dict[str, list[str]]:
         "dp bucketed", "tp", "sp", "sp one by one", "sp without overlap", "cp gather", "cp ring", "cp all_to_all", "pp 1f1b")}
     again = {f"{name}, {how}": [*found[name], f"train.recompute={how}"] for name in ("sp", "sp symmetric", "cp ring")
              for how in ("full", "selective")}
-    both = {f"{name}, compiled": [*given, "compile=true"] for name, given in again.items()}
-    return found | compiled | again | both | (graphs if torch.cuda.is_available() else {})
+    by_hand = {f"{name}, by hand": [*found[name], "kernels=hand"] for name in ("tp", "sp", "sp one by one", "sp without overlap")}
+    both = {f"{name}, compiled": [*given, "compile=true"] for name, given in (again | by_hand).items()}
+    return found | compiled | again | by_hand | both | (graphs if torch.cuda.is_available() else {})
 
 
-FEW = ("sp", "sp one by one", "cp ring", "cp2 sp2", "pp2 sp2", "pp 1f1b", "dp zero", "tp, compiled", "cp gather, compiled",
+FEW = ("sp", "sp one by one", "tp, by hand", "sp, by hand", "sp, by hand, compiled", "cp ring", "cp2 sp2", "pp2 sp2", "pp 1f1b", "dp zero", "tp, compiled", "cp gather, compiled",
        "sp, compiled", "cp ring, compiled", "sp, selective", "sp, selective, compiled")
 
 

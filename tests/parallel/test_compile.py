@@ -68,11 +68,13 @@ def two_steps(kind: str, overrides: list[str]) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "spec"), [*LAYOUTS, *OTHERS])
-def test_compiled_is_equal_and_leaves_the_compiler_only_where_declared(kind, spec):
+@pytest.mark.parametrize(("kind", "spec", "more"), [
+    *((kind, spec, "") for kind, spec in [*LAYOUTS, *OTHERS]), ("gpt", "tp=2 sp=true", "kernels=hand model.mlp=gelu_tanh"),
+    ("dit", "tp=2 sp=true", "kernels=hand"), ("dit", "tp=2", "kernels=hand")])
+def test_compiled_is_equal_and_leaves_the_compiler_only_where_declared(kind, spec, more):
     size, overrides = layout(spec)
     declared: Any = BOUNDARIES.get((kind, spec), set()) | ({"chunked_loss"} if kind in ("gpt", "llama") else set())
-    for (eager, compiled), breaks in ranks(size, timeout=300)(train, overrides, kind):
+    for (eager, compiled), breaks in ranks(size, timeout=300)(train, [*overrides, *more.split()], kind):
         assert compiled == pytest.approx(eager, rel=1e-12)
         assert {name for name in declared if any(f"`{name}`" in text for text in breaks)} == declared
         assert all(any(f"`{name}`" in text for name in declared) for text in breaks), breaks

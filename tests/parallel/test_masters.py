@@ -50,6 +50,7 @@ def step(training, number, poison=0.0):
 
 def everything(training):
     """All that a checkpoint would have of a run, by name, and what it computes with."""
+    training.gradients.settle()                     # ZeRO's weights may still be under way
     average, masters = average_of(training.optimizer), training.gradients.values()
     found = {f"{placement(p).name} computed": p.detach().float() for p in training.model.parameters()}
     for p in training.gradients.parameters:

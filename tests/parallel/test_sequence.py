@@ -63,7 +63,7 @@ def test_so_are_those_that_symmetric_memory_gathers():
     with FakeTensorMode():
         x, weight = torch.empty(5, 8, device="cuda"), torch.empty(6, 8, device="cuda")
         with pytest.raises(CourseError, match=r"\(B, T, D\), and here it meets \(5, 8\)"):
-            symmetric.gather_linear(x, weight, None, TWO, 10)
+            symmetric.gather_linear(x, weight, None, TWO, split())
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(3, 3), (4, 1)])
