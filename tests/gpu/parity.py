@@ -51,7 +51,8 @@ def layouts(n: int) -> dict[str, list[str]]:
     return found | compiled | again | by_hand | both | (graphs if torch.cuda.is_available() else {})
 
 
-FEW = ("sp", "sp one by one", "tp, by hand", "sp, by hand", "sp, by hand, compiled", "cp ring", "cp2 sp2", "pp2 sp2", "pp 1f1b", "dp zero", "tp, compiled", "cp gather, compiled",
+FEW = ("sp", "sp one by one", "tp, by hand", "sp, by hand", "sp, by hand, compiled",
+       "cp ring", "cp2 sp2", "pp2 sp2", "pp 1f1b", "dp zero", "tp, compiled", "cp gather, compiled",
        "sp, compiled", "cp ring, compiled", "sp, selective", "sp, selective, compiled")
 
 
