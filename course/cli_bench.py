@@ -109,6 +109,7 @@ for kind, words in MODELS.items():
 LAYOUTS = {"tp": "Tensor and sequence parallelism on a stack of hidden 4096, and DTensor's.",
            "tp_vit": "Tensor parallel training of the weather ViT of width 1024.",
            "sp": "Training steps with sequence parallelism: left to the host, in a graph, and by kernels of our own.",
+           "exchange": "Gathers and scatters of sequence parallelism, by NCCL and through each other's memory.",
            "cp": "Context-parallel attention, and PyTorch's context_parallel.",
            "dp": "Data parallelism on the stack of GPT 350M, and PyTorch's DDP.",
            "pp": "Pipeline schedules, and torch.distributed.pipelining's.",

@@ -17,22 +17,17 @@ from course.models import GPTConfig
 KINDS = 16                                          # versions of a block for other reasons, such as evaluation
 
 
-def leaves_within(config: Config) -> bool:
-    """Whether a block leaves the compiler on its way, where torch.compile breaks its graph: for linears by symmetric memory,
-    or in attention."""
-    return config.parallel.symmetric or attention_leaves(config)
-
-
 def compiled_inside(config: Config) -> bool:
     """Whether blocks are compiled inside their checkpoint (`compile_within`): those that leave the compiler; and where all is
     computed again of blocks with collectives, since PyTorch 2.11 compiles a checkpoint such that it keeps what an
     `autograd.Function` puts out (2.13 does not)."""
     p, how = config.parallel, config.train.recompute
-    return config.compile and how != "none" and (leaves_within(config) or (how == "full" and p.tp * p.cp > 1))
+    return config.compile and how != "none" and (attention_leaves(config) or (how == "full" and p.tp * p.cp > 1))
 
 
 def attention_leaves(config: Config) -> bool:
-    """Whether attention does: for the mask of gathered keys, which the compiler cannot make."""
+    """Whether attention leaves the compiler, where torch.compile breaks a block's graph: for the mask of gathered keys, which
+    the compiler cannot make."""
     return config.parallel.cp > 1 and config.parallel.context == "gather" and isinstance(config.model, GPTConfig)
 
 

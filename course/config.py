@@ -81,7 +81,7 @@ class Parallel:
     order: str = "pp-dp-cp-tp"                      # slowest first: the last axis joins neighbouring ranks
     sp: bool = False                                # sequence parallel: norms and residuals cut by tokens over tp
     overlap: Literal["none", "nccl", "symmetric"] = "nccl"  # with sp: how linears communicate beside their matmuls; symmetric:
-                                                    # by copies into each other's memory, which leave the multiprocessors alone
+                                                    # ranks write into each other's memory, over NVLink and in one node; faster
     context: Literal["gather", "ring", "all_to_all"] = "ring"       # how attention works over cp
     schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"      # of a pipeline's passes
     data: Literal["naive", "bucketed", "ddp", "none"] = "bucketed"      # how gradients are averaged; none: not at all

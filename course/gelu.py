@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from course.models import dit, layers
 from course.operators import BiasApart, apart, operator
 from course.parallel import overlap
-from course.parallel.mesh import Axis, group_of
+from course.parallel.mesh import Axis, axis_of, group_of
 from course.parallel.tensor import ColumnLinear, RowLinear
 from course.precision import format_of_matmuls
 from course.products import times
@@ -81,41 +81,61 @@ class GeluLinear(Function):
     """GELU(a) W' + b, GELU through tanh | the gradients of a, of a bias that is already in a, (N,), and of W and b.
 
     group: by name, the ranks over which the sum is scattered, of a row linear with sequence parallelism (`overlap.py`); or "".
+    direct: through each other's memory.
     """
 
     @staticmethod
-    def forward(ctx: Any, a: Tensor, before: Tensor | None, weight: Tensor, bias: Tensor | None, group: str) -> Tensor:
+    def forward(ctx: Any, a: Tensor, before: Tensor | None, weight: Tensor, bias: Tensor | None, group: str,
+                direct: bool) -> Tensor:
         h = torch.ops.course.gelu(a, True)                              # (..., N)
         ctx.save_for_backward(h, a, weight)
-        ctx.before, ctx.group = None if before is None else before.dtype, group
-        return overlap.linear_scatter_forward(h, weight, bias, group, True) if group else times(h, weight, bias)
+        ctx.before, ctx.how = None if before is None else before.dtype, (group, direct)
+        return overlap.linear_scatter_forward(h, weight, bias, group, True, direct) if group else times(h, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         h, a, weight = ctx.saved_tensors
-        whole = overlap.gather_tokens(dy, ctx.group, h.shape[1]) if ctx.group else dy
-        da, dbefore = torch.ops.course.gelu_linear_backward(whole, weight, a, ctx.before is not None)
-        rows = whole.flatten(0, -2)                                     # (tokens, M)
-        dweight = torch.ops.course.weight_gradient(rows, h.flatten(0, -2)) if ctx.needs_input_grad[2] else None
+        total = ctx.before is not None
+        if ctx.how[0]:
+            da, dbefore, dweight = gelu_scatter_backward(dy, h, a, weight, total, *ctx.how)
+        else:
+            da, dbefore = torch.ops.course.gelu_linear_backward(dy, weight, a, total)
+            dweight = overlap.weight_gradient(dy, h, chosen=True) if ctx.needs_input_grad[2] else None
         dbias = dy.flatten(0, -2).sum(0) if ctx.needs_input_grad[3] else None           # scattered, of this rank's tokens
-        return da, dbefore.to(ctx.before) if ctx.before else None, dweight, dbias, None
+        return da, dbefore.to(ctx.before) if total else None, dweight, dbias, None, None
 
 
-def gelu_linear(x: tuple[Tensor, Tensor | None], weight: Tensor, bias: Tensor | None = None, axis: Axis | None = None) -> Tensor:
+@overlap.operator("course::gelu_scatter_backward", mutates_args=())
+def gelu_scatter_backward(dy: Tensor, h: Tensor, a: Tensor, weight: Tensor, total: bool, group: str,
+                          direct: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """(B, T/tp, M), 2 x (B, T, N), (M, N) -> what `gelu_linear_backward` gives of the gathered dy, and the weight's gradient."""
+    whole = overlap.gather(dy, axis_of(group), h.shape[1], direct)()    # (B, T, M)
+    return *torch.ops.course.gelu_linear_backward(whole, weight, a, total), overlap.weight_gradient(whole, h, chosen=True)
+
+
+@gelu_scatter_backward.register_fake
+def _(dy: Tensor, h: Tensor, a: Tensor, weight: Tensor, total: bool, *how: Any) -> tuple[Tensor, Tensor, Tensor]:
+    kind = torch.promote_types(a.dtype, torch.float32)
+    return torch.empty_like(a), a.new_empty(a.shape[-1] if total else 0, dtype=kind), torch.empty_like(weight)
+
+
+def gelu_linear(x: tuple[Tensor, Tensor | None], weight: Tensor, bias: Tensor | None = None, axis: Axis | None = None,
+                direct: bool = False) -> Tensor:
     """At the seam of the linear after GELU. x: what GELU is of and the bias that is in it, (..., N) and (N,) -> (..., M). axis:
-    over which the sum is scattered, if it is."""
+    over which the sum is scattered, if it is; direct: through each other's memory."""
     a, before = x
     kind = format_of_matmuls(a)
     group = "" if axis is None else group_of(axis).group_name
-    return GeluLinear.apply(a.to(kind), before, weight.to(kind), None if bias is None else bias.to(kind), group)
+    return GeluLinear.apply(a.to(kind), before, weight.to(kind), None if bias is None else bias.to(kind), group, direct)
 
 
 def fuse_mlp(mlp: Any, merged: bool) -> None:
     """Let an MLP with GELU compute so: merged, if that is asked for and possible, or apart."""
     merged = merged and can_merge(mlp)
     if merged:
-        mlp.down.matmul = partial(gelu_linear, axis=mlp.down.axis) if scatters(mlp.down) else gelu_linear
+        mlp.down.matmul = gelu_linear if not scatters(mlp.down) else partial(
+            gelu_linear, axis=mlp.down.axis, direct=mlp.down.matmul.keywords["direct"])
     set_apart(mlp.up)
     mlp.forward = (merged_forward if merged else apart_forward).__get__(mlp)
 
@@ -127,8 +147,7 @@ def set_apart(linear: Any) -> None:
 
 
 def can_merge(mlp: Any) -> bool:
-    """Whether GELU is the one through tanh, and the linear after it the course's own with a plain product: not in FP8, and not
-    by symmetric memory."""
+    """Whether GELU is the one through tanh, and the linear after it the course's own with a plain product: not in FP8."""
     plain = type(mlp.down) in (layers.Linear, RowLinear) and mlp.down.matmul is F.linear
     return through_tanh(mlp) and (plain or scatters(mlp.down))
 

@@ -16,8 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 # by the beginning of the operator's name: matmuls, convolutions, fused attention, and those with communication beside them
 DEAR = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_mm", "aten::convolution", "aten::_scaled_dot_product",
-        "course::product", "course::attention", "course::gather_linear", "course::linear_scatter", "course::ring",
-        "symm_mem::fused")
+        "course::product", "course::attention", "course::gather_linear", "course::linear_scatter", "course::ring")
 
 
 def keep_dear(context: Any, operator: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:

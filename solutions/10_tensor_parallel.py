@@ -495,8 +495,8 @@ lab.recorded("tp_h200", scaling.table(rows, lambda case: "one GPU, compiled" if 
 # multiprocessors from the matrices. *Symmetric* copies go by the GPU's copy engines, which compute nothing: on 4 GPUs
 # 103 ms become 94, but on 2 nothing is won. Whatever you have read about overlap, measure it.
 #
-# (*Overlap* in this table is as the library did it then: the batch in two parts, of which one was gathered while the other was
-# multiplied.)
+# (*Overlap* and *symmetric* in this table are as the library did it then: the batch in two parts or more, of which one was
+# gathered while another was multiplied.)
 #
 # Beside *which* multiplications? A column linear has two backward. Beside the first, gradient times weight, its input is gathered
 # again, which the second needs; beside the second, gradient times input, the result of the first is scattered. A row linear has
@@ -545,6 +545,58 @@ lab.recorded("sp_2xh100", table, why="The same steps, in a graph and left to the
 # and the GPU, which waits for it, has time for the copy. With few samples of 8.4 MB it is one time so and one time otherwise.
 # Times of hosts are like that: only what is well beyond such differences says something. `overlap.py` asks whether a graph is
 # being recorded; if not, a batch below 64 MB of samples below 4 MB goes as one.
+#
+# ## Who moves the bytes
+#
+# What runs beside a multiplication is not yet hidden. Ask the simplest question: how long do a gather and a multiplication
+# that need nothing of each other take, each alone and both at once?
+#
+# > **Predict.** Two H100s, in a graph: the gather of that DiT's 32 samples takes 75 µs, the multiplication beside which it is
+# > done backward 60. And both at once?
+
+# %%
+my_us = 80.0                     # your prediction
+
+# %%
+exchanged = lab.results("symmetric_2xh100")
+us = {row["case"]: 1e3 * row["ms"] for row in exchanged["rows"] if row["size"] == [32, 256, 1152]}
+lab.beside("gather and multiply at once, by NCCL", my_us, us["matmul beside nccl gather"], "µs", "recorded")
+lab.recorded("symmetric_2xh100", {what: {"µs": us[case]} for what, case in (
+    ("multiplication", "matmul"), ("gather, NCCL", "nccl gather, samples"), ("both at once", "matmul beside nccl gather"),
+    ("gather, a kernel writes", "push by kernel, own copy, barrier"),
+    ("gather, a copy engine writes", "push by engine, own copy, barrier"),
+    ("multiplication beside a copy engine", "matmul beside engine's gather"))},
+    why="The same gather in three ways, on two H100s")
+
+# %% [markdown]
+# **What you should see:** 134, the sum of both. NCCL's gather is a kernel: it needs multiprocessors, the multiplication has
+# all of them, and so one waits for the other. A timeline shows two bars side by side, and nothing is won. To hide it,
+# something else has to move the bytes: a GPU has **copy engines**, which do nothing but that.
+#
+# So let each rank *write into the others' memory*, over NVLink. PyTorch maps memory of one GPU into another's process
+# (symmetric memory); then a copy is all it takes, by a kernel where nothing runs beside it, else by an engine.
+#
+# > **Question.** Nobody calls the other rank now. How does it know that its tokens have come? And how do you know that it has
+# > read the last ones, before you write over them?
+
+# %%
+lab.show("course.parallel.symmetric.Room")
+lab.show("course.parallel.symmetric.Gather")
+
+# %% [markdown]
+# A **barrier** after the copies answers the first. It answers the second, too, if there are two places, used by turns: whoever
+# has passed this barrier knows that all others have begun this exchange, so are done with the one before, and that lay in the
+# place that comes next. One barrier an exchange, 4.4 µs, and no second one.
+
+# %%
+steps = {row["case"]: row["ms"] for row in exchanged["steps"]["rows"]}
+table = {model: {"NCCL": steps[f"{model}, NCCL"], "through memory": steps[f"{model}, through memory"]}
+         for model in (models[0], models[2])}
+lab.recorded("symmetric_2xh100", table, why="Whole steps with sequence parallelism, in a graph, kernels=hand, in ms")
+
+# %% [markdown]
+# **What you should see:** a sixth of the one step, a seventh of the other. `parallel.overlap=symmetric` does that, on GPUs of
+# one node; over a network NCCL is what there is.
 
 # %% [markdown]
 # ## What you know now
@@ -554,6 +606,7 @@ lab.recorded("sp_2xh100", table, why="The same steps, in a graph and left to the
 # - Cut qkv by heads, add a row linear's bias once, write into nobody's tensor.
 # - Sequence parallelism cuts what is left, for the same bytes; then parameters that are whole have gradients that are
 #   partial.
+# - Two kernels that both fill a GPU take turns. What is to be hidden has to be moved by something else.
 # - `course verify` says whether a layout trains as one process does, and if not, which parameter was the first to differ.
 #
 # **Check your work once more, from outside.** Save the notebook; then, in a terminal: `course check

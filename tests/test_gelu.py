@@ -99,7 +99,7 @@ def test_without_biases_it_is_merged_too():
                                                   (("precision=fp8", "fp8.keep=[blocks.*.mlp.down]"), True),
                                                   (("parallel.tp=2",), True), (("parallel.tp=2", "model.bias=false"), True),
                                                   (("parallel.tp=2", "parallel.sp=true"), True),
-                                                  (("parallel.tp=2", "parallel.sp=true", "parallel.overlap=symmetric"), False),
+                                                  (("parallel.tp=2", "parallel.sp=true", "parallel.overlap=symmetric"), True),
                                                   (("parallel.tp=2", "parallel.sp=true", "parallel.overlap=none"), True)])
 def test_which_trainings_have_it(settings, merged):
     """Recomputation ends before the linear after GELU, whose result nobody needs; what is ours it would compute again. The model

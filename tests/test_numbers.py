@@ -311,6 +311,38 @@ def test_what_is_said_of_ways_of_sequence_parallelism() -> None:
     assert f"GPT 1.3B {gpt[1]:.1f} and {gpt[0]:.1f}, both in a graph" in library
 
 
+def test_what_is_exchanged_through_memory() -> None:
+    """Rates of two H100s, and steps; what is empty was not measured."""
+    found = results("symmetric_2xh100")
+    us = {r["case"]: 1e3 * r["ms"] for r in found["rows"] if r["size"] == [32, 256, 1152]}
+    text = MEASURED.partition("**Through each other's memory.**")[2].partition("\n\n")[0].replace("\n", " ")
+    together = f"beside it {us['matmul']:.1f}, and both together {us['matmul beside nccl gather']:.1f}"
+    assert f"a gather takes {us['nccl gather, samples']:.1f} us, the matmul {together}" in text
+    assert f"{us['nccl gather, samples']:.1f} and {us['nccl scatter, samples']:.1f} us" in text
+    assert f"as many bytes, {us['nccl all-reduce']:.1f}" in text
+    written, engines = us["push by kernel, own copy, barrier"], us["matmul beside engine's gather"]
+    assert f"take {written:.1f} us for the gather" in text and f"both take {engines:.1f}" in text
+    steps, before = ({r["case"]: r["ms"] for r in found[key]["rows"]} for key in ("steps", "before"))
+    for model in [name for name in GATHERED if "124M" not in name]:
+        wanted = [[before[f"{model}, pytorch"]], [before[f"{model}, hand by hand"]], [steps.get(f"{model}, NCCL")],
+                  [steps.get(f"{model}, through memory")],
+                  [ms for ms in (before[f"{model}, hand, no sp"], steps.get(f"{model}, no sequence parallelism")) if ms]]
+        for cell, values in zip(cells(f"exchanged: {model}", "Through each other's memory"), wanted, strict=True):
+            known = [ms for ms in values if ms]
+            assert not cell.strip() if not known else [d for d in differences(cell, known[:cell.count(",") + 1])] == []
+
+
+def test_layers_by_kernels_of_our_own() -> None:
+    rows: dict[tuple[str, str], dict[str, float]] = {}
+    for r in results("grid_2xh100")["again"]["rows"]:
+        rows.setdefault((r["pair"], r["case"]), {})[r["by"]] = r["ms"]
+    shares = {key: 100 * ms["course, kernels by hand"] / ms["megatron-core, Transformer Engine"] for key, ms in rows.items()}
+    fast, slow = ([share for (pair, _), share in shares.items() if pair == which] for which in ("first", "second"))
+    text = MEASURED.partition("By kernels\nof our own")[2].partition("\n\n")[0].replace("\n", " ")
+    assert f"take {min(fast):.0f}% to {max(fast):.0f}% of the time" in text
+    assert f"and {min(slow):.0f}% to {max(slow):.0f}% where it is slow" in text
+
+
 def test_micro_batches_with_16_bit_weights() -> None:
     text = MEASURED.partition("Of micro-batches the gradients")[2].partition("\n\n")[0].replace("\n", " ")
     found = results("masters_h100")["rows"]

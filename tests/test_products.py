@@ -77,7 +77,7 @@ def test_all_linears_of_a_model_have_it(preset, settings, others):
         assert (model.head.of_chunk.product is torch.ops.course.product) == ("head.proj" in others)
 
 
-@pytest.mark.parametrize(("overlap", "beside"), [("nccl", True), ("none", False)])
+@pytest.mark.parametrize(("overlap", "beside"), [("nccl", True), ("symmetric", True), ("none", False)])
 def test_tensor_parallel_linears_have_it_too(overlap, beside):
     """Those with communication beside them are told to; that of an MLP's end is in `gelu_linear`, with its axis."""
     preset, *changes = SETTINGS["dit"]
@@ -89,7 +89,8 @@ def test_tensor_parallel_linears_have_it_too(overlap, beside):
         matmul = linear.matmul.matmul               # without the bias whose gradient is computed elsewhere
         assert matmul.keywords["chosen"] if beside else matmul is products.linear
     end = block.mlp.down.matmul.matmul
-    assert end.keywords == {"axis": block.mlp.down.axis} if beside else end is gelu.gelu_linear
+    wanted = {"axis": block.mlp.down.axis, "direct": overlap == "symmetric"}
+    assert end.keywords == wanted if beside else end is gelu.gelu_linear
 
 
 def test_another_product_is_left_alone():

@@ -5,9 +5,10 @@ Peebles and Xie 2023, "Scalable diffusion models with transformers" (arXiv:2212.
 the condition, time plus class. That function starts at zero, so every block starts as the identity. The noise, its
 schedule and what is to be predicted are in `diffusion.py`. Of the paper's model this one has no learned variance.
 
-With sequence parallelism a rank modulates its own tokens only. What reaches the condition backwards, and so the modulation and
-the embeddings of time and class, is then a sum over these tokens: a part, as for the weights of a norm, that is linear in what
-came in and is completed once a step (`Placement.partial_over`).
+Tensor parallelism cuts the modulation's weights, a third of the model's, and gathers shifts, scales and gates, which are few.
+With sequence parallelism a rank modulates its own tokens only, and their gradients, sums over these tokens, are added up where
+they are scattered. What goes on to the condition, and so to the embeddings of time and class, comes of a part of the features: a
+part of a sum itself, that is linear in what came in and is completed once a step (`Placement.partial_over`).
 """
 
 import math
@@ -164,10 +165,13 @@ class MeanSquare(nn.Module):
 NOISE, TIME, DROP = (random.key("dit", site) for site in ("noise", "time", "label drop"))
 
 
+MODULATED_PLAN = {**TENSOR_PLAN, "ada": "gathered"}
+
+
 class DiT(nn.Module):
     """What the objective asks for, patch by patch: (B, T, P) with P = channels · patch². `prepare` makes the noise."""
 
-    tensor_plan = TENSOR_PLAN
+    tensor_plan = MODULATED_PLAN
     token_plan = TOKEN_PLAN
 
     def __init__(self, c: DiTConfig, seed: int = 0):

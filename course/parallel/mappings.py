@@ -6,6 +6,7 @@
     scatter      reduce-scatter | all-gather          add the parts up and keep one's own piece
     all_to_all   all-to-all     | all-to-all          change the dim that is in pieces
     shard        slice          | zeros around it     keep one's own piece of what every rank has
+    collect      all-gather     | slice               put pieces together of which every rank makes the same
 
 Each backward is the transpose of its forward, as linear maps over all ranks at once; so a program made of
 them has the gradients of the serial one, if every rank back-propagates its share of the loss (Shoeybi et
@@ -132,6 +133,20 @@ class Gather(Function):
         return reduce_scatter(grad, ctx.dim, ctx.axis), None, None, None
 
 
+class Collect(Function):
+    """all-gather along a dim | this rank's piece of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, axis: Axis, n: int) -> Tensor:
+        ctx.dim, ctx.axis, ctx.n = dim, axis, n
+        return all_gather(x, dim, axis, n)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        start, stop = bounds(ctx.n, ctx.axis.size, ctx.axis.rank)
+        return grad.narrow(ctx.dim, start, stop - start), None, None, None
+
+
 class Scatter(Function):
     """reduce-scatter along a dim | all-gather along it."""
 
@@ -171,6 +186,11 @@ def reduce(x: Tensor, axis: Axis) -> Tensor:
 def gather(x: Tensor, dim: int, axis: Axis, n: int | None = None) -> Tensor:
     """all-gather | reduce-scatter along `dim`: pieces in, the whole out. `n`: its rows, if the ranks' pieces differ."""
     return x if axis.size == 1 else Gather.apply(x, dim, axis, n or x.shape[dim] * axis.size)
+
+
+def collect(x: Tensor, dim: int, axis: Axis, n: int | None = None) -> Tensor:
+    """all-gather | this rank's piece of `dim`: every rank has the same use for the whole, so the same gradient. `n` as above."""
+    return x if axis.size == 1 else Collect.apply(x, dim, axis, n or x.shape[dim] * axis.size)
 
 
 def scatter(x: Tensor, dim: int, axis: Axis) -> Tensor:

@@ -10,7 +10,8 @@ group; `wait` makes the computation wait for them, not the host.
 A matmul could be cut, too, and one part of the batch be communicated while another is multiplied (Wang et al. 2023, "Overlap
 communication with dependent computation via decomposition", ASPLOS). Over NVLink that costs more than it hides: two H100s take
 65.7 ms for a DiT-XL/2 as it is here and 72.8 in two parts, and GPT 1.3B 102.9 and 106.8, both in a graph
-(perf/results/sp_2xh100.json). `symmetric.py` does it with copy engines.
+(perf/results/sp_2xh100.json). Nor does NCCL hide anything there beside a matmul that fills the GPU: with
+`parallel.overlap=symmetric` ranks write into each other's memory instead, what is to be hidden by copy engines (`symmetric.py`).
 
 A collective puts pieces one after the other, and of a batch that would be all samples' first pieces, then all their second ones.
 So samples are gathered and scattered one by one, all in one kernel, and each lies where it belongs. That is a call for each, and
@@ -30,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from course.parallel import mappings
+from course.parallel import mappings, symmetric
 from course.parallel.mesh import Axis, axis_of, group_of
 from course.parallel.sequence import SplitTokens, whole_samples
 from course.precision import format_of_matmuls
@@ -46,93 +47,92 @@ operator: Any = torch.library.custom_op
 
 
 @operator("course::gather_linear", mutates_args=())
-def gather_linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, n: int, chosen: bool) -> Tensor:
+def gather_linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, n: int, chosen: bool,
+                          direct: bool) -> Tensor:
     """(B, T/tp, D), (F, D), (F,) -> (B, T, F) with T = n."""
-    return product(gather(x, axis_of(group), n)(), weight, bias, chosen)
+    return product(gather(x, axis_of(group), n, direct)(), weight, bias, chosen)
 
 
 @operator("course::gather_linear_backward", mutates_args=())
-def gather_linear_backward(grad: Tensor, x: Tensor, weight: Tensor, group: str) -> tuple[Tensor, Tensor]:
+def gather_linear_backward(grad: Tensor, x: Tensor, weight: Tensor, group: str, direct: bool) -> tuple[Tensor, Tensor]:
     """(B, T, F), (B, T/tp, D), (F, D) -> the gradients of x and of the weight.
 
     The matmuls are PyTorch's: an algorithm that won its trial had all multiprocessors, and here some communicate. Steps of five
-    models with it were 0.0 to 0.7% longer (perf/results/sp_2xh100.json).
+    models with it were 0.0 to 0.7% longer ("chosen" in perf/results/sp_2xh100.json).
     """
     axis = axis_of(group)
-    again = gather(x, axis, grad.shape[1])                              # whole, beside the matmul that does not need it
+    again = gather(x, axis, grad.shape[1], direct, hidden=True)         # whole, beside the matmul that does not need it
     sums = grad @ weight
     whole = again()
-    going = scatter(sums, axis)
+    going = scatter(sums, axis, direct, hidden=True)
     dw = weight_gradient(grad, whole)
     return going(), dw
 
 
 @operator("course::linear_scatter", mutates_args=())
-def linear_scatter_forward(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, chosen: bool) -> Tensor:
+def linear_scatter_forward(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, chosen: bool, direct: bool) -> Tensor:
     """(B, T, F), (D, F), (D,) -> (B, T/tp, D). The bias, the same on all ranks, is in the first one's product."""
     axis = axis_of(group)
-    return scatter(product(x, weight, None if axis.rank else bias, chosen), axis)()
+    return scatter(product(x, weight, None if axis.rank else bias, chosen), axis, direct)()
 
 
-@operator("course::gather_tokens", mutates_args=())
-def gather_tokens(x: Tensor, group: str, n: int) -> Tensor:
-    """(B, T/tp, D) -> (B, T, D) with T = n: the gradient of what is scattered."""
-    return gather(x, axis_of(group), n)()
+@operator("course::linear_scatter_backward", mutates_args=())
+def linear_scatter_backward(grad: Tensor, x: Tensor, weight: Tensor, group: str, chosen: bool,
+                            direct: bool) -> tuple[Tensor, Tensor]:
+    """(B, T/tp, D), (B, T, F), (D, F) -> the gradients of x and of the weight."""
+    whole = gather(grad, axis_of(group), x.shape[1], direct)()          # (B, T, D)
+    return back(whole, weight, chosen), weight_gradient(whole, x, chosen)
 
 
 @gather_linear_forward.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, n: int, chosen: bool) -> Tensor:
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, n: int, chosen: bool, direct: bool) -> Tensor:
     return x.new_empty(len(x), n, len(weight))
 
 
 @gather_linear_backward.register_fake
-def _(grad: Tensor, x: Tensor, weight: Tensor, group: str) -> tuple[Tensor, Tensor]:
+@linear_scatter_backward.register_fake
+def _(grad: Tensor, x: Tensor, weight: Tensor, *how: Any) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), weight.new_empty(weight.shape)
 
 
 @linear_scatter_forward.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, chosen: bool) -> Tensor:
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, chosen: bool, direct: bool) -> Tensor:
     axis = axis_of(group)
     return x.new_empty(len(x), mappings.lengths(x.shape[1], axis.size)[axis.rank], len(weight))
-
-
-@gather_tokens.register_fake
-def _(x: Tensor, group: str, n: int) -> Tensor:
-    return x.new_empty(len(x), n, x.shape[2])
 
 
 class GatherLinear(Function):
     """(B, T/tp, D), (F, D), (F,) -> (B, T, F) with T = n."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: str, n: int, chosen: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: str, n: int, chosen: bool,
+                direct: bool) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.group = group
-        y: Tensor = gather_linear_forward(x, weight, bias, group, n, chosen)
+        ctx.how = group, direct
+        y: Tensor = gather_linear_forward(x, weight, bias, group, n, chosen, direct)
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        dx, dw = gather_linear_backward(grad, *ctx.saved_tensors, ctx.group)
-        return dx, dw, grad.sum((0, 1)) if ctx.needs_input_grad[2] else None, None, None, None
+        dx, dw = gather_linear_backward(grad, *ctx.saved_tensors, *ctx.how)
+        return dx, dw, grad.sum((0, 1)) if ctx.needs_input_grad[2] else None, None, None, None, None
 
 
 class LinearScatter(Function):
     """(B, T, F), (D, F), (D,) -> (B, T/tp, D)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: str, chosen: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *how: Any) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.group, ctx.chosen = group, chosen
-        y: Tensor = linear_scatter_forward(x, weight, bias, group, chosen)
+        ctx.how = how                               # group, chosen, direct
+        y: Tensor = linear_scatter_forward(x, weight, bias, *how)
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        whole = gather_tokens(grad, ctx.group, x.shape[1])              # (B, T, D)
-        dx, dw = back(whole, weight, ctx.chosen), weight_gradient(whole, x, ctx.chosen)
-        return dx, dw, grad.sum((0, 1)) if ctx.needs_input_grad[2] else None, None, None     # of this rank's tokens
+        dx, dw = linear_scatter_backward(grad, *ctx.saved_tensors, *ctx.how)
+        dbias = grad.sum((0, 1)) if ctx.needs_input_grad[2] else None   # of this rank's tokens
+        return dx, dw, dbias, None, None, None
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None, chosen: bool) -> Tensor:
@@ -163,8 +163,14 @@ def as_one(x: Tensor, n: int) -> bool:
     return small(len(x), len(x) * n * x.shape[2] * x.itemsize) and not replayed
 
 
-def gather(x: Tensor, axis: Axis, n: int) -> Pending:
-    """Begin to gather the n tokens of each sample, (B, T/tp, D) -> (B, T, D)."""
+def gather(x: Tensor, axis: Axis, n: int, direct: bool = False, hidden: bool = False) -> Pending:
+    """Begin to gather the n tokens of each sample, (B, T/tp, D) -> (B, T, D).
+
+    direct: through each other's memory, if that serves; what comes is then to be used before the next begins. hidden: something
+    else is to be done meanwhile.
+    """
+    if direct and symmetric.serves(x, axis, n):
+        return symmetric.Gather(x, axis, n, hidden)
     lengths = mappings.lengths(n, axis.size)
     piece = padded(x, lengths[0]).contiguous()
     if as_one(x, n):
@@ -183,8 +189,10 @@ def gather(x: Tensor, axis: Axis, n: int) -> Pending:
     return finish
 
 
-def scatter(x: Tensor, axis: Axis) -> Pending:
-    """Begin to add up each sample's tokens and keep this rank's piece of them, (B, T, D) -> (B, T/tp, D)."""
+def scatter(x: Tensor, axis: Axis, direct: bool = False, hidden: bool = False) -> Pending:
+    """Begin to add up each sample's tokens and keep this rank's piece of them, (B, T, D) -> (B, T/tp, D). How: as above."""
+    if direct and symmetric.serves(x, axis, x.shape[1]):
+        return symmetric.Scatter(x, axis, hidden)
     n, lengths = x.shape[1], mappings.lengths(x.shape[1], axis.size)
     if n % axis.size:
         x = torch.cat([padded(part, lengths[0]) for part in x.tensor_split(axis.size, 1)], 1)
@@ -237,20 +245,24 @@ def padded(x: Tensor, tokens: int) -> Tensor:
     return F.pad(x, (0, 0, 0, missing)) if missing else x                           # padding with nothing would copy
 
 
-def gather_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, tokens: SplitTokens,
-                  chosen: bool = False) -> Tensor:
-    """Column linear of gathered tokens, (B, T/tp, D) -> (B, T, F/tp). chosen: by products of `course/products.py`."""
+def gather_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, tokens: SplitTokens, chosen: bool = False,
+                  direct: bool = False) -> Tensor:
+    """Column linear of gathered tokens, (B, T/tp, D) -> (B, T, F/tp).
+
+    chosen: by products of `course/products.py`; direct: through each other's memory.
+    """
     x, weight, bias = cast(whole_samples(x), weight, bias)
     with torch.autocast(x.device.type, enabled=False):                  # what a linear computes is cast by now
-        return GatherLinear.apply(x, weight, bias, group_of(axis).group_name, tokens.here, chosen)
+        return GatherLinear.apply(x, weight, bias, group_of(axis).group_name, tokens.here, chosen, direct)
 
 
-def linear_scatter(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, chosen: bool = False) -> Tensor:
+def linear_scatter(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, chosen: bool = False,
+                   direct: bool = False) -> Tensor:
     """Row linear whose sum is scattered, (B, T, F/tp) -> (B, T/tp, D). The bias is added once; its gradient is of this rank's
     tokens."""
     x, weight, bias = cast(x, weight, bias)
     with torch.autocast(x.device.type, enabled=False):
-        return LinearScatter.apply(x, weight, bias, group_of(axis).group_name, chosen)
+        return LinearScatter.apply(x, weight, bias, group_of(axis).group_name, chosen, direct)
 
 
 def cast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -1,86 +1,155 @@
-"""The linears of `overlap.py` by symmetric memory: PyTorch's operators, in which a rank fetches the others' pieces over NVLink
-with its copy engines, beside the matmuls. No multiprocessor is lost to communication, but the group must share a node.
+"""Tokens gathered and scattered through each other's memory: each rank writes into the others' over NVLink.
 
-What they cannot do goes `overlap.py`'s way: tokens that tp does not divide, and CPUs.
+    gather     a rank writes its tokens into every other's whole; once all have, a matmul reads it
+    scatter    a rank writes the part of its sums that is another's into that rank's memory; once all have, each adds up
+
+NCCL does both in kernels of its own, which need multiprocessors: with matmuls that fill a GPU they take turns, so that what is
+beside a matmul is not hidden at all, on two H100s (perf/results/symmetric_2xh100.json). What is hidden here is copied by a
+GPU's copy engines, which need none. All else is written by kernels, which are a little faster. The group must share a node.
+
+What ranks write into are *rooms*, memory that PyTorch's symmetric memory maps into all of them, with a barrier. A room has two
+places, used by turns: who has passed a use's barrier knows that all others have begun it, so are done with the use before, in
+whose place the next one is. That holds as long as what reads from a place is on the GPU's list before the next use begins: so an
+operator (`overlap.py`) puts out nothing that lies there.
 """
 
+import ctypes
+import functools
 import importlib
+import os
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
-from course.parallel import mappings, overlap
 from course.parallel.mesh import Axis, group_of
-from course.parallel.sequence import SplitTokens, whole_samples
+
+BETWEEN_DEVICES = 4                                 # cudaMemcpyKind: cudaMemcpyDefault, whatever the addresses say
 
 
-class GatherLinear(Function):
-    """(B, T/tp, D), (F, D), (F,) -> (B, T, F)."""
+class Room:
+    """Two places of one shape and format on each rank of an axis, into which all write.
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.axis = axis
-        _, (y,) = torch.ops.symm_mem.fused_all_gather_matmul(x, [weight.t()], 1, group_of(axis).group_name, return_A=False)
-        return y if bias is None else y + bias
+    A CUDA graph has its places for good, and what is replayed before and after it is nobody's to know: so a graph's first use,
+    and any outside once there is a graph, begins with a barrier more.
+    """
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        again = overlap.gather(x, ctx.axis, grad.shape[1])
-        dx = torch.ops.symm_mem.fused_matmul_reduce_scatter(grad, weight, "sum", 1, group_of(ctx.axis).group_name)
-        return dx, weight_gradient(grad, again()), grad.sum((0, 1)) if ctx.has_bias else None, None
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, axis: Axis):
+        memory: Any = importlib.import_module("torch.distributed._symmetric_memory")
+        own = memory.empty(2, *shape, dtype=dtype, device=torch.device("cuda", torch.cuda.current_device()))
+        self.handle = memory.rendezvous(own, group_of(axis).group_name)
+        self.places = [self.handle.get_buffer(rank, own.shape, dtype) for rank in range(axis.size)]
+        self.own, self.uses, self.replayed, self.captured = own, 0, False, False
 
+    def enter(self) -> list[Tensor]:
+        """This use's place on each rank."""
+        capturing = torch.cuda.is_current_stream_capturing()
+        if (capturing and not self.captured) or (self.replayed and not capturing):
+            self.barrier()
+        self.captured, self.replayed = capturing, self.replayed or capturing
+        self.uses += 1
+        return [place[self.uses % 2] for place in self.places]
 
-class LinearScatter(Function):
-    """(B, T, F), (D, F), (D,) -> (B, T/tp, D)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.axis = axis
-        y: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(x, weight.t(), "sum", 1, group_of(axis).group_name)
-        return y if bias is None else y + bias
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        whole, (dx,) = torch.ops.symm_mem.fused_all_gather_matmul(grad, [weight], 1, group_of(ctx.axis).group_name)
-        return dx, weight_gradient(whole, x), grad.sum((0, 1)) if ctx.needs_input_grad[2] else None, None
+    def barrier(self) -> None:
+        """Wait, on the GPU, until all ranks are here, and what they had written before is."""
+        self.handle.barrier(channel=0)
 
 
-def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    """`overlap.weight_gradient` of tensors that may have tokens outermost, as symmetric memory leaves them."""
-    if grad.stride(0) < grad.stride(1):
-        grad, x = grad.transpose(0, 1), x.transpose(0, 1)
-    return overlap.weight_gradient(grad, x)
+@functools.cache
+def room(name: str, shape: tuple[int, ...], dtype: torch.dtype, axis: Axis) -> Room:
+    """The room of a name and shape, which all ranks of the axis make together in its first use. It stays: graphs have its
+    address."""
+    return Room(shape, dtype, axis)
 
 
-def operators() -> None:
-    """Let PyTorch register torch.ops.symm_mem's."""
-    importlib.import_module("torch.distributed._symmetric_memory")
+@functools.cache
+def side(device: int) -> torch.cuda.Stream:
+    """The stream of what is hidden. Its barriers go before the programs of a matmul that wait for a multiprocessor."""
+    return torch.cuda.Stream(device, priority=-1)
 
 
-@mappings.uncompiled                                 # copies run beside its matmuls
-def gather_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, tokens: SplitTokens,
-                  chosen: bool = False) -> Tensor:
-    """As `overlap.gather_linear`. Products that are chosen are not for pieces: on a GPU they are PyTorch's."""
-    if not x.is_cuda or tokens.here % axis.size:
-        return overlap.gather_linear(x, weight, bias, axis, tokens, chosen)
-    x, weight, bias = overlap.cast(whole_samples(x), weight, bias)
-    operators()
-    with torch.autocast(x.device.type, enabled=False):                  # it would widen the sums of symmetric memory
-        return GatherLinear.apply(x, weight, bias, axis)
+def serves(x: Tensor, axis: Axis, n: int) -> bool:
+    """Whether n tokens, of which a rank has x, (B, any, D), can go so: on a GPU, in equal pieces."""
+    return x.is_cuda and n % axis.size == 0
 
 
-@mappings.uncompiled                                 # copies run beside its matmuls
-def linear_scatter(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, chosen: bool = False) -> Tensor:
-    """As `overlap.linear_scatter`, likewise."""
-    if not x.is_cuda or x.shape[1] % axis.size:
-        return overlap.linear_scatter(x, weight, bias, axis, chosen)
-    operators()
-    x, weight, bias = overlap.cast(x, weight, bias)
-    with torch.autocast(x.device.type, enabled=False):
-        return LinearScatter.apply(x, weight, bias, axis)
+class Gather:
+    """Begun when it is made: the n tokens of each sample, (B, n / tp, D) -> (B, n, D). Call it to have them, in a room."""
+
+    def __init__(self, x: Tensor, axis: Axis, n: int, hidden: bool):
+        room_ = room("gather", (len(x), n, x.shape[2]), x.dtype, axis)
+        places = room_.enter()
+        self.whole, self.stream = places[axis.rank], side(x.device.index) if hidden else None
+        self.x, t = x.contiguous(), n // axis.size  # kept, since it is read on another stream
+        with beside(self.stream):
+            for rank in around(axis):               # itself last
+                put(places[rank][:, axis.rank * t:(axis.rank + 1) * t], self.x, hidden)
+            room_.barrier()
+
+    def __call__(self) -> Tensor:
+        wait_for(self.stream)
+        return self.whole
+
+
+class Scatter:
+    """Begun when it is made: this rank's tokens of the sum of all ranks' x, (B, T, D) -> (B, T / tp, D). Call it to have them."""
+
+    def __init__(self, x: Tensor, axis: Axis, hidden: bool):
+        parts = x.contiguous().chunk(axis.size, 1)  # (B, T / tp, D) of each rank
+        room_ = room("scatter", (axis.size, *parts[0].shape), x.dtype, axis)
+        places = room_.enter()
+        self.x, self.own, self.axis = parts[axis.rank], places[axis.rank], axis
+        self.stream = side(x.device.index) if hidden else None
+        two = axis.size == 2                        # its own part has to lie among the others only to be one of several
+        with beside(self.stream):
+            for rank in around(axis)[:-1] if two else around(axis):
+                put(places[rank][axis.rank], parts[rank], hidden)
+            room_.barrier()
+
+    def __call__(self) -> Tensor:
+        wait_for(self.stream)
+        if self.axis.size == 2:
+            return torch.add(self.x, self.own[1 - self.axis.rank])
+        return self.own.sum(0)                      # in float32, rounded once
+
+
+def around(axis: Axis) -> list[int]:
+    """All ranks, from the one after this: so that no two write to one at the same time."""
+    return [(axis.rank + step) % axis.size for step in range(1, axis.size + 1)]
+
+
+def put(there: Tensor, x: Tensor, engine: bool) -> None:
+    """Copy (B, t, D), each sample in one piece of memory, by a copy engine or by a kernel."""
+    run = runtime()
+    if not engine or run is None:
+        there.copy_(x)
+        return
+    size = x.element_size()
+    status = run.cudaMemcpy2DAsync(
+        ctypes.c_void_p(there.data_ptr()), ctypes.c_size_t(there.stride(0) * size), ctypes.c_void_p(x.data_ptr()),
+        ctypes.c_size_t(x.stride(0) * size), ctypes.c_size_t(x[0].numel() * size), ctypes.c_size_t(len(x)),
+        ctypes.c_int(BETWEEN_DEVICES), ctypes.c_void_p(torch.cuda.current_stream().cuda_stream))
+    if status:
+        raise RuntimeError(f"cudaMemcpy2DAsync says {status} (CUDA's reference lists it under cudaError_t)")
+
+
+@functools.cache
+def runtime() -> Any:
+    """CUDA's runtime as PyTorch has loaded it; None if it is not there. PyTorch's own copies of several pieces are kernels."""
+    try:
+        return ctypes.CDLL(f"libcudart.so.{(torch.version.cuda or '').split('.')[0]}", mode=os.RTLD_NOLOAD)
+    except OSError:
+        return None
+
+
+def beside(stream: torch.cuda.Stream | None) -> Any:
+    """The context of a stream that goes on from here; without one, of this."""
+    if stream is not None:
+        stream.wait_stream(torch.cuda.current_stream())
+    return torch.cuda.stream(stream)
+
+
+def wait_for(stream: torch.cuda.Stream | None) -> None:
+    """Go on when a stream is done so far."""
+    if stream is not None:
+        torch.cuda.current_stream().wait_stream(stream)

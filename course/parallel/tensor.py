@@ -1,7 +1,8 @@
 """Tensor parallelism: the weights of a block cut over an axis, so that attention and MLP each need one all-reduce.
 
 A *column* linear has a part of the output features on each rank, heads or hidden units; a *row* linear takes
-that part as its input and adds the partial products up (Shoeybi et al. 2019, arXiv:1909.08053, section 3).
+that part as its input and adds the partial products up (Shoeybi et al. 2019, arXiv:1909.08053, section 3). A *gathered* one
+has a part of the output features, too, and then all: it cuts weights, not what comes of them.
 Which linear is which is data on the model's class, `tensor_plan`; a vocabulary is cut as `vocabulary.py` says.
 """
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from course.errors import CourseError
 from course.operators import apart
-from course.parallel import overlap, symmetric
+from course.parallel import mappings, overlap
 from course.parallel.mesh import Axis
 from course.parallel.placement import cut, place, placement
 from course.parallel.sequence import SplitTokens, at_seam, enter, fill, leave, matmul_of, require
@@ -30,7 +31,7 @@ class ColumnLinear(nn.Module):
         self.weight = cut(linear.weight, heads, axis)
         self.register_parameter("bias", None if linear.bias is None else cut(linear.bias, heads, axis))
         if overlapped(tokens):
-            self.matmul = partial(beside(tokens).gather_linear, axis=axis, tokens=tokens, chosen=False)
+            self.matmul = partial(overlap.gather_linear, axis=axis, tokens=tokens, chosen=False, direct=direct(tokens))
 
     def forward(self, x: Tensor) -> Tensor:                             # (B, T, D), sequence parallel (B, T / tp, D)
         if not overlapped(self.tokens):
@@ -50,7 +51,7 @@ class RowLinear(nn.Module):
         self.weight = cut(linear.weight, len(placement(linear.weight).global_shape) - 1, axis)
         self.bias = linear.bias
         if overlapped(tokens):
-            self.matmul = partial(beside(tokens).linear_scatter, axis=axis, chosen=False)
+            self.matmul = partial(overlap.linear_scatter, axis=axis, chosen=False, direct=direct(tokens))
 
     def forward(self, x: Tensor) -> Tensor:                             # (B, T, F / tp)
         if overlapped(self.tokens):
@@ -61,19 +62,35 @@ class RowLinear(nn.Module):
         return y + self.bias.to(y.dtype) if after else y
 
 
+class GatheredLinear(nn.Module):
+    """y = x W' + b with the output features cut, and gathered: for a small y that all ranks need whole, such as DiT's modulation,
+    with the weights of a third of the model."""
+
+    def __init__(self, linear: nn.Linear, axis: Axis, tokens: SplitTokens | None = None):
+        super().__init__()
+        self.axis, self.tokens, self.matmul = axis, tokens, matmul_of(linear, axis)
+        self.weight, self.bias = cut(linear.weight, 0, axis), cut(linear.bias, 0, axis)
+
+    def forward(self, x: Tensor) -> Tensor:                             # (B, D) -> (B, F)
+        if self.tokens is not None:                 # y's gradient is a part, of this rank's tokens; x's will be one, too
+            return mappings.gather(self.matmul(x, self.weight, self.bias), -1, self.axis)
+        return mappings.collect(self.matmul(mappings.copy(x, self.axis), self.weight, self.bias), -1, self.axis)
+
+
 def overlapped(tokens: SplitTokens | None) -> TypeGuard[SplitTokens]:
     """Whether linears communicate beside their matmuls."""
     return tokens is not None and tokens.overlap != "none"
 
 
-def beside(tokens: SplitTokens) -> Any:
-    """The file of the linears that do."""
-    return symmetric if tokens.overlap == "symmetric" else overlap
+def direct(tokens: SplitTokens) -> bool:
+    """Whether that is through each other's memory."""
+    return tokens.overlap == "symmetric"
 
 
 def style_of(name: str) -> Any:
     """The module of a style that a model's `tensor_plan` names."""
-    return {"column": ColumnLinear, "row": RowLinear, "vocabulary": VocabularyEmbedding, "vocabulary_head": VocabularyHead}[name]
+    return {"column": ColumnLinear, "row": RowLinear, "gathered": GatheredLinear, "vocabulary": VocabularyEmbedding,
+            "vocabulary_head": VocabularyHead}[name]
 
 
 def tensor_parallel(model: nn.Module, axis: Axis, tokens: SplitTokens | None = None) -> nn.Module:

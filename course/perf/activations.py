@@ -8,7 +8,20 @@ from fnmatch import fnmatchcase
 from course.compilation import attention_leaves
 from course.config import Config
 from course.models import DiTConfig, GPTConfig
-from course.perf.weights import Rank, block_weights, gated, hidden, low, own_masters, patch, replicas, stream, wide, widths
+from course.perf.weights import (
+    Rank,
+    block_weights,
+    gated,
+    hidden,
+    low,
+    modulation,
+    own_masters,
+    patch,
+    replicas,
+    stream,
+    wide,
+    widths,
+)
 from course.precision import LOW
 
 Terms = dict[str, float]
@@ -208,7 +221,7 @@ def block_workspace(rank: Rank) -> float:
     """What the backward pass of a block computes on the way, in bytes: what it computes again; the gradients of the stream and of
     the hidden units; and that of its largest weight, in the matmuls' format and, if the parameter is, in float32."""
     c, n, s, D, M = rank.config, rank.n, rank.s, rank.config.model.dim, hidden(rank.config)
-    weight = max(D * M * gated(c), 6 * D * D if isinstance(c.model, DiTConfig) else 0)
+    weight = max(D * M * gated(c), D * modulation(c, 6))
     weight *= low(c) if own_masters(c) else wide(c) + low(c) * (c.precision in LOW)
     again = 0.0
     if c.train.recompute != "none":

@@ -19,6 +19,7 @@ from course.perf.local import Linear, Local, Moved, linear_time, linears
 # from those with and without averaged gradients on 4 H200s, in buckets of 25 and 100 MB, which lost 0.54 to 0.85
 # (results/dp_h200.json). Overlapped linears and the ring, from which it was not taken, bear it out (tests/perf/test_steptime.py).
 BESIDE = 0.74
+BARRIER = 4.5e-6                                    # seconds of a barrier of symmetric memory (results/symmetric_2xh100.json)
 
 
 # ---- a block ----
@@ -32,6 +33,7 @@ def block_time(local: Local) -> dict[str, float]:
     kept = local.seconds(forward_bytes(local)) + slow_norms(local, False)
     gone = local.seconds(backward_bytes(local)) + slow_norms(local, True)
     comm, comm_back, beside = tensor_time(local, each)
+    comm, comm_back = comm + modulation_time(local)[0], comm_back + modulation_time(local)[1]
     again, how = 0.0, local.config.train.recompute
     if how == "selective":                          # which keeps what overlapped linears and a ring put out
         again = kept + (0.0 if local.p.overlapped else comm) + (0.0 if local.p.context == "ring" else around)
@@ -206,29 +208,30 @@ def tensor_time(local: Local, each: list[tuple[float, float, float, float]]) -> 
     return 4 * (once + ordering), 6 * (once + ordering) - (1 - BESIDE) * beside, beside
 
 
-def symmetric_time(local: Local, each: list[tuple[float, float, float, float]]) -> tuple[float, float, float]:
-    """The same by symmetric memory: engines of their own copy tp - 1 pieces, beside the matmul of the piece before, at no cost.
+def modulation_time(local: Local) -> tuple[float, float]:
+    """(forward, backward) seconds of gathering a DiT's modulation, few numbers, and of what its gradient needs."""
+    if local.p.tp == 1 or not isinstance(local.m, DiTConfig):
+        return 0.0, 0.0
+    group, condition = local.groups["tp"], local.low * local.micro * local.m.dim        # bytes
+    back = comms.reduce_scatter(6 * condition, group) if local.p.sp else comms.all_reduce(condition, group)
+    return comms.all_gather(6 * condition, group), back
 
-    What does cost (parallel/symmetric.py, and PyTorch's operators): they want tokens outermost, where norms and attention have
-    samples; a rank's own piece is copied to where the others find it; tp sums are added up in memory; biases have a kernel of
-    their own; NCCL gathers x again, beside dx.
-    """
-    p, low, group = local.p, local.low, local.groups["tp"]
-    whole = low * local.tokens * local.m.dim        # bytes
-    once, piece = comms.all_gather(whole, group), whole / p.tp
-    heads, inner = (low * local.tokens * linear.n / p.tp for linear in linears(local.m)[0:3:2])
-    moved: Moved = [("shuffle", 2 * piece), ("copy", 2 * piece), ("elementwise", whole + piece)] * 2 + [("shuffle", 2 * piece)]
-    forward = local.seconds([*moved, ("elementwise", 2 * (heads + inner) * local.bias)])
-    backward = local.seconds([*moved, ("copy", 2 * piece), ("copy", 2 * piece), ("shuffle", 2 * piece), ("shuffle", 2 * heads),
-                              ("shuffle", 2 * whole)])
-    hidden = 0.0
-    for (y, dx, _, _), column in zip(each, (True, False, True, False), strict=False):
-        shown = [max(0.0, once - beside * (p.tp - 1) / p.tp) for beside in (y, dx)]
-        forward, backward, hidden = forward + shown[0], backward + shown[1], hidden + 2 * once - sum(shown)
-        if column:
-            under = min(once, dx)
-            backward, hidden = backward + once - under + BESIDE * under, hidden + under
-    return forward, backward, hidden
+
+def symmetric_time(local: Local, each: list[tuple[float, float, float, float]]) -> tuple[float, float, float]:
+    """The same through each other's memory (`parallel/symmetric.py`): ranks write what a ring would send, and wait for all.
+    A rank copies its own piece of what is gathered, and adds up pieces where they are scattered."""
+    p, group = local.p, local.groups["tp"]
+    whole = local.low * local.tokens * local.m.dim  # bytes
+    piece = whole / p.tp
+    sent = BARRIER + (whole - piece) / group.bandwidth
+    gather = sent + local.seconds([("copy", 2 * piece)])
+    added = local.seconds([("elementwise", (p.tp + 1 if p.tp == 2 else p.tp + 3) * piece)])
+    shown = hidden = 0.0
+    for _, dx, dw, _ in each[0:3:2]:                # of column linears: x gathered again, dx scattered
+        for long, under in ((gather, dx), (sent, dw)):
+            covered = min(long, under)
+            shown, hidden = shown + long - (1 - BESIDE) * covered, hidden + covered
+    return 2 * (gather + sent + added), 2 * (gather + added) + shown, hidden
 
 
 # ---- embedding, head and loss ----

@@ -144,7 +144,7 @@ def all_linears(m: Model, tp: int) -> Iterator[tuple[str, int, int]]:
     if isinstance(m, DiTConfig):
         yield "embed.time.up", Time.WAVES, m.dim
         yield "embed.time.down", m.dim, m.dim
-        yield "head.ada", m.dim, 2 * m.dim
+        yield "head.ada", m.dim, 2 * m.dim // tp
 
 
 def hidden(m: Model) -> int:

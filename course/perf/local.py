@@ -130,7 +130,7 @@ class Local:
         c, m = self.config, self.m
         tanh = isinstance(m, DiTConfig) or getattr(m, "mlp", "") == "gelu_tanh"
         own = self.precision_of("blocks.mlp.down") in ("bf16", "fp16")
-        return (c.kernels == "hand" and tanh and own and c.train.recompute == "none" and not self.p.symmetric
+        return (c.kernels == "hand" and tanh and own and c.train.recompute == "none"
                 and self.kernels.hardware.capability >= 9.0)             # Hopper
 
     @property
@@ -191,7 +191,7 @@ def linears(m: Model) -> list[Linear]:
     found = [Linear("blocks.attn.qkv", D, qkv, "column"), Linear("blocks.attn.out", D, D, "row"),
              Linear("blocks.mlp.up", D, up, "column"), Linear("blocks.mlp.down", hidden, D, "row")]
     if isinstance(m, DiTConfig):
-        found.append(Linear("blocks.ada", D, 6 * D, rows=1 / m.tokens))
+        found.append(Linear("blocks.ada", D, 6 * D, "column", rows=1 / m.tokens))
     return found
 
 

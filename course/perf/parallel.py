@@ -23,7 +23,7 @@ from course.compilation import compile_parts
 from course.config import Config, Parallel, Train, load
 from course.errors import CourseError
 from course.files import atomic
-from course.parallel import World, build_mesh, data_parallel, join, leave, overlap
+from course.parallel import World, build_mesh, data_parallel, join, leave, mappings, overlap
 from course.parallel.context import METHODS, SplitTokens
 from course.perf import bench, efficiency, grid, rivals
 from course.perf.command import command
@@ -210,7 +210,8 @@ def zero(world: World, small: bool) -> Iterator[Row]:
 
 def sp(world: World, small: bool) -> Iterator[Row]:
     """Training steps with sequence parallelism on all GPUs, compiled. Left to the host, samples one by one and as one; in a
-    graph, which has no host to wait for (one by one); and so by kernels of our own, without sequence parallelism, too."""
+    graph, which has no host to wait for (one by one); and so by kernels of our own, by NCCL, through each other's memory, and
+    without sequence parallelism."""
     models = {"DiT-XL/2, 256 px, 32 samples": ["dit-xl", "train.global_batch=32"],
               "GPT 124M, 32 samples": ["gpt-124m", "train.global_batch=32"],
               "GPT 350M, 16 samples": ["gpt-350m", "train.global_batch=16"],
@@ -219,6 +220,7 @@ def sp(world: World, small: bool) -> Iterator[Row]:
     graph, by_hand = ["graphs=true"], ["graphs=true", "kernels=hand"]
     ways = {"one by one": (0, []), "as one": (sys.maxsize, []), "in a graph": (0, graph),            # overlap's limits, settings
             "kernels by hand, in a graph": (0, by_hand),
+            "kernels by hand, through memory, in a graph": (0, [*by_hand, "parallel.overlap=symmetric"]),
             "kernels by hand, no sequence parallelism, in a graph": (0, [*by_hand, "parallel.sp=false"])}
     if small:
         models = {"small DiT": ["dit-demo", "train.device=cpu", "train.global_batch=4"]}
@@ -244,7 +246,49 @@ def sp(world: World, small: bool) -> Iterator[Row]:
         overlap.SMALL, overlap.SHORT = known
 
 
-KINDS = {"tp": tp, "tp_vit": tp_vit, "sp": sp, "cp": cp, "dp": dp, "pp": pp, "zero": zero, "grid": grid.measure}
+def exchange(world: World, small: bool) -> Iterator[Row]:
+    """What sequence parallelism sends for a linear, by NCCL and through each other's memory, alone and beside the linear's
+    matmul; on GPUs twenty of each in a graph."""
+    if world.size == 1:
+        return
+    axis, dtype = build_mesh(Parallel(tp=world.size), world).tp, torch.float32 if small else torch.bfloat16
+    sizes = ((32, 256, 1152), (16, 1024, 1024), (4, 2048, 2048), (16, 2048, 3072))
+    for samples, tokens, width in ((4, 32, 64),) if small else sizes:
+        x, y = (torch.randn(samples, t, width, device=world.device, dtype=dtype) for t in (tokens // world.size, tokens))
+        grad = torch.randn(samples, tokens, 4 * width // world.size, device=world.device, dtype=dtype)
+        weight = torch.randn(grad.shape[2], width, device=world.device, dtype=dtype)
+
+        def beside(begin: Any, grad: Any = grad, weight: Any = weight) -> None:
+            end = begin(hidden=True)
+            grad @ weight
+            end()
+
+        calls: dict[str, Callable[[], object]] = {"matmul": partial(torch.matmul, grad, weight),
+                                                  "all-reduce, NCCL": partial(mappings.all_reduce, y, axis)}
+        for how, direct in (("NCCL", False), ("through memory", True)):
+            for what, begin in (("gather", partial(overlap.gather, x, axis, tokens, direct)),
+                                ("scatter", partial(overlap.scatter, y, axis, direct))):
+                calls[f"{what}, {how}"] = lambda begin=begin: begin()()             # type: ignore[misc]
+                calls[f"matmul beside {what}, {how}"] = partial(beside, begin)
+        for case, call in calls.items():
+            run = twenty(call) if world.device.type == "cuda" else call
+            row = measure(case, run, world, mb=1e-6 * y.nbytes)
+            yield row | {"ms": row["ms"] / 20} if world.device.type == "cuda" and "ms" in row else row
+
+
+def twenty(call: Callable[[], object]) -> Callable[[], object]:
+    """So many calls, one after the other, in a graph."""
+    call()                                          # what is made in the first cannot be captured
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(20):
+            call()
+    return graph.replay
+
+
+KINDS = {"tp": tp, "tp_vit": tp_vit, "sp": sp, "exchange": exchange, "cp": cp, "dp": dp, "pp": pp, "zero": zero,
+         "grid": grid.measure}
 
 
 def everywhere(kind: str, file: Path, small: bool, profile: bool) -> None:

@@ -27,13 +27,21 @@ RESULTS = Path(__file__).parent / "results"
 WAYS = {"one GPU": ["parallel.sp=false"], "plain": ["parallel.sp=false"],
         "sequence": ["parallel.sp=true", "parallel.overlap=none"],
         "overlap": ["parallel.sp=true"], "symmetric": ["parallel.sp=true", "parallel.overlap=symmetric"]}
-# of each file the cases that the code of today no longer runs as it did then: overlap in four parts; the keys of a zigzag, whose
-# gradients index_select added up (these three took 10 to 25% longer than their bytes explain; not measured since). Overlap in two
-# parts, which all others of tp had, is compared: what of it is hidden costs about what it saves
+# of each file the cases that the code of today no longer runs as then: overlap in four parts; symmetric memory by PyTorch's
+# operators, which cut the batch; the keys of a zigzag, whose gradients index_select added up (these three took 10 to 25% longer
+# than their bytes explain; not measured since). Overlap in two parts, which all others of tp had, is compared: what of it is
+# hidden costs about what it saves
 CHANGED = {"cp": ("16k causal gather", "32k causal gather", "64k causal gather"),
-           "tp_vit": ("overlap",), "tp_2x": ("overlap", "overlap, compiled"),
+           "tp": ("symmetric",), "tp_vit": ("overlap",),
+           "tp_2x": ("overlap", "overlap, compiled", "symmetric", "symmetric, compiled"),
            "tp_vit_2x": ("overlap, four parts", "overlap, compiled, four parts")}
 Row = dict[str, Any]
+
+
+def as_then(config: Config) -> bool:
+    """Whether the code of today runs a configuration as it did until 2026-11-25: then tensor parallelism did not cut a DiT's
+    modulation, and symmetric memory was PyTorch's operators."""
+    return not config.parallel.symmetric and (config.model.kind != "dit" or config.parallel.tp == 1)
 
 
 @dataclass(frozen=True)

@@ -212,13 +212,13 @@ def data_time(local: Local, weights: float, backward: float, forward: float) -> 
 def partial_time(local: Local, layers: int) -> float:
     """Seconds of completing gradients of which ranks have parts, after all else.
 
-    With sequence parallelism those of norms and row linears' biases, of DiT the whole modulation's; and those of a token
-    embedding that both ends of a pipeline have.
+    With sequence parallelism those of norms and row linears' biases; and those of a token embedding that both ends of a pipeline
+    have.
     """
     m, p = local.m, local.p
     seconds = 0.0
     if p.tp > 1 and p.sp:
-        each = 6 * m.dim**2 if isinstance(m, DiTConfig) else 6 * m.dim
+        each = (2 if isinstance(m, DiTConfig) else 6) * m.dim
         seconds += comms.all_reduce(local.gradient * layers * each, local.groups["tp"])
     if p.pp > 1 and isinstance(m, GPTConfig) and m.tied:
         seconds += comms.all_reduce(local.gradient * m.vocab / p.tp * m.dim, local.groups["ends"])

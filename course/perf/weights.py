@@ -103,16 +103,21 @@ def norm_weights(c: Config) -> int:
 
 
 def block_weights(c: Config) -> tuple[int, int]:
-    """(weights of a block's linears that tp cuts, those that it does not): D·(D + K) for queries, keys and values with K features
-    of the latter two, D² out, 2·D·M for the MLP (3 with gates), over tp; DiT's modulation, 6·D², whole."""
+    """(weights of a block's four linears, of its modulation) on a rank: D·(D + K) for queries, keys and values with K features of
+    the latter two, D² out, 2·D·M for the MLP (3 with gates); DiT's 6·D²; all over tp."""
     D, (q, kv), M = c.model.dim, widths(c), hidden(c)
-    return D * (q + kv) + q * D + (gated(c) + 1) * D * M, 6 * D * D if isinstance(c.model, DiTConfig) else 0
+    return D * (q + kv) + q * D + (gated(c) + 1) * D * M, D * modulation(c, 6)
+
+
+def modulation(c: Config, numbers: int) -> int:
+    """Features of a modulation on a rank, so many for each of the model's; 0 where there is none."""
+    return numbers * c.model.dim // c.parallel.tp if isinstance(c.model, DiTConfig) else 0
 
 
 def block_parameters(c: Config) -> int:
     """All parameters of a block: the linears' weights, their biases, two norms."""
     D, (q, kv) = c.model.dim, widths(c)
-    biases = q + kv + D + gated(c) * hidden(c) + D + (6 * D if isinstance(c.model, DiTConfig) else 0)
+    biases = q + kv + D + gated(c) * hidden(c) + D + modulation(c, 6)
     has = c.model.bias if isinstance(c.model, GPTConfig) else True
     return sum(block_weights(c)) + biases * has + 2 * norm_weights(c)
 
@@ -134,7 +139,7 @@ def head(c: Config) -> tuple[int, int]:
     m, D, P = c.model, c.model.dim, patch(c)
     if isinstance(m, GPTConfig):
         return m.vocab * D // c.parallel.tp, norm_weights(c)
-    return (D * P, norm_weights(c) + P) if not isinstance(m, DiTConfig) else (D * P + 2 * D * D, P + 2 * D)
+    return D * P + D * modulation(c, 2), norm_weights(c) + P + modulation(c, 2)
 
 
 def count(rank: Rank) -> tuple[int, int]:
@@ -144,15 +149,14 @@ def count(rank: Rank) -> tuple[int, int]:
     with sequence parallelism what tp does not cut, whose gradients are in parts; GPT's head, which adds its own up over chunks.
     """
     c = rank.config
-    cut, uncut = block_weights(c)
-    linear, every = rank.blocks * (cut + uncut), rank.blocks * block_parameters(c)
-    partial = rank.blocks * uncut if c.parallel.sp and c.parallel.tp > 1 else 0
+    linear, every = rank.blocks * sum(block_weights(c)), rank.blocks * block_parameters(c)
+    partial = 0
     tied = isinstance(c.model, GPTConfig) and c.model.tied
-    for here, (weights, others) in ((rank.first, embedding(c)), (rank.last, head(c))):
+    for here, (weights, others), cut in ((rank.first, embedding(c), 0), (rank.last, head(c), c.model.dim * modulation(c, 2))):
         if here:
             linear += weights
             every += weights + others
-            partial += weights if c.parallel.sp and c.parallel.tp > 1 and not isinstance(c.model, GPTConfig) else 0
+            partial += weights - cut if c.parallel.sp and c.parallel.tp > 1 and not isinstance(c.model, GPTConfig) else 0
     if rank.last and isinstance(c.model, GPTConfig) and (c.model.tied or c.model.loss_chunk):
         linear -= head(c)[0]
     if rank.last and rank.first and tied:
@@ -222,10 +226,10 @@ def copies(rank: Rank, live: float) -> float:
     c = rank.config
     if c.precision not in LOW:
         return 0.0
-    cut, uncut = block_weights(c)
+    four, modulated = block_weights(c)
     casts = 0 if narrow_weights(c) else 2
     if c.train.recompute != "none":
-        return min(live, rank.blocks) * casts * (cut + uncut) if not c.compile and c.precision != "fp8" else 0.0
+        return min(live, rank.blocks) * casts * (four + modulated) if not c.compile and c.precision != "fp8" else 0.0
     if c.precision == "fp8":
-        return live * (cut * (1 if c.fp8.by == "hand" else 2) + 2 * uncut)      # the modulation stays in bf16, fp8.keep
-    return live * casts * (cut + uncut)
+        return live * (four * (1 if c.fp8.by == "hand" else 2) + 2 * modulated)  # the modulation stays in bf16, fp8.keep
+    return live * casts * (four + modulated)

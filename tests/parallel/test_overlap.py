@@ -1,6 +1,8 @@
 """Linears with communication beside them: the numbers of the plain ones, for any number of tokens, samples and ranks."""
 
 import json
+import os
+import tempfile
 from collections import Counter
 from types import SimpleNamespace
 from unittest import mock
@@ -14,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from course import fp8  # noqa: F401   its operator is asked for below
 from course.launch import ranks
 from course.meet import trace_file
-from course.parallel import mappings, overlap
+from course.parallel import mappings, overlap, symmetric
 from course.parallel.mesh import Axis
 from course.parallel.placement import place_serial
 from course.parallel.sequence import SplitTokens
@@ -29,7 +31,7 @@ def everyone():
     return Axis("tp", size, dist.get_rank(), tuple(range(size)), dist.group.WORLD)
 
 
-def both_ways(tokens, samples, chosen=False):
+def both_ways(tokens, samples, chosen=False, direct=False):
     """The largest difference of results and gradients between overlapped linears and plain ones."""
     size, rank = dist.get_world_size(), dist.get_rank()
     axis = everyone()
@@ -38,8 +40,8 @@ def both_ways(tokens, samples, chosen=False):
                               for shape in ((samples, tokens, 5), (7, 5), (7,), (4, 7), (4,)))
 
     def overlapped(x, up, bias, down, end):
-        inner = overlap.gather_linear(x, up, bias, axis, SimpleNamespace(here=tokens), chosen).tanh()
-        return overlap.linear_scatter(inner, down, end, axis, chosen)
+        inner = overlap.gather_linear(x, up, bias, axis, SimpleNamespace(here=tokens), chosen, direct).tanh()
+        return overlap.linear_scatter(inner, down, end, axis, chosen, direct)
 
     def plain(x, up, bias, down, end):
         return mappings.scatter(F.linear(F.linear(mappings.gather(x, 1, axis, tokens), up, bias).tanh(), down), 1, axis) + end
@@ -192,3 +194,44 @@ def test_a_large_batch_is_one_collective_however_many_samples_it_has(tmp_path, s
     """As above; but where they are gathered, a CPU makes one of each sample, three times."""
     expected = {"all-gather": 3 * samples + 2, "reduce-scatter": 1 + 1 + 2}
     assert ranks(2)(collectives, str(tmp_path), samples, 0) == [expected] * 2
+
+
+class SharedRoom(symmetric.Room):
+    """A room for processes on a CPU: files that all ranks have mapped, and a barrier of the group."""
+
+    def __init__(self, shape, dtype, axis):
+        name = f"{tempfile.gettempdir()}/room-{os.getppid()}-{axis.size}-{'-'.join(map(str, shape))}"
+        size = 2 * torch.Size(shape).numel()
+        self.places = [torch.from_file(f"{name}-{rank}", shared=True, size=size, dtype=dtype).view(2, *shape)
+                       for rank in range(axis.size)]
+        self.uses, self.barriers = 0, 0
+
+    def enter(self):
+        self.uses += 1
+        return [place[self.uses % 2] for place in self.places]
+
+    def barrier(self):
+        self.barriers += 1
+        dist.barrier()
+
+
+def through_memory(tokens, samples):
+    """`both_ways`, where ranks write into each other's memory; how many barriers that took."""
+    rooms = {}
+
+    def room(name, shape, *given):
+        if (name, shape) not in rooms:
+            rooms[name, shape] = SharedRoom(shape, *given)
+        return rooms[name, shape]
+
+    with (mock.patch.object(symmetric, "room", room), mock.patch.object(symmetric, "side", lambda device: None),
+          mock.patch.object(symmetric, "serves", lambda x, axis, n: n % axis.size == 0)):
+        difference = max(both_ways(tokens, samples, direct=True) for _ in range(2))
+    return difference, sorted((name, shape[-1], room.barriers) for (name, shape), room in rooms.items())
+
+
+@pytest.mark.parametrize(("size", "tokens"), [(2, 6), (3, 6), (3, 9)])
+def test_overlapped_linears_are_the_plain_ones_through_each_others_memory(size, tokens):
+    """Twice, so that each place is used again. Three gathers and two scatters each time."""
+    for difference, barriers in ranks(size)(through_memory, tokens, 3):
+        assert difference < 1e-12 and barriers == [("gather", 4, 2), ("gather", 5, 4), ("scatter", 4, 2), ("scatter", 5, 2)]

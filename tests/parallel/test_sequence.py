@@ -3,10 +3,8 @@
 import pytest
 import torch
 from torch import nn
-from torch._subclasses import FakeTensorMode
 
 from course.errors import CourseError
-from course.parallel import symmetric
 from course.parallel.context import GroupedAllToAllAttend
 from course.parallel.mesh import Axis
 from course.parallel.sequence import SplitTokens, at_seam, enter, fill, permuted
@@ -56,14 +54,6 @@ def test_padding_is_for_causal_attention_alone():
 def test_what_is_gathered_are_tokens_of_samples():
     with pytest.raises(CourseError, match=r"\(B, T, D\), and here it meets \(5, 8\)"):
         enter(torch.zeros(5, 8), TWO, split())
-
-
-def test_so_are_those_that_symmetric_memory_gathers():
-    """On a GPU, which nobody needs to see a shape: the tensor is said to be on one."""
-    with FakeTensorMode():
-        x, weight = torch.empty(5, 8, device="cuda"), torch.empty(6, 8, device="cuda")
-        with pytest.raises(CourseError, match=r"\(B, T, D\), and here it meets \(5, 8\)"):
-            symmetric.gather_linear(x, weight, None, TWO, split())
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(3, 3), (4, 1)])

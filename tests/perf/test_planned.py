@@ -56,7 +56,9 @@ def test_the_page_of_measurements_says_how_far_off_the_layouts_that_the_planner_
     """The file keeps what was predicted when they were measured; these are today's predictions."""
     rows = [row for row in json.loads((recorded.RESULTS / "planned_2xh200.json").read_text())["rows"]
             if "ms" in row and row["preset"] in ("gpt-1.3b", "dit-xl")]
+    rows = [row for row in rows if recorded.as_then(load(row["preset"], row["settings"]))]
     off = [abs(steptime.predict(load(row["preset"], row["settings"]), H200, 2).step * 1e3 / row["ms"] - 1) for row in rows]
     said = " ".join((recorded.RESULTS.parents[2] / "docs/measured.md").read_text().split())
-    assert len(rows) == 14
-    assert f"today's code is off by {median(off):.0%} in the median of those fourteen, {max(off):.0%} at worst" in said
+    assert len(rows) == 12
+    assert (f"today's code is off by {median(off):.0%} in the median of the twelve that it still runs so, {max(off):.0%} at worst"
+            in said)

@@ -248,11 +248,21 @@ def test_what_is_hidden_costs_what_averaged_gradients_cost_four_h200s():
     assert len(others) == 9 and statistics.median(abs(step.error) for step in others) < 0.03
 
 
-def test_symmetric_memory_costs_what_its_operators_copy():
-    """Nothing is taken from these steps: without the copies they were 5 to 11% longer than predicted."""
-    errors = {f"{step.file}{step.name}": step.error for step in recorded.tensor() if "symmetric" in step.name}
-    print(errors)
-    assert len(errors) == 4 and max(map(abs, errors.values())) < 0.06
+def test_symmetric_memory_costs_what_ranks_write():
+    """Against two H100s, whose pieces are 9 to 101 MB. Of these only the barrier is taken. Scattered by two barriers, of which
+    the library has one."""
+    found = json.loads((recorded.RESULTS / "symmetric_2xh100.json").read_text())["rows"]
+    off = []
+    for samples, tokens, width in ((32, 256, 1152), (16, 1024, 1024), (4, 2048, 2048), (16, 2048, 3072)):
+        c = load("gpt-124m", [f"model.dim={width}", f"model.heads={width // 64}", f"model.context={tokens}", "precision=bf16",
+                              f"train.global_batch={samples}", "train.micro_batch=0", "parallel.dp=1", "parallel.tp=2",
+                              "parallel.sp=true", "parallel.overlap=symmetric"])
+        forward, _, _ = blocktime.symmetric_time(local_of(c, hardware.load("h100-80"), 2), [(0.0, 1.0, 1.0, 0.0)] * 4)
+        rows = {row["case"]: row["ms"] for row in found if row["size"] == [samples, tokens, width]}
+        measured = rows["push by kernel, own copy, barrier"] + rows["push by kernel, add, two barriers"]
+        off.append(forward * 1e3 / 2 / measured - 1)
+    print(off)
+    assert max(map(abs, off)) < 0.2
 
 
 # ---- with a table ----
