@@ -20,7 +20,7 @@
 # | reading and doing | about 2 hours |
 # | computing | 1 minute on two cores, most of it in checks |
 # | you write | copy and reduce (5 lines), a rank's rows of qkv (3), column and row linear (4), gather and scatter (6) |
-# | you measure | all-reduces and bytes of a step, activations kept for the backward pass; and read times of 1, 2 and 4 H200s |
+# | you measure | all-reduces and bytes of a step, activations kept for the backward pass; and read times of H200s and H100s |
 #
 # You should have done [lesson 09](09_mesh.ipynb). Work in a copy: *File → Save Notebook As…*,
 # `10_tensor_parallel_mine.ipynb`.
@@ -403,7 +403,7 @@ print(f"bytes sent by a rank, sequence parallel over tensor parallel: "
 # **What you should see:** the inputs of the two norms are cut, so 2 + 2/tp + 12/tp = 5.5 where there were 7. The two that
 # are left are the gathered inputs of the column linears. They need not be kept: gather them *again* in the backward pass,
 # beside a matrix multiplication that has to be done anyway. Then all is cut, 16/tp. `course/parallel/overlap.py` does that:
-# more bytes, hidden; less memory.
+# more bytes, less memory. Whether they are hidden, we measure below.
 #
 # Four all-gathers and four reduce-scatters a block, where there were four all-reduces: the same bytes. And yet the step
 # sends a tenth more: there is one more all-reduce in it.
@@ -491,12 +491,11 @@ lab.recorded("tp_h200", scaling.table(rows, lambda case: "one GPU, compiled" if 
 
 # %% [markdown]
 # **What you should see:** sequence parallelism alone saves memory (9.9 GB become 7.3 on 4 GPUs), not time. Running NCCL
-# beside the multiplications wins back the time that sequence parallelism costs, and no more: its kernels take
-# multiprocessors from the matrices. *Symmetric* copies go by the GPU's copy engines, which compute nothing: on 4 GPUs
-# 103 ms become 94, but on 2 nothing is won. Whatever you have read about overlap, measure it.
+# beside the multiplications (*overlap*) gains 18 ms on 2 GPUs; compiling without it gains as much. *Symmetric* took 94 ms on 4
+# GPUs, where plain tensor parallelism took 103, and gained nothing on 2. Whatever you have read about overlap, measure it.
 #
 # (*Overlap* and *symmetric* in this table are as the library did it then: the batch in two parts or more, of which one was
-# gathered while another was multiplied.)
+# gathered while another was multiplied, symmetric by PyTorch's operators.)
 #
 # Beside *which* multiplications? A column linear has two backward. Beside the first, gradient times weight, its input is gathered
 # again, which the second needs; beside the second, gradient times input, the result of the first is scattered. A row linear has
@@ -519,9 +518,10 @@ table = {model: {"two parts": by_case[f"{model}, in two parts, in a graph"], "wh
 lab.recorded("sp_2xh100", table, why="Whole steps with sequence parallelism on two H100s, in a graph, in ms")
 
 # %% [markdown]
-# **What you should see:** hiding is not free. It was meant to save what the collectives take, and cost more than that, in every
-# model. A multiplication of half the size takes more than half the time, and while NCCL's kernels have some of the
-# multiprocessors, it takes longer still. So `overlap.py` hides what there is room for backward, and cuts nothing.
+# **What you should see:** hiding is not free. It was meant to save what the collectives take, and cost more than it saved, in
+# every model. A multiplication of half the size takes more than half the time, and while NCCL's kernels have some of the
+# multiprocessors, it takes longer still. So `overlap.py` cuts nothing; backward it still starts collectives beside
+# multiplications.
 #
 # One question is left. A collective puts pieces one after the other: all samples' *first* pieces, then all their second ones,
 # where you want each sample's tokens together. Either gather the samples **one by one**, a call for each, all in one kernel; or
@@ -548,8 +548,8 @@ lab.recorded("sp_2xh100", table, why="The same steps, in a graph and left to the
 #
 # ## Who moves the bytes
 #
-# What runs beside a multiplication is not yet hidden. Ask the simplest question: how long do a gather and a multiplication
-# that need nothing of each other take, each alone and both at once?
+# What runs beside a multiplication is not hidden for that reason alone. Ask the simplest question: how long do a gather and a
+# multiplication that need nothing of each other take, each alone and both at once?
 #
 # > **Predict.** Two H100s, in a graph: the gather of that DiT's 32 samples takes 75 µs, the multiplication beside which it is
 # > done backward 60. And both at once?
@@ -560,21 +560,23 @@ my_us = 80.0                     # your prediction
 # %%
 exchanged = lab.results("symmetric_2xh100")
 us = {row["case"]: 1e3 * row["ms"] for row in exchanged["rows"] if row["size"] == [32, 256, 1152]}
-lab.beside("gather and multiply at once, by NCCL", my_us, us["matmul beside nccl gather"], "µs", "recorded")
+lab.beside("gather and multiply at once, by NCCL", my_us, us["matmul beside gather, NCCL"], "µs", "recorded")
 lab.recorded("symmetric_2xh100", {what: {"µs": us[case]} for what, case in (
-    ("multiplication", "matmul"), ("gather, NCCL", "nccl gather, samples"), ("both at once", "matmul beside nccl gather"),
-    ("gather, a kernel writes", "push by kernel, own copy, barrier"),
-    ("gather, a copy engine writes", "push by engine, own copy, barrier"),
-    ("multiplication beside a copy engine", "matmul beside engine's gather"))},
+    ("multiplication", "matmul"), ("gather, NCCL", "gather, NCCL"), ("both at once", "matmul beside gather, NCCL"),
+    ("gather, a kernel writes", "gather, through memory"),
+    ("gather, a copy engine writes", "gather, through memory, by an engine"),
+    ("multiplication beside a copy engine", "matmul beside gather, through memory"))},
     why="The same gather in three ways, on two H100s")
 
 # %% [markdown]
 # **What you should see:** 134, the sum of both. NCCL's gather is a kernel: it needs multiprocessors, the multiplication has
-# all of them, and so one waits for the other. A timeline shows two bars side by side, and nothing is won. To hide it,
-# something else has to move the bytes: a GPU has **copy engines**, which do nothing but that.
+# all of them. A timeline may show both at once; the sum says that nothing is won. (Lesson 17 finds that gradients which are
+# averaged beside the backward pass on H200s, without a graph, cost 74% of their time.) To hide it, something else has to move
+# the bytes: a GPU has **copy engines**, which do nothing but that. An engine's gather takes 52 µs, and adds 19 to the
+# multiplication beside it.
 #
 # So let each rank *write into the others' memory*, over NVLink. PyTorch maps memory of one GPU into another's process
-# (symmetric memory); then a copy is all it takes, by a kernel where nothing runs beside it, else by an engine.
+# (symmetric memory); then a copy is all it takes, by a kernel (44 µs) where nothing runs beside it, else by an engine.
 #
 # > **Question.** Nobody calls the other rank now. How does it know that its tokens have come? And how do you know that it has
 # > read the last ones, before you write over them?
@@ -584,19 +586,22 @@ lab.show("course.parallel.symmetric.Room")
 lab.show("course.parallel.symmetric.Gather")
 
 # %% [markdown]
-# A **barrier** after the copies answers the first. It answers the second, too, if there are two places, used by turns: whoever
-# has passed this barrier knows that all others have begun this exchange, so are done with the one before, and that lay in the
-# place that comes next. One barrier an exchange, 4.4 µs, and no second one.
+# A **barrier** after the copies answers the first. It answers the second, too, if there are two places, used by turns. A GPU
+# works through its stream in order: a rank that is at this barrier has already read what the exchange *before* brought, if that
+# reading was launched first. And that lay in the other place, into which the next exchange writes. One barrier an exchange,
+# 4.4 µs, is enough (but where a graph begins, which does not know what was before it).
 
 # %%
 steps = {row["case"]: row["ms"] for row in exchanged["steps"]["rows"]}
-table = {model: {"NCCL": steps[f"{model}, NCCL"], "through memory": steps[f"{model}, through memory"]}
+ways = {"NCCL": "kernels by hand", "through memory": "kernels by hand, through memory"}
+table = {model: {way: steps[f"{model}, {words}, in a graph"] for way, words in ways.items()}
          for model in (models[0], models[2])}
-lab.recorded("symmetric_2xh100", table, why="Whole steps with sequence parallelism, in a graph, kernels=hand, in ms")
+lab.recorded("symmetric_2xh100", table, why="Whole steps with sequence parallelism, in a graph, by kernels by hand, in ms")
 
 # %% [markdown]
-# **What you should see:** a sixth of the one step, a seventh of the other. `parallel.overlap=symmetric` does that, on GPUs of
-# one node; over a network NCCL is what there is.
+# **What you should see:** one step is a sixth shorter, the other a seventh: by the times above about half of it by hiding, half
+# because writing is faster than NCCL. `parallel.overlap=symmetric` does that, on GPUs of one node; over a network NCCL is what there is. (By NCCL
+# this DiT took 65 ms above: here with kernels by hand, and tensor parallelism cuts its modulation, too.)
 
 # %% [markdown]
 # ## What you know now
@@ -606,7 +611,7 @@ lab.recorded("symmetric_2xh100", table, why="Whole steps with sequence paralleli
 # - Cut qkv by heads, add a row linear's bias once, write into nobody's tensor.
 # - Sequence parallelism cuts what is left, for the same bytes; then parameters that are whole have gradients that are
 #   partial.
-# - Two kernels that both fill a GPU take turns. What is to be hidden has to be moved by something else.
+# - Beside a multiplication that fills the GPU, NCCL hides little or nothing: measure it. Copy engines hide more.
 # - `course verify` says whether a layout trains as one process does, and if not, which parameter was the first to differ.
 #
 # **Check your work once more, from outside.** Save the notebook; then, in a terminal: `course check

@@ -314,22 +314,30 @@ def test_what_is_said_of_ways_of_sequence_parallelism() -> None:
 def test_what_is_exchanged_through_memory() -> None:
     """Rates of two H100s, and steps; what is empty was not measured."""
     found = results("symmetric_2xh100")
-    us = {r["case"]: 1e3 * r["ms"] for r in found["rows"] if r["size"] == [32, 256, 1152]}
-    text = MEASURED.partition("**Through each other's memory.**")[2].partition("\n\n")[0].replace("\n", " ")
-    together = f"beside it {us['matmul']:.1f}, and both together {us['matmul beside nccl gather']:.1f}"
-    assert f"a gather takes {us['nccl gather, samples']:.1f} us, the matmul {together}" in text
-    assert f"{us['nccl gather, samples']:.1f} and {us['nccl scatter, samples']:.1f} us" in text
-    assert f"as many bytes, {us['nccl all-reduce']:.1f}" in text
-    written, engines = us["push by kernel, own copy, barrier"], us["matmul beside engine's gather"]
-    assert f"take {written:.1f} us for the gather" in text and f"both take {engines:.1f}" in text
-    steps, before = ({r["case"]: r["ms"] for r in found[key]["rows"]} for key in ("steps", "before"))
+    us, large = ({r["case"]: 1e3 * r["ms"] for r in found["rows"] if r["size"] == size}
+                 for size in ([32, 256, 1152], [16, 2048, 3072]))
+    text = MEASURED.partition("**Through each other's memory.**")[2].partition("## Predicted")[0].replace("\n", " ")
+    together = f"beside it {us['matmul']:.1f}, and both together {us['matmul beside gather, NCCL']:.1f}"
+    assert f"a gather takes {us['gather, NCCL']:.1f} us, the matmul {together}" in text
+    assert f"{us['gather, NCCL']:.1f} and {us['scatter, NCCL']:.1f} us" in text
+    assert f"as many bytes, {us['all-reduce, NCCL']:.1f}" in text
+    engines = us["matmul beside gather, through memory"]
+    assert f"take {us['gather, through memory']:.1f} us for the gather" in text and f"both take {engines:.1f}" in text
+    added = large["matmul beside gather, through memory"] - large["matmul"]
+    assert f"a gather by engines adds {added:.0f} of its {large['gather, through memory, by an engine']:.0f} us" in text
+    steps, before = ({r["case"].removesuffix(", in a graph"): r for r in found[key]["rows"]} for key in ("steps", "before"))
+    ways = ((before, ""), (before, ", kernels by hand"), (before, ", kernels by hand, no sequence parallelism"),
+            (steps, ", kernels by hand"), (steps, ", kernels by hand, through memory"),
+            (steps, ", kernels by hand, no sequence parallelism"))
     for model in [name for name in GATHERED if "124M" not in name]:
-        wanted = [[before[f"{model}, pytorch"]], [before[f"{model}, hand by hand"]], [steps.get(f"{model}, NCCL")],
-                  [steps.get(f"{model}, through memory")],
-                  [ms for ms in (before[f"{model}, hand, no sp"], steps.get(f"{model}, no sequence parallelism")) if ms]]
-        for cell, values in zip(cells(f"exchanged: {model}", "Through each other's memory"), wanted, strict=True):
-            known = [ms for ms in values if ms]
-            assert not cell if not known else differences(cell, known) == []
+        said = cells(f"exchanged: {model}", "Through each other's memory")
+        for cell, (rows, way) in zip(said, ways, strict=True):
+            measured = rows.get(model + way, rows.get(f"{model}, in a graph") if not way else None)
+            assert differences(cell, [] if measured is None else [measured["ms"]]) == []
+    waits = steps[f"{GATHERED[0]}, kernels by hand, one after the other"]["ms"]
+    assert f"waits for each collective, {waits:.1f} ms" in text
+    needs = [rows[f"{GATHERED[0]}, kernels by hand"]["memory_gb"] for rows in (steps, before)]
+    assert "needs {:.1f} GB in place of {:.1f}".format(*needs) in text
 
 
 def test_layers_by_kernels_of_our_own() -> None:

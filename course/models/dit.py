@@ -7,8 +7,8 @@ schedule and what is to be predicted are in `diffusion.py`. Of the paper's model
 
 Tensor parallelism cuts the modulation's weights, a third of the model's, and gathers shifts, scales and gates, which are few.
 With sequence parallelism a rank modulates its own tokens only, and their gradients, sums over these tokens, are added up where
-they are scattered. What goes on to the condition, and so to the embeddings of time and class, comes of a part of the features: a
-part of a sum itself, that is linear in what came in and is completed once a step (`Placement.partial_over`).
+they are scattered. The gradient of the condition, and so of the embeddings of time and class, is a part, too: each rank has what
+some features contribute. It is completed once a step (`Placement.partial_over`).
 """
 
 import math

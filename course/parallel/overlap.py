@@ -11,12 +11,12 @@ A matmul could be cut, too, and one part of the batch be communicated while anot
 communication with dependent computation via decomposition", ASPLOS). Over NVLink that costs more than it hides: two H100s take
 65.7 ms for a DiT-XL/2 as it is here and 72.8 in two parts, and GPT 1.3B 102.9 and 106.8, both in a graph
 (perf/results/sp_2xh100.json). Nor does NCCL hide anything there beside a matmul that fills the GPU: with
-`parallel.overlap=symmetric` ranks write into each other's memory instead, what is to be hidden by copy engines (`symmetric.py`).
+`parallel.overlap=symmetric` ranks write into each other's memory, and copy engines move what is to be hidden (`symmetric.py`).
 
-A collective puts pieces one after the other, and of a batch that would be all samples' first pieces, then all their second ones.
-So samples are gathered and scattered one by one, all in one kernel, and each lies where it belongs. That is a call for each, and
-costs a host that is behind its GPU: small batches of short samples that no graph replays go as one tensor, and a copy puts them
-in order.
+A collective of NCCL's puts pieces one after the other, and of a batch that would be all samples' first pieces, then all their
+second ones. So samples are gathered and scattered one by one, all in one kernel, and each lies where it belongs. That is a call
+for each, and costs a host that is behind its GPU: small batches of short samples that no graph replays go as one tensor, and a
+copy puts them in order.
 
 Each is an operator of its own to PyTorch, `torch.ops.course.gather_linear` and so on: torch.compile does not look into it, so
 that its order stays and the block around it is one graph, and `recompute` can keep what it puts out. An operator takes a

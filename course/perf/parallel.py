@@ -272,7 +272,7 @@ def exchange(world: World, small: bool) -> Iterator[Row]:
                 calls[f"matmul beside {what}, {how}"] = partial(beside, begin)
         for case, call in calls.items():
             run = twenty(call) if world.device.type == "cuda" else call
-            row = measure(case, run, world, mb=1e-6 * y.nbytes)
+            row = measure(case, run, world, mb=1e-6 * y.nbytes, size=[samples, tokens, width])
             yield row | {"ms": row["ms"] / 20} if world.device.type == "cuda" and "ms" in row else row
 
 

@@ -259,7 +259,7 @@ def test_symmetric_memory_costs_what_ranks_write():
                               "parallel.sp=true", "parallel.overlap=symmetric"])
         forward, _, _ = blocktime.symmetric_time(local_of(c, hardware.load("h100-80"), 2), [(0.0, 1.0, 1.0, 0.0)] * 4)
         rows = {row["case"]: row["ms"] for row in found if row["size"] == [samples, tokens, width]}
-        measured = rows["push by kernel, own copy, barrier"] + rows["push by kernel, add, two barriers"]
+        measured = rows["gather, through memory"] + rows["scatter, through memory"]
         off.append(forward * 1e3 / 2 / measured - 1)
     print(off)
     assert max(map(abs, off)) < 0.2
