@@ -17,7 +17,7 @@ from torch import Tensor
 
 from course.data import Batch
 from course.errors import CourseError
-from course.parallel import Mesh
+from course.parallel import Mesh, symmetric
 from course.parallel.data import Naive
 from course.step import Step
 
@@ -79,6 +79,7 @@ class Graphed:
         generator = torch.cuda.default_generators[self.stream.device.index]
         drawn = generator.get_state()
         torch.cuda.synchronize(self.device)
+        symmetric.new_graph()
         try:
             with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
                 self.results = self.whole(self.batch)

@@ -596,12 +596,12 @@ steps = {row["case"]: row["ms"] for row in exchanged["steps"]["rows"]}
 ways = {"NCCL": "kernels by hand", "through memory": "kernels by hand, through memory"}
 table = {model: {way: steps[f"{model}, {words}, in a graph"] for way, words in ways.items()}
          for model in (models[0], models[2])}
-lab.recorded("symmetric_2xh100", table, why="Whole steps with sequence parallelism, in a graph, by kernels by hand, in ms")
+lab.recorded("symmetric_2xh100", table, why="Whole steps with sequence parallelism, in a graph, kernels by hand, in ms")
 
 # %% [markdown]
 # **What you should see:** one step is a sixth shorter, the other a seventh: by the times above about half of it by hiding, half
-# because writing is faster than NCCL. `parallel.overlap=symmetric` does that, on GPUs of one node; over a network NCCL is what there is. (By NCCL
-# this DiT took 65 ms above: here with kernels by hand, and tensor parallelism cuts its modulation, too.)
+# because writing is faster than NCCL. `parallel.overlap=symmetric` does that, on GPUs of one node; over a network NCCL is what
+# there is. (By NCCL this DiT took 65 ms above: here its kernels are by hand, and tensor parallelism cuts its modulation, too.)
 
 # %% [markdown]
 # ## What you know now

@@ -157,6 +157,9 @@ def job() -> tuple[str, str]:
 
 def leave() -> None:
     """Part from the other processes; does nothing in a process that is alone."""
+    from course.parallel import symmetric  # whose memory the groups share
+
+    symmetric.room.cache_clear()
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -16,43 +16,63 @@ operator (`overlap.py`) puts out nothing that lies there.
 import ctypes
 import functools
 import importlib
+import itertools
 import os
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from course.errors import CourseError
 from course.parallel.mesh import Axis, group_of
 
 BETWEEN_DEVICES = 4                                 # cudaMemcpyKind: cudaMemcpyDefault, whatever the addresses say
+BEFORE = 2                                          # channel of the barrier before a graph's first use; 0 and 1: of the places
+
+
+GRAPHS = itertools.count()                          # numbers of graphs
+graph = next(GRAPHS)                                # of the one that is captured next, or now
+
+
+def new_graph() -> None:
+    """To be called before a CUDA graph is captured, of which each room's first use then begins with a barrier."""
+    global graph
+    graph = next(GRAPHS)
 
 
 class Room:
-    """Two places of one shape and format on each rank of an axis, into which all write.
+    """Two places of one shape and format on each rank of an axis, into which all write. `CourseError` where they cannot.
 
     A CUDA graph has its places for good, and what is replayed before and after it is nobody's to know: so a graph's first use,
-    and any outside once there is a graph, begins with a barrier more.
+    and any outside once there is a graph, begins with a barrier more. Ranks of which one is a use behind, because a step broke
+    off, wait for each other for ever, as they would with NCCL: each place has a barrier of its own.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, axis: Axis):
         memory: Any = importlib.import_module("torch.distributed._symmetric_memory")
-        own = memory.empty(2, *shape, dtype=dtype, device=torch.device("cuda", torch.cuda.current_device()))
-        self.handle = memory.rendezvous(own, group_of(axis).group_name)
-        self.places = [self.handle.get_buffer(rank, own.shape, dtype) for rank in range(axis.size)]
-        self.own, self.uses, self.replayed, self.captured = own, 0, False, False
+        try:
+            self.own = memory.empty(2, *shape, dtype=dtype, device=torch.device("cuda", torch.cuda.current_device()))
+            self.handle = memory.rendezvous(self.own, group_of(axis).group_name)
+            self.places = [self.handle.get_buffer(rank, self.own.shape, dtype) for rank in range(axis.size)]
+        except RuntimeError as error:
+            raise CourseError(f"parallel.overlap=symmetric: these GPUs do not reach each other's memory "
+                              f"({str(error).splitlines()[0]}): set parallel.overlap=nccl") from error
+        self.uses, self.graph = 0, -1               # the last graph that has it
 
     def enter(self) -> list[Tensor]:
         """This use's place on each rank."""
-        capturing = torch.cuda.is_current_stream_capturing()
-        if (capturing and not self.captured) or (self.replayed and not capturing):
-            self.barrier()
-        self.captured, self.replayed = capturing, self.replayed or capturing
+        if torch.cuda.is_current_stream_capturing():
+            if self.graph != graph:
+                self.handle.barrier(channel=BEFORE)
+            self.graph = graph
+        elif self.graph >= 0:
+            self.handle.barrier(channel=BEFORE)
         self.uses += 1
         return [place[self.uses % 2] for place in self.places]
 
     def barrier(self) -> None:
-        """Wait, on the GPU, until all ranks are here, and what they had written before is."""
-        self.handle.barrier(channel=0)
+        """Wait, on the GPU, until all ranks are here in this use, and what they have written is."""
+        self.handle.barrier(channel=self.uses % 2)
 
 
 @functools.cache
@@ -124,11 +144,12 @@ def put(there: Tensor, x: Tensor, engine: bool) -> None:
     if not engine or run is None:
         there.copy_(x)
         return
-    size = x.element_size()
+    piece = x[0].nbytes
+    apart = [max(t.stride(0) * t.element_size(), piece) for t in (there, x)]            # a single sample's stride means nothing
     status = run.cudaMemcpy2DAsync(
-        ctypes.c_void_p(there.data_ptr()), ctypes.c_size_t(there.stride(0) * size), ctypes.c_void_p(x.data_ptr()),
-        ctypes.c_size_t(x.stride(0) * size), ctypes.c_size_t(x[0].numel() * size), ctypes.c_size_t(len(x)),
-        ctypes.c_int(BETWEEN_DEVICES), ctypes.c_void_p(torch.cuda.current_stream().cuda_stream))
+        ctypes.c_void_p(there.data_ptr()), ctypes.c_size_t(apart[0]), ctypes.c_void_p(x.data_ptr()), ctypes.c_size_t(apart[1]),
+        ctypes.c_size_t(piece), ctypes.c_size_t(len(x)), ctypes.c_int(BETWEEN_DEVICES),
+        ctypes.c_void_p(torch.cuda.current_stream().cuda_stream))
     if status:
         raise RuntimeError(f"cudaMemcpy2DAsync says {status} (CUDA's reference lists it under cudaError_t)")
 

@@ -26,12 +26,12 @@ class ColumnLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear, axis: Axis, tokens: SplitTokens | None = None):
         super().__init__()
-        self.axis, self.tokens, self.matmul = axis, tokens, matmul_of(linear, axis)
+        self.axis, self.tokens = axis, tokens
         heads = max(0, len(placement(linear.weight).global_shape) - 3)  # of (3, heads, head_dim, D), or the features of (F, D)
         self.weight = cut(linear.weight, heads, axis)
         self.register_parameter("bias", None if linear.bias is None else cut(linear.bias, heads, axis))
-        if overlapped(tokens):
-            self.matmul = partial(overlap.gather_linear, axis=axis, tokens=tokens, chosen=False, direct=direct(tokens))
+        self.matmul: Any = matmul_of(linear, axis) if not overlapped(tokens) else partial(
+            overlap.gather_linear, axis=axis, tokens=tokens, chosen=False, direct=direct(tokens))
 
     def forward(self, x: Tensor) -> Tensor:                             # (B, T, D), sequence parallel (B, T / tp, D)
         if not overlapped(self.tokens):
@@ -47,11 +47,11 @@ class RowLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear, axis: Axis, tokens: SplitTokens | None = None):
         super().__init__()
-        self.axis, self.tokens, self.matmul = axis, tokens, matmul_of(linear, axis)
+        self.axis, self.tokens = axis, tokens
         self.weight = cut(linear.weight, len(placement(linear.weight).global_shape) - 1, axis)
         self.bias = linear.bias
-        if overlapped(tokens):
-            self.matmul = partial(overlap.linear_scatter, axis=axis, chosen=False, direct=direct(tokens))
+        self.matmul: Any = matmul_of(linear, axis) if not overlapped(tokens) else partial(
+            overlap.linear_scatter, axis=axis, chosen=False, direct=direct(tokens))
 
     def forward(self, x: Tensor) -> Tensor:                             # (B, T, F / tp)
         if overlapped(self.tokens):
@@ -69,12 +69,15 @@ class GatheredLinear(nn.Module):
     def __init__(self, linear: nn.Linear, axis: Axis, tokens: SplitTokens | None = None):
         super().__init__()
         self.axis, self.tokens, self.matmul = axis, tokens, matmul_of(linear, axis)
-        self.weight, self.bias = cut(linear.weight, 0, axis), cut(linear.bias, 0, axis)
+        self.weight = cut(linear.weight, 0, axis)
+        self.register_parameter("bias", None if linear.bias is None else cut(linear.bias, 0, axis))
 
     def forward(self, x: Tensor) -> Tensor:                             # (B, D) -> (B, F)
         if self.tokens is not None:                 # y's gradient is a part, of this rank's tokens; x's will be one, too
-            return mappings.gather(self.matmul(x, self.weight, self.bias), -1, self.axis)
-        return mappings.collect(self.matmul(mappings.copy(x, self.axis), self.weight, self.bias), -1, self.axis)
+            y = mappings.gather(self.matmul(x, self.weight, self.bias), -1, self.axis)
+        else:
+            y = mappings.collect(self.matmul(mappings.copy(x, self.axis), self.weight, self.bias), -1, self.axis)
+        return y.contiguous()                       # a dim that is gathered is the outermost in memory
 
 
 def overlapped(tokens: SplitTokens | None) -> TypeGuard[SplitTokens]:

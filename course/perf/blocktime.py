@@ -36,7 +36,8 @@ def block_time(local: Local) -> dict[str, float]:
     comm, comm_back = comm + modulation_time(local)[0], comm_back + modulation_time(local)[1]
     again, how = 0.0, local.config.train.recompute
     if how == "selective":                          # which keeps what overlapped linears and a ring put out
-        again = kept + (0.0 if local.p.overlapped else comm) + (0.0 if local.p.context == "ring" else around)
+        collectives = modulation_time(local)[0] if local.p.overlapped else comm
+        again = kept + collectives + (0.0 if local.p.context == "ring" else around)
     if how == "full" or (how == "selective" and local.config.compile and attention_leaves(local.config)):
         spare = 0.0 if isinstance(local.m, DiTConfig) or local.config.precision == "fp8" else each[3][0]
         again = forward_mm - spare + around + kept + casts / 2 + comm + (attend if how == "full" else 0.0)

@@ -23,7 +23,7 @@ from course.compilation import compile_parts
 from course.config import Config, Parallel, Train, load
 from course.errors import CourseError
 from course.files import atomic
-from course.parallel import World, build_mesh, data_parallel, join, leave, mappings, overlap
+from course.parallel import World, build_mesh, data_parallel, join, leave, mappings, overlap, symmetric
 from course.parallel.context import METHODS, SplitTokens
 from course.perf import bench, efficiency, grid, rivals
 from course.perf.command import command
@@ -281,6 +281,7 @@ def twenty(call: Callable[[], object]) -> Callable[[], object]:
     call()                                          # what is made in the first cannot be captured
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
+    symmetric.new_graph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for _ in range(20):
             call()

@@ -40,8 +40,9 @@ Row = dict[str, Any]
 
 def as_then(config: Config) -> bool:
     """Whether the code of today runs a configuration as it did until 2026-11-25: then tensor parallelism did not cut a DiT's
-    modulation, and symmetric memory was PyTorch's operators."""
-    return not config.parallel.symmetric and (config.model.kind != "dit" or config.parallel.tp == 1)
+    modulation, symmetric memory was PyTorch's operators, and kernels by hand were fewer beside communication."""
+    p = config.parallel
+    return p.tp == 1 or not (p.symmetric or config.model.kind == "dit" or config.kernels == "hand")
 
 
 @dataclass(frozen=True)

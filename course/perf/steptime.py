@@ -148,7 +148,8 @@ def parameters_of_rank(local: Local, layers: int, first: bool) -> float:
         ends = m.vocab / tp * m.dim * (1 if m.tied or local.p.pp > 1 else 2) + m.context * m.dim * (m.position == "learned")
     else:
         patch = (m.channels if isinstance(m, ViTConfig) else m.latent[0]) * m.patch**2
-        rows = m.classes + 3 * m.dim if isinstance(m, DiTConfig) else m.tokens          # labels, time and modulation; positions
+        # labels, time and the last modulation; positions
+        rows = m.classes + m.dim * (1 + 2 / tp) if isinstance(m, DiTConfig) else m.tokens
         ends = (patch * (1 if local.p.pp > 1 else 2) + rows) * m.dim
     return layers * of_block + ends * first
 

@@ -40,18 +40,21 @@ def layouts(n: int) -> dict[str, list[str]]:
         "pp2 sp2": ["pp=2", "tp=2", "sp=true"], "pp2 cp2": ["pp=2", "cp=2"]} if n == 4 else {}
     found = {name: [f"parallel.{setting}" for setting in settings] + (["train.micro_batch=1"] if name.startswith("pp") else [])
              for name, settings in {**alone, **products}.items()}
-    graphs = {f"{name}, in a graph": [*found[name], "graphs=true"] for name in (
-        "dp bucketed", "dp zero", "tp", "sp", "cp gather", "cp ring", *["cp2 sp2"] * (n == 4))}
+    by_hand = {f"{name}, by hand": [*found[name], "kernels=hand"] for name in (
+        "tp", "sp", "sp one by one", "sp symmetric", "sp without overlap")}
+    graphs = {f"{name}, in a graph": [*(found | by_hand)[name], "graphs=true"] for name in (
+        "dp bucketed", "dp zero", "tp", "sp", "sp symmetric", "sp symmetric, by hand", "cp gather", "cp ring",
+        *["cp2 sp2"] * (n == 4))}
     compiled = {f"{name}, compiled": [*found[name], "compile=true"] for name in (
         "dp bucketed", "tp", "sp", "sp one by one", "sp without overlap", "cp gather", "cp ring", "cp all_to_all", "pp 1f1b")}
     again = {f"{name}, {how}": [*found[name], f"train.recompute={how}"] for name in ("sp", "sp symmetric", "cp ring")
              for how in ("full", "selective")}
-    by_hand = {f"{name}, by hand": [*found[name], "kernels=hand"] for name in ("tp", "sp", "sp one by one", "sp without overlap")}
     both = {f"{name}, compiled": [*given, "compile=true"] for name, given in (again | by_hand).items()}
     return found | compiled | again | by_hand | both | (graphs if torch.cuda.is_available() else {})
 
 
-FEW = ("sp", "sp one by one", "tp, by hand", "sp, by hand", "sp, by hand, compiled",
+FEW = ("sp", "sp one by one", "tp, by hand", "sp, by hand", "sp, by hand, compiled", "sp symmetric, by hand",
+       "sp symmetric, by hand, in a graph",
        "cp ring", "cp2 sp2", "pp2 sp2", "pp 1f1b", "dp zero", "tp, compiled", "cp gather, compiled",
        "sp, compiled", "cp ring, compiled", "sp, selective", "sp, selective, compiled")
 

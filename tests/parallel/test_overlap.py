@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import CheckpointPolicy
 
 from course import fp8  # noqa: F401   its operator is asked for below
+from course.errors import CourseError
 from course.launch import ranks
 from course.meet import trace_file
 from course.parallel import mappings, overlap, symmetric
@@ -204,11 +205,7 @@ class SharedRoom(symmetric.Room):
         size = 2 * torch.Size(shape).numel()
         self.places = [torch.from_file(f"{name}-{rank}", shared=True, size=size, dtype=dtype).view(2, *shape)
                        for rank in range(axis.size)]
-        self.uses, self.barriers = 0, 0
-
-    def enter(self):
-        self.uses += 1
-        return [place[self.uses % 2] for place in self.places]
+        self.uses, self.graph, self.barriers = 0, -1, 0
 
     def barrier(self):
         self.barriers += 1
@@ -225,7 +222,8 @@ def through_memory(tokens, samples):
         return rooms[name, shape]
 
     with (mock.patch.object(symmetric, "room", room), mock.patch.object(symmetric, "side", lambda device: None),
-          mock.patch.object(symmetric, "serves", lambda x, axis, n: n % axis.size == 0)):
+          mock.patch.object(symmetric, "serves", lambda x, axis, n: n % axis.size == 0),
+          mock.patch("torch.cuda.is_current_stream_capturing", return_value=False)):
         difference = max(both_ways(tokens, samples, direct=True) for _ in range(2))
     return difference, sorted((name, shape[-1], room.barriers) for (name, shape), room in rooms.items())
 
@@ -235,3 +233,31 @@ def test_overlapped_linears_are_the_plain_ones_through_each_others_memory(size, 
     """Twice, so that each place is used again. Three gathers and two scatters each time."""
     for difference, barriers in ranks(size)(through_memory, tokens, 3):
         assert difference < 1e-12 and barriers == [("gather", 4, 2), ("gather", 5, 4), ("scatter", 4, 2), ("scatter", 5, 2)]
+
+
+def test_a_graphs_first_use_of_a_room_begins_with_a_barrier_and_then_any_outside():
+    """Two uses without a graph, two in one, one in the next, two without: places, and the channels of barriers."""
+    room = symmetric.Room.__new__(symmetric.Room)
+    room.handle, room.places, room.uses, room.graph = mock.Mock(), [torch.arange(2)], 0, -1
+
+    def use(captured):
+        with mock.patch("torch.cuda.is_current_stream_capturing", return_value=captured):
+            place, = room.enter()
+        room.barrier()
+        channels = [call.kwargs["channel"] for call in room.handle.barrier.call_args_list]
+        room.handle.barrier.reset_mock()
+        return place.item(), channels
+
+    assert [use(False), use(False)] == [(1, [1]), (0, [0])]
+    symmetric.new_graph()
+    assert [use(True), use(True)] == [(1, [2, 1]), (0, [0])]
+    symmetric.new_graph()
+    assert [use(True), use(False), use(False)] == [(1, [2, 1]), (0, [2, 0]), (1, [2, 1])]
+
+
+def test_gpus_that_do_not_reach_each_others_memory_are_told_so():
+    memory = mock.Mock()
+    memory.rendezvous.side_effect = RuntimeError("peer access\nand more")
+    with (mock.patch("importlib.import_module", return_value=memory), mock.patch("torch.cuda.current_device", return_value=0),
+          pytest.raises(CourseError, match=r"memory \(peer access\): set parallel.overlap=nccl")):
+        symmetric.Room((2, 3), torch.float32, Axis("tp", 2, 0, (0, 1), mock.Mock()))

@@ -173,7 +173,7 @@ def test_parity_of_llama(spec, extra):
     for spec in ("tp=2 sp=true", "tp=2 sp=true overlap=none", "pp=2 tp=2 micro=2", "cp=2 tp=2 sp=true", EIGHT[0])])
 def test_parity_of_fused_steps(kind, spec):
     """What blocks do between matmuls by hand, in a layout, against one process that does it by PyTorch. Through tanh GELU is in
-    the matmul after it, but where linears communicate beside theirs."""
+    the matmul after it."""
     size, settings = layout(spec)
     assert_equal_to_serial(size, [*settings, "kernels=hand"], ("model.mlp=gelu_tanh",) if kind == "gpt" else (), kind)
 
