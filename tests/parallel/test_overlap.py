@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 import tempfile
 from collections import Counter
 from types import SimpleNamespace
@@ -258,6 +259,7 @@ def test_a_graphs_first_use_of_a_room_begins_with_a_barrier_and_then_any_outside
 def test_gpus_that_do_not_reach_each_others_memory_are_told_so():
     memory = mock.Mock()
     memory.rendezvous.side_effect = RuntimeError("peer access\nand more")
-    with (mock.patch("importlib.import_module", return_value=memory), mock.patch("torch.cuda.current_device", return_value=0),
+    with (mock.patch.dict(sys.modules, {"torch.distributed._symmetric_memory": memory}),
+          mock.patch.object(torch.cuda, "current_device", return_value=0),
           pytest.raises(CourseError, match=r"memory \(peer access\): set parallel.overlap=nccl")):
         symmetric.Room((2, 3), torch.float32, Axis("tp", 2, 0, (0, 1), mock.Mock()))
