@@ -29,7 +29,6 @@ from course.parallel.mesh import Axis, group_of
 BETWEEN_DEVICES = 4                                 # cudaMemcpyKind: cudaMemcpyDefault, whatever the addresses say
 BEFORE = 2                                          # channel of the barrier before a graph's first use; 0 and 1: of the places
 
-
 GRAPHS = itertools.count()                          # numbers of graphs
 graph = next(GRAPHS)                                # of the one that is captured next, or now
 
