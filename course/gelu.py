@@ -26,7 +26,7 @@ from course.models import dit, layers
 from course.operators import BiasApart, apart, operator
 from course.parallel import overlap
 from course.parallel.mesh import Axis, axis_of, group_of
-from course.parallel.tensor import ColumnLinear, RowLinear
+from course.parallel.tensor import ColumnLinear, RowLinear, with_first_bias
 from course.precision import format_of_matmuls
 from course.products import times
 
@@ -142,13 +142,15 @@ def fuse_mlp(mlp: Any, merged: bool) -> None:
 
 def set_apart(linear: Any) -> None:
     """Let the gradient of a linear's bias be computed elsewhere, if it has one."""
-    if type(linear) in (layers.Linear, ColumnLinear, RowLinear) and linear.bias is not None:
+    if isinstance(linear, layers.Linear | ColumnLinear | RowLinear) and linear.bias is not None:
         linear.matmul = BiasApart(linear.matmul)
+        if type(linear) is RowLinear:
+            linear.forward = with_first_bias.__get__(linear)            # type: ignore[method-assign]
 
 
 def can_merge(mlp: Any) -> bool:
     """Whether GELU is the one through tanh, and the linear after it the course's own with a plain product: not in FP8."""
-    plain = type(mlp.down) in (layers.Linear, RowLinear) and mlp.down.matmul is F.linear
+    plain = isinstance(mlp.down, layers.Linear | RowLinear) and mlp.down.matmul is F.linear
     return through_tanh(mlp) and (plain or scatters(mlp.down))
 
 

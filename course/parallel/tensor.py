@@ -13,7 +13,6 @@ from typing import Any, TypeGuard
 from torch import Tensor, nn
 
 from course.errors import CourseError
-from course.operators import apart
 from course.parallel import mappings, overlap
 from course.parallel.mesh import Axis
 from course.parallel.placement import cut, place, placement
@@ -22,44 +21,79 @@ from course.parallel.vocabulary import VocabularyCrossEntropy, VocabularyEmbeddi
 
 
 class ColumnLinear(nn.Module):
-    """y = x W' + b with the output features cut: each rank computes its own of y. There may be no bias."""
+    """y = x W' + b with the output features cut: each rank computes its own of y."""
 
     def __init__(self, linear: nn.Linear, axis: Axis, tokens: SplitTokens | None = None):
         super().__init__()
-        self.axis, self.tokens = axis, tokens
-        heads = max(0, len(placement(linear.weight).global_shape) - 3)  # of (3, heads, head_dim, D), or the features of (F, D)
-        self.weight = cut(linear.weight, heads, axis)
-        self.register_parameter("bias", None if linear.bias is None else cut(linear.bias, heads, axis))
-        self.matmul: Any = matmul_of(linear, axis) if not overlapped(tokens) else partial(
-            overlap.gather_linear, axis=axis, tokens=tokens, chosen=False, direct=direct(tokens))
+        self.axis, self.tokens, self.matmul = axis, tokens, matmul_of(linear, axis)
+        heads = max(0, len(placement(linear.bias).global_shape) - 2)    # of (3, heads, head_dim), or the features of (F,)
+        self.weight, self.bias = cut(linear.weight, heads, axis), cut(linear.bias, heads, axis)
 
     def forward(self, x: Tensor) -> Tensor:                             # (B, T, D), sequence parallel (B, T / tp, D)
-        if not overlapped(self.tokens):
-            x = enter(x, self.axis, self.tokens)                        # (B, T, D)
+        x = enter(x, self.axis, self.tokens)                            # (B, T, D)
         return self.matmul(x, self.weight, self.bias)                   # (B, T, F / tp)
 
 
 class RowLinear(nn.Module):
-    """y = x W' + b with the input features cut: partial products are added up, then the bias, once, in their format.
-
-    A bias whose gradient is computed elsewhere is in the first rank's product, where it costs nothing.
-    """
+    """y = x W' + b with the input features cut: partial products are added up, then the bias, once, in their format."""
 
     def __init__(self, linear: nn.Linear, axis: Axis, tokens: SplitTokens | None = None):
         super().__init__()
-        self.axis, self.tokens = axis, tokens
+        self.axis, self.tokens, self.matmul = axis, tokens, matmul_of(linear, axis)
         self.weight = cut(linear.weight, len(placement(linear.weight).global_shape) - 1, axis)
         self.bias = linear.bias
-        self.matmul: Any = matmul_of(linear, axis) if not overlapped(tokens) else partial(
-            overlap.linear_scatter, axis=axis, chosen=False, direct=direct(tokens))
 
     def forward(self, x: Tensor) -> Tensor:                             # (B, T, F / tp)
-        if overlapped(self.tokens):
-            return self.matmul(x, self.weight, self.bias)               # (B, T / tp, D)
-        after = self.bias is not None and apart(self) is None
-        part = self.matmul(x, self.weight, None if after or self.axis.rank else self.bias)              # (B, T, D)
-        y = leave(part, self.axis, self.tokens)                         # (B, T, D), sequence parallel (B, T / tp, D)
-        return y + self.bias.to(y.dtype) if after else y
+        part = self.matmul(x, self.weight)                              # (B, T, D)
+        return leave(part, self.axis, self.tokens) + self.bias.to(part.dtype)           # (B, T, D), with sp (B, T / tp, D)
+
+
+class BareColumnLinear(ColumnLinear):
+    """y = x W', a column linear that has no bias."""
+
+    def __init__(self, linear: nn.Linear, axis: Axis, tokens: SplitTokens | None = None):
+        nn.Module.__init__(self)
+        self.axis, self.tokens, self.matmul = axis, tokens, matmul_of(linear, axis)
+        heads = max(0, len(placement(linear.weight).global_shape) - 3)  # of (3, heads, head_dim, D), or the features of (F, D)
+        self.weight = cut(linear.weight, heads, axis)
+        self.register_parameter("bias", None)
+
+
+class BareRowLinear(RowLinear):
+    """y = x W', a row linear that has no bias."""
+
+    def forward(self, x: Tensor) -> Tensor:                             # (B, T, F / tp)
+        return leave(self.matmul(x, self.weight), self.axis, self.tokens)               # (B, T, D) or (B, T / tp, D)
+
+
+class OverlappedColumnLinear(BareColumnLinear):
+    """A column linear with sequence parallelism, whose matmul communicates beside itself (`overlap.py`). There may be no bias."""
+
+    def __init__(self, linear: nn.Linear, axis: Axis, tokens: SplitTokens):
+        super().__init__(linear, axis, tokens)
+        if linear.bias is not None:
+            self.bias = cut(linear.bias, max(0, len(placement(linear.bias).global_shape) - 2), axis)
+        self.matmul = partial(overlap.gather_linear, axis=axis, tokens=tokens, chosen=False, direct=direct(tokens))
+
+    def forward(self, x: Tensor) -> Tensor:                             # (B, T / tp, D) -> (B, T, F / tp)
+        return self.matmul(x, self.weight, self.bias)
+
+
+class OverlappedRowLinear(RowLinear):
+    """A row linear, likewise."""
+
+    def __init__(self, linear: nn.Linear, axis: Axis, tokens: SplitTokens):
+        super().__init__(linear, axis, tokens)
+        self.matmul = partial(overlap.linear_scatter, axis=axis, chosen=False, direct=direct(tokens))
+
+    def forward(self, x: Tensor) -> Tensor:                             # (B, T, F / tp) -> (B, T / tp, D)
+        return self.matmul(x, self.weight, self.bias)
+
+
+def with_first_bias(linear: RowLinear, x: Tensor) -> Tensor:            # (B, T, F / tp)
+    """`forward` of a row linear whose bias has its gradient from elsewhere: in the first rank's product it costs nothing."""
+    part = linear.matmul(x, linear.weight, None if linear.axis.rank else linear.bias)   # (B, T, D)
+    return leave(part, linear.axis, linear.tokens)                      # (B, T, D) or (B, T / tp, D)
 
 
 class GatheredLinear(nn.Module):
@@ -90,8 +124,12 @@ def direct(tokens: SplitTokens) -> bool:
     return tokens.overlap == "symmetric"
 
 
-def style_of(name: str) -> Any:
+def style_of(name: str, tokens: SplitTokens | None, bias: bool = True) -> Any:
     """The module of a style that a model's `tensor_plan` names."""
+    if overlapped(tokens) and name in ("column", "row"):
+        return OverlappedColumnLinear if name == "column" else OverlappedRowLinear
+    if not bias and name in ("column", "row"):
+        return BareColumnLinear if name == "column" else BareRowLinear
     return {"column": ColumnLinear, "row": RowLinear, "gathered": GatheredLinear, "vocabulary": VocabularyEmbedding,
             "vocabulary_head": VocabularyHead}[name]
 
@@ -113,7 +151,8 @@ def tensor_parallel(model: nn.Module, axis: Axis, tokens: SplitTokens | None = N
         style = planned(model, name)
         if style is not None and isinstance(module, (nn.Linear, nn.Embedding)):
             if (module, style) not in made:
-                made[module, style] = style_of(style)(module, axis, tokens)
+                bias = getattr(module, "bias", None) is not None
+                made[module, style] = style_of(style, tokens, bias)(module, axis, tokens)
             owner, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(owner), leaf, made[module, style])
     if "vocabulary_head" in model.tensor_plan.values():                 # type: ignore[operator]

@@ -22,7 +22,7 @@ from course.parallel import mappings, overlap, symmetric
 from course.parallel.mesh import Axis
 from course.parallel.placement import place_serial
 from course.parallel.sequence import SplitTokens
-from course.parallel.tensor import RowLinear
+from course.parallel.tensor import OverlappedRowLinear, RowLinear
 from course.parallel.trace import Trace
 from course.recompute import keep_dear, recompute
 
@@ -131,7 +131,7 @@ def rows_in_16_bits():
     torch.nn.init.constant_(whole.bias, 0.7)
     tokens = SplitTokens({}, Axis("cp"), axis, zigzag=False, overlap="nccl")
     x, formats, found = torch.randn(3, 4, 64, generator=random), [], []
-    for linear in (whole, RowLinear(whole, axis), RowLinear(whole, axis, tokens)):
+    for linear in (whole, RowLinear(whole, axis), OverlappedRowLinear(whole, axis, tokens)):
         linear.weight.data.copy_(values if linear is whole else values.tensor_split(size, 1)[rank])
         linear.zero_grad()
         with torch.autocast("cpu", torch.bfloat16):
