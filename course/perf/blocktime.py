@@ -33,10 +33,11 @@ def block_time(local: Local) -> dict[str, float]:
     kept = local.seconds(forward_bytes(local)) + slow_norms(local, False)
     gone = local.seconds(backward_bytes(local)) + slow_norms(local, True)
     comm, comm_back, beside = tensor_time(local, each)
-    comm, comm_back = comm + modulation_time(local)[0], comm_back + modulation_time(local)[1]
+    modulated, modulated_back = modulation_time(local)
+    comm, comm_back = comm + modulated, comm_back + modulated_back
     again, how = 0.0, local.config.train.recompute
     if how == "selective":                          # which keeps what overlapped linears and a ring put out
-        collectives = modulation_time(local)[0] if local.p.overlapped else comm
+        collectives = modulated if local.p.overlapped else comm
         again = kept + collectives + (0.0 if local.p.context == "ring" else around)
     if how == "full" or (how == "selective" and local.config.compile and attention_leaves(local.config)):
         spare = 0.0 if isinstance(local.m, DiTConfig) or local.config.precision == "fp8" else each[3][0]

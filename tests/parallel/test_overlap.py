@@ -206,6 +206,8 @@ class SharedRoom(symmetric.Room):
         size = 2 * torch.Size(shape).numel()
         self.places = [torch.from_file(f"{name}-{rank}", shared=True, size=size, dtype=dtype).view(2, *shape)
                        for rank in range(axis.size)]
+        dist.barrier()                              # now all have mapped it, and it needs no name any more
+        os.unlink(f"{name}-{axis.rank}")
         self.uses, self.graph, self.barriers = 0, -1, 0
 
     def barrier(self):
