@@ -51,6 +51,7 @@ class Room:
         memory: Any = importlib.import_module("torch.distributed._symmetric_memory")
         try:
             self.own = memory.empty(2, *shape, dtype=dtype, device=torch.device("cuda", torch.cuda.current_device()))
+            torch.cuda.synchronize()                # zeros are written after what the GPU has to do: later than a faster rank
             self.handle = memory.rendezvous(self.own, group_of(axis).group_name)
             self.places = [self.handle.get_buffer(rank, self.own.shape, dtype) for rank in range(axis.size)]
         except RuntimeError as error:
@@ -129,7 +130,7 @@ class Scatter:
         wait_for(self.stream)
         if self.axis.size == 2:
             return torch.add(self.x, self.own[1 - self.axis.rank])
-        return self.own.sum(0)                      # in float32, rounded once
+        return self.own.sum(0, dtype=self.own.dtype)                    # in float32, rounded once; autocast would not round
 
 
 def around(axis: Axis) -> list[int]:

@@ -36,7 +36,8 @@ def layouts(n: int) -> dict[str, list[str]]:
         "pp gpipe": [f"pp={n}", "schedule=gpipe"], "pp 1f1b": [f"pp={n}"],
         "pp interleaved": ["pp=2", f"dp={n // 2}", "schedule=interleaved", "chunks=2"]}
     products = {
-        "dp2 sp2 zero": ["dp=2", "tp=2", "sp=true", "zero=true"], "cp2 sp2": ["cp=2", "tp=2", "sp=true"],
+        "dp2 sp2 zero": ["dp=2", "tp=2", "sp=true", "zero=true"],
+        "dp2 sp2 symmetric": ["dp=2", "tp=2", "sp=true", "overlap=symmetric"], "cp2 sp2": ["cp=2", "tp=2", "sp=true"],
         "pp2 sp2": ["pp=2", "tp=2", "sp=true"], "pp2 cp2": ["pp=2", "cp=2"]} if n == 4 else {}
     found = {name: [f"parallel.{setting}" for setting in settings] + (["train.micro_batch=1"] if name.startswith("pp") else [])
              for name, settings in {**alone, **products}.items()}
