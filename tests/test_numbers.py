@@ -340,6 +340,52 @@ def test_what_is_exchanged_through_memory() -> None:
     assert "needs {:.1f} GB in place of {:.1f}".format(*needs) in text
 
 
+EXCHANGES = ("matmul", "gather, NCCL", "matmul beside gather, NCCL", "gather, through memory",
+             "matmul beside gather, through memory", "scatter, NCCL", "scatter, through memory", "all-reduce, NCCL")
+SIZES = {"DiT-XL/2, 256 px, 32 samples": [32, 256, 1152], "GPT 350M, 16 samples": [16, 1024, 1024],
+         "GPT 1.3B, 4 samples": [4, 2048, 2048], "width 3072, 16 samples": [16, 2048, 3072]}
+
+
+@pytest.mark.parametrize("gpus", [2, 4])
+@pytest.mark.parametrize("name", SIZES)
+def test_what_is_exchanged_on_h200s(gpus: int, name: str) -> None:
+    values = [1e3 * row("exchange_h200", case, gpus=gpus, size=SIZES[name])["ms"] for case in EXCHANGES]
+    said = cells(f"{gpus} GPUs: {name}", "The same on H200s")
+    assert [d for cell, value in zip(said, values, strict=True) for d in differences(cell, [value])] == []
+
+
+def test_steps_with_sequence_parallelism_on_four_h200s() -> None:
+    """Three models, of which the last's are not all measured; and what is concluded."""
+    found = {r["case"]: r for r in results("sp_4xh200")["rows"]}
+    longer, less = [], []
+    for model in ("DiT-XL/2, 256 px, 32 samples", "GPT 124M, 32 samples", "GPT 350M, 16 samples"):
+        nccl, hand, memory, none = (found.get(f"{model}, {way}in a graph") for way in (
+            "", "kernels by hand, ", "kernels by hand, through memory, ", "kernels by hand, no sequence parallelism, "))
+        wanted = [nccl and nccl["ms"], hand and hand["ms"], *((r and r[key]) for r in (memory, none) for key in ("ms", "memory_gb"))]
+        said = cells(f"four: {model}", "The same on H200s")
+        assert [d for cell, value in zip(said, wanted, strict=True) for d in differences(cell, [value] if value else [])] == []
+        if hand and memory and none:
+            longer.append([100 * r["ms"] / none["ms"] - 100 for r in (memory, hand)])
+            less.append(1 - memory["memory_gb"] / none["memory_gb"])
+    through, by_nccl = zip(*longer, strict=True)
+    text = MEASURED.partition("There sequence parallelism through memory")[2].partition("\n\n")[0]
+    assert f"takes {min(through):.0f} to {max(through):.0f}% longer than none, in a third less" in text
+    assert f"by NCCL it takes {min(by_nccl):.0f} to {max(by_nccl):.0f}% longer" in text and 0.28 < min(less) < max(less) < 0.38
+
+
+def test_parity_through_memory_on_h200s() -> None:
+    two, four = (results(name)["through memory"]["rows"] for name in ("parity_2xh200", "parity_h200"))
+    assert f"{len(two)} comparisons on two H200s and {len(four)} on four are equal" in " ".join(MEASURED.split())
+    assert not any(r["wrong"] for r in two + four)
+
+
+def test_a_vit_whose_tokens_four_ranks_do_not_cut_evenly() -> None:
+    ms = [row("tp_vit_h200", f"{way}, compiled", gpus=4)["ms"] for way in ("plain", "sequence", "overlap")]
+    text = " ".join(MEASURED.partition("What is slower than in the layout")[2].partition("\n\n")[0].split())
+    assert "takes {:.1f} ms without sequence parallelism, and with it {:.1f} with nothing overlapped and {:.1f} overlapped".format(
+        *ms) in text
+
+
 def test_layers_by_kernels_of_our_own() -> None:
     rows: dict[tuple[str, str], dict[str, float]] = {}
     for r in results("grid_2xh100")["again"]["rows"]:
@@ -367,18 +413,14 @@ def test_micro_batches_with_16_bit_weights() -> None:
 
 # --- in parallel: the label's first words, then in the order in which the numbers stand: file, case, which GPUs and field
 LAYOUTS: list[tuple[str, list[tuple[str, str, dict[str, Any], str]]]] = [
-    ("tensor and sequence parallel, 8 layers of hidden 4096, tp=4", [
-        ("tp_h200", "symmetric", {"gpus": 4}, "ms"), ("tp_h200", "symmetric", {"gpus": 4}, "efficiency"),
-        ("tp_h200", "symmetric", {"gpus": 4}, "memory_gb"),
-        ("tp_h200", "DTensor sequence parallel", {"gpus": 4}, "ms"),
-        ("tp_h200", "DTensor sequence parallel, compiled", {"gpus": 4}, "ms"),
-        ("tp_h200", "DTensor sequence parallel, compiled", {"gpus": 4}, "memory_gb"),
-        ("tp_h200", "DTensor sequence parallel", {"gpus": 4}, "memory_gb")]),
-    ("the same, tp=2 (2 H200s, 2026-11-22, `tp_2xh200.json`)", [
-        ("tp_2xh200", "overlap", {}, "ms"), ("tp_2xh200", "overlap, compiled", {}, "ms"),
-        ("tp_2xh200", "overlap, compiled", {}, "efficiency"), ("tp_2xh200", "overlap, compiled", {}, "memory_gb"),
-        ("tp_2xh200", "DTensor sequence parallel", {}, "ms"), ("tp_2xh200", "DTensor sequence parallel, compiled", {}, "ms"),
-        ("tp_2xh200", "DTensor sequence parallel, compiled", {}, "memory_gb")]),
+    *((label, [("tp_h200", "symmetric", {"gpus": n}, "ms"), *(("tp_h200", "symmetric, compiled", {"gpus": n}, field)
+                                                             for field in ("ms", "efficiency", "memory_gb")),
+               ("tp_h200", "overlap", {"gpus": n}, "ms"), ("tp_h200", "overlap, compiled", {"gpus": n}, "ms"),
+               ("tp_h200", "DTensor sequence parallel", {"gpus": n}, "ms"),
+               ("tp_h200", "DTensor sequence parallel, compiled", {"gpus": n}, "ms"),
+               ("tp_h200", "DTensor sequence parallel, compiled", {"gpus": n}, "memory_gb"),
+               ("tp_h200", "DTensor sequence parallel", {"gpus": n}, "memory_gb")])
+      for label, n in (("tensor and sequence parallel, 8 layers of hidden 4096, tp=4", 4), ("the same, tp=2", 2))),
     ("causal attention of 64k tokens, cp=4", [
         ("cp_h200", "64k causal ring", {}, "ms"), ("cp_h200", "64k causal ring", {}, "efficiency"),
         ("cp_h200", "64k causal all_to_all", {}, "ms"), ("cp_h200", "64k causal all_to_all", {}, "efficiency"),
@@ -389,26 +431,18 @@ LAYOUTS: list[tuple[str, list[tuple[str, str, dict[str, Any], str]]]] = [
         ("cp_h200", "64k full gather", {}, "ms"), ("cp_h200", "64k full PyTorch context_parallel", {}, "ms"),
         ("cp_h200", "64k full PyTorch context_parallel", {}, "efficiency")]),
     ("data parallel, GPT 350M's stack, 4 GPUs", [
-        ("dp_h200", "bucketed", {"gpus": 4, "bucket_mb": 25}, "ms"), ("dp_h200", "none", {"gpus": 4}, "ms"),
-        ("dp_h200", "ddp", {"gpus": 4, "bucket_mb": 25}, "ms")]),
-    ("pp=4, 16 micro-batches: bubble", [
-        ("pp_h200", "1f1b", {}, "bubble"), ("pp_h200", "1f1b", {}, "theory"),
-        ("pp_h200", "interleaved", {}, "bubble"), ("pp_h200", "interleaved", {}, "theory"),
-        ("pp_h200", "PyTorch 1F1B", {}, "bubble"), ("pp_h200", "PyTorch Interleaved1F1B", {}, "bubble")]),
-    ("ZeRO-1, whole steps, 4 GPUs", [
-        ("zero_h200", "ZeRO-1", {}, "ms"), ("zero_h200", "ZeRO-1", {}, "optimizer_gb"),
-        ("zero_h200", "ZeroRedundancyOptimizer", {}, "ms"), ("zero_h200", "ddp", {}, "ms"),
-        ("zero_h200", "ddp", {}, "optimizer_gb")]),
-    ("the same, 2 GPUs, with 16-bit copies (`zero_2xh200.json`)", [
-        ("zero_2xh200", "ZeRO-1, 16-bit copies", {}, "ms"), ("zero_2xh200", "ZeRO-1, 16-bit copies", {}, "optimizer_gb"),
-        ("zero_2xh200", "ZeroRedundancyOptimizer", {}, "ms"), ("zero_2xh200", "ddp", {}, "ms"),
-        ("zero_2xh200", "ddp", {}, "optimizer_gb")])]
+        ("dp_h200", case, {"gpus": 4, "bucket_mb": size}, "ms") for case, size in (
+            ("bucketed", 25), ("bucketed, compiled", 100), ("none", 25), ("none, compiled", 25), ("ddp", 25),
+            ("ddp, compiled", 100))]),
+    *((label, [("pp_h200", case, {"gpus": n}, field) for case, field in (
+        ("1f1b", "bubble"), ("1f1b", "theory"), ("interleaved", "bubble"), ("interleaved", "theory"), ("PyTorch 1F1B", "bubble"),
+        ("PyTorch Interleaved1F1B", "bubble"))])
+      for label, n in (("pp=4, 16 micro-batches: bubble", 4), ("the same, pp=2: bubble", 2))),
+    *((label, [("zero_h200", case, {"gpus": n}, field) for case, field in (
+        ("ZeRO-1, 16-bit copies", "ms"), ("ZeRO-1, 16-bit copies", "optimizer_gb"), ("ZeroRedundancyOptimizer", "ms"),
+        ("ddp", "ms"), ("ddp", "optimizer_gb"))])
+      for label, n in (("ZeRO-1, whole steps, 4 GPUs, with 16-bit copies", 4), ("the same, 2 GPUs", 2)))]
 AGAIN: list[tuple[str, list[tuple[str, str, dict[str, Any], str]]]] = [
-    ("tensor and sequence parallel, 8 layers of hidden 4096", [
-        ("tp_2xh200 again", "overlap", {}, "ms"), ("tp_2xh200 again", "overlap, compiled", {}, "ms"),
-        ("tp_2xh200 again", "overlap, compiled", {}, "efficiency"), ("tp_2xh200 again", "overlap, compiled", {}, "memory_gb"),
-        ("tp_2xh200 again", "DTensor sequence parallel", {}, "ms"),
-        ("tp_2xh200 again", "DTensor sequence parallel", {}, "memory_gb")]),
     ("causal attention of 64k tokens", [
         ("cp_h200 again", f"64k causal {case}", {}, field) for case in ("ring", "all_to_all", "PyTorch context_parallel")
         for field in ("ms", "efficiency")]),
@@ -419,11 +453,7 @@ AGAIN: list[tuple[str, list[tuple[str, str, dict[str, Any], str]]]] = [
     ("data parallel, GPT 350M's stack", [
         ("dp_h200 again", case, {"gpus": 2, "bucket_mb": size}, "ms") for case, size in (
             ("bucketed", 25), ("bucketed, compiled", 100), ("none", 25), ("none, compiled", 25), ("ddp", 25),
-            ("ddp, compiled", 100))]),
-    ("16 micro-batches: bubble", [
-        ("pp_h200 again", case, {}, field) for case, field in (
-            ("gpipe", "bubble"), ("gpipe", "theory"), ("1f1b", "bubble"), ("interleaved", "bubble"), ("interleaved", "theory"),
-            ("PyTorch GPipe", "bubble"))])]
+            ("ddp, compiled", 100))])]
 SHARES = ("efficiency", "bubble", "theory")                      # which are shown in percent
 
 
@@ -444,12 +474,12 @@ SHORT: list[tuple[str, list[tuple[str, str, dict[str, Any], str]]]] = [
                                           ("dit_h200", f"256 px: {NARROW}", {}, "samples_per_s")]),
     ("DiT-XL/2, 256 px, FP8, images/s", [("dit_h200", f"256 px: {HAND.replace('bf16', 'fp8')}", {}, "samples_per_s"),
                                          ("dit_h200", "256 px: fp8 by Transformer Engine", {}, "samples_per_s")]),
-    ("tensor and sequence parallel, hidden 4096", [("tp_h200", "symmetric", {"gpus": 4}, "ms"),
+    ("tensor and sequence parallel, hidden 4096", [("tp_h200", "symmetric, compiled", {"gpus": 4}, "ms"),
                                                    ("tp_h200", "DTensor sequence parallel, compiled", {"gpus": 4}, "ms")]),
     ("context parallel, causal attention of 64k tokens", [("cp_h200", "64k causal all_to_all", {}, "ms"),
                                                           ("cp_h200", "64k causal PyTorch context_parallel", {}, "ms")]),
-    ("pipeline, interleaved: the bubble, theory 8.6%", [("pp_h200", "interleaved", {}, "bubble"),
-                                                        ("pp_h200", "PyTorch Interleaved1F1B", {}, "bubble")])]
+    ("pipeline, interleaved: the bubble, theory 8.6%", [("pp_h200", "interleaved", {"gpus": 4}, "bubble"),
+                                                        ("pp_h200", "PyTorch Interleaved1F1B", {"gpus": 4}, "bubble")])]
 
 
 @pytest.mark.parametrize(("label", "wanted"), SHORT)

@@ -46,7 +46,7 @@ class Rates:
 
 
 # (file, name) of recorded steps: a run on one GPU, one that is cut by tensors and one by layers
-CHOSEN = {"one GPU": ("gpt_", "gpt: 1.3B: bf16, compiled, narrow stream"), "tensor parallel": ("tp_2x", "tp 2: plain"),
+CHOSEN = {"one GPU": ("gpt_", "gpt: 1.3B: bf16, compiled, narrow stream"), "tensor parallel": ("tp_", "tp 2: plain"),
           "pipeline": ("pp_", "pp 4: 1f1b")}
 
 

@@ -16,7 +16,7 @@ communication with dependent computation via decomposition", ASPLOS). Over NVLin
 A collective of NCCL's puts pieces one after the other, and of a batch that would be all samples' first pieces, then all their
 second ones. So samples are gathered and scattered one by one, all in one kernel, and each lies where it belongs. That is a call
 for each, and costs a host that is behind its GPU: small batches of short samples that no graph replays go as one tensor, and a
-copy puts them in order.
+copy puts them in order. So do tokens that a group cannot cut evenly, which have to be copied anyway.
 
 Each is an operator of its own to PyTorch, `torch.ops.course.gather_linear` and so on: torch.compile does not look into it, so
 that its order stays and the block around it is one graph, and `recompute` can keep what it puts out. An operator takes a
@@ -157,8 +157,10 @@ def small(samples: int, nbytes: float) -> bool:
     return samples > 1 and nbytes < min(SMALL, samples * SHORT)
 
 
-def as_one(x: Tensor, n: int) -> bool:
-    """Whether a batch (B, any, D) of n tokens a sample goes as one tensor."""
+def as_one(x: Tensor, n: int, axis: Axis) -> bool:
+    """Whether a batch (B, any, D) of n tokens a sample goes as one tensor over the ranks of an axis."""
+    if n % axis.size:
+        return True                                 # what is padded is copied: as well in order
     replayed = x.is_cuda and torch.cuda.is_current_stream_capturing()               # a graph has no host that could be behind
     return small(len(x), len(x) * n * x.shape[2] * x.itemsize) and not replayed
 
@@ -173,32 +175,33 @@ def gather(x: Tensor, axis: Axis, n: int, direct: bool = False, hidden: bool = F
         return symmetric.Gather(x, axis, n, hidden)
     lengths = mappings.lengths(n, axis.size)
     piece = padded(x, lengths[0]).contiguous()
-    if as_one(x, n):
-        come = x.new_empty(axis.size * len(x), lengths[0], x.shape[2])  # rank by rank
-        wait, pieces, whole = begin_gather([come], [piece], axis), come.chunk(axis.size), None
-    else:
-        come = x.new_empty(len(x), axis.size * lengths[0], x.shape[2])
-        wait, pieces, whole = begin_gather(list(come), list(piece), axis), come.chunk(axis.size, 1), come
+    if not as_one(x, n, axis):
+        whole = x.new_empty(len(x), n, x.shape[2])
+        wait = begin_gather(list(whole), list(piece), axis)
 
-    def finish() -> Tensor:
-        wait()
-        if whole is not None and n % axis.size == 0:
+        def in_place() -> Tensor:
+            wait()
             return whole
-        return torch.cat([part[:, :tokens] for part, tokens in zip(pieces, lengths, strict=True)], 1)
 
-    return finish
+        return in_place
+    come = x.new_empty(axis.size * len(x), lengths[0], x.shape[2])      # rank by rank
+    wait = begin_gather([come], [piece], axis)
+
+    def in_order() -> Tensor:
+        wait()
+        return torch.cat([part[:, :tokens] for part, tokens in zip(come.chunk(axis.size), lengths, strict=True)], 1)
+
+    return in_order
 
 
 def scatter(x: Tensor, axis: Axis, direct: bool = False, hidden: bool = False) -> Pending:
     """Begin to add up each sample's tokens and keep this rank's piece of them, (B, T, D) -> (B, T/tp, D). How: as above."""
     if direct and symmetric.serves(x, axis, x.shape[1]):
         return symmetric.Scatter(x, axis, hidden)
-    n, lengths = x.shape[1], mappings.lengths(x.shape[1], axis.size)
-    if n % axis.size:
-        x = torch.cat([padded(part, lengths[0]) for part in x.tensor_split(axis.size, 1)], 1)
+    lengths = mappings.lengths(x.shape[1], axis.size)
     piece = x.new_empty(len(x), lengths[0], x.shape[2])
-    if as_one(x, n):
-        pieces, sums = [piece], [rank_by_rank(x, axis.size)]
+    if as_one(x, x.shape[1], axis):
+        pieces, sums = [piece], [rank_by_rank(x, lengths)]
     else:
         pieces, sums = list(piece), list(x.contiguous())
     wait = group_of(axis).reduce_scatter_tensor_coalesced(pieces, sums).wait
@@ -211,15 +214,17 @@ def scatter(x: Tensor, axis: Axis, direct: bool = False, hidden: bool = False) -
     return finish
 
 
-def rank_by_rank(x: Tensor, size: int) -> Tensor:
-    """(B, size * t, D) -> (size * B, t, D), of memory that begins with x: all samples' first pieces, then all their second ones.
+def rank_by_rank(x: Tensor, lengths: list[int]) -> Tensor:
+    """(B, sum of lengths, D) -> (ranks * B, t, D), t the longest: all samples' first pieces, then all their second ones.
 
     A number of 16 bytes is copied as fast as one of two, so 16 bytes are called a number, where they fit: a third of the time of
     `torch.cat`, or half ("copies" in perf/results/sp_2xh100.json).
     """
-    whole = x.new_empty(size, len(x), x.shape[1] // size, x.shape[2])
+    if lengths[-1] != lengths[0]:
+        return torch.cat([padded(part, lengths[0]) for part in x.split(lengths, 1)])
+    whole = x.new_empty(len(lengths), len(x), lengths[0], x.shape[2])
     to, of = (part.view(torch.complex128) if x.shape[2] * x.itemsize % 16 == 0 else part for part in (whole, x.contiguous()))
-    to.copy_(of.unflatten(1, (size, -1)).transpose(0, 1))
+    to.copy_(of.unflatten(1, (len(lengths), -1)).transpose(0, 1))
     return whole.flatten(0, 1)
 
 

@@ -30,10 +30,10 @@ RIVALS = {"GPT 124M: Hugging Face's GPT-2, compiled": ("gpt", f"124M: bf16, {HAN
           "ViT-1024, FP8: Transformer Engine": ("vit", "width 1024: fp8, compiled, narrow stream",
                                                 "width 1024: fp8 by Transformer Engine"),
           "attention, cp=4: context_parallel": ("cp", "64k causal ring", "64k causal PyTorch context_parallel"),
-          "tp=4: DTensor, compiled": ("tp", "symmetric", "DTensor sequence parallel, compiled"),
+          "tp=4: DTensor, compiled": ("tp", "symmetric, compiled", "DTensor sequence parallel, compiled"),
           "dp=4: DDP": ("dp", "bucketed", "ddp")}
 # the same of efficiencies on four GPUs
-FOUR = {"tp": ("tp", "symmetric", "DTensor sequence parallel, compiled"), "cp, causal": ("cp", "64k causal all_to_all",
+FOUR = {"tp": ("tp", "symmetric, compiled", "DTensor sequence parallel, compiled"), "cp, causal": ("cp", "64k causal all_to_all",
         "64k causal PyTorch context_parallel"), "cp, full": ("cp", "64k full all_to_all", "64k full PyTorch context_parallel"),
         "dp": ("dp", "bucketed", "ddp"), "pp, 1F1B": ("pp", "1f1b", "PyTorch 1F1B"),
         "pp, interleaved": ("pp", "interleaved", "PyTorch Interleaved1F1B")}

@@ -101,7 +101,7 @@ def one_by_one(tokens, samples):
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("tokens", [6, 7])
 def test_overlapped_linears_are_the_plain_ones_where_samples_go_one_by_one(size, tokens):
-    """As those of large batches do, and in a graph all."""
+    """As those of large batches do, and in a graph all, where each rank has as many tokens."""
     assert max(ranks(size)(one_by_one, tokens, 3)) < 1e-12
 
 
@@ -109,8 +109,11 @@ def test_overlapped_linears_are_the_plain_ones_where_samples_go_one_by_one(size,
 def test_rank_by_rank_puts_first_pieces_first(width):
     """Also of numbers of which 16 bytes are no whole number."""
     x = torch.arange(4 * 6 * width, dtype=torch.bfloat16).view(4, 6, width)
-    assert torch.equal(overlap.rank_by_rank(x, 3), torch.cat(x.chunk(3, 1)))
-    assert torch.equal(overlap.rank_by_rank(x.transpose(0, 1), 2), torch.cat(x.transpose(0, 1).chunk(2, 1)))
+    assert torch.equal(overlap.rank_by_rank(x, [2, 2, 2]), torch.cat(x.chunk(3, 1)))
+    assert torch.equal(overlap.rank_by_rank(x.transpose(0, 1), [2, 2]), torch.cat(x.transpose(0, 1).chunk(2, 1)))
+    padded = F.pad(x, (0, 0, 0, 2))                 # pieces of 2, 2, 1 and 1, each in the place of two
+    order = torch.tensor([0, 1, 2, 3, 4, 6, 5, 7])
+    assert torch.equal(overlap.rank_by_rank(x, [2, 2, 1, 1]), torch.cat(padded[:, order].chunk(4, 1)))
 
 
 def test_a_batch_of_64_mb_is_large_and_so_are_samples_of_4():
@@ -118,8 +121,14 @@ def test_a_batch_of_64_mb_is_large_and_so_are_samples_of_4():
     assert [overlap.small(32, 32 * 1024 * width * 2) for width in (1023, 1024)] == [True, False]
     assert [overlap.small(2, 2 * 2048 * width * 2) for width in (1023, 1024)] == [True, False]
     assert not overlap.small(1, 1024 * 1024 * 2)
-    x = torch.empty(32, 1, 1023, dtype=torch.bfloat16)
-    assert overlap.as_one(x, 1024) and not overlap.as_one(x, 1026) and not overlap.as_one(x[:1], 1024)
+    x, axis = torch.empty(32, 1, 1023, dtype=torch.bfloat16), Axis("tp", 2)
+    assert overlap.as_one(x, 1024, axis) and not overlap.as_one(x, 1026, axis) and not overlap.as_one(x[:1], 1024, axis)
+
+
+def test_tokens_that_no_group_cuts_evenly_go_as_one_whatever_their_size():
+    """They are padded, so copied, and a copy may as well put them in order."""
+    x = torch.empty(32, 1, 4096, dtype=torch.bfloat16)
+    assert overlap.as_one(x, 1025, Axis("tp", 2)) and not overlap.as_one(x, 1024, Axis("tp", 2))
 
 
 def rows_in_16_bits():
@@ -263,5 +272,8 @@ def test_gpus_that_do_not_reach_each_others_memory_are_told_so():
     memory.rendezvous.side_effect = RuntimeError("peer access\nand more")
     with (mock.patch.dict(sys.modules, {"torch.distributed._symmetric_memory": memory}),
           mock.patch.object(torch.cuda, "current_device", return_value=0),
+          mock.patch.object(torch.cuda, "synchronize", memory.synchronize),
           pytest.raises(CourseError, match=r"memory \(peer access\): set parallel.overlap=nccl")):
         symmetric.Room((2, 3), torch.float32, Axis("tp", 2, 0, (0, 1), mock.Mock()))
+    # none may write before all have their zeros there: see tests/gpu/test_gpu_symmetric.py
+    assert [call[0] for call in memory.method_calls] == ["empty", "synchronize", "rendezvous"]

