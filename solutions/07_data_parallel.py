@@ -604,7 +604,7 @@ lab.beside("\nweak scaling efficiency, bucketed", my_efficiency, efficiency["buc
 # The stack of the timeline, 302 million parameters, 16 × 1024 tokens on each GPU, bf16 with gradients in float32: forward,
 # backward and averaging, on one H200 and on several joined by NVLink. All links carry 347 GB/s.
 #
-# > **Predict** the efficiency of `naive` on four GPUs from the time of one, 93 ms, and from what you know of the
+# > **Predict** the efficiency of `naive` on four GPUs from the time of one, 92 ms, and from what you know of the
 # > all-reduce. And that of `bucketed`?
 
 # %%
@@ -628,12 +628,12 @@ lab.beside("\nnaive", my_naive, measured["naive"], how="recorded")
 lab.beside("bucketed", my_bucketed, measured["bucketed"], how="recorded")
 
 # %% [markdown]
-# **How to read it:** `none` is what computing takes when nobody speaks. What `naive` takes beyond it, almost 8 ms, is the
+# **How to read it:** `none` is what computing takes when nobody speaks. What `naive` takes beyond it, 8 ms, is the
 # whole communication: 5.2 ms at the full bandwidth, and the copies into one tensor and back. `bucketed` hides half of that.
 # Why not all? NCCL's kernels run on the GPU's own processors and share its memory, so backward is slower while something is
 # sent. `ddp` is PyTorch's own, the bar to clear. When the model is compiled it computes faster and sends as much, so the
 # efficiency is lower: efficiency alone is no merit, and a slow program scales well. And measure what you run: `ddp` with
-# compiled blocks loses a quarter with its usual buckets, and half as much with larger ones.
+# compiled blocks loses nearly a quarter with its usual buckets, and a fifth with larger ones.
 #
 # ## Does it train as one process does?
 #

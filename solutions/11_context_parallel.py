@@ -458,8 +458,8 @@ for layout in (["parallel.cp=2", "parallel.tp=2"], ["parallel.cp=4"]):
 #
 # ## On GPUs
 #
-# Four H200s, 32 heads of 128, forward and backward in bf16, not causal. This library's ring is 63% efficient at 16,384 tokens
-# and 87% at 65,536. Efficiency is the time on one GPU, over four times that on four.
+# Four H200s, 32 heads of 128, forward and backward in bf16, not causal. This library's ring is 60% efficient at 16,384 tokens
+# and 88% at 65,536. Efficiency is the time on one GPU, over four times that on four.
 #
 # > **Predict** it for a plain gather of keys and values, at the same two lengths: better or worse than a ring, which hides
 # > its sending?
@@ -474,7 +474,7 @@ for length, percent in my_gather.items():
     lab.beside(f"gather, {length} tokens", percent, efficiency[f"{length} full gather"], "%", "recorded")
 
 # %% [markdown]
-# **What you should see:** the plain gather wins, 76% and 90%. Four GPUs with NVLink gather fast, one large kernel is better
+# **What you should see:** the plain gather wins, 77% and 92%. Four GPUs with NVLink gather fast, one large kernel is better
 # than four small ones, and the merges cost time as well. The ring is for when memory runs out, or the links are slow. So
 # measure your own case; the library keeps all three, and `parallel.context` chooses.
 
@@ -486,9 +486,8 @@ lab.recorded("cp_h200", scaling.table(rows, lambda case: " ".join([*case.split()
 # **What you should see:** all three gain with the length, because arithmetic grows with its square and bytes do not. On four
 # GPUs of one node all-to-all is the fastest in every row: its bytes are few, and each head stays one large kernel. Causal, the
 # plain gather falls behind: the two pieces of a zigzag need a mask that of the fused kernels only flash attention has, which
-# here runs at about six tenths of cuDNN's rate. (When this was measured its gradients were added up by `index_select` besides;
-# with `permuted`, on two GPUs, it is 55% efficient at 64k tokens, the ring 89%.) The ring, which starts a kernel for each round
-# and merges, is ahead of PyTorch's in every row.
+# here runs at about six tenths of cuDNN's rate: it is 52% efficient at 64k tokens, the ring 82%. The ring, which starts a kernel
+# for each round and merges, is ahead of PyTorch's in every row.
 #
 # And the memory? Of the three the ring has the largest peak here. But this is *one* attention, and its peak counts what is on
 # its way, blocks and their gradients in float32, which is gone when the layer is done. What counts in a model of many layers is

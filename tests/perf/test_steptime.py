@@ -231,8 +231,8 @@ def test_recorded_steps_of_h200s():
 
 def test_what_is_hidden_costs_what_averaged_gradients_cost_four_h200s():
     """`BESIDE`, from steps with and without averaged gradients on one machine; on another they lost more, 88% in the mean.
-    Overlapped linears and the ring, from which it was not taken, are off by 2% in the median with it; with the 0.25 that an
-    engineer would guess (32 of 132 multiprocessors) it was 9%."""
+    Overlapped linears and the ring, from which it was not taken, are off by 4% in the median with it; with the 0.25 that an
+    engineer would guess (32 of 132 multiprocessors) by 8%."""
     found = {step.name.removeprefix("dp 4: "): step for step in recorded.data() if step.gpus == 4}
 
     def shares(rows):
