@@ -9,19 +9,17 @@ bench() {  # GPUS COUNT PORT KIND
     CUDA_VISIBLE_DEVICES=$1 timeout 200 torchrun --nproc-per-node "$2" --master-port "$3" \
         -m course.perf.parallel "$4" "$out/$4_$2.json" 2> "$out/$4_$2.log" || { echo "$4 on $2 GPUs failed:"; grep -v Warning "$out/$4_$2.log" | grep -m4 Error; }
 }
-gpu=0
-for kind in $kinds; do
-    [ "$kind" = zero ] && continue
-    bench $gpu 1 $((29700 + gpu)) "$kind" &
-    gpu=$(((gpu + 1) % 4))
-    [ $gpu = 0 ] && wait
-done
-wait
-for kind in $kinds; do
-    case $kind in
-        tp) bench 0,1 2 29710 tp & ;;
-        tp_vit) bench 2,3 2 29711 tp_vit & ;;
-    esac
-done
-wait
-for kind in $kinds; do bench 0,1,2,3 4 29720 "$kind"; done
+side_by_side() {  # COUNT, then GPUS of each job
+    local count=$1 job=0 kind; shift
+    local groups=("$@")
+    for kind in $kinds; do
+        [ "$count" = 1 ] && [ "$kind" = zero ] && continue
+        bench "${groups[job]}" "$count" $((29700 + 10 * count + job)) "$kind" &
+        job=$(((job + 1) % ${#groups[@]}))
+        [ $job = 0 ] && wait
+    done
+    wait
+}
+side_by_side 1 0 1 2 3
+side_by_side 2 0,1 2,3
+for kind in $kinds; do bench 0,1,2,3 4 29750 "$kind"; done
