@@ -482,19 +482,19 @@ for tp in (2, 4):
 
 # %% [markdown]
 # **What you should see:** 167 and 96 ms by arithmetic, 176 and 116 recorded. The rest is smaller matrices, which are less
-# efficient, and starting kernels. Efficiency is 86% on 2 GPUs and 66% on 4. Communication alone costs a sixth on 4 GPUs; what
-# can be won is to run it *beside* the multiplications.
+# efficient, and on 4 GPUs mostly DTensor itself: compiled it takes 98, as you will see, and this library's plain tensor
+# parallelism 104. Communication alone is a fifth of that; what can be won is to run it *beside* the multiplications.
 
 # %%
 lab.recorded("tp_h200", scaling.table(rows, lambda case: "one GPU, compiled" if "compiled" in case else "one GPU"),
              why="The same stack: tensor parallelism without and with sequence parallelism and overlap, and DTensor")
 
 # %% [markdown]
-# **What you should see:** sequence parallelism alone saves memory (9.9 GB become 7.3 on 4 GPUs), not time. Running NCCL
-# beside the multiplications (*overlap*) gains 18 ms on 2 GPUs; compiling without it gains as much, and on 4 GPUs both together gain no
-# more than either. *Symmetric*, in which NCCL has no part, takes 95 ms on 4 GPUs, where plain tensor parallelism takes 104, and 168
-# on 2, where that takes 175. Whatever you have read about overlap, measure it. What NCCL hides, and what symmetric does
-# differently, is what the rest of this lesson is about.
+# **What you should see:** sequence parallelism alone saves memory (9.9 GB become 7.3 on 4 GPUs), not time. *Overlap*, in which
+# NCCL runs beside the multiplications, takes 18 ms less than that on 2 GPUs, and 6 if both are compiled; on 4, compiled,
+# nothing. And it needs fewer copies, too. So what does NCCL hide? *Symmetric*, in which it has no part, takes 95 ms on 4 GPUs,
+# where plain tensor parallelism takes 104, and 168 on 2, where that takes 175. (It needs 0.5 GB more than the table says, which
+# are not PyTorch's to count.) Whatever you have read about overlap, measure it: that is the rest of this lesson.
 #
 # Beside *which* multiplications? A column linear has two backward. Beside the first, gradient times weight, its input is gathered
 # again, which the second needs; beside the second, gradient times input, the result of the first is scattered. A row linear has
@@ -602,20 +602,25 @@ lab.recorded("symmetric_2xh100", table, why="Whole steps with sequence paralleli
 # because writing is faster than NCCL. `parallel.overlap=symmetric` does that, on GPUs of one node; over a network NCCL is what
 # there is. (By NCCL this DiT took 65 ms above: here its kernels are by hand, and tensor parallelism cuts its modulation, too.)
 #
-# > **Predict.** The same on *four* H200s. Each rank multiplies half as much as on two, and receives half as much again. Is
-# > sequence parallelism through memory still faster than none, with its two all-reduces a block?
+# On these two GPUs sequence parallelism is even faster through memory than none: that DiT takes 48.7 ms without.
+#
+# > **Predict.** The same on *four* H200s. Each rank multiplies half as much as on two, and receives 3/4 of all tokens in place of
+# > half. Is it still faster than none, with its four all-reduces a block, forward and backward?
 
 # %%
 four = {row["case"]: row for row in lab.results("sp_4xh200")["rows"]}
 ways = {"NCCL": "kernels by hand", "through memory": "kernels by hand, through memory",
         "no sequence parallelism": "kernels by hand, no sequence parallelism"}
-table = {f"{model}, {way}": {"ms": four[f"{model}, {words}, in a graph"]["ms"], "GB": four[f"{model}, {words}, in a graph"]["memory_gb"]}
-         for model in models[:2] for way, words in ways.items()}
+table = {f"{model}, {way}": {"ms": row["ms"], "GB": row["memory_gb"]} for model in models[:2]
+         for way, words in ways.items() for row in [four[f"{model}, {words}, in a graph"]]}
 lab.recorded("sp_4xh200", table, why="Whole steps on four H200s, in a graph")
 
 # %% [markdown]
-# **What you should see:** no. It takes 5 to 8% longer than none, and a third less memory; by NCCL it takes up to a third longer. A
-# matmul of 33 µs hides little of a gather of 56. So there it is what you pay for memory, and it is a small price.
+# **What you should see:** no. It takes 5 to 8% longer than none, for about three tenths less memory; by NCCL it takes up to a
+# third longer. Forward nothing hides a gather, and with the scatter it takes 7 to 10% longer than the all-reduce that both
+# replace. Backward, this DiT's multiplications of 33 µs are too short now to hide a gather of 56
+# ([exchange_h200.json](../course/perf/results/exchange_h200.json) has both). So on four it is what you pay for memory: a small
+# price.
 
 # %% [markdown]
 # ## What you know now

@@ -538,10 +538,11 @@ lab.beside("\nlost in 1F1B", my_1f1b, lost_share["1f1b"], how="recorded")
 lab.beside("lost in interleaved, two chunks", my_two_chunks, lost_share["interleaved"], how="recorded")
 
 # %% [markdown]
-# **What you should see:** GPipe and 1F1B lose 14 and 13%, less than in theory, and differ in memory: a third for 1F1B. Less,
-# because the one GPU that they are measured by never rests: it draws all the power that it may, and its clock goes down for that.
-# A GPU that waits a seventh of the time has a higher one in the rest. Interleaving loses 8%: its bubble is half as large, and its
-# messages hide behind the work. In PyTorch's interleaved schedule they do not, and it loses more than 1F1B.
+# **What you should see:** GPipe and 1F1B lose 14.5 and 13.5%, less than in theory, and differ in memory: a third for 1F1B.
+# Less, probably because the one GPU that they are measured by never rests: it draws all the power that it may, and its clock
+# goes down for that (lesson 15). One that waits a sixth of the time can have a higher one in the rest. Interleaving loses 8%:
+# its bubble is half as large, and its messages hide behind the work. In PyTorch's interleaved schedule they do not, and it
+# loses more than 1F1B.
 #
 # ## What you know now
 #

@@ -544,10 +544,10 @@ lab.beside("\nGB of states on each of 4 ranks", my_states_gb, ours["optimizer_gb
 lab.beside("ZeRO-1's step over DDP's", my_relative_time, ours["ms"] / rows["ddp"]["ms"], how="recorded")
 
 # %% [markdown]
-# **What you should see:** a quarter of the states, 8 bytes a parameter over 4 ranks, and a step that takes 2% less time than DDP's.
-# In float32, without the 16-bit copies of the section above, it takes 2% more: the same bytes move as in DDP, and each rank updates
-# a quarter of the weights; but the gather of new weights begins only after the optimizer, and the first layers wait for theirs.
-# With the copies half as many bytes are gathered.
+# **What you should see:** a quarter of the states, 8 bytes a parameter over 4 ranks, and a step that takes 2% less time than
+# DDP's. Without the 16-bit copies of the section above it takes 2% more. New weights are gathered in float32 then: the same
+# bytes move as in DDP, and each rank updates a quarter of the weights; but the gather begins only after the optimizer, and the
+# first layers wait for theirs. With the copies it has half as many bytes.
 #
 # ## What you know now
 #

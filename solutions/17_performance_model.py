@@ -371,12 +371,12 @@ lab.beside("bucketed", my_bucketed, steps[buckets].ms, "ms", "recorded")
 # matmuls, up to 32 of 132, so you would guess that these lose a quarter. But a matmul is cut for all 132: with fewer,
 # its last pieces wait for a second wave.
 #
-# The library had guessed that quarter, too, and on another machine predicted 2.3 ms for the buckets where 5.3 were measured.
-# Now it lets what is hidden cost 74% of its time, the mean of six such pairs of steps there; of the same six here it was 88%.
-# This is the one number in the library's model that was taken from whole steps, so these six prove little. What proves
-# something are overlapped tensor parallelism (lesson 10) and the ring of lesson 11, from which the number was *not* taken: with
-# the guess they are off by 8% in the median, with the 74% by 4%. Remember this: *overlap is where performance models are too
-# optimistic*.
+# The library had guessed that quarter, too, and on another machine predicted 2.3 ms for buckets of 25 MB where 5.3 were measured.
+# Now it lets what is hidden cost 74% of its time, the mean of six such pairs of steps there. Of the same six here it was 85%:
+# machines differ, and one number from one of them is no law. It is the only number in the library's model that was taken from
+# whole steps; the six that it was taken from prove nothing. What proves something are overlapped tensor parallelism (lesson 10)
+# and the ring of lesson 11, from which it was *not* taken: with the guess they are off by 8% in the median, with the 74% by 3%.
+# Remember this: *overlap is where performance models are too optimistic*.
 #
 # ## The bubble
 #
@@ -534,7 +534,7 @@ milliseconds = {name: step.ms for name, step in chosen.items()}
 lab.picture(figures_plan.times({name: step.time for name, step in chosen.items()}, milliseconds,
                                "Predicted steps in pieces; diamonds: recorded"),
             "Three bars: matmuls are the longest piece of each, then kernels bound by memory, attention, and at the end "
-            "optimizer, tensor parallelism or bubble. The diamonds lie a little before the ends of the bars")
+            "optimizer, tensor parallelism or bubble. The diamonds lie at the ends of the bars or a little before")
 
 # %% [markdown]
 # ## Beside all that was recorded
@@ -557,8 +557,8 @@ groups = {}
 for step in all_steps:
     groups.setdefault(words[step.file.split("_")[0]], []).append((step.ms, step.time.step * 1e3))
 lab.picture(figures_plan.scatter(groups, "ms", f"{len(all_steps)} steps on H200s"),
-            "Predicted over measured against measured milliseconds, from 3 to 2400: most points lie between 0.9 and 1.15, a few "
-            "between 0.7 and 0.9, one at 0.55")
+            "Predicted over measured against measured milliseconds, from 3 to 2500: most points lie between 0.9 and 1.15, a few "
+            "between 0.7 and 0.9, two near 1.2, one at 0.55")
 off = sorted(all_steps, key=lambda step: -abs(step.error))
 lab.beside("median error", my_median, 100 * statistics.median(abs(step.error) for step in all_steps), "%")
 lab.beside("worst error", my_worst, 100 * abs(off[0].error), "%")

@@ -209,7 +209,9 @@ def scatter(x: Tensor, axis: Axis, direct: bool = False, hidden: bool = False) -
     def finish() -> Tensor:
         wait()
         mine = lengths[axis.rank]
-        return piece if mine == lengths[0] else piece[:, :mine].contiguous()        # no view: nobody could write into it
+        if mine == lengths[0]:
+            return piece
+        return piece[:, :mine].clone(memory_format=torch.contiguous_format)         # no view: nobody could write into it
 
     return finish
 

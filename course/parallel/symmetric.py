@@ -49,11 +49,14 @@ class Room:
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, axis: Axis):
         memory: Any = importlib.import_module("torch.distributed._symmetric_memory")
+        torch.cuda.synchronize()                    # an error of what was before is none of this
         try:
             self.own = memory.empty(2, *shape, dtype=dtype, device=torch.device("cuda", torch.cuda.current_device()))
             torch.cuda.synchronize()                # zeros are written after what the GPU has to do: later than a faster rank
             self.handle = memory.rendezvous(self.own, group_of(axis).group_name)
             self.places = [self.handle.get_buffer(rank, self.own.shape, dtype) for rank in range(axis.size)]
+        except torch.cuda.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             raise CourseError(f"parallel.overlap=symmetric: these GPUs do not reach each other's memory "
                               f"({str(error).splitlines()[0]}): set parallel.overlap=nccl") from error

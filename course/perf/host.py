@@ -142,7 +142,10 @@ def added(config: Config, dp: int) -> Iterator[tuple[str, float]]:
             yield "zero", 1.0
             yield "dp", -1.0
     if p.tp > 1:
-        yield ("sp" if p.overlap == "none" else p.overlap) if p.sp else "tp", p.tp / 2 if p.symmetric else 1.0
+        length = m.context if isinstance(m, GPTConfig) else m.tokens
+        direct = p.symmetric and math.ceil(length / p.cp) % p.tp == 0    # else by NCCL in any case
+        way = "symmetric" if direct else "sp" if p.overlap == "none" else "nccl"
+        yield way if p.sp else "tp", p.tp / 2 if direct else 1.0
     if p.cp > 1:
         times = p.cp - 1 if p.context == "ring" else 1.0
         yield "causal gather" if attention_leaves(config) else p.context, times

@@ -64,20 +64,21 @@ def test_overlapped_linears_are_the_plain_ones(size, tokens, samples, chosen):
     assert max(ranks(size)(both_ways, tokens, samples, chosen)) < 1e-12
 
 
-def written_into(tokens):
+def written_into(tokens, samples):
     """Add to what linears of two ranks put out; its gradient."""
     axis = everyone()
-    x = torch.ones(3, mappings.lengths(tokens, 2)[axis.rank], 5, requires_grad=True)
+    x = torch.ones(samples, mappings.lengths(tokens, 2)[axis.rank], 5, requires_grad=True)
     inner = overlap.gather_linear(x, torch.ones(7, 5), None, axis, SimpleNamespace(here=tokens))
     y = overlap.linear_scatter(inner, torch.ones(4, 7), None, axis)
     y.add_(1).sum().backward()
     return x.grad.unique().tolist()
 
 
+@pytest.mark.parametrize("samples", [1, 3])
 @pytest.mark.parametrize("tokens", [7, 8])
-def test_one_may_write_into_what_linears_put_out(tokens):
-    """On every rank, also where one has a token more."""
-    assert ranks(2)(written_into, tokens) == [[56.0]] * 2
+def test_one_may_write_into_what_linears_put_out(tokens, samples):
+    """On every rank, also where one has a token more. A piece of a single sample's tokens is contiguous, and still a view."""
+    assert ranks(2)(written_into, tokens, samples) == [[56.0]] * 2
 
 
 def without_the_long_name(tokens, samples):
@@ -276,4 +277,4 @@ def test_gpus_that_do_not_reach_each_others_memory_are_told_so():
           pytest.raises(CourseError, match=r"memory \(peer access\): set parallel.overlap=nccl")):
         symmetric.Room((2, 3), torch.float32, Axis("tp", 2, 0, (0, 1), mock.Mock()))
     # none may write before all have their zeros there: see tests/gpu/test_gpu_symmetric.py
-    assert [call[0] for call in memory.method_calls] == ["empty", "synchronize", "rendezvous"]
+    assert [call[0] for call in memory.method_calls] == ["synchronize", "empty", "synchronize", "rendezvous"]

@@ -117,7 +117,8 @@ def test_buckets_are_counted(settings, gpus, number):
     (["parallel.cp=2", "parallel.zero=true", "parallel.context=all_to_all"], 1, {"all_to_all": 1, "zero": 1, "dp": -1}),
     (["parallel.cp=4"], 1, {"ring": 3, "dp": -2}),
     (["parallel.pp=4", "parallel.chunks=3", "parallel.schedule=interleaved"], 1, {"pp": 3}),
-    (["parallel.tp=4", "parallel.sp=true", "parallel.overlap=symmetric"], 1, {"symmetric": 2})])
+    (["parallel.tp=4", "parallel.sp=true", "parallel.overlap=symmetric"], 1, {"symmetric": 2}),
+    (["parallel.tp=4", "parallel.sp=true", "parallel.overlap=symmetric", "model.context=1022"], 1, {"nccl": 1})])
 def test_layouts(settings, dp, more):
     assert blocks_of(settings, dp=dp) == pytest.approx(2e5 + sum(times * bit(name) for name, times in more.items()))
 

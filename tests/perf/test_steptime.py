@@ -229,10 +229,12 @@ def test_recorded_steps_of_h200s():
     assert {name for name, error in errors.items() if abs(error) >= 0.25} == set(KNOWN)
 
 
-def test_what_is_hidden_costs_what_averaged_gradients_cost_four_h200s():
-    """`BESIDE`, from steps with and without averaged gradients on one machine; on another they lost more, 88% in the mean.
-    Overlapped linears and the ring, from which it was not taken, are off by 4% in the median with it; with the 0.25 that an
-    engineer would guess (32 of 132 multiprocessors) by 8%."""
+def test_what_is_hidden_costs_what_averaged_gradients_cost_four_h200s(monkeypatch):
+    """`BESIDE`, from steps with and without averaged gradients on one machine; on another they lost more, 85% in the mean.
+    Overlapped linears and the ring, from which it was not taken, are off by 3% in the median with it; with the 0.25 that an
+    engineer would guess (32 of 132 multiprocessors) by 8%. By the measured table, as all predictions are."""
+    monkeypatch.undo()
+    kernels.kernels_of.cache_clear()
     found = {step.name.removeprefix("dp 4: "): step for step in recorded.data() if step.gpus == 4}
 
     def shares(rows):
@@ -246,8 +248,8 @@ def test_what_is_hidden_costs_what_averaged_gradients_cost_four_h200s():
     file = json.loads((recorded.RESULTS / "dp_h200.json").read_text())
     first, later = (list(shares(part["rows"])) for part in (file["first"], file))
     assert len(first) == len(later) == 6 and min(first + later) > 0.5 and max(first) < 0.9 and max(later) < 1.2
-    assert statistics.mean(first) == pytest.approx(blocktime.BESIDE, abs=0.03)
-    assert statistics.mean(later) == pytest.approx(0.88, abs=0.005)
+    assert statistics.mean(first) == pytest.approx(blocktime.BESIDE, abs=0.005)
+    assert statistics.mean(later) == pytest.approx(0.85, abs=0.005)
     others = [step for part in (recorded.tensor, recorded.tensor_vit, recorded.context) for step in part()
               if step.gpus > 1 and ("overlap" in step.name or "ring" in step.name)]
     for step in others:
