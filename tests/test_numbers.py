@@ -358,9 +358,8 @@ def test_steps_with_sequence_parallelism_on_four_h200s() -> None:
     """Three models, of which the last's are not all measured; and what is concluded."""
     found = {r["case"]: r for r in results("sp_4xh200")["rows"]}
     longer, less = [], []
-    rooms = {"DiT-XL/2, 256 px, 32 samples": 8e-9 * 32 * 256 * 1152,                                # four of 16 bits
-             "GPT 124M, 32 samples": 8e-9 * 32 * 1024 * 768}
-    for model in ("DiT-XL/2, 256 px, 32 samples", "GPT 124M, 32 samples", "GPT 350M, 16 samples"):
+    rooms = {GATHERED[0]: 8e-9 * 32 * 256 * 1152, GATHERED[1]: 8e-9 * 32 * 1024 * 768}              # four of 16 bits
+    for model in GATHERED[:3]:
         nccl, hand, memory, none = (found.get(f"{model}, {way}in a graph") for way in (
             "", "kernels by hand, ", "kernels by hand, through memory, ", "kernels by hand, no sequence parallelism, "))
         wanted = [nccl and nccl["ms"], hand and hand["ms"],

@@ -66,6 +66,11 @@ class GPTConfig:
     loss_chunk: int = 4096
 
     @property
+    def tokens(self) -> int:
+        """Of a sample, as other models call it."""
+        return self.context
+
+    @property
     def hidden(self) -> int:
         """The MLP's width."""
         return self.mlp_width or int(self.dim * self.mlp_ratio)

@@ -19,6 +19,7 @@ from course.perf.weights import (
     patch,
     replicas,
     stream,
+    uneven,
     wide,
     widths,
 )
@@ -262,7 +263,7 @@ def foreign(rank: Rank) -> float:
     """Bytes on the device beside PyTorch's allocator: DALI's batches, as many as it reads ahead; and what ranks write into with
     symmetric memory, two places each for what is gathered and scattered."""
     c, m = rank.config, rank.config.model
-    rooms = 4.0 * low(c) * rank.n * m.dim if c.parallel.symmetric and rank.tokens % c.parallel.tp == 0 else 0.0
+    rooms = 4.0 * low(c) * rank.n * m.dim if c.parallel.symmetric and not uneven(c) else 0.0
     if not by_dali(c) or isinstance(m, GPTConfig):
         return rooms
     return rooms + rank.samples * rank.micros * m.tokens * patch(c) * wide(c) * 2.0 * c.data.ahead

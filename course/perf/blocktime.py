@@ -13,12 +13,13 @@ from course.parallel import overlap
 from course.perf import comms
 from course.perf.activations import chunked, fused
 from course.perf.local import Linear, Local, Moved, linear_time, linears
+from course.perf.weights import uneven
 
 # Of the time of a collective that runs beside matmuls, the share by which these become slower: NCCL takes up to 32 of 132
 # multiprocessors on NVLink, and a matmul cut for all of them needs a second wave. The one number here that is taken from steps:
 # from those with and without averaged gradients on 4 H200s, in buckets of 25 and 100 MB, which lost 0.54 to 0.85
-# ("first" in results/dp_h200.json; four others lost 0.58 to 1.15). Overlapped linears and the ring, from which it was not taken,
-# bear it out (tests/perf/test_steptime.py).
+# (results/beside_h200.json; four others lost 0.58 to 1.15). Overlapped linears and the ring, from which it was not taken, bear
+# it out (tests/perf/test_recorded.py).
 BESIDE = 0.74
 BARRIER = 4.5e-6                                    # seconds of a barrier of symmetric memory (results/symmetric_2xh100.json)
 
@@ -203,10 +204,10 @@ def tensor_time(local: Local, each: list[tuple[float, float, float, float]]) -> 
         moves = [local.seconds([("shuffle", size)]) for size in copied]
         return (2 * (comms.all_gather(wide, group) + comms.reduce_scatter(low, group) + moves[0]),
                 2 * (comms.reduce_scatter(wide, group) + comms.all_gather(low, group) + moves[1]), 0.0)
-    uneven = local.tokens // local.micro % p.tp > 0 # padded, and by NCCL in any case
-    if p.symmetric and not uneven:
+    padded = uneven(local.config)
+    if p.symmetric and not padded:
         return symmetric_time(local, each)
-    once, as_one = comms.all_gather(low, group), uneven or (overlap.small(local.micro, low) and not local.config.graphs)
+    once, as_one = comms.all_gather(low, group), padded or (overlap.small(local.micro, low) and not local.config.graphs)
     ordering = local.seconds([("copy", 2 * low)]) if as_one else 0.0
     beside = sum(min(once, dx) + min(once, dw) for _, dx, dw, _ in each[0:3:2])         # x gathered again, dx scattered
     return 4 * (once + ordering), 6 * (once + ordering) - (1 - BESIDE) * beside, beside

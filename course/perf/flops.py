@@ -118,7 +118,7 @@ def executed(c: Config, samples: int) -> int:
     The chunked loss computes nothing twice. Causal attention counts whole here too. Padding and idle ranks do not count.
     """
     m = c.model
-    tokens = m.context if isinstance(m, GPTConfig) else m.tokens
+    tokens = m.tokens
     again = 0 if c.attention == "math" else m.depth * 2 * tokens * tokens * m.dim
     if c.train.recompute == "full":
         again += forward_blocks(m) - spared(c)

@@ -91,11 +91,10 @@ def rough_bytes(config: configuration.Config) -> float:
     p = config.parallel
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in build_model(c).parameters())
-    tokens = c.context if c.kind == "gpt" else c.tokens
     samples = config.train.micro_batch * (p.pp if p.pp > 1 else 1)
     kept = {"none": 34, "selective": 22, "full": 4}[config.train.recompute] * (1 if config.precision != "tf32" else 2)
-    activations = kept * samples * tokens * c.dim * c.depth / p.cp / p.tp / p.pp
-    logits = 6 * config.train.micro_batch * tokens * c.vocab / p.tp / p.cp if c.kind == "gpt" else 0
+    activations = kept * samples * c.tokens * c.dim * c.depth / p.cp / p.tp / p.pp
+    logits = 6 * config.train.micro_batch * c.tokens * c.vocab / p.tp / p.cp if c.kind == "gpt" else 0
     return 16 * parameters / p.tp / p.pp + activations + logits
 
 

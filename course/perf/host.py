@@ -21,6 +21,7 @@ from course.config import Config
 from course.errors import CourseError
 from course.models import GPTConfig
 from course.perf.hardware import RESULTS, Hardware, table_file
+from course.perf.weights import uneven
 
 REFERENCE = "host_h200.json"                         # whose host stands for those that were not measured
 PLAIN = ("none",)
@@ -142,8 +143,7 @@ def added(config: Config, dp: int) -> Iterator[tuple[str, float]]:
             yield "zero", 1.0
             yield "dp", -1.0
     if p.tp > 1:
-        length = m.context if isinstance(m, GPTConfig) else m.tokens
-        direct = p.symmetric and math.ceil(length / p.cp) % p.tp == 0    # else by NCCL in any case
+        direct = p.symmetric and not uneven(config)
         way = "symmetric" if direct else "sp" if p.overlap == "none" else "nccl"
         yield way if p.sp else "tp", p.tp / 2 if direct else 1.0
     if p.cp > 1:

@@ -58,7 +58,7 @@ class Local:
     @property
     def length(self) -> int:
         """Tokens of a sample."""
-        return self.m.context if isinstance(self.m, GPTConfig) else self.m.tokens
+        return self.m.tokens
 
     @property
     def tokens(self) -> float:

@@ -32,7 +32,6 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
 from course.config import Config
-from course.models import GPTConfig
 from course.parallel.schedule import alive, passes_of
 from course.perf import activations, weights
 from course.perf.weights import Rank
@@ -97,10 +96,7 @@ def ranks(config: Config, stages: Iterable[int] = ()) -> Iterator[Rank]:
     p, t, m = config.parallel, config.train, config.model
     samples = -(-t.global_batch // max(p.dp, 1))
     micro = min(t.micro_batch or samples, samples)
-    whole = m.context if isinstance(m, GPTConfig) else m.tokens
-    tokens = -(-whole // p.cp)
-    if isinstance(m, GPTConfig) and p.cp > 1 and p.context != "all_to_all":
-        tokens = 2 * -(-whole // (2 * p.cp))        # two pieces of a zigzag
+    whole, tokens = m.tokens, weights.tokens_of(config)
     local = -(-tokens // p.tp) if p.sp else tokens
     parts = p.pp * p.chunks
     for stage in stages or range(p.pp):

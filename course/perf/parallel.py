@@ -239,7 +239,7 @@ def sp(world: World, small: bool) -> Iterator[Row]:
             training: Any = assemble(config, mesh)
             batch = training.model.example(config.train.global_batch, world.device)
             yield measure(f"{model}, {way}", partial(training.step, batch), world,
-                          sample_mb=2e-6 * c.dim * (c.context if c.kind == "gpt" else c.tokens))
+                          sample_mb=2e-6 * c.dim * c.tokens)
             del training
             grid.free(world)
     finally:

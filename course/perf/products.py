@@ -21,7 +21,7 @@ from course import cublaslt, trial
 from course.data import train_loader
 from course.files import atomic
 from course.graphs import graphed
-from course.models import DiTConfig, GPTConfig
+from course.models import DiTConfig
 from course.parallel import build_mesh, join, leave
 from course.perf import bench
 from course.perf.command import command
@@ -43,7 +43,7 @@ def shapes(rung: Rung) -> dict[str, tuple[int, int, int]]:
     c = configuration.load(rung.preset, rung.settings)
     m: Any = c.model
     rows = c.train.micro_batch or c.train.global_batch
-    rows *= m.context if isinstance(m, GPTConfig) else m.tokens
+    rows *= m.tokens
     found = {"qkv": (rows, m.dim, 3 * m.dim), "out": (rows, m.dim, m.dim), "up": (rows, m.dim, hidden(m)),
              "down": (rows, hidden(m), m.dim)}
     return found if isinstance(m, DiTConfig) else found | {"head": (m.loss_chunk, m.dim, m.vocab)}

@@ -233,3 +233,16 @@ def copies(rank: Rank, live: float) -> float:
     if c.precision == "fp8":
         return live * (four * (1 if c.fp8.by == "hand" else 2) + 2 * modulated)  # the modulation stays in bf16, fp8.keep
     return live * casts * (four + modulated)
+
+
+def tokens_of(config: Config) -> int:
+    """Tokens of a sample on the rank along cp that has most; of a GPT two pieces of a zigzag, unless heads are cut instead."""
+    m, p = config.model, config.parallel
+    if isinstance(m, GPTConfig) and p.cp > 1 and p.context != "all_to_all":
+        return 2 * -(-m.tokens // (2 * p.cp))
+    return -(-m.tokens // p.cp)
+
+
+def uneven(config: Config) -> bool:
+    """Whether tp's ranks cannot have equally many of these: then they are padded, and go by NCCL in any case."""
+    return tokens_of(config) % config.parallel.tp > 0

@@ -229,34 +229,6 @@ def test_recorded_steps_of_h200s():
     assert {name for name, error in errors.items() if abs(error) >= 0.25} == set(KNOWN)
 
 
-def test_what_is_hidden_costs_what_averaged_gradients_cost_four_h200s(monkeypatch):
-    """`BESIDE`, from steps with and without averaged gradients on one machine; on another they lost more, 85% in the mean.
-    Overlapped linears and the ring, from which it was not taken, are off by 3% in the median with it; with the 0.25 that an
-    engineer would guess (32 of 132 multiprocessors) by 8%. By the measured table, as all predictions are."""
-    monkeypatch.undo()
-    kernels.kernels_of.cache_clear()
-    found = {step.name.removeprefix("dp 4: "): step for step in recorded.data() if step.gpus == 4}
-
-    def shares(rows):
-        ms = {f"{row['case']}, {row['bucket_mb']:.0f} MB": row["ms"] for row in rows if row["gpus"] == 4}
-        for way, step in found.items():
-            if way.startswith(("bucketed", "ddp")) and not way.startswith("ddp, compiled"):     # whose graph DDP cuts
-                alone = ms[f"none{', compiled' * ('compiled' in way)}, 25 MB"]
-                shown = step.time.data - blocktime.BESIDE * step.time.hidden
-                yield ((ms[way] - alone) / 1e3 - shown) / step.time.hidden
-
-    file = json.loads((recorded.RESULTS / "dp_h200.json").read_text())
-    first, later = (list(shares(part["rows"])) for part in (file["first"], file))
-    assert len(first) == len(later) == 6 and min(first + later) > 0.5 and max(first) < 0.9 and max(later) < 1.2
-    assert statistics.mean(first) == pytest.approx(blocktime.BESIDE, abs=0.005)
-    assert statistics.mean(later) == pytest.approx(0.85, abs=0.005)
-    others = [step for part in (recorded.tensor, recorded.tensor_vit, recorded.context) for step in part()
-              if step.gpus > 1 and ("overlap" in step.name or "ring" in step.name)]
-    for step in others:
-        print(f"{step.name:40s} {step.error:+.1%}")
-    assert len(others) == 12 and statistics.median(abs(step.error) for step in others) < 0.04
-
-
 def test_symmetric_memory_costs_what_ranks_write():
     """Against two H100s, whose pieces are 9 to 101 MB. Of these only the barrier is taken. Scattered by two barriers, of which
     the library has one."""
