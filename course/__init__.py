@@ -36,11 +36,11 @@
                         one GPU's, with its rungs, side by side in lanes; curves and alignment, losses in every format;
                         convergence, the runs behind lesson 08; grid, the cases of a Megatron-LM reproduction; command, how they
                         are started; memory (with weights and activations), and hardware, comms, kernels and host (with
-                        kernel_table and host_table, which measure them), of which blocktime predicts a block, as local says what
-                        a rank has of it, and steptime a step; recorded and published, steps that were measured here and by others
-                        (who compute as in others), and what is predicted of them; heldout, what it is tested on; layouts, those
-                        that a run takes, and their variants, of which plan finds the fastest (misfits, why there is none);
-                        proposal, `course plan`; planned, whether it was right; catalogue, `course presets`
+                        kernel_table, with stand_in, and host_table, which measure them), of which blocktime predicts a block,
+                        as local says what a rank has of it, and steptime a step; recorded and published, steps measured here
+                        and by others (who compute as in others), and what is predicted of them; heldout, what it is tested on;
+                        layouts, those that a run takes, and their variants, of which plan finds the fastest (misfits, why there
+                        is none); proposal, `course plan`; planned, whether it was right; catalogue, `course presets`
     launch, worker      a function, even of a notebook's cell, on several ranks of this machine (forks of seed); meet, who
                         waits for whom
     doctor, cli         what this machine has; the `course` command, with its groups cli_data and cli_bench, and cli_words, what

@@ -36,6 +36,7 @@ from course.packed import packed_attention
 from course.parallel import join, leave
 from course.perf import bench
 from course.perf.command import command
+from course.perf.stand_in import StandIn
 
 Run = Callable[[], object]
 LAPS = 3
@@ -270,27 +271,6 @@ def cast(size: float, device: torch.device) -> Run:
 
 
 # ---- compiled norms ----
-
-@torch.library.custom_op("course::stand_in", mutates_args=())
-def stand_in(x: Tensor) -> Tensor:
-    """What a matmul would put out, for which nothing is computed: memory that nobody wrote. Its gradient is no better."""
-    return torch.empty_like(x)
-
-
-stand_in.register_fake(torch.empty_like)
-stand_in.register_autograd(lambda ctx, grad: stand_in(grad))
-
-
-class StandIn(nn.Module):
-    """In the place of attention or MLP. The compiler cannot look inside, so it makes the kernels around it that a block has."""
-
-    def __init__(self, low: torch.dtype):
-        super().__init__()
-        self.low = low
-
-    def forward(self, x: Tensor) -> Tensor:                             # (B, T, D) -> (B, T, D)
-        return stand_in(x.to(self.low))                                 # as autocast hands it to a linear
-
 
 def norm_grids(sides: dict[str, Any], device: torch.device, seconds: Callable[[Run], float]) -> dict[str, dict[str, Any]]:
     """Seconds of one of a compiled block's two residual sums and norms, over bytes and width of the rows: forward and backward,

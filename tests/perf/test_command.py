@@ -5,10 +5,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import course.perf
 from course.errors import CourseError
 from course.perf.command import command
+from course.perf.stand_in import stand_in
 
 STARTED = sorted(file for file in Path(course.perf.__file__).parent.glob("*.py") if "__main__" in file.read_text())
 
@@ -26,6 +28,14 @@ def test_a_module_says_how_it_is_started(monkeypatch, file, words):
     monkeypatch.setattr(sys, "argv", [str(file), *words])
     with pytest.raises(SystemExit, match=rf"^usage: python -m course\.perf\.{file.stem} "):
         runpy.run_path(str(file), run_name="__main__")
+
+
+def test_what_is_started_makes_no_operator_again(monkeypatch):
+    """Whoever has the first would compute with memory that is gone."""
+    monkeypatch.setattr(sys, "argv", ["kernel_table.py"])
+    with pytest.raises(SystemExit, match="usage"):
+        runpy.run_path(str(Path(course.perf.__file__).parent / "kernel_table.py"), run_name="__main__")
+    assert torch.ops.course.stand_in.default is stand_in._opoverload
 
 
 def test_words_and_flags_and_sentences(monkeypatch):
