@@ -72,8 +72,11 @@ def jsonl(arguments: FilesAndOverrides) -> None:
 def stats(path: Annotated[Path, typer.Argument(help="a folder laid out as data/README.md says")]) -> None:
     """Compute the statistics of the training years again."""
     from course.data import layout
+    from course.lock import only_maker
 
-    layout.write_statistics(path, layout.find_years(path, "train"))
+    years = layout.find_years(path, "train")
+    with only_maker(path):
+        layout.write_statistics(path, years)
     print(f"wrote {path}/stats")
 
 

@@ -1,6 +1,7 @@
-"""One job writes a run: a file with its name on it and a sign of life, so that a crash bars nobody for long.
+"""One job writes a run, one process fills a data folder: a file with its name on it and a sign of life, so that a crash bars
+nobody for long.
 
-    RUN/.writer      who writes this run: host, process, job, since when, as JSON; its time of change is the sign of life
+    FOLDER/.writer   who writes it: host, process, job, since when, as JSON; its time of change is the sign of life
 
 Locks of the operating system (flock, fcntl) are not to be had on every network file system, and say nothing of who holds them.
 A file that only one can create is to be had on all. Whoever finds one takes it over if its holder is dead on this host or was the
@@ -33,7 +34,7 @@ SETTLE = 0.5                                         # seconds in which another 
 
 @dataclass(frozen=True)
 class Writer:
-    """Who writes a run."""
+    """Who writes a folder."""
 
     token: str                                       # different for each start
     host: str
@@ -66,16 +67,29 @@ def only_writer(run: Path, everyone: Axis) -> Iterator[str]:
             lock.release()
 
 
-class Lock:
-    """The right to write a run, for one process of a job."""
+@contextmanager
+def only_maker(folder: Path) -> Iterator[None]:
+    """Within the block no other process fills this data folder. While one does, wait: look then for what it has left to do.
 
-    def __init__(self, run: Path):
-        self.run, self.path, self.me = run, run / ".writer", myself()
+    Two notebooks that want the same data, or a class on a shared disk, so make it once.
+    """
+    lock = Lock(folder, patient=True)
+    lock.take()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+class Lock:
+    """The right to write a folder, for one process of a job. patient: wait while another one has it, rather than raise."""
+
+    def __init__(self, folder: Path, patient: bool = False):
+        self.folder, self.patient, self.path, self.me = folder, patient, folder / ".writer", myself()
         self._over = threading.Event()
 
     def take(self) -> str:
-        """Returns our token; raises `CourseError`, which names who writes the run, if somebody does."""
-        begin(self.path)
+        """Returns our token; raises `CourseError`, which names who writes the folder, if somebody does and we are not patient."""
         while not self._create():
             holder = read(self.path)                 # None while it is being written
             clear = holder is not None and (was_mine_before(holder, self.me) or is_dead(holder, self.me))
@@ -93,8 +107,8 @@ class Lock:
         with suppress(OSError):
             if self.held():
                 self.path.unlink()
-            self.run.rmdir()                         # goes only where nothing else is in it: a refused run leaves no trace
-            self.run.parent.rmdir()
+            self.folder.rmdir()                      # goes only where nothing else is in it: who is refused leaves no trace
+            self.folder.parent.rmdir()
 
     def held(self) -> bool:
         """Whether it is still ours: whoever sleeps too long (a stopped process, a closed laptop) loses it."""
@@ -102,6 +116,7 @@ class Lock:
 
     def _create(self) -> bool:
         """Write the file, unless there is one; only one of several succeeds."""
+        begin(self.path)                             # each time: whoever gives it up takes an empty folder along
         try:
             self._put(self.path)
         except FileExistsError:
@@ -128,24 +143,29 @@ class Lock:
         except OSError as error:
             if made:
                 path.unlink(missing_ok=True)
-            raise CourseError(f"cannot write {path} ({error.strerror}): choose another log.dir, or free space") from error
+            raise CourseError(f"cannot write {path} ({error.strerror}): choose another folder, or free space") from error
 
     def _silent(self) -> bool:
-        """Whether the holder gives no sign of life for a while; raises when it gives one, False when its file goes."""
-        first, until, told = changed(self.path), time.monotonic() + SILENT, False
+        """Whether the holder gives no sign of life for a while; False when its file goes. Raises at a sign, unless patient."""
+        first, until, told = changed(self.path), time.monotonic() + SILENT, ""
         while time.monotonic() < until:
             time.sleep(BEAT / 4)
             now = changed(self.path)
             if now is None:
                 return False
-            holder = read(self.path)
+            holder, tell = read(self.path), told
             who = holder.name if holder else "a job that has just begun"
-            if now != first:
-                raise CourseError(f"{self.run} is being written by {who}: wait until that job is finished or cancel it, "
+            if now != first and not self.patient:
+                raise CourseError(f"{self.folder} is being written by {who}: wait until that job is finished or cancel it, "
                                   "or choose another log.name")
-            if not told and time.monotonic() > until - SILENT + 2 * BEAT:
-                print(f"{self.run} was being written by {who}: waiting {SILENT:g} s for a sign of life", flush=True)
-                told = True
+            if now != first:
+                first, until = now, time.monotonic() + SILENT
+                tell = f"{self.folder} is being made by {who}: waiting until it is done"
+            elif time.monotonic() > until - SILENT + 2 * BEAT:
+                tell = f"{self.folder} was being written by {who}: waiting {SILENT:g} s for a sign of life"
+            if tell != told:
+                print(tell, flush=True)
+            told = tell
         return True
 
     def _live(self) -> None:
@@ -155,7 +175,7 @@ class Lock:
                 if self.held():
                     os.utime(self.path)
                 elif (other := read(self.path)) and "ipykernel" not in sys.modules:     # a notebook's process is not ours to end
-                    print(f"course: {self.run} has been taken over by {other.name}, because this process gave no sign of life "
+                    print(f"course: {self.folder} has been taken over by {other.name}, because this process gave no sign of life "
                           f"for {SILENT:g} s: it ends", file=sys.stderr, flush=True)
                     os._exit(1)
 

@@ -22,6 +22,7 @@ GRID = (8, 16)
 TIMES = {"train/1979": 20, "train/1980": 20, "valid/1981": 11, "test/1982": 24}
 
 
+@pytest.hookimpl(tryfirst=True)                      # before xdist reads the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The tests of a file share fixtures and ranks: of several processes (`-n 2 --dist loadgroup`) one takes all of them, if they
     do not say otherwise.

@@ -48,13 +48,13 @@ def test_a_second_job_is_refused_and_told_who_writes(tmp_path):
     first.take()
     try:
         with pytest.raises(CourseError) as caught:
-            Lock(first.run).take()
+            Lock(first.folder).take()
     finally:
         first.release()
     since = time.strftime("%Y-%m-%d", time.localtime())
     assert f"is being written by process {os.getpid()} on {first.me.host}, since {since}" in str(caught.value)
-    assert "another log.name" in str(caught.value) and not first.run.exists()
-    assert seconds_to_take(first.run) < 0.5
+    assert "another log.name" in str(caught.value) and not first.folder.exists()
+    assert seconds_to_take(first.folder) < 0.5
 
 
 def test_a_training_run_is_refused_before_it_changes_anything(tiny):
@@ -158,3 +158,32 @@ def test_a_lock_that_a_full_disk_does_not_take_is_a_sentence_and_leaves_nothing(
             Lock(tmp_path).take()
     assert sorted(tmp_path.iterdir()) == there
     assert seconds_to_take(tmp_path) < 0.5
+
+
+def test_who_wants_the_same_data_waits_until_it_is_made(tmp_path, capsys):
+    began, order = threading.Event(), []
+
+    def make(name, seconds):
+        with lock.only_maker(tmp_path / "data"):
+            began.set()
+            order.append(f"{name} begins")
+            time.sleep(seconds)
+            order.append(f"{name} ends")
+
+    first = threading.Thread(target=make, args=("first", 2 * lock.SILENT))   # longer than without a sign of life
+    first.start()
+    assert began.wait(10)
+    make("second", 0)
+    first.join()
+    assert order == ["first begins", "first ends", "second begins", "second ends"]
+    assert capsys.readouterr().out.count(f"data is being made by process {os.getpid()} on ") == 1
+    assert not (tmp_path / "data").exists()
+
+
+def test_a_maker_that_was_killed_bars_nobody(tmp_path):
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    held_by(tmp_path, pid=gone.pid)
+    begin = time.monotonic()
+    with lock.only_maker(tmp_path):
+        assert time.monotonic() - begin < 0.5

@@ -16,6 +16,7 @@ from course.data import bpe, indexed
 from course.data.layout import SPLITS
 from course.errors import CourseError
 from course.files import atomic
+from course.lock import only_maker
 
 # tests repeat themselves, idlelib and turtledemo are programs; the tables of encodings and the pages of pydoc are no code
 LEFT_OUT = {"test", "tests", "idle_test", "idlelib", "turtledemo", "encodings", "pydoc_data", "site-packages", "dist-packages",
@@ -36,16 +37,25 @@ class Python:
 def make(config: Python, say: Callable[[str], None] = print) -> None:
     """Train a tokenizer on the library's training files and write the tokens of all. The same bytes from the same Python."""
     check_parts(config.valid, config.test)
-    path, version = Path(config.path), platform.python_version()
-    request = {"made by": "course data tokens", "python": version, **without_path(asdict(config))}
-    if is_made(path, request):
-        say(f"{path} is there already")
-        return
+    path, request = Path(config.path), {"made by": "course data tokens", "python": platform.python_version(),
+                                        **without_path(asdict(config))}
+    if not is_made(path, request):
+        with only_maker(path):
+            if not is_made(path, request):           # by another process, while this one waited for it
+                write(config, request, say)
+                return
+    say(f"{path} is there already")
+
+
+def write(config: Python, request: dict[str, Any], say: Callable[[str], None]) -> None:
+    """Train the tokenizer, and write all files."""
+    path = Path(config.path)
     texts = dict(library(Path(sysconfig.get_path("stdlib"))))
     splits: dict[str, list[str]] = {split: [] for split in SPLITS}
     for name, text in texts.items():
         splits[choose_split(name.encode(), config.valid, config.test)].append(text)
-    say(f"{len(texts)} files of Python {version}'s library, {sum(map(len, texts.values())) / 1e6:.1f} million characters")
+    say(f"{len(texts)} files of Python {request['python']}'s library, "
+        f"{sum(map(len, texts.values())) / 1e6:.1f} million characters")
     tokenizer = bpe.train(iter(splits["train"]), config.vocab)
     end, vocab = bpe.end_token(tokenizer), bpe.size(tokenizer)
     counts = {}

@@ -5,7 +5,6 @@ input: many processes write the bytes that one writes. All that waits is a few c
 PATH/parts, a folder for every `PART` bytes of an input file, until all is joined: a run that was killed goes on there.
 """
 
-import fcntl
 import json
 import multiprocessing
 import os
@@ -34,6 +33,7 @@ from course.data.indexed import Documents
 from course.data.layout import SPLITS
 from course.errors import CourseError
 from course.files import atomic, remove, sha256
+from course.lock import only_maker
 from course.machine import cores
 
 CHUNK = 1 << 20                                      # bytes that a process encodes at once
@@ -84,27 +84,33 @@ def make(config: Jsonl, say: Callable[[str], None] = print) -> None:
     """Write the token files of `config`, or go on where a run was killed. Raises `CourseError` for a bad request or input."""
     files = check(config)
     config = replace(config, vocab=config.vocab or VOCAB)
-    path, parts = Path(config.path), Path(config.path) / "parts"
+    path = Path(config.path)
     request = {"made by": "course data jsonl", "version": VERSION, **describe(config, files)}
     if is_made(path, request):
         newer = next((file for file in files if file.stat().st_mtime > (path / "meta.json").stat().st_mtime), None)
         say(f"{path} is there already" + (f", and {newer} has changed since: if its text is another now, give another path, or "
                                           "remove that folder" if newer else ""))
-        remove(parts)
+        remove(path / "parts")
         return
-    began = time.monotonic()
-    with locked(parts), told(say):
-        begin_parts(parts, {**request, "part": PART}, files)
-        tokenizer = choose_tokenizer(config, files, parts / "tokenizer.json", say)
-        end = bpe.end_token(tokenizer, config.end)
-        vocab = bpe.size(tokenizer)
-        encode_files(config, files, parts, vocab)
-        counts, bad, failed = join(path, parts, vocab)
-        documents = sum(count["documents"] for count in counts.values())
-        if failed:
-            say(f"{failed:,} of {failed + documents:,} documents were bad and are left out: {'; '.join(bad)}"
-                f"{' ...' if failed > len(bad) else ''}")
-        finish(path, tokenizer.to_str(), {"vocab": vocab, "end": end, "splits": counts, "bad": failed, "request": request})
+    with only_maker(path), told(say):
+        if not is_made(path, request):               # by another process, while this one waited for it
+            write(config, files, request, say)
+
+
+def write(config: Jsonl, files: list[Path], request: dict[str, Any], say: Callable[[str], None]) -> None:
+    """Encode what is not encoded yet, and join the parts to the token files."""
+    began, path, parts = time.monotonic(), Path(config.path), Path(config.path) / "parts"
+    begin_parts(parts, {**request, "part": PART}, files)
+    tokenizer = choose_tokenizer(config, files, parts / "tokenizer.json", say)
+    end = bpe.end_token(tokenizer, config.end)
+    vocab = bpe.size(tokenizer)
+    encode_files(config, files, parts, vocab)
+    counts, bad, failed = join(path, parts, vocab)
+    documents = sum(count["documents"] for count in counts.values())
+    if failed:
+        say(f"{failed:,} of {failed + documents:,} documents were bad and are left out: {'; '.join(bad)}"
+            f"{' ...' if failed > len(bad) else ''}")
+    finish(path, tokenizer.to_str(), {"vocab": vocab, "end": end, "splits": counts, "bad": failed, "request": request})
     remove(parts)
     say(f"{summary(path, counts)}, in {time.monotonic() - began:.0f} s")
 
@@ -143,22 +149,6 @@ def describe(config: Jsonl, files: list[Path]) -> dict[str, Any]:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Nobody else writes here meanwhile."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = open(folder / "lock", "w")            # noqa: SIM115, closed below
-    except OSError as error:
-        raise CourseError(f"cannot write {folder}: {error.strerror}; choose a folder that you may write to") from error
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise CourseError(f"another process writes {folder.parent} now: wait for it, or give another path") from error
-        yield
-
-
-@contextmanager
 def told(say: Callable[[str], None]) -> Iterator[None]:
     """An interrupt is answered with what to do next."""
     try:
@@ -178,9 +168,7 @@ def begin_parts(parts: Path, request: dict[str, Any], files: list[Path]) -> None
     if found and any(sum(counts["bytes"].values()) for counts in finished(parts).values()):
         raise CourseError(f"{parts} holds what was finished with other settings ({', '.join(differ)}): "
                           "run again with the old ones, give another path, or remove that folder")
-    for old in parts.iterdir():
-        if old.name != "lock":
-            remove(old)
+    remove(parts)
     for file in files:
         if texts.is_array(file):
             raise CourseError(f"{file} is a JSON array, and here each line is a document: make lines of it with "

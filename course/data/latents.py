@@ -28,6 +28,7 @@ from course.data.layout import data_file, first_line
 from course.data.pairs import Batch, reading
 from course.errors import CourseError
 from course.files import atomic
+from course.lock import only_maker
 
 SPLITS = ("train", "valid")
 SD_SCALE = 0.18215                                  # Stable Diffusion's VAE: times this, its latents are about 1 in size
@@ -141,16 +142,23 @@ def pack(folder: Path, out: Path, scale: float | None = None, valid: int = 50, s
     files, labels, names = find_files(folder, PICTURES if vae else (".npy", ".pt"))
     how = f"{scale} {vae} {pixels if vae else ''}" + (f" {encoder.shift}" if encoder and encoder.shift else "")
     shards = plan(folder, files, labels, how, valid, samples)
-    refuse_others(out, shards)
     shape = first_shape(files, read)
     if vae and any(side % 2 for side in shape[1:]):
         raise CourseError(f"--pixels {pixels} gives latents of {shape[1]}x{shape[2]}, which no patches of 2 cover: take a "
                           "multiple of 16")
-    for shard in shards:
-        if not is_done(out / shard.name):
-            write_shard(out / shard.name, shard, folder, shape, scale, read)
-            print(f"wrote {out / shard.name}", flush=True)
-    return finish(out, shards, shape, scale, names, encoder.shift if encoder else 0.0)
+    return write(out, shards, folder, shape, scale, read, names, encoder.shift if encoder else 0.0)
+
+
+def write(out: Path, shards: list[Shard], folder: Path, shape: tuple[int, ...], scale: float, read: Read, names: list[str],
+          shift: float = 0.0) -> dict[str, Any]:
+    """Write the shards that are not there yet, and what says that all are."""
+    with only_maker(out):
+        refuse_others(out, shards)
+        for shard in shards:
+            if not is_done(out / shard.name):
+                write_shard(out / shard.name, shard, folder, shape, scale, read)
+                print(f"wrote {out / shard.name}", flush=True)
+        return finish(out, shards, shape, scale, names, shift)
 
 
 def find_files(folder: Path, endings: tuple[str, ...]) -> tuple[list[Path], list[int], list[str]]:
@@ -371,10 +379,8 @@ def make_digits(out: Path, latent: tuple[int, int, int] = (1, 8, 8), valid: int 
     found = dict(zip(files, pictures, strict=True))
     how = "digits" if latent == (1, 8, 8) else f"digits of {latent}"
     shards = plan(Path("digits"), files, [int(label) for label in labels], how, valid, len(images))
-    refuse_others(out, shards)
-    for shard in shards:
-        write_shard(out / shard.name, shard, Path("digits"), latent, 1 / 8, lambda files: map(found.__getitem__, files))
-    return finish(out, shards, latent, 1 / 8, [str(digit) for digit in range(10)])
+    return write(out, shards, Path("digits"), latent, 1 / 8, lambda files: map(found.__getitem__, files),
+                 [str(digit) for digit in range(10)])
 
 
 def enlarged(pictures: np.ndarray, latent: tuple[int, int, int]) -> np.ndarray:

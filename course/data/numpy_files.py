@@ -16,6 +16,7 @@ from course.data.layout import Year
 from course.data.pairs import Pairs
 from course.errors import CourseError
 from course.files import atomic, flush, remove
+from course.lock import only_maker
 
 
 def folder_of(year: Year) -> Path:
@@ -57,22 +58,32 @@ def convert(path: Path, say: Callable[[str], None] = print) -> None:
 
 def convert_year(year: Year) -> int:
     """Write the states of one data file that are not there yet, and return how many that was."""
-    folder, written = folder_of(year), 0
     with h5py.File(year.path, "r") as opened:
-        fields = opened["fields"]
-        if folder.is_dir():
-            if not agrees(folder, fields) or len(list(folder.glob("*.npy"))) != len(fields):
-                raise CourseError(f"{folder} does not hold the states of {year.path}: remove it and run again")
+        if is_made(year, opened["fields"]):          # then nothing is written there: a shared folder may be read-only
             return 0
-        part = folder.with_name(f".{folder.name}.part")              # renamed when it is whole
-        if not agrees(part, fields):
-            remove(part)
-        for entry in range(len(fields)):
-            file = part / name_of(entry)
-            if not file.exists():
-                with atomic(file) as temporary, open(temporary, "wb") as out:
-                    np.save(out, fields[entry])
-                written += 1
+        with only_maker(year.path.parents[1]):
+            return 0 if is_made(year, opened["fields"]) else write_states(folder_of(year), opened["fields"])
+
+
+def is_made(year: Year, fields: h5py.Dataset) -> bool:
+    """Whether the folder of these states is there. Raises `CourseError` if it holds others."""
+    folder = folder_of(year)
+    if folder.is_dir() and not (agrees(folder, fields) and len(list(folder.glob("*.npy"))) == len(fields)):
+        raise CourseError(f"{folder} does not hold the states of {year.path}: remove it and run again")
+    return folder.is_dir()
+
+
+def write_states(folder: Path, fields: h5py.Dataset) -> int:
+    """Write the files that are not in the folder's part yet, which becomes the folder; how many that was."""
+    part, written = folder.with_name(f".{folder.name}.part"), 0
+    if not agrees(part, fields):
+        remove(part)
+    for entry in range(len(fields)):
+        file = part / name_of(entry)
+        if not file.exists():
+            with atomic(file) as temporary, open(temporary, "wb") as out:
+                np.save(out, fields[entry])
+            written += 1
     part.rename(folder)
     flush(folder.parent)
     return written

@@ -34,7 +34,8 @@ from course.data import layout
 from course.data.atmosphere import GAS, GRAVITY, Atmosphere, land, saturation
 from course.data.sphere import Sphere
 from course.errors import CourseError
-from course.files import atomic, begin
+from course.files import atomic
+from course.lock import only_maker
 
 FIRST_YEAR = 1979
 SPIN_UP_DAYS = 25                                # until storms have forgotten how they began
@@ -63,26 +64,31 @@ def make(config: Weather, say: Callable[[str], None] = print) -> None:
     Raises `CourseError` for settings that make no sense, and where the folder holds files made with others.
     """
     device = check(config)
-    plan = years_of(config)
-    missing = [year for year, file in plan.items() if not is_made(file, year, config)]
-    statistics = [Path(config.path) / "stats" / f"{name}.npy" for name in ("global_means", "global_stds", "time_means")]
-    if len(missing) < len(plan):
-        say(f"{len(plan) - len(missing)} of {len(plan)} files are there already")
-    for file in statistics if missing else []:   # they will be of other years: an interrupted run must not leave them
-        begin(file)                              # or the sentence for a path where nothing can be
+    if missing(config) or not all(file.is_file() for file in statistics_of(config)):
+        with only_maker(Path(config.path)):      # else nothing is written there: a shared folder may be read-only
+            fill(config, device, say)
+    else:
+        say(f"{len(years_of(config))} of {len(years_of(config))} files are there already")
+    say(f"{config.path}: {len(years_of(config))} files, one a year, of {config.times} states of {len(layout.CHANNELS)} channels "
+        f"on {config.grid[0]} x {config.grid[1]} points, and their statistics")
+
+
+def fill(config: Weather, device: torch.device, say: Callable[[str], None]) -> None:
+    """Write what is missing now: another process may have made it while this one waited for it."""
+    plan, absent = years_of(config), missing(config)
+    if len(absent) < len(plan):
+        say(f"{len(plan) - len(absent)} of {len(plan)} files are there already")
+    for file in statistics_of(config) if absent else []:     # they will be of other years: an interrupted run must not leave them
         file.unlink(missing_ok=True)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)                     # the transforms are small: as fast, and the same bytes on any number of cores
     try:
-        for start in range(0, len(missing), TOGETHER):
-            group = missing[start:start + TOGETHER]
-            write_years({year: plan[year] for year in group}, config, device, say)
+        for start in range(0, len(absent), TOGETHER):
+            write_years({year: plan[year] for year in absent[start:start + TOGETHER]}, config, device, say)
     finally:
         torch.set_num_threads(threads)
-    if not all(file.is_file() for file in statistics):   # else write nothing: a shared folder may be read-only
+    if not all(file.is_file() for file in statistics_of(config)):
         layout.write_statistics(Path(config.path), layout.find_years(Path(config.path), "train"))
-    say(f"{config.path}: {len(plan)} files, one a year, of {config.times} states of {len(layout.CHANNELS)} channels on "
-        f"{config.grid[0]} x {config.grid[1]} points, and their statistics")
 
 
 def check(config: Weather) -> torch.device:
@@ -117,6 +123,16 @@ def years_of(config: Weather) -> dict[int, Path]:
             raise CourseError(f"{file} is not one of the {len(plan)} files asked for and would mix with them: "
                               "remove it, choose another path, or restore train, valid and test")
     return plan
+
+
+def missing(config: Weather) -> list[int]:
+    """The years whose files are not there."""
+    return [year for year, file in years_of(config).items() if not is_made(file, year, config)]
+
+
+def statistics_of(config: Weather) -> list[Path]:
+    """The files of the training years' statistics."""
+    return [Path(config.path) / "stats" / f"{name}.npy" for name in ("global_means", "global_stds", "time_means")]
 
 
 def settings(year: int, config: Weather) -> str:

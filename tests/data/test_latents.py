@@ -3,6 +3,7 @@
 import json
 import pickle
 import sys
+from argparse import Namespace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -106,7 +107,7 @@ def test_damaged_files_are_left_out_counted_and_named(folder, capsys):
 
     (folder / "0000" / "0.npy").write_bytes(b"not an array")
     torch.save(Bomb(), folder / "0001" / "1.pt")
-    torch.save({"latent": np.zeros((2, 4, 4))}, folder / "0001" / "3.pt")
+    torch.save({"latent": torch.zeros(2, 4, 4), "of": Namespace(seed=0)}, folder / "0001" / "3.pt")
     (folder / "0001" / "5.pt").write_bytes((folder / "0001" / "5.pt").read_bytes()[:-200])
     np.save(folder / "0001" / "2.npy", np.full((2, 4, 4), np.nan, np.float32))
     np.save(folder / "0002" / "4.npy", np.zeros((2, 4, 5), np.float32))

@@ -3,6 +3,8 @@
 import dataclasses
 import math
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import h5py
@@ -307,6 +309,17 @@ def test_a_whole_data_set_is_left_alone_and_one_without_statistics_gets_them(mad
     (path / "stats/time_means.npy").unlink()
     make(made[0], quiet)
     assert (path / "stats/time_means.npy").read_bytes() == before[path / "stats/time_means.npy"][1]
+
+
+def test_of_two_that_want_it_at_once_one_makes_it_and_the_other_waits(made, tmp_path):
+    """As two notebooks do whose lessons begin with it."""
+    command = ["data", "weather", f"path={tmp_path / 'w'}", "grid=[16,32]", "train=2", "times=3", "device=cpu"]
+    both = [subprocess.Popen([sys.executable, "-m", "course.cli", *command], stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    said = [process.communicate()[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0]
+    assert sum("simulating" in text for text in said) == 1
+    assert all(np.array_equal(a, b) for a, b in zip(read(Path(made[0].path)), read(tmp_path / "w"), strict=True))
+    assert sorted(path.name for path in (tmp_path / "w").iterdir()) == ["stats", "test", "train", "valid"]
 
 
 def test_a_run_that_is_interrupted_leaves_no_statistics_of_other_years(made, tmp_path, monkeypatch):
