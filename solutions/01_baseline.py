@@ -343,7 +343,7 @@ per_sample = flops.step(settings.model, samples=1)
 lab.beside("model FLOPs utilisation", my_mfu, per_sample * samples_per_second / peak)
 
 # %% [markdown]
-# **What you should see:** on a CPU, between a third and two thirds. The rest of the time went into matrix multiplications too
+# **What you should see:** on a CPU, between a third and three quarters. The rest of the time went into matrix multiplications too
 # small to reach the roof, into all that is not matrix multiplication (norms, softmax, activations, the optimizer), and into
 # reading data. On a GPU the first version of a model does far worse, as you will see at the end.
 
@@ -441,7 +441,7 @@ with lab.yours(RelativeL2, eager):
 lab.beside("\n500 steps", my_seconds, time.perf_counter() - begin, "s")
 
 # %% [markdown]
-# **What you should see:** a fifth to a half more than the steps alone. Validation goes through a year of data four times, and
+# **What you should see:** a tenth to a half more than the steps alone. Validation goes through a year of data four times, and
 # the library's step does more than yours: it clips, checks for numbers that are not finite, and writes records. If it took
 # many times as long, the machine was busy: PyTorch's threads wait for the slowest of them.
 #

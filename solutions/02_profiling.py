@@ -296,8 +296,8 @@ check("exposed-time")
 # %% [markdown]
 # Use it on a recorded step of the wider weather model (width 1024), on two H200 GPUs that share its matrices: each has
 # one half of every matrix, and multiplies by that half. So each gets only a part of every result, and the two have to
-# exchange their parts eight times in every block, forward and backward together. (This is called *tensor parallelism*;
-# lesson 10 builds it.)
+# exchange their parts eight times in every block, forward and backward together. (This is *tensor parallelism* with
+# *sequence parallelism*, where a sum takes two exchanges; lesson 10 builds both.)
 #
 # > **Predict.** How many percent of this step are exposed communication?
 
@@ -358,6 +358,7 @@ lab.picture(figures_profile.shares({name: each for name, each in times.items() i
 # course train vit-short profile.steps=3 profile.memory=true      # who allocated what, for pytorch.org/memory_viz
 # ```
 #
+# - These presets read `data/era5`. Without it say `data.source=mock`, random data, which are as good for measuring speed.
 # - Leave out the first steps: they allocate, choose algorithms, compile.
 # - A profiler slows the host down. If a step is launch-bound, it looks worse than it is: compare `step_ms` with and without.
 # - Look at the share first, at single kernels last.

@@ -308,7 +308,7 @@ print("most frequent on the tape:", Counter(call.name for call in captured.graph
 
 # %% [markdown]
 # Not nearly equal: equal. Forward pass, backward pass and optimizer were recorded as one list, and replaying it is training.
-# The library's own class for a GPU is yours with four more thoughts in it. Read it and find them.
+# The library's own class for a GPU is yours with some more thoughts in it. Read it and find them.
 
 # %%
 lab.show("course.graphs.Graphed")
@@ -322,7 +322,9 @@ lab.show("course.graphs.Graphed")
 #   memory to somebody else while the other stream may be reading.
 # - `capture_error_mode="thread_local"`: some CUDA calls are forbidden while anybody captures, and PyTorch watches NCCL from a
 #   thread of its own, which makes such calls now and then. This forbids them to the capturing thread alone.
-# - a failing capture is turned into a sentence.
+# - a failing capture is turned into a sentence, and gives back the state of the generator of random numbers, which it had
+#   changed.
+# - `symmetric.new_graph`: ranks that write into each other's memory (lesson 10) wait once more where a graph begins.
 # </details>
 #
 # ## What was decided in the capture

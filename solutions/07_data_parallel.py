@@ -474,8 +474,8 @@ lab.show("course.parallel.data.Bucket")
 
 # %% [markdown]
 # And this is what holds the buckets. `register_post_accumulate_grad_hook` makes PyTorch call a function each time a backward
-# pass has added to a parameter's gradient. `early` are the buckets that may be sent during backward (`late` is for tensor
-# parallelism, lesson 10, and empty here).
+# pass has added to a parameter's gradient. `early` are the buckets that may be sent during backward. (`partial`, those that are
+# sent at the end, is for tensor parallelism, lesson 10, and empty here.)
 
 # %%
 lab.show("course.parallel.data.Bucketed")
@@ -639,7 +639,8 @@ lab.beside("bucketed", my_bucketed, measured["bucketed"], how="recorded")
 #
 # A question to ask of every layout in this course. `course verify` answers it: the same weights and batches, in float64 with
 # plain gradient descent, once in one process and once in the layout, compared parameter by parameter after every step. (Adam
-# would hide a gradient of the wrong scale.) With your functions in the library's place, on four ranks and in micro-batches:
+# divides a gradient by its size, so it would hide a wrong factor.) With your functions in the library's place, on four ranks
+# and in micro-batches:
 
 # %%
 def verified(settings):

@@ -178,11 +178,11 @@ equal = verify.tell(settings, ranks(2)(with_a_mistake)[0])
 
 # %% [markdown]
 # <details><summary>Answer</summary>
-# The first loss is right, since the forward pass is; the second is off by a hundred-millionth. The parameters in front
-# of a door are wrong, because their gradients have come through it: norms, the embedding, the positions, all blocks
-# below. The last MLP and the head are right: they lie behind the last door. Adam would hide a wrong <i>factor</i>, since it
-# divides a gradient by its size. Here the other rank's part is missing, so directions are wrong, and the ranks' copies of a
-# norm drift apart. Still the loss would go down, a little worse, and nobody would know why.
+# The first loss is right, since the forward pass is; the second is off by a hundred-millionth. The parameters in front of a
+# door are wrong, because their gradients have come through it: norms, the embedding, the positions, all blocks below. The last
+# MLP and the head are right: they lie behind the last door. Adam would hide a wrong <i>factor</i> (lesson 07). Here the other
+# rank's part is missing, so directions are wrong, and the ranks' copies of a norm drift apart. Still the loss would go down, a
+# little worse, and nobody would know why.
 # </details>
 #
 # ## Which rows of qkv?
@@ -459,7 +459,10 @@ equal = verify.main("vit-demo", ["model.depth=2", "model.residual=false", "paral
 # %% [markdown]
 # ## On GPUs
 #
-# Now time. A stack of 8 blocks of width 4096, a batch of 4 × 4096 tokens, forward and backward in bf16, takes 304 ms on one
+# From here on there is no exercise. *Compiled* is lesson 05's word, a *CUDA graph* lesson 06's, *kernels by hand* lesson 15's,
+# and DiT-XL/2 is the model of that lesson. If you are in a hurry, read the tables and go on to *What you know now*.
+#
+# A stack of 8 blocks of width 4096, a batch of 4 × 4096 tokens, forward and backward in bf16, takes 304 ms on one
 # H200. An activation is 4 × 4096 × 4096 × 2 bytes = 134 MB, and an all-reduce of that size runs at 287 GB/s over 2 GPUs and
 # at 328 GB/s over 4 (bus bandwidth, PyTorch 2.11, NCCL 2.28.9).
 #
@@ -496,10 +499,10 @@ lab.recorded("tp_h200", scaling.table(rows, lambda case: "one GPU, compiled" if 
 # where plain tensor parallelism takes 104, and 168 on 2, where that takes 175. (It needs 0.5 GB more than the table says, which
 # are not PyTorch's to count.) Whatever you have read about overlap, measure it: that is the rest of this lesson.
 #
-# Beside *which* multiplications? A column linear has two backward. Beside the first, gradient times weight, its input is gathered
-# again, which the second needs; beside the second, gradient times input, the result of the first is scattered. A row linear has
-# nothing to hide behind, and forward nothing has, unless you cut the batch: gather one half, then multiply it while the other
-# is gathered.
+# Beside *which* multiplications? In its backward pass a column linear multiplies twice. While it computes the gradient of its
+# input, it gathers that input again, which it needs for the gradient of its weight; and while it computes that one, it scatters
+# the first result. A row linear has nothing to hide behind, and forward nothing has, unless you cut the batch: gather one half,
+# then multiply it while the other is gathered.
 #
 # > **Predict.** DiT-XL/2 on two H100s, 32 samples of 0.6 MB, the whole step in a CUDA graph, so that no host counts (lesson 06).
 # > In two parts it takes 72.8 ms. Whole, so that nothing is hidden forward, how long?
@@ -585,10 +588,12 @@ lab.show("course.parallel.symmetric.Room")
 lab.show("course.parallel.symmetric.Gather")
 
 # %% [markdown]
-# A **barrier** after the copies answers the first. It answers the second, too, if there are two places, used by turns. A GPU
-# works through its stream in order: a rank that is at this barrier has already read what the exchange *before* brought, if that
-# reading was launched first. And that lay in the other place, into which the next exchange writes. One barrier an exchange,
-# 4.4 µs, is enough (but where a graph begins, which does not know what was before it).
+# <details><summary>Answer</summary>
+# A <b>barrier</b> after the copies answers the first. It answers the second, too, if exchanges take turns with two places, A and
+# B. Whoever is at the barrier of an exchange in B has read what lay in A, since its stream does one thing after the other. So the
+# next exchange may write into A again. One barrier an exchange, 4.4 µs, is enough. (The first exchange in a CUDA graph cannot
+# know what ran before, and has one more.)
+# </details>
 
 # %%
 steps = {row["case"]: row["ms"] for row in exchanged["steps"]["rows"]}

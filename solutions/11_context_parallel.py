@@ -293,6 +293,9 @@ from course.parallel.ring import visible
 # %%
 check("visible")
 
+# %%
+print("of four pairs of pieces, you said, have to be computed:", my_pairs)
+
 # %% [markdown]
 # <details><summary>Answer</summary>
 # s < r: the front piece of s lies before both pieces of r, and its back piece behind both: all rows, the first half of the
@@ -440,8 +443,8 @@ lab.show("course.parallel.sequence.SplitTotal")
 # > gradients be wrong, and would training with Adam notice?
 #
 # <details><summary>Answer</summary>
-# Too small by a factor of cp. Adam divides by the gradient's size, so the first steps would be nearly the same. Clipping
-# would act at other times, and that is all that anybody could see. Plain gradient descent, which <code>course verify</code>
+# Too small by a factor of cp. Adam would hide that (lesson 07). Clipping would act at other times, and that is all that anybody
+# could see. Plain gradient descent, which <code>course verify</code>
 # uses, is wrong by that factor at once.
 # </details>
 #
@@ -453,8 +456,9 @@ for layout in (["parallel.cp=2", "parallel.tp=2"], ["parallel.cp=4"]):
     equal = verify.main("gpt-demo", [*layout, "model.depth=1", "train.steps=1"])
 
 # %% [markdown]
-# Ask this of every framework. In a published table of a diffusion transformer, the loss after 400 steps is 0.183 with flash
-# and with fused attention, and 0.215 with context parallelism over 2 GPUs. Nothing crashed. Nobody compared.
+# Ask this of every framework. In a table of a diffusion transformer from engineers' notes (lesson 15), the loss after 400 steps
+# is 0.183 with flash and with fused attention, and 0.215 with context parallelism over 2 GPUs. Nothing crashed. Nobody
+# compared.
 #
 # ## On GPUs
 #

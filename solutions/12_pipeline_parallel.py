@@ -425,7 +425,7 @@ slider = widgets.explore(figures_pipeline.simulated, schedule=["gpipe", "1f1b", 
 # ## Messages, and how a pipeline stands still
 #
 # In the middle of 1F1B two neighbours exchange something at the same time: one sends an activation on, the other a gradient
-# back. Each wants to send, and then to receive. Written down naively:
+# back. Each wants to send, and then to receive. You have met that in lesson 07, in a ring:
 
 # %%
 def neighbours() -> str:
@@ -438,7 +438,7 @@ def neighbours() -> str:
 
 
 # %% [markdown]
-# > **Predict.** What will happen?
+# > **Predict** again. What will happen?
 
 # %%
 try:
@@ -447,13 +447,10 @@ except RankError as error:
     print(error)
 
 # %% [markdown]
-# A **deadlock**. `send` returns when the other has begun to receive, and neither comes to that. On a cluster both would sit
-# there until a time limit, with nothing in the log. Here `ranks` writes down what each rank is about to call, sees that each
-# waits for the other, and says so.
-#
-# There are two cures. Megatron-LM lets neighbours agree: one call sends and receives at once (`batch_isend_irecv`). This
-# library does not wait for sends at all: `isend` only *begins* to send, `irecv` begins to receive, and one waits where the
-# data is needed:
+# The same **deadlock**, in every 1F1B that is written down like this. (`ranks` writes down what each rank is about to call, and
+# so sees that each waits for the other.) There are two cures. Megatron-LM lets neighbours agree: one
+# call sends and receives at once (`batch_isend_irecv`). This library begins both and waits where the data is needed, as you did
+# in the ring:
 
 # %%
 def neighbours_at_ease() -> str:
@@ -539,8 +536,8 @@ lab.beside("lost in interleaved, two chunks", my_two_chunks, lost_share["interle
 
 # %% [markdown]
 # **What you should see:** GPipe and 1F1B lose 14.5 and 13.5%, less than in theory, and differ in memory: a third for 1F1B.
-# Less, probably because the one GPU that they are measured by never rests: it draws all the power that it may, and its clock
-# goes down for that (lesson 15). One that waits a sixth of the time can have a higher one in the rest. Interleaving loses 8%:
+# Less, probably because the one GPU that they are measured by never rests: it draws all the power that it may, and lowers its
+# clock for that. One that waits a sixth of the time runs faster in the rest (lesson 15 shows such clocks). Interleaving loses 8%:
 # its bubble is half as large, and its messages hide behind the work. In PyTorch's interleaved schedule they do not, and it
 # loses more than 1F1B.
 #

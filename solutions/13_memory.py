@@ -107,15 +107,16 @@ lab.beside("\nbytes a parameter", my_bytes, sum(after.values()) / parameters)
 # Sixteen: 4 for the weight, 4 for the gradient, 8 for Adam's two means. (A little above: Adam counts its steps, once for each
 # tensor.) The weights are a *quarter* of what belongs to them.
 #
-# > **Question.** What had been there before the first step? Look at `before`. And why does a training that runs out of memory
-# > often do so in its second step, not in its first?
+# What had been there before the first step?
 
 # %%
 print(before)
 
 # %% [markdown]
+# > **Question.** Why does a training that runs out of memory often do so in its second step, not in its first?
+#
 # <details><summary>Answer</summary>
-# The weights alone. Gradients appear in the first backward pass, the states at the end of the first step, when the
+# At first there are weights alone. Gradients appear in the first backward pass, the states at the end of the first step, when the
 # activations are gone. The second step is the first one in which everything is there at once. So test whether a setting fits
 # with at least two steps.
 # </details>
@@ -318,8 +319,8 @@ class ZeroOptimizer:
 # > **Question.** Why with both? What would Adam alone not notice?
 #
 # <details><summary>Answer</summary>
-# Adam divides by the size of the gradient. A gradient that is n times too large, a sum in place of a mean, gives nearly the
-# same step. Gradient descent moves n times as far. This is why parity tests in this course use it.
+# A factor (lesson 07): a gradient that is n times too large, a sum in place of a mean, gives nearly the same step. Gradient
+# descent moves n times as far. This is why parity tests in this course use it.
 # </details>
 
 # %%

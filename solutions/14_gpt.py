@@ -666,7 +666,7 @@ lab.beside("positions with it", my_with, with_cache, how="counted")
 lab.beside("times as fast", my_speedup, slow / fast)
 
 # %% [markdown]
-# 5050 = 1 + 2 + … + 100 against 100. And yet it is only a few times as fast: with a model so small a pass takes as long as
+# 5050 = 1 + 2 + … + 100 against 100. And yet it is only two or three times as fast: with a model so small a pass takes as long as
 # starting its operators does, be it for one position or for fifty. With 7 billion parameters one position at a time has another
 # limit: every weight is read from memory, for two FLOPs each (lesson 00's roofline). That is why servers write for many at once.
 #

@@ -293,8 +293,9 @@ print(f"DiT-XL/2, 256 pixels: {total / 1e9:.1f} GFLOP a sample; at 512 pixels (1
 #
 # ## Two formulas, one of them wrong?
 #
-# Notes on training DiT with Megatron-LM give the FLOPs of a step with $s$ tokens, $l$ layers, width $h$, $h_2$ of the MLP,
-# patches of $p \times p$ points (so `patch` above is $4p^2$) and global batch $gbs$ as
+# Engineers' notes on training DiT with Megatron-LM, which have no address that could be linked to here, give the FLOPs of a
+# step with $s$ tokens, $l$ layers, width $h$, $h_2$ of the MLP, patches of $p \times p$ points (so `patch` above is $4p^2$) and
+# global batch $gbs$ as
 #
 # $$gbs \cdot s\,l\,h^2 \left( 24 + \frac{12 s}{h} + \frac{12 h_2}{h} + \frac{36}{s} + \frac{12 + 24\,p^2/h}{l} +
 # \frac{512 + 2\,l}{s\,h\,l} \right)$$
@@ -572,7 +573,7 @@ lab.recorded("dit_h200", {name: {"samples/s": row["samples_per_s"], "GB": row["m
                           for name, row in rows.items()}, "Whole training steps of DiT-XL/2 (`course bench dit`)")
 
 # %% [markdown]
-# **What you see.** FP8 by hand, compiled, is 1.16 times as fast as bf16 at 256 pixels and 1.19 times at 512: less than the
+# **What you see.** FP8 by hand, compiled, is 1.16 times as fast as bf16 at 256 pixels and 1.18 times at 512: less than the
 # twofold peak, since only the four linears of a block gain, and each pays for its casts (the MFU halves: its denominator is
 # FP8's peak). Transformer Engine is *slower* than compiled bf16 here. Its linears are as fast, but what lies between them, three
 # adaLN steps a block, stays unfused, and its 3,600 kernels a step are more than the host can launch in time: lesson 06. Flash
@@ -798,10 +799,12 @@ for model, mine in (("1.3B", my_gpt_step), ("256 px", my_dit_step)):
 # and multiply fewer numbers, and to choose what takes the least energy.
 #
 # > **Question.** You have a stopwatch and no meter. How do you find out which of two algorithms takes less energy?
-
-# %% [markdown]
-# Repeat one alone until the clock has settled, some 50 ms: then it draws the 700 W, and its seconds are its joules. So
-# `course/trial.py` does it now, also with tiles that cuBLAS does not offer, and for the gradients of weights.
+#
+# <details><summary>Answer</summary>
+# Repeat one alone until the clock has settled, some 50 ms: then it draws the 700 W, and its seconds are its joules.
+# </details>
+#
+# So `course/trial.py` does it now, also with tiles that cuBLAS does not offer, and for the gradients of weights.
 
 # %%
 for model in ("124M", "350M", "1.3B", "256 px", "512 px"):

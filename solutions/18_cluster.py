@@ -611,7 +611,7 @@ proposal.main("gpt-7b", FAST, 64, "h100-80", launch=True)
 
 # %%
 for tasks in (8, 1):
-    words = ["--nodes=8", "--gpus-per-node=8", f"--ntasks-per-node={tasks}", "--cpus-per-task=12"]
+    words = ["--nodes=8", "--gpus-per-node=8", f"--ntasks-per-node={tasks}", "--cpus-per-task=8"]
     print(*words)
     clean = sbatch.main(Path("submit/train.sh"), words)
 

@@ -4,8 +4,8 @@
 #     sbatch --gpus-per-node=4 --ntasks-per-node=4 --cpus-per-task=16 submit/profile.sh vit-opt [KEY=VALUE ...]
 #     bash submit/profile.sh vit-opt [KEY=VALUE ...]       without Slurm: all GPUs of this machine, or GPUS=2
 #
-# nsys leaves runs/nsys/PRESET*.nsys-rep for Nsight Systems, one for each rank: kernels, launches, and the parts of each step as NVTX
-# ranges; without Slurm in place of the one before. The run itself is runs/PRESET/nsys-DATE-TIME, a new one each time. Samples of the host's call stack (-s) are left out, since they slow down what is measured.
+# nsys leaves runs/nsys/PRESET*.nsys-rep for Nsight Systems: kernels, launches, and the parts of each step as NVTX ranges. Under Slurm
+# there is one for each rank and job; without it one for all ranks, which replaces that of the last call. The run itself is runs/PRESET/nsys-DATE-TIME, a new one each time. Samples of the host's call stack (-s) are left out, since they slow down what is measured.
 #SBATCH --job-name=profile
 #SBATCH --output=slurm-%x-%j.log
 #SBATCH --open-mode=append

@@ -181,10 +181,12 @@ def results(name: str) -> dict[str, Any]:
 def recorded(name: str, rows: Mapping[str, Mapping[str, Any]], why: str = "This needs a GPU, and there is none here") -> None:
     """A table of recorded results (row -> column -> value) with the hardware and the days on which they were measured."""
     about = results(name)
+    clone = (RESULTS.parents[2] / "notebooks").is_dir()                 # where a notebook's folder has this one beside it
+    file = f"[{name}.json](../course/perf/results/{name}.json)" if clone else f"perf/results/{name}.json of the package"
     days = [about["date"], *(row["date"] for row in about.get("rows", ()) if "date" in row)]
     when = " to ".join(sorted({min(days), max(days)}))
     lines = [f"*{why}. Recorded on {about['hardware']}, PyTorch {about['torch']}, {when} "
-             f"([{name}.json](../course/perf/results/{name}.json)):*\n"]
+             f"({file}):*\n"]
     for label, values in rows.items():
         if len(lines) == 1:
             lines += [f"| | {' | '.join(values)} |", f"|---|{'--:|' * len(values)}"]

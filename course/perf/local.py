@@ -19,6 +19,7 @@ from course.perf.comms import Group
 from course.perf.hardware import Hardware
 from course.perf.host import Host, host_of
 from course.perf.kernels import BYTES, Kernels, kernels_of
+from course.perf.weights import tokens_of
 from course.precision import LOW
 
 Moved = list[tuple[str, float]]                     # (kind of kernel, bytes): what is bound by memory
@@ -63,12 +64,12 @@ class Local:
     @property
     def tokens(self) -> float:
         """Tokens of a micro-batch on this rank, within attention and MLP."""
-        return self.micro * math.ceil(self.length / self.p.cp)
+        return self.micro * tokens_of(self.config)
 
     @property
     def rest(self) -> float:
         """The same between them: sequence parallelism cuts these over tp."""
-        return self.micro * math.ceil(self.length / (self.p.cp * (self.p.tp if self.p.sp else 1)))
+        return self.micro * math.ceil(tokens_of(self.config) / (self.p.tp if self.p.sp else 1))
 
     @property
     def low(self) -> int:

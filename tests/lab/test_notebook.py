@@ -1,5 +1,6 @@
 """What lessons call."""
 
+import json
 import math
 import sys
 
@@ -61,6 +62,19 @@ def test_recorded_results_of_several_days_say_from_when_to_when(capsys, monkeypa
     monkeypatch.setattr(notebook, "results", lambda name: about)
     notebook.recorded("some", {"a": {"ms": 1.0}})
     assert f"PyTorch 2.11, {said}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("clone", "said"), [(True, "[some.json](../course/perf/results/some.json)"),
+                                             (False, "(perf/results/some.json of the package)")])
+def test_recorded_results_link_to_their_file_where_notebooks_have_it_beside_them(tmp_path, capsys, monkeypatch, clone, said):
+    file = tmp_path / "course/perf/results/some.json"
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps({"hardware": "H200", "torch": "2.11", "date": "2026-11-22"}))
+    if clone:
+        (tmp_path / "notebooks").mkdir()
+    monkeypatch.setattr(notebook, "RESULTS", file.parent)
+    notebook.recorded("some", {"a": {"ms": 1.0}})
+    assert said in capsys.readouterr().out
 
 
 def test_show_names_file_and_line(capsys):
