@@ -317,7 +317,7 @@ def load(checkpoint: Path, index: dict[str, Any], model: nn.Module, optimizer: t
     if average and any(placement(p).name + kind not in index["tensors"] for p in parameters):
         raise CourseError(f"{checkpoint} has no moving average of the weights: train with optim.ema=0.9999, say, or use the last "
                           "weights (--no-ema)")
-    for parameter in [*parameters, *updates]:
+    for parameter in dict.fromkeys([*parameters, *updates]):            # mostly the same
         parameter.data.copy_(read_part(checkpoint, index, placement(parameter).name + kind, parameter))
     for parameter, value in average_of(optimizer).items():
         name = placement(parameter).name

@@ -16,7 +16,8 @@ def atomic(path: Path) -> Iterator[Path]:
     """Yield a temporary name beside `path`; when the block succeeds the file or folder there becomes `path`.
 
     The bytes reach the disk before the rename, so a power cut leaves the old file or the new one. When
-    the block fails the temporary file is removed and whatever stood at `path` is untouched.
+    the block fails the temporary file is removed and whatever stood at `path` is untouched. One process at a time: what several
+    may write, such as data, is locked (`course.lock`).
 
     Raises `CourseError` where the disk is full or not writable, or the path leads through a file.
     """

@@ -164,7 +164,7 @@ class Product(Function):
         to_x, to_weight, to_bias = ctx.dtypes
         g8, g8t, inverse_g = cast(grad.contiguous(), ctx.how.gradients, ctx.how, True, *ctx.slot)       # (M, N), (N, M16)
         dx = multiply(g8, w8t.t(), inverse_g, inverse_w, to_x) if ctx.needs_input_grad[0] else None # (M, K)
-        dw = multiply(g8t, x8t.t(), inverse_g, inverse_x, to_weight)                                # (N, K)
+        dw = multiply(g8t, x8t.t(), inverse_g, inverse_x, to_weight) if ctx.needs_input_grad[1] else None   # (N, K)
         db = grad.sum(0, dtype=to_bias) if ctx.needs_input_grad[2] else None                        # (N,)
         return dx, dw, db, None, *[None] * 9
 
@@ -264,12 +264,13 @@ class Scaling:
 
     @torch.no_grad()
     def update(self, bad: Tensor) -> None:
-        """After a step: its amaxes join the histories, the scales for the next one follow. A skipped step leaves both alone."""
+        """After a step: its amaxes join the histories, the scales for the next one follow. A skipped step leaves both alone, but
+        where there is no history yet: from then on there must be one, and what was finite in it is better than a scale of 1."""
         if not self.delayed:
             return
         seen = largest_over(torch.stack(self.amaxes).nan_to_num(0, 0, 0), self.everyone)            # (slots,)
         moved = torch.cat([(seen / self.times)[:, None], self.history[:, :-1]], 1)      # (slots, history)
-        self.history.copy_(moved.where(bad == 0, self.history))
+        self.history.copy_(moved.where((bad == 0) | (self.history.amax(1, keepdim=True) == 0), self.history))
         self.rescale(self.matmuls)
         torch._foreach_zero_(self.amaxes)
 

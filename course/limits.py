@@ -11,16 +11,20 @@ from course.precision import LOW
 if TYPE_CHECKING:
     from course.config import Config, Parallel
 
+TINY, PART = 1e-30, 1 + 1e-9                        # any number above 0; a part, which may be all
 # which numbers, each one of a tuple, are from where, included, to where, not included
 NUMBERS = {
     (1, math.inf): "train.steps train.global_batch data.lead data.ahead log.every checkpoint.every checkpoint.keep parallel.pp "
                    "parallel.cp parallel.tp parallel.chunks model.vocab model.context model.dim model.depth model.heads "
-                   "model.rope_factor model.rope_context model.channels model.classes model.patch model.grid model.latent",
+                   "model.rope_factor model.rope_theta model.rope_context model.channels model.classes model.patch model.grid "
+                   "model.latent",
     (0, math.inf): "train.micro_batch train.eval_every train.stall_s train.threads parallel.dp parallel.bucket_mb data.workers "
                    "data.train_samples data.valid_samples optim.lr optim.min_lr optim.eps optim.momentum optim.weight_decay "
                    "optim.warmup optim.clip profile.steps profile.after model.kv_heads model.mlp_ratio model.mlp_width "
                    "model.loss_chunk model.vocab_used model.rope_low",
     (0, 1): "optim.betas optim.ema model.dropout model.drop_path",
+    (0, PART): "model.label_drop",                   # 1: of all samples
+    (TINY, math.inf): "model.norm_eps",
 }
 
 
@@ -73,7 +77,9 @@ def check_numbers(section: str, values: Any) -> None:
             if number < 0 == least:
                 raise CourseError(f"{section}.{name}={number} is negative: use 0 or more")
             if not least <= number < end:
-                raise CourseError(f"{section}.{name}={number} must be at least {least}" + (f" and less than {end}" * (end == 1)))
+                lowest = "more than 0" if least == TINY else f"at least {least}"
+                highest = {1: " and less than 1", PART: " and at most 1"}.get(end, "")
+                raise CourseError(f"{section}.{name}={number} must be {lowest}{highest}")
 
 
 @cache

@@ -66,6 +66,8 @@ class Window:
         self._settle()
         self.profiler.__exit__(*error)
         if error[0] is not None:
+            if self.memory:
+                torch.cuda.memory._record_memory_history(enabled=None)
             return
         with atomic(self.trace) as temporary:
             plain = temporary.with_suffix(".json")   # PyTorch looks at the ending

@@ -56,10 +56,12 @@ class Progress:
         """The values, on the host."""
         return {entry.name: getattr(self, entry.name).item() for entry in fields(self)}
 
-    def restore(self, state: dict[str, float]) -> None:
-        """Take the values of a checkpoint; the tensors stay the same objects. Skipped steps are no longer in a row."""
+    def restore(self, state: dict[str, float], same_precision: bool = True) -> None:
+        """Take the values of a checkpoint; the tensors stay the same objects. Skipped steps are no longer in a row, and
+        in another precision the loss scale begins anew: that of bf16, 1, would let fp16's small gradients vanish for long."""
         for entry in fields(self):
-            getattr(self, entry.name).fill_(state[entry.name])
+            if same_precision or entry.name not in ("loss_scale", "good_steps"):
+                getattr(self, entry.name).fill_(state[entry.name])
         self.streak.zero_()
         self.longest_streak.zero_()
 

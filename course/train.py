@@ -191,9 +191,9 @@ def save(training: Training, samples: int, must: bool, report: Report) -> Path |
     since the one before at once. The last one, or that before a stop, must be written: `NotSaved` is raised.
     """
     config, mesh, folder = training.config, training.mesh, run_folder(training.config) / "checkpoints"
-    files = data_files(config) if mesh.world.rank == 0 else {}         # which writes the index
-    state = {**training.progress.state(), "samples": samples, "files": files}
     try:
+        files = checkpoint.together(mesh.all, lambda: data_files(config) if mesh.world.rank == 0 else {})[0]
+        state = {**training.progress.state(), "samples": samples, "files": files}
         saved = checkpoint.save(folder, training.optimizer, state, schema.as_plain(config), mesh.all,
                                 training.scaling.state())
     except checkpoint.NotSaved as error:
@@ -236,7 +236,7 @@ def resume(run: Path, training: Training) -> tuple[int, int]:
     before, now = index["config"]["data"], schema.as_plain(config)["data"]
     if config.checkpoint.same_data and all(before[key] == now[key] for key in ORDER):
         checkpoint.together(mesh.all, lambda: compare_files(config, index["state"].get("files", {})))
-    training.progress.restore(index["state"])
+    training.progress.restore(index["state"], index["config"]["precision"] == config.precision)
     speak(mesh, f"resuming {run} at step {index['state']['step']}")
     for change in schema.differences(index["config"], schema.as_plain(config)):
         speak(mesh, f"  changed since then: {change}")

@@ -119,6 +119,10 @@ def test_save_and_load_give_the_same(tmp_path, preset):
     ("vit-demo", "optim.lr=.nan", ["optim.lr=nan"]),
     ("vit-demo", "optim.betas=[0.9,1]", ["optim.betas=1.0 must be at least 0 and less than 1"]),
     ("vit-demo", "model.dropout=1", ["model.dropout=1.0 must be at least 0 and less than 1"]),
+    ("dit-demo", "model.label_drop=1.5", ["model.label_drop=1.5 must be at least 0 and at most 1"]),
+    ("dit-demo", "model.label_drop=.nan", ["model.label_drop=nan"]),
+    ("gpt-demo", "model.norm_eps=0", ["model.norm_eps=0.0 must be more than 0"]),
+    ("gpt-demo", "model.rope_theta=0", ["model.rope_theta=0.0 must be at least 1"]),
     ("vit-demo", "model.grid=[0,64]", ["model.grid=0 must be at least 1"]),
     ("gpt-demo", "train.threads=-1", ["train.threads=-1 is negative"]),
 ])

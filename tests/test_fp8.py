@@ -170,6 +170,17 @@ def test_a_skipped_step_leaves_histories_and_scales_alone():
     assert not torch.stack(training.scaling.amaxes).any()
 
 
+def test_a_first_step_that_is_skipped_leaves_no_scale_of_1():
+    matmul, scaling = linear(history=3)
+    for slot, amax in zip(matmul.amaxes, (2, 0.5, 1e-6), strict=True):
+        slot.fill_(amax)
+    scaling.update(torch.ones(()))
+    assert [scale.item() for scale in matmul.scales] == pytest.approx([448 / 2, 448 / 0.5, 57344 / 1e-6])
+    matmul.amaxes[0].fill_(8)
+    scaling.update(torch.ones(()))                  # skipped again: there is a history by now
+    assert matmul.scales[0].item() == 448 / 2
+
+
 def test_gradients_are_e5m2_and_all_else_e4m3():
     training, kinds = assemble(), []
 

@@ -19,6 +19,7 @@ from course.config import Parallel
 from course.errors import CourseError
 from course.parallel import Axis, World, build_mesh
 from course.pieces import read_box
+from course.precision import FIRST_SCALE
 from course.report import read_metrics
 from course.stop import GO_ON
 from tests.conftest import tiny_settings
@@ -90,6 +91,13 @@ def test_resumed_in_mid_epoch_gives_the_same_losses_bit_for_bit(tiny, name):
     records = read_metrics(part / "metrics.jsonl")[:7]
     (part / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records) + '{"step": 8, "lo')
     assert_same_run(run([*tiny, *extra, "log.name=part"]), whole)
+
+
+def test_another_precision_starts_with_a_loss_scale_of_its_own(tiny):
+    """That of bf16 is 1: fp16's gradients would vanish until it had doubled, every 2000 steps."""
+    folder = run([*tiny, "precision=bf16"])
+    run([*tiny, "precision=fp16", "train.steps=13"])
+    assert checkpoint.newest(folder / "checkpoints", print, Axis("all"))[1]["state"]["loss_scale"] == FIRST_SCALE["fp16"]
 
 
 @pytest.mark.parametrize("kernels", ["pytorch", "hand"])

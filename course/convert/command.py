@@ -86,7 +86,7 @@ def to_run(path: Path, run: Path, given: list[str], to: str, like: str, rows: st
     source, settings = opened(kind, path, run, given, like, rows)
     size = reshard.ranks_of(settings)
     if everyone.size > 1:
-        mesh = build_mesh(settings.parallel, join("cpu"))
+        mesh, size = build_mesh(settings.parallel, join("cpu")), everyone.size          # also of a dp that takes what is left
         mine = [(everyone.rank, reshard.owned_in(settings, mesh))]
     else:
         mine = [(rank, reshard.owned(settings, rank, size)) for rank in range(size)]

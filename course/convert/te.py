@@ -21,7 +21,7 @@ forward pass views the projection's output as one of the first two shapes, and l
 the tensors tells interleaved from stacked rows, which have one shape: the header of a file that we write says it, `course.qkv`.
 
 FP8. The delayed recipe's scales and amax histories are in `_extra_state`, a pickle, which is neither read nor written. What
-comes here is rebuilt: `course.convert.rebuild`.
+comes here is rebuilt: `course.convert.command.rebuild`.
 """
 
 from pathlib import Path

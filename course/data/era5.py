@@ -22,6 +22,7 @@ from course.data import layout
 from course.data.layout import CHANNELS, HOURS, SPLITS, first_line
 from course.errors import CourseError
 from course.files import atomic, flush
+from course.lock import only_maker
 
 if TYPE_CHECKING:
     from xarray import DataArray, Dataset
@@ -99,7 +100,8 @@ def convert(config: Era5, say: Callable[[str], None] = print) -> None:
         return
     years = layout.find_years(Path(config.path), "train")
     say(f"statistics of {len(years)} training years")
-    layout.write_statistics(Path(config.path), years)
+    with only_maker(Path(config.path)):
+        layout.write_statistics(Path(config.path), years)
 
 
 def parse_splits(config: Era5) -> dict[int, str]:
@@ -267,13 +269,25 @@ def year_times(year: int, hours: list[np.ndarray], present: set[int]) -> np.ndar
 
 def write_year(path: Path, times: np.ndarray, pieces: list[Piece], config: Era5, say: Callable[[str], None]) -> None:
     """Convert one year, under a temporary name until it is whole; a year that is there already is left alone."""
-    shape = (len(times), len(CHANNELS), *config.grid)
-    if path.exists():
-        if layout.inspect_year(path).shape != shape:
-            raise CourseError(f"{path} is there with another shape than the source gives, {shape}: remove it, or "
-                              "choose another path")
+    if is_made(path, times, config):                            # then nothing is written: a shared folder may be read-only
         say(f"{path} is there already")
         return
+    with only_maker(path.with_name(f".{path.name}.making")):    # of this year alone: others may be converted beside it
+        if not is_made(path, times, config):
+            fill_year(path, times, pieces, config, say)
+
+
+def is_made(path: Path, times: np.ndarray, config: Era5) -> bool:
+    """Whether the file of a year is there, with the times that the source gives."""
+    shape = (len(times), len(CHANNELS), *config.grid)
+    if path.exists() and layout.inspect_year(path).shape != shape:
+        raise CourseError(f"{path} is there with another shape than the source gives, {shape}: remove it, or "
+                          "choose another path")
+    return path.exists()
+
+
+def fill_year(path: Path, times: np.ndarray, pieces: list[Piece], config: Era5, say: Callable[[str], None]) -> None:
+    """Write the times that are not in the part of this year yet, which becomes its file."""
     part = path.with_name(f".{path.name}.part")
     pieces = [piece for piece in pieces if np.isin(piece.hours, times).any()]
     try:
@@ -281,7 +295,7 @@ def write_year(path: Path, times: np.ndarray, pieces: list[Piece], config: Era5,
             done = int(file.attrs["done"])
             say(f"{path}: {len(times)} times" + (f", {done} of them done before" if done else ""))
             for start in range(done, len(times), config.chunk):
-                block = read_block(pieces, times[start:start + config.chunk], shape[1:])
+                block = read_block(pieces, times[start:start + config.chunk], (len(CHANNELS), *config.grid))
                 file["fields"][start:start + len(block)] = block
                 file.flush()
                 flush(part)                 # the values are on disk before they count as done

@@ -34,7 +34,7 @@ from course.data import corpus, latents, train_loader
 from course.errors import CourseError
 from course.files import atomic
 from course.models import DiTConfig, build_model
-from course.parallel import build_mesh, join, leave, place_serial, placement
+from course.parallel import build_mesh, joined, place_serial, placement
 from course.perf import bench, lanes
 from course.perf.command import command
 from course.perf.lanes import Row
@@ -137,16 +137,13 @@ def train(model: str, run: str, small: bool) -> Row:
     config = settings(model, run, small)
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
-    world = join(config.train.device)
-    try:
+    with joined(config.train.device) as world:
         mesh = build_mesh(config.parallel, world)
         training = assemble(config, mesh)
         same_weights(training.model, config, world.device)
         with closing(train_loader(config, mesh.dp, world.device, 0, training.model.example)) as batches:    # type: ignore[arg-type]
             losses, ms = follow(training, batches, run == FROZEN)
         found = global_loss(losses, mesh).tolist()
-    finally:
-        leave()
     return {"losses": [round(loss, 6) if math.isfinite(loss) else None for loss in found], "ms": ms,
             "memory_gb": memory_gb(world.device), "rank": world.rank}
 

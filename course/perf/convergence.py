@@ -128,6 +128,8 @@ def make(run: Run, c: Convergence) -> str:
         return broken.read_text()
     if not is_done(run, c):
         ended = train([*run.overrides(c)], c)
+        if ended.returncode not in (0, 1):           # stopped, by a signal or for another job: it can go on
+            raise CourseError(f"{run.name} was stopped ({ended.returncode}): the same command goes on with it")
         if ended.returncode:
             folder.mkdir(parents=True, exist_ok=True)
             broken.write_text(ended.stderr.strip().splitlines()[-1] if ended.stderr.strip() else "it was stopped")
@@ -159,8 +161,10 @@ def curve(run: Run, c: Convergence) -> dict[str, Any]:
             **columns, **rmse}
 
 
-def short(value: float | None) -> float | None:
-    """Five significant digits; what was not finite is None in metrics.jsonl already."""
+def short(value: float | str | None) -> float | None:
+    """Five significant digits; what was not finite, a string in metrics.jsonl, is None."""
+    if isinstance(value, str):
+        return None
     return value if value is None or isinstance(value, int) else float(f"{value:.5g}")
 
 

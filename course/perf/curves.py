@@ -22,7 +22,7 @@ from torch import Tensor
 from course import config, train
 from course.data import Batch
 from course.files import atomic
-from course.parallel import World, build_mesh, join, leave
+from course.parallel import World, build_mesh, joined
 from course.perf import bench
 from course.perf.command import command
 
@@ -103,15 +103,12 @@ def measure(device: torch.device, steps: int) -> dict[str, Any]:
 
 def main(file: Path, small: bool) -> None:
     """Measure, print, and write the curves as JSON."""
-    world = join("cpu" if small else "auto")
-    if world.device.type == "cpu":
-        torch.set_num_threads(1)                    # the tensors are too small to be shared
-    try:
+    with joined("cpu" if small else "auto") as world:
+        if world.device.type == "cpu":
+            torch.set_num_threads(1)                    # the tensors are too small to be shared
         found = {**bench.machine(world.device), "command": "python -m course.perf.curves FILE" + " --small" * small,
                  "meaning": "losses of a small ViT from the same weights and batches; gap: of means, relative to bf16's, at most",
                  **measure(world.device, SMALL if small else STEPS)}
-    finally:
-        leave()
     for name, value in found["gap"].items():
         print(f"{name:32s} ends at {means(torch.tensor(found['curves'][name]))[-1]:.4f}, at most {value:7.2%} from bf16's")
     for name, why in found["skipped"].items():

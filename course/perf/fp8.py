@@ -20,7 +20,7 @@ from torch import Tensor
 
 from course import fp8, te
 from course.config import FP8, Config, Parallel, Train
-from course.parallel import World, build_mesh, join, leave, parallelize
+from course.parallel import World, build_mesh, joined, parallelize
 from course.perf import bench, flops
 from course.perf.command import command
 from course.perf.harness import PROFILE, Row, Stack, batch_of, forward_backward, measure, randomize
@@ -123,12 +123,12 @@ def parts(world: World, dim: int, rows: int) -> Iterator[Row]:
 
 def main(file: Path, small: bool) -> None:
     """Measure, print, and write the rows as JSON."""
-    world = join("cpu" if small else "auto")
-    if world.device.type == "cuda":
-        fp8.check_device(world.device)
-    size, (samples, tokens) = ((64, 2, 4), (2, 24)) if small else ((4096, 8, 32), (8, 2048))
-    found: dict[str, Any] = {**bench.machine(world.device), "command": "python -m course.perf.fp8 FILE", "rows": [], "parts": []}
-    try:
+    with joined("cpu" if small else "auto") as world:
+        if world.device.type == "cuda":
+            fp8.check_device(world.device)
+        size, (samples, tokens) = ((64, 2, 4), (2, 24)) if small else ((4096, 8, 32), (8, 2048))
+        found: dict[str, Any] = {**bench.machine(world.device), "command": "python -m course.perf.fp8 FILE", "rows": [],
+                                 "parts": []}
         for kind, rows in (("rows", stacks(world, size, samples, tokens)), ("parts", parts(world, size[0], samples * tokens))):
             for row in rows:
                 found[kind].append(row)
@@ -136,8 +136,6 @@ def main(file: Path, small: bool) -> None:
                     print(row["case"], *(f"{key} {value:.3f}" for key, value in row.items() if key != "case"), flush=True)
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_text(json.dumps(found, indent=1))            # after each row, so that a crash leaves what there is
-    finally:
-        leave()
 
 
 if __name__ == "__main__":

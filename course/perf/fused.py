@@ -20,7 +20,7 @@ from torch import Tensor
 from course import between
 from course.files import atomic
 from course.models.dit import modulate, plain_norm
-from course.parallel import join, leave
+from course.parallel import joined
 from course.perf import bench
 from course.perf.command import command
 
@@ -111,14 +111,11 @@ def measure(device: torch.device, small: bool) -> list[dict[str, Any]]:
 
 def main(file: Path, small: bool) -> None:
     """Measure, and write the rows as JSON."""
-    world = join("cpu" if small else "auto")
-    try:
+    with joined("cpu" if small else "auto") as world:
         found = {**bench.machine(world.device), "command": "python -m course.perf.fused FILE" + " --small" * small,
                  "meaning": "steps of a DiT's block between matmuls, forward and backward, bf16, in a CUDA graph; bytes: the "
                             "least to be moved",
                  "rows": measure(world.device, small)}
-    finally:
-        leave()
     with atomic(file) as temporary:
         temporary.write_text(json.dumps(found, indent=1) + "\n")
 

@@ -29,7 +29,7 @@ from course import reshard
 from course.errors import CourseError
 from course.files import atomic
 from course.models import build_model
-from course.parallel import build_mesh, join, leave
+from course.parallel import build_mesh, joined
 from course.perf import bench, flops, hardware, harness, host_table, lanes, memory, steptime
 from course.perf.command import command
 from course.perf.lanes import Row
@@ -153,8 +153,7 @@ def measure(of: str, name: str) -> Row:
     """Train a configuration of a list, here and now, on all its ranks: milliseconds, peak memory."""
     row = next(row for row in listed(of) if row["name"] == name)
     config = configuration.load(row["preset"], row["settings"])
-    world = join("cuda")
-    try:
+    with joined("cuda") as world:
         training: Any = assemble(config, build_mesh(config.parallel, world))
         batch = training.model.example(config.train.global_batch // config.parallel.dp, world.device)
         training.step(batch)
@@ -169,8 +168,6 @@ def measure(of: str, name: str) -> Row:
             dist.all_reduce(peak, dist.ReduceOp.MAX)
         steady, first = peak.tolist()
         rank = world.rank
-    finally:
-        leave()
     return {"ms": 1e3 * seconds["step"], "plain_step": seconds["plain"], "memory_gb": steady, "first_gb": first, "rank": rank}
 
 

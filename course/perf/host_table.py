@@ -25,7 +25,7 @@ from torch import nn
 from course import config as configuration
 from course.config import Parallel
 from course.errors import CourseError
-from course.parallel import Mesh, World, build_mesh, join, leave
+from course.parallel import Mesh, World, build_mesh, joined
 from course.perf import bench, harness, kernel_table, lanes
 from course.perf.command import command
 from course.perf.host import RECOMPUTE, SETTINGS, Cost, row_name
@@ -112,10 +112,9 @@ def half(world: World) -> str:
 def share(gpus: int, number: int, of: int, small: bool, file: Path) -> None:
     """Measure every `of`-th row for so many GPUs, from the given one on, and write to the file the numbers of its cost, or what
     went wrong."""
-    world = join("cpu" if small else "cuda")
-    found: Row = {}
-    plain: list[float] = []
-    try:
+    with joined("cpu" if small else "cuda") as world:
+        found: Row = {}
+        plain: list[float] = []
         for name, (kind, overrides) in list(rows_of(gpus).items())[number::of]:
             if small and name not in SMALL:
                 continue
@@ -127,8 +126,6 @@ def share(gpus: int, number: int, of: int, small: bool, file: Path) -> None:
                 found[name] = f"{type(error).__name__}: {str(error)[:200]}"
             if world.rank == 0:                      # after each: a part that takes too long keeps what it has
                 file.write_text(json.dumps({"rows": found, "plain": plain}))
-    finally:
-        leave()
 
 
 def main(small: bool) -> Row:

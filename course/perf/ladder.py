@@ -19,7 +19,7 @@ import torch
 from course import config as configuration
 from course.data import train_loader
 from course.errors import CourseError
-from course.parallel import World, build_mesh, join, leave
+from course.parallel import World, build_mesh, joined
 from course.perf import bench, flops, lanes, loaders, rivals
 from course.perf.command import command
 from course.perf.gauge import gauge
@@ -101,8 +101,7 @@ def measure(kind: str, name: str, small: bool, only_first: bool) -> Row:
     chosen, tiny = LADDERS[kind].rungs[name], (*LADDERS[kind].tiny, "train.device=cpu", "compile=false")
     files = (f"data.path={FILES}",) if reads(chosen) else ()
     config = configuration.load(chosen.preset, [*files, *chosen.settings, *(tiny if small else ())])
-    world = join(config.train.device)
-    try:
+    with joined(config.train.device) as world:
         mesh = build_mesh(config.parallel, world)
         step, example = stepper(chosen, config, mesh, world)
         with closing(train_loader(config, mesh.dp, world.device, 0, example)) as batches:
@@ -115,8 +114,6 @@ def measure(kind: str, name: str, small: bool, only_first: bool) -> Row:
                 return {"first_s": first}
             ms, driver = timed(step, batches, world.device, small)
             kernels = kernels_of(step, next(batches), world.device)
-    finally:
-        leave()
     peak = flops.peak_tflops(world.device, config.precision)
     rate = speed(config, ms)
     return {**rate, "ms": ms, "memory_gb": memory_gb(world.device), "first_gb": first_gb,

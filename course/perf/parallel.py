@@ -23,7 +23,7 @@ from course.compilation import compile_parts
 from course.config import Config, Parallel, Train, load
 from course.errors import CourseError
 from course.files import atomic
-from course.parallel import World, build_mesh, data_parallel, join, leave, mappings, overlap, symmetric
+from course.parallel import World, build_mesh, data_parallel, joined, mappings, overlap, symmetric
 from course.parallel.context import METHODS, SplitTokens
 from course.perf import bench, efficiency, grid, rivals
 from course.perf.command import command
@@ -317,15 +317,12 @@ def everywhere(kind: str, file: Path, small: bool, profile: bool) -> None:
 def main(kind: str, file: Path, small: bool) -> None:
     """Measure on the ranks that there are, and add the rows to the file."""
     torch.manual_seed(0)
-    world = join("cpu" if small else "auto")
-    rows: list[Row] = []
-    try:
+    with joined("cpu" if small else "auto") as world:
+        rows: list[Row] = []
         for row in KINDS[kind](replace(world), small):
             rows.append(row)
             if world.rank == 0:                     # after each row, so that a crash leaves what there is
                 write(kind, file, world, rows)
-    finally:
-        leave()
 
 
 def write(kind: str, file: Path, world: World, rows: list[Row]) -> None:

@@ -24,7 +24,7 @@ from course import config as configuration
 from course.config import Config
 from course.errors import CourseError
 from course.files import atomic
-from course.parallel import World, build_mesh, join, leave
+from course.parallel import World, build_mesh, joined
 from course.perf import bench, hardware, harness, kernels, lanes, layouts, memory, steptime
 from course.perf.command import command
 from course.perf.hardware import Hardware
@@ -140,14 +140,11 @@ def started(cases: Path, preset: str, gpus: Sequence[str], n: int, small: bool) 
 def run(cases: Path, preset: str, small: bool) -> None:
     """Measure the layouts of one model, here and now, as one of the ranks."""
     found = [row for row in json.loads(cases.read_text()) if row["preset"] == preset]
-    world = join("cpu" if small else "cuda")
-    try:
+    with joined("cpu" if small else "cuda") as world:
         for row in found:
             measured = measure(row, world, 1 if small else LAPS)
             if world.rank == 0:
                 print(json.dumps({"name": row["name"], **measured}), flush=True)
-    finally:
-        leave()
 
 
 def measure(row: Row, world: World, laps: int) -> Row:

@@ -22,7 +22,7 @@ from course.data import train_loader
 from course.files import atomic
 from course.graphs import graphed
 from course.models import DiTConfig
-from course.parallel import build_mesh, join, leave
+from course.parallel import build_mesh, joined
 from course.perf import bench
 from course.perf.command import command
 from course.perf.ladder import speed, timed
@@ -87,8 +87,7 @@ def whole(kind: str, name: str, small: bool) -> Iterator[Row]:
     ladder = LADDERS[kind]
     tiny = (*ladder.tiny, "train.device=cpu", "compile=false", "graphs=false") if small else ()
     config = configuration.load(ladder.rungs[name].preset, [*ladder.rungs[name].settings, *tiny])
-    world = join(config.train.device)
-    try:
+    with joined(config.train.device) as world:
         mesh = build_mesh(config.parallel, world)
         training: Any = assemble(config, mesh)
         with closing(train_loader(config, mesh.dp, world.device, 0, training.model.example)) as batches:
@@ -98,8 +97,6 @@ def whole(kind: str, name: str, small: bool) -> Iterator[Row]:
                     ms, driver = timed(step, batches, world.device, small)
                 yield {"rung": name, "turn": turn // 2, "chosen": chosen, "ms": ms, **speed(config, ms), **driver}
                 del step                            # and with it what its graph keeps
-    finally:
-        leave()
 
 
 def forget() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from course import config as configuration
 from course.config import Config
 from course.data import train_loader
-from course.parallel import build_mesh, join, leave
+from course.parallel import build_mesh, join, joined
 from course.perf import account
 from course.pictures import save
 from course.profile import Window, part
@@ -18,11 +18,8 @@ def main(what: str, settings: Sequence[str]) -> Path:
     if what.endswith((".json", ".json.gz")):
         return tell(Path(what))
     config = configuration.load(what, ["profile.steps=3", *settings])
-    world = join(config.train.device)
-    try:
+    with joined(config.train.device) as world:
         trace = record(config)
-    finally:
-        leave()
     return tell(trace) if world.rank == 0 else trace
 
 

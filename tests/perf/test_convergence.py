@@ -1,12 +1,15 @@
 """The runs behind lesson 08, at the smallest size."""
 
 import json
+import subprocess
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from course.errors import CourseError
 from course.perf import convergence
+from course.stop import GO_ON
 
 
 @pytest.fixture
@@ -67,3 +70,18 @@ def test_a_run_that_does_not_run_is_told_and_kept_out(small, capsys):
     wrong = convergence.Run(4, 1e-3, 3, schedule="triangle")
     assert "schedule" in convergence.make(wrong, small) and "ended early" in capsys.readouterr().out
     assert convergence.curve(wrong, small)["step"] == []
+
+
+@pytest.mark.parametrize(("value", "kept"), [(0.1234567, 0.12346), (7, 7), (None, None), ("nan", None), ("inf", None)])
+def test_what_is_not_finite_is_no_number_of_a_curve(value, kept):
+    assert convergence.short(value) == kept
+
+
+def test_a_run_that_was_stopped_is_not_one_that_ended_early(small, monkeypatch):
+    stopped = subprocess.CompletedProcess([], GO_ON, "", "")
+    monkeypatch.setattr(convergence, "train", lambda overrides, c: stopped)
+    one = convergence.plan(small)[0]
+    with pytest.raises(CourseError, match="the same command goes on"):
+        convergence.make(one, small)
+    monkeypatch.undo()
+    assert not list(Path(small.runs).rglob("ended.txt"))
