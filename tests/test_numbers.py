@@ -111,7 +111,7 @@ def test_gpt_and_dit(label: str, file: str, prefix: str, beside: list[str]) -> N
     assert [d for cell, values in zip(said, wanted, strict=True) for d in differences(cell, values)] == []
 
 
-@pytest.mark.parametrize(("label", "file", "prefix"), [(f"the same, {label}", file, prefix) for label, file, prefix, _ in MODELS])
+@pytest.mark.parametrize(("label", "file", "prefix"), [(label, file, prefix) for label, file, prefix, _ in MODELS])
 def test_gpt_and_dit_by_hand(label: str, file: str, prefix: str) -> None:
     bf16 = row(file, f"{prefix}: {NARROW}, kernels by hand, in a graph")
     unit = "tokens_per_s" if "tokens_per_s" in bf16 else "samples_per_s"
@@ -196,7 +196,7 @@ def test_steps_with_chosen_products(label: str, model: str) -> None:
     unit, scale = ("samples_per_s", 1.0) if "px" in model else ("tokens_per_s", 1e-3)
     wanted = [steps_of(found["steps"], model, chosen=False), steps_of(found["by_turns"], model), steps_of(found["steps"], model),
               scale * steps_of(found["steps"], model, unit)]
-    said = cells(f"chosen: {label}", "**The algorithm of each product is tried out**")
+    said = cells(label, "**The algorithm of each product is tried out**")
     assert [d for cell, value in zip(said, wanted, strict=True) for d in differences(cell, [value])] == []
 
 
@@ -280,7 +280,7 @@ def gathered_again(model: str) -> dict[str, float]:
 
 @pytest.mark.parametrize("model", GATHERED)
 def test_ways_of_sequence_parallelism(model: str) -> None:
-    said, again = cells(f"gathered: {model}", "What can sequence parallelism hide"), gathered_again(model)
+    said, again = cells(model, "What can sequence parallelism hide"), gathered_again(model)
     wanted = [[row("sp_2xh100", f"{model}, as one")["sample_mb"]],
               *([ms, again[way]] if way in again else [ms] for way, ms in zip(WAYS, gathered(model), strict=True))]
     assert [d for cell, values in zip(said, wanted, strict=True) for d in differences(cell, values)] == []
@@ -330,7 +330,7 @@ def test_what_is_exchanged_through_memory() -> None:
             (steps, ", kernels by hand"), (steps, ", kernels by hand, through memory"),
             (steps, ", kernels by hand, no sequence parallelism"))
     for model in [name for name in GATHERED if "124M" not in name]:
-        said = cells(f"exchanged: {model}", "Through each other's memory")
+        said = cells(model, "Through each other's memory")
         for cell, (rows, way) in zip(said, ways, strict=True):
             measured = rows.get(model + way, rows.get(f"{model}, in a graph") if not way else None)
             assert differences(cell, [] if measured is None else [measured["ms"]]) == []
@@ -364,7 +364,7 @@ def test_steps_with_sequence_parallelism_on_four_h200s() -> None:
             "", "kernels by hand, ", "kernels by hand, through memory, ", "kernels by hand, no sequence parallelism, "))
         wanted = [nccl and nccl["ms"], hand and hand["ms"],
                   *(r and r[key] for r in (memory, none) for key in ("ms", "memory_gb"))]
-        said = cells(f"four: {model}", "The same on H200s")
+        said = cells(model, "The same on H200s")
         assert [d for cell, value in zip(said, wanted, strict=True) for d in differences(cell, [value] if value else [])] == []
         if hand and memory and none:
             longer.append([100 * r["ms"] / none["ms"] - 100 for r in (memory, hand)])
