@@ -191,8 +191,10 @@ def test_a_lost_slurmd_ends_the_job_which_goes_on_when_the_node_is_back(place, s
     before = max(sequence(own.run("slurmd")))
     own.cluster.start_node("n2")
     state, log = own.end(job)
-    if state == "FAILED":                            # srun was first, and had lost its tasks; or Slurm, which kills what the node
-        state, log = own.end(own.submit("slurmd", *settings))       # still has of the step, met the requeued one, of the same name
+    # srun was first, and had lost its tasks; or Slurm killed the requeued step with what the node still had of the one before,
+    # which has the same name
+    if state == "FAILED":
+        state, log = own.end(own.submit("slurmd", *settings))
     assert state == "COMPLETED" and "resuming" in log, log
     steps = list(sequence(own.run("slurmd")))        # that of the stop may be among them
     assert before < 300 and [step for step in steps if step % 10 == 0] == list(range(10, 301, 10)) and steps == sorted(steps)
