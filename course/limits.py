@@ -11,7 +11,7 @@ from course.precision import LOW
 if TYPE_CHECKING:
     from course.config import Config, Parallel
 
-TINY, PART = 1e-30, 1 + 1e-9                        # any number above 0; a part, which may be all
+TINY, PART = math.nextafter(0, 1), math.nextafter(1, 2)     # any number above 0; a part, which may be all
 # which numbers, each one of a tuple, are from where, included, to where, not included
 NUMBERS = {
     (1, math.inf): "train.steps train.global_batch data.lead data.ahead log.every checkpoint.every checkpoint.keep parallel.pp "

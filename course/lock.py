@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -79,6 +79,18 @@ def only_maker(folder: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def make_once(folder: Path, is_made: Callable[[], bool], make: Callable[[], object]) -> bool:
+    """Make what is not made, as the only maker of a data folder; False if it was there, or another process made it meanwhile. Of
+    what is there nothing is written: a shared folder may be read-only."""
+    if is_made():
+        return False
+    with only_maker(folder):
+        if is_made():
+            return False
+        make()
+        return True
 
 
 class Lock:

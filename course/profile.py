@@ -65,10 +65,14 @@ class Window:
     def __exit__(self, *error: Any) -> None:
         self._settle()
         self.profiler.__exit__(*error)
-        if error[0] is not None:
+        try:
+            if error[0] is None:
+                self._write()
+        finally:
             if self.memory:
                 torch.cuda.memory._record_memory_history(enabled=None)
-            return
+
+    def _write(self) -> None:
         with atomic(self.trace) as temporary:
             plain = temporary.with_suffix(".json")   # PyTorch looks at the ending
             self.profiler.export_chrome_trace(str(plain))
@@ -78,7 +82,6 @@ class Window:
         if self.memory:
             with atomic(self.snapshot) as temporary:
                 torch.cuda.memory._dump_snapshot(str(temporary))
-            torch.cuda.memory._record_memory_history(enabled=None)
 
     def _settle(self) -> None:
         if self.device.type == "cuda":

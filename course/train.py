@@ -191,9 +191,9 @@ def save(training: Training, samples: int, must: bool, report: Report) -> Path |
     since the one before at once. The last one, or that before a stop, must be written: `NotSaved` is raised.
     """
     config, mesh, folder = training.config, training.mesh, run_folder(training.config) / "checkpoints"
+    files = checkpoint.together(mesh.all, lambda: data_files(config) if mesh.world.rank == 0 else {})[0]
+    state = {**training.progress.state(), "samples": samples, "files": files}
     try:
-        files = checkpoint.together(mesh.all, lambda: data_files(config) if mesh.world.rank == 0 else {})[0]
-        state = {**training.progress.state(), "samples": samples, "files": files}
         saved = checkpoint.save(folder, training.optimizer, state, schema.as_plain(config), mesh.all,
                                 training.scaling.state())
     except checkpoint.NotSaved as error:

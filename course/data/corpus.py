@@ -16,7 +16,7 @@ from course.data import bpe, indexed
 from course.data.layout import SPLITS
 from course.errors import CourseError
 from course.files import atomic
-from course.lock import only_maker
+from course.lock import make_once
 
 # tests repeat themselves, idlelib and turtledemo are programs; the tables of encodings and the pages of pydoc are no code
 LEFT_OUT = {"test", "tests", "idle_test", "idlelib", "turtledemo", "encodings", "pydoc_data", "site-packages", "dist-packages",
@@ -39,12 +39,8 @@ def make(config: Python, say: Callable[[str], None] = print) -> None:
     check_parts(config.valid, config.test)
     path, request = Path(config.path), {"made by": "course data tokens", "python": platform.python_version(),
                                         **without_path(asdict(config))}
-    if not is_made(path, request):
-        with only_maker(path):
-            if not is_made(path, request):           # by another process, while this one waited for it
-                write(config, request, say)
-                return
-    say(f"{path} is there already")
+    if not make_once(path, lambda: is_made(path, request), lambda: write(config, request, say)):
+        say(f"{path} is there already")
 
 
 def write(config: Python, request: dict[str, Any], say: Callable[[str], None]) -> None:

@@ -22,7 +22,7 @@ from course.data import layout
 from course.data.layout import CHANNELS, HOURS, SPLITS, first_line
 from course.errors import CourseError
 from course.files import atomic, flush
-from course.lock import only_maker
+from course.lock import make_once, only_maker
 
 if TYPE_CHECKING:
     from xarray import DataArray, Dataset
@@ -269,12 +269,9 @@ def year_times(year: int, hours: list[np.ndarray], present: set[int]) -> np.ndar
 
 def write_year(path: Path, times: np.ndarray, pieces: list[Piece], config: Era5, say: Callable[[str], None]) -> None:
     """Convert one year, under a temporary name until it is whole; a year that is there already is left alone."""
-    if is_made(path, times, config):                            # then nothing is written: a shared folder may be read-only
+    alone = path.with_name(f".{path.name}.making")              # locks this year: others may be converted beside it
+    if not make_once(alone, lambda: is_made(path, times, config), lambda: fill_year(path, times, pieces, config, say)):
         say(f"{path} is there already")
-        return
-    with only_maker(path.with_name(f".{path.name}.making")):    # of this year alone: others may be converted beside it
-        if not is_made(path, times, config):
-            fill_year(path, times, pieces, config, say)
 
 
 def is_made(path: Path, times: np.ndarray, config: Era5) -> bool:

@@ -103,10 +103,11 @@ def check_header(path: Path) -> None:
 
 def check_pair(index: Index, path: Path, tokens: Path) -> None:
     """Raise `CourseError` if the numbers of a .idx contradict each other or the .bin."""
-    ends = np.cumsum(index.lengths, dtype=np.int64) * index.dtype.itemsize
+    sizes = index.lengths.astype(np.int64) * index.dtype.itemsize       # one sequence may have more than 2 GiB
+    ends = np.cumsum(sizes)
     total = int(ends[-1]) if len(ends) else 0        # bytes
     documents = index.documents
-    good = (index.lengths >= 0).all() and np.array_equal(index.pointers, np.concatenate([[0], ends[:-1]])[:len(ends)])
+    good = (index.lengths >= 0).all() and np.array_equal(index.pointers, ends - sizes)
     if not good or documents[0] != 0 or documents[-1] != len(ends) or (np.diff(documents) < 0).any():
         raise CourseError(f"{path} is damaged: its sequences do not follow each other; copy or make it again")
     if not tokens.is_file():

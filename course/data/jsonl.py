@@ -33,7 +33,7 @@ from course.data.indexed import Documents
 from course.data.layout import SPLITS
 from course.errors import CourseError
 from course.files import atomic, remove, sha256
-from course.lock import only_maker
+from course.lock import make_once
 from course.machine import cores
 
 CHUNK = 1 << 20                                      # bytes that a process encodes at once
@@ -86,15 +86,13 @@ def make(config: Jsonl, say: Callable[[str], None] = print) -> None:
     config = replace(config, vocab=config.vocab or VOCAB)
     path = Path(config.path)
     request = {"made by": "course data jsonl", "version": VERSION, **describe(config, files)}
-    if is_made(path, request):
+    with told(say):
+        made = make_once(path, lambda: is_made(path, request), lambda: write(config, files, request, say))
+    if not made:
         newer = next((file for file in files if file.stat().st_mtime > (path / "meta.json").stat().st_mtime), None)
         say(f"{path} is there already" + (f", and {newer} has changed since: if its text is another now, give another path, or "
                                           "remove that folder" if newer else ""))
         remove(path / "parts")
-        return
-    with only_maker(path), told(say):
-        if not is_made(path, request):               # by another process, while this one waited for it
-            write(config, files, request, say)
 
 
 def write(config: Jsonl, files: list[Path], request: dict[str, Any], say: Callable[[str], None]) -> None:

@@ -35,7 +35,7 @@ from course.data.atmosphere import GAS, GRAVITY, Atmosphere, land, saturation
 from course.data.sphere import Sphere
 from course.errors import CourseError
 from course.files import atomic
-from course.lock import only_maker
+from course.lock import make_once
 
 FIRST_YEAR = 1979
 SPIN_UP_DAYS = 25                                # until storms have forgotten how they began
@@ -64,17 +64,15 @@ def make(config: Weather, say: Callable[[str], None] = print) -> None:
     Raises `CourseError` for settings that make no sense, and where the folder holds files made with others.
     """
     device = check(config)
-    if missing(config) or not all(file.is_file() for file in statistics_of(config)):
-        with only_maker(Path(config.path)):      # else nothing is written there: a shared folder may be read-only
-            fill(config, device, say)
-    else:
-        say(f"{len(years_of(config))} of {len(years_of(config))} files are there already")
-    say(f"{config.path}: {len(years_of(config))} files, one a year, of {config.times} states of {len(layout.CHANNELS)} channels "
+    count = len(years_of(config))
+    if not make_once(Path(config.path), lambda: is_whole(config), lambda: fill(config, device, say)):
+        say(f"{count} of {count} files are there already")
+    say(f"{config.path}: {count} files, one a year, of {config.times} states of {len(layout.CHANNELS)} channels "
         f"on {config.grid[0]} x {config.grid[1]} points, and their statistics")
 
 
 def fill(config: Weather, device: torch.device, say: Callable[[str], None]) -> None:
-    """Write what is missing now: another process may have made it while this one waited for it."""
+    """Write what is missing."""
     plan, absent = years_of(config), missing(config)
     if len(absent) < len(plan):
         say(f"{len(plan) - len(absent)} of {len(plan)} files are there already")
@@ -128,6 +126,11 @@ def years_of(config: Weather) -> dict[int, Path]:
 def missing(config: Weather) -> list[int]:
     """The years whose files are not there."""
     return [year for year, file in years_of(config).items() if not is_made(file, year, config)]
+
+
+def is_whole(config: Weather) -> bool:
+    """Whether all is there: every year, and the statistics."""
+    return not missing(config) and all(file.is_file() for file in statistics_of(config))
 
 
 def statistics_of(config: Weather) -> list[Path]:

@@ -163,9 +163,9 @@ def curve(run: Run, c: Convergence) -> dict[str, Any]:
 
 def short(value: float | str | None) -> float | None:
     """Five significant digits; what was not finite, a string in metrics.jsonl, is None."""
-    if isinstance(value, str):
-        return None
-    return value if value is None or isinstance(value, int) else float(f"{value:.5g}")
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    return value if isinstance(value, int) else None
 
 
 def speeds(c: Convergence) -> dict[str, float]:
