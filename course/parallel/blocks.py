@@ -6,7 +6,8 @@ Backward needs of the other blocks only their part in `out` and `lse` (Dao 2023,
 
     p = exp(s - lse),  dv = p' g,  ds = p * (g v' - rowsum(g * out)),  dq = ds k / sqrt(d),  dk = ds' q / sqrt(d)
 
-`plain` is these formulas, for any device and format; `cudnn` and `flash` are PyTorch's fused kernels of the same on GPUs.
+`plain` is these formulas, for any device and format; `cudnn` and `flash` are PyTorch's fused kernels of the same on GPUs for
+16 bits, `efficient` the one for float32, which keep no scores in memory (Rabe and Staats 2021, arXiv:2112.05682).
 All tensors are (B, h, T, d), lse (B, h, T); keys and values may have fewer heads, each for a group of queries' heads. causal:
 query i sees keys up to i; both have the same length then.
 """
@@ -15,11 +16,13 @@ import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from course.attention import spread
 
 aten: Any = torch.ops.aten
+ROWS = 32                                           # `efficient` has log-sum-exps of so many queries, or a multiple
 Grads = tuple[Tensor, Tensor, Tensor]
 
 
@@ -33,6 +36,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tens
     if kind == "flash":
         out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
         return out, lse
+    if kind == "efficient":
+        out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal)
+        return out, lse[..., :q.shape[2]]
     s = scores(q, k, causal)                                            # (B, h, T, S)
     lse = s.logsumexp(-1)                                               # (B, h, T)
     return (s - lse[..., None]).exp().to(v.dtype) @ v, lse
@@ -51,6 +57,10 @@ def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Te
         if kind == "cudnn":
             return aten._scaled_dot_product_cudnn_attention_backward(
                 grad, q, k, v, out, lse[..., None], none, none, None, None, None, T, S, 0.0, causal)
+        if kind == "efficient":
+            lse = F.pad(lse, (0, -T % ROWS), value=math.inf)            # of queries that are not there, which weigh nothing
+            return aten._scaled_dot_product_efficient_attention_backward(
+                grad, q, k, v, None, out, lse, none, none, 0.0, (True, True, True, False), causal)[:3]
         return aten._scaled_dot_product_flash_attention_backward(
             grad, q, k, v, out, lse, None, None, T, S, 0.0, causal, none, none)
     p = (scores(q, k, causal) - lse[..., None]).exp()                   # (B, h, T, S)
@@ -68,9 +78,14 @@ def scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
 
 
 def kernel(q: Tensor) -> str:
-    """Which implementation computes on these queries. cuDNN's is the fastest on Hopper; both are for 16-bit formats."""
-    if q.device.type != "cuda" or q.dtype not in (torch.float16, torch.bfloat16):
+    """Which implementation computes on these queries. Of those for 16 bits cuDNN's is the fastest on Hopper."""
+    cuda, width = torch.backends.cuda, q.shape[-1]
+    if q.device.type != "cuda":
         return "plain"
-    if torch.backends.cuda.cudnn_sdp_enabled() and q.shape[-1] % 8 == 0 and q.shape[-1] <= 128:
+    if q.dtype == torch.float32:
+        return "efficient" if cuda.mem_efficient_sdp_enabled() and width % 4 == 0 else "plain"
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        return "plain"
+    if cuda.cudnn_sdp_enabled() and width % 8 == 0 and width <= 128:
         return "cudnn"
-    return "flash" if torch.backends.cuda.flash_sdp_enabled() else "plain"
+    return "flash" if cuda.flash_sdp_enabled() else "plain"
