@@ -621,11 +621,11 @@ table = {f"{model}, {way}": {"ms": row["ms"], "GB": row["memory_gb"]} for model 
 lab.recorded("sp_4xh200", table, why="Whole steps on four H200s, in a graph")
 
 # %% [markdown]
-# **What you should see:** no. It takes 5 to 8% longer than none, for about three tenths less memory; by NCCL it takes up to a
-# third longer. Forward nothing hides a gather, and with the scatter it takes 7 to 10% longer than the all-reduce that both
-# replace. Backward, this DiT's multiplications of 33 µs are too short now to hide a gather of 56
+# **What you should see:** not quite. It takes 1 to 3% longer than none, for about three tenths less memory; by NCCL up to a
+# third longer. Forward nothing hides a gather, and with the scatter it takes as long as the all-reduce that both replace.
+# Backward, this DiT's multiplications of 33 µs are too short now to hide a gather of 56
 # ([exchange_h200.json](../course/perf/results/exchange_h200.json) has both). So on four it is what you pay for memory: a small
-# price.
+# price. (On two H200s, [sp_2xh200.json](../course/perf/results/sp_2xh200.json), it takes 3 to 5% less time than none.)
 
 # %% [markdown]
 # ## What you know now

@@ -906,7 +906,7 @@ for words, tables in (("", layers), (", again, on another machine", again)):
 # table has ours, too, and the two smallest take 63% and 83% of the time of megatron-core's. With Transformer Engine
 # megatron-core's layers are sequence parallel, and ours, sequence parallel as well, take 76% to 100% of their time.
 #
-# Four H100s were measured, too. By the data sheet they compute like H200s, but their memory is smaller and slower.
+# Four H200s were measured, too.
 #
 # > **Predict.** 1x4x1 has the 16 samples of 1x2x1 above, on twice as many GPUs. At width 1536, 16 layers, ours took 127 ms
 # > without sequence parallelism on the two GPUs of the last table. And on four?
@@ -915,24 +915,24 @@ for words, tables in (("", layers), (", again, on another machine", again)):
 my_layers_ms = 62.0              # your prediction
 
 # %%
-four = lab.results("grid_4xh100")["rows"]
-for alone, why in ((False, "The grid on four H100s"), (True, "Its layers alone")):
+four = lab.results("grid_4xh200")["rows"]
+for alone, why in ((False, "The grid on four H200s"), (True, "Its layers alone")):
     rows = [row for row in four if row["case"].endswith("layers") == alone]
-    lab.recorded("grid_4xh100", figures_gpt.table(rows), why=why)
+    lab.recorded("grid_4xh200", figures_gpt.table(rows), why=why)
 measured = next(row["ms"] for row in four if row["case"] == "1x4x1_16_1536x16, layers" and row["by"] == "course")
-lab.beside("layers on four H100s", my_layers_ms, measured, "ms", "recorded")
+lab.beside("layers on four H200s", my_layers_ms, measured, "ms", "recorded")
 
 # %% [markdown]
 # **What you should see:** more than half of the time that two took. The multiplications are shared by four, but the all-reduces
 # are not: each rank sends 2·(n − 1)/n times the bytes of a sum, 1 time on two GPUs and 1.5 times on four (lesson 07).
 #
-# > **Question.** With sequence parallelism the same layers take *longer*, 106 ms, and with half as many samples only a tenth
-# > less, 95. Those of width 3072 take a little less with it than without. What decides?
+# > **Question.** With sequence parallelism the same layers take *longer*, 118 ms, and with half as many samples only a fourth
+# > less, 92. Those of width 3072 take a little less with it than without. What decides?
 #
 # <details><summary>Answer</summary>
 # Whether the GPU waits for the host. Sequence parallelism has twice as many collectives to start, and the narrow layers, a
 # fourth of each on every GPU, are done before the next is started. Wide ones hide the starts, and then it gains: norms and
-# residuals work on a fourth of the tokens. For a model this narrow leave it out, 94 and 52 ms, as long as the memory allows.
+# residuals work on a fourth of the tokens. For a model this narrow leave it out, 90 and 61 ms, as long as the memory allows.
 # </details>
 #
 # On one H200: GPT 124M with 64 samples of 1024 tokens, whole training steps.

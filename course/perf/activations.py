@@ -167,16 +167,19 @@ def ends(rank: Rank, micros: float, moment: str) -> float:
 def logits(rank: Rank, micros: float, moment: str) -> float:
     """What the head puts out and the loss keeps of it, in bytes: predictions of P values a token in the matmul's format; eager
     also the error in float32. GPT's logits, if loss_chunk=0: those of all tokens, eager with log-softmax in float32. Through the
-    backward pass the former stay, which have a name there."""
+    backward pass the former stay, which have a name there. Of a pipeline's micro-batches that wait only one of both is kept."""
     c = rank.config
     if not rank.last or not micros or (isinstance(c.model, GPTConfig) and chunked(c)):
         return 0.0
     numbers = rank.n * c.model.vocab / c.parallel.tp if isinstance(c.model, GPTConfig) else float(rank.s * patch(c))
-    kept = 0 if c.compile and c.precision in LOW else wide(c)
+    kept = 0 if c.compile else wide(c)
     if getattr(c.model, "residual", False):
         kept += wide(c)                             # the sum with the input
-    count = micros if moment in ("loss", "rehearsal") else 1
-    return count * numbers * (low(c) + (kept if moment in ("loss", "rehearsal") else 0))
+    if moment not in ("loss", "rehearsal"):
+        return numbers * low(c)
+    each = low(c) + kept
+    waiting = min(each, low(c) if c.compile else wide(c)) if isinstance(c.model, GPTConfig) else each
+    return numbers * (each + (micros - 1) * waiting)
 
 
 def chunked(c: Config) -> bool:
@@ -200,7 +203,7 @@ def head_workspace(rank: Rank) -> float:
         return rank.s * P * (low(c) if c.compile else 3 * wide(c))
     V, D = c.model.vocab / c.parallel.tp, c.model.dim
     if not chunked(c):
-        return rank.n * V * (low(c) if c.compile and c.precision in LOW else 2 * wide(c))
+        return rank.n * V * (low(c) if c.compile else 2 * wide(c))
     rows, gpu = min(c.model.loss_chunk, rank.n), c.train.device != "cpu"
     some = low(c) + wide(c) + (wide(c) if c.parallel.tp > 1 else low(c) if c.precision in LOW else 0)
     if gpu and c.parallel.tp == 1 and c.precision != "fp64":            # loss_kernel.py
@@ -213,6 +216,8 @@ def workspace(rank: Rank, moment: str) -> float:
     """What is computed on the way at a moment, in bytes."""
     if moment == "optimizer":
         return 0.0                                  # the fused optimizers need nothing
+    if moment == "rehearsal" and not (isinstance(rank.config.model, GPTConfig) and chunked(rank.config)):
+        return 0.0                                  # no backward pass, which the loss in chunks has in its forward
     if moment in ("loss", "rehearsal"):
         return head_workspace(rank) if rank.last else 0.0
     return block_workspace(rank)
@@ -234,7 +239,7 @@ def block_workspace(rank: Rank) -> float:
 def ring_workspace(rank: Rank) -> float:
     """What a ring's backward pass computes on the way, in bytes (`ring.py`): float32 gradients of queries, keys and values,
     the sums that come and go for others' keys and values, two pairs of keys and values; less what the block's MLP has let go of
-    by then. Kernels for GPUs have no scores in memory; but they are for 16 bits: in others, and on a CPU, scores come on top."""
+    by then. Kernels for GPUs have no scores in memory; on a CPU, and in float64, scores come on top."""
     c, n, (q, kv) = rank.config, rank.n, widths(rank.config)
     if c.parallel.cp == 1 or c.parallel.context != "ring":
         return 0.0

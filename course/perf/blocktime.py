@@ -230,7 +230,7 @@ def symmetric_time(local: Local, each: list[tuple[float, float, float, float]]) 
     piece = whole / p.tp
     sent = BARRIER + (whole - piece) / group.bandwidth
     gather = sent + local.seconds([("copy", 2 * piece)])
-    added = local.seconds([("elementwise", (p.tp + 1 if p.tp == 2 else p.tp + 3) * piece)])
+    added = local.seconds([("fused", (p.tp + 1) * piece)])
     shown = hidden = 0.0
     for _, dx, dw, _ in each[0:3:2]:                # of column linears: x gathered again, dx scattered
         for long, under in ((gather, dx), (sent, dw)):

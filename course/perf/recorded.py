@@ -27,7 +27,7 @@ RESULTS = Path(__file__).parent / "results"
 WAYS = {"one GPU": ["parallel.sp=false"], "plain": ["parallel.sp=false"],
         "sequence": ["parallel.sp=true", "parallel.overlap=none"],
         "overlap": ["parallel.sp=true"], "symmetric": ["parallel.sp=true", "parallel.overlap=symmetric"]}
-# Steps that the code of today no longer runs as then: 4050 tokens, which four ranks cannot cut evenly, went sample by sample.
+# Steps that the code of today no longer runs as then: 4050 tokens, which four ranks cannot cut evenly, were put in order by cat.
 CHANGED = ("tp_vit 4: overlap", "tp_vit 4: overlap, compiled")
 Row = dict[str, Any]
 

