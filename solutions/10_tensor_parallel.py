@@ -621,7 +621,7 @@ table = {f"{model}, {way}": {"ms": row["ms"], "GB": row["memory_gb"]} for model 
 lab.recorded("sp_4xh200", table, why="Whole steps on four H200s, in a graph")
 
 # %% [markdown]
-# **What you should see:** not quite. It takes 1 to 3% longer than none, for about three tenths less memory; by NCCL up to a
+# **What you should see:** not quite. It takes up to 3% longer than none, for about three tenths less memory; by NCCL up to a
 # third longer. Forward nothing hides a gather, and with the scatter it takes as long as the all-reduce that both replace.
 # Backward, this DiT's multiplications of 33 µs are too short now to hide a gather of 56
 # ([exchange_h200.json](../course/perf/results/exchange_h200.json) has both). So on four it is what you pay for memory: a small

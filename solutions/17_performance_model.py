@@ -375,7 +375,7 @@ lab.beside("bucketed", my_bucketed, steps[buckets].ms, "ms", "recorded")
 # Now it lets what is hidden cost 74% of its time, the mean of six such pairs of steps there. Of the same six here it was 85%:
 # machines differ, and one number from one of them is no law. It is the only number in the library's model that was taken from
 # whole steps; the six that it was taken from prove nothing. What proves something are overlapped tensor parallelism (lesson 10)
-# and the ring of lesson 11, from which it was *not* taken: with the guess they are off by 9% in the median, with the 74% by 4%.
+# and the ring of lesson 11, from which it was *not* taken: with the guess they are off by 8% in the median, with the 74% by 4%.
 # Remember this: *overlap is where performance models are too optimistic*.
 #
 # ## The bubble
@@ -680,8 +680,8 @@ for error, words in sorted(misses, key=lambda miss: -abs(miss[0]))[:6]:
 # They are held out no longer, so that is no proof either. Of a fourth list the configurations for one GPU have been
 # measured since. Ten of twelve predictions are within 9%; two are a quarter too short, 29% at worst, and both of these
 # steps wait for their host. So one GPU is arithmetic as long as the GPU is what one waits for. Its eight for two GPUs were off by
-# 13% in the median, 49% at worst, and its ten for four by 6%, 35% at worst, all of the worst too short, and all but one of them
-# waiting for a host: what GPUs do together is not arithmetic yet.
+# 13% in the median, 49% at worst, and its ten for four by 6%, 35% at worst, all of the worst too short, and most of them waiting
+# for a host: what GPUs do together is not arithmetic yet.
 #
 # The first list was off by 10% and the second by 11% when they were measured. What the host needs was then guessed from how many
 # kernels a block launches; that is measured now, setting by setting, and each row of the third list was timed by turns with a

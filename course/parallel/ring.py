@@ -55,7 +55,7 @@ def ring(q: Tensor, k: Tensor, v: Tensor, causal: bool, group: str, lengths: lis
     turns = rounds(torch.stack([k, v]), axis, lengths)
     _, (keys, values) = next(turns)                                     # my own
     part, lse = blocks.forward(q, keys, values, causal)                 # (B, h, T, d), (B, h, T)
-    out = laid(part, lse.dtype)                                         # added up in float32 or float64, in place
+    out, lse = laid(part, lse.dtype), lse.contiguous()                  # added up in float32 or float64, in place
     for source, (keys, values) in turns:
         rows, columns = visible(causal, axis.rank, source, q.shape[2], keys.shape[2])
         new = blocks.forward(q[:, :, rows], keys[:, :, columns], values[:, :, columns], False)

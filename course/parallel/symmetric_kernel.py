@@ -23,12 +23,14 @@ def add(own, pieces, out, rank, blocks, apart, length, count, n: tl.constexpr,  
     total = tl.load(own + sample * apart + at, mask=inside, other=0.0).to(tl.float32)
     here = sample * length + at
     for other in tl.static_range(n):
-        total += tl.load(pieces + other * count + here, mask=inside & (other != rank), other=0.0).to(tl.float32)
+        total += tl.load(pieces + here, mask=inside & (other != rank), other=0.0).to(tl.float32)
+        pieces += count                             # not other * count, which need not have room in 32 bits
     tl.store(out + here, total.to(out.dtype.element_ty), mask=inside)
 
 
 def add_up(own: Tensor, pieces: Tensor, rank: int) -> Tensor:
     """`course.parallel.symmetric.add_up_plain`, of samples that are each in one piece of memory, and of contiguous pieces."""
+    assert pieces.is_contiguous() and own[:1].is_contiguous()
     out, length = torch.empty_like(pieces[0]), own[0].numel()
     blocks = triton.cdiv(length, BLOCK)
     add[(blocks * len(own),)](own, pieces, out, rank, blocks, own.stride(0), length, out.numel(), len(pieces),

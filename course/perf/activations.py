@@ -167,18 +167,20 @@ def ends(rank: Rank, micros: float, moment: str) -> float:
 def logits(rank: Rank, micros: float, moment: str) -> float:
     """What the head puts out and the loss keeps of it, in bytes: predictions of P values a token in the matmul's format; eager
     also the error in float32. GPT's logits, if loss_chunk=0: those of all tokens, eager with log-softmax in float32. Through the
-    backward pass the former stay, which have a name there. Of a pipeline's micro-batches that wait only one of both is kept."""
+    backward pass the former stay, which have a name there. Of a pipeline's micro-batches that wait GPT keeps one of both."""
     c = rank.config
     if not rank.last or not micros or (isinstance(c.model, GPTConfig) and chunked(c)):
         return 0.0
     numbers = rank.n * c.model.vocab / c.parallel.tp if isinstance(c.model, GPTConfig) else float(rank.s * patch(c))
     kept = 0 if c.compile else wide(c)
+    if isinstance(c.model, GPTConfig) and c.parallel.tp > 1 and c.precision in LOW:
+        kept = wide(c)                              # the softmax that a vocabulary in pieces keeps, compiled, too
     if getattr(c.model, "residual", False):
         kept += wide(c)                             # the sum with the input
     if moment not in ("loss", "rehearsal"):
         return numbers * low(c)
     each = low(c) + kept
-    waiting = min(each, low(c) if c.compile else wide(c)) if isinstance(c.model, GPTConfig) else each
+    waiting = (kept or low(c)) if isinstance(c.model, GPTConfig) else each
     return numbers * (each + (micros - 1) * waiting)
 
 
@@ -239,7 +241,7 @@ def block_workspace(rank: Rank) -> float:
 def ring_workspace(rank: Rank) -> float:
     """What a ring's backward pass computes on the way, in bytes (`ring.py`): float32 gradients of queries, keys and values,
     the sums that come and go for others' keys and values, two pairs of keys and values; less what the block's MLP has let go of
-    by then. Kernels for GPUs have no scores in memory; on a CPU, and in float64, scores come on top."""
+    by then. Kernels for GPUs have no scores in memory; on a CPU, in float64 and with attention=math, they come on top."""
     c, n, (q, kv) = rank.config, rank.n, widths(rank.config)
     if c.parallel.cp == 1 or c.parallel.context != "ring":
         return 0.0

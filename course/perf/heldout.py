@@ -4,7 +4,8 @@ A performance model is worth what it says of configurations that its authors nev
 every setting by itself, and leaves out what the library refuses, what `rough_bytes` says would not fit and what is too small to
 tell. heldout.json, beside the results, is the list as it was committed before anything in it was measured. What it taught went
 into the model; so there are a second, a third and a fourth one, heldout_2.json and so on, of other seeds, each committed after
-what the one before taught, and before it was measured itself. All are measured.
+what the one before taught, and before it was measured itself. All of the fourth are measured, of the others those for one and
+two GPUs.
 
 Each is trained on random data, whole steps; the milliseconds are the median of the slowest rank, the memory is the peak of the
 fullest rank after the first step (in the first the compiler tries its kernels). A lap is several steps with no wait between them,

@@ -24,6 +24,21 @@ def test_what_is_exchanged_is_exact(n):
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]
 
 
+@pytest.mark.skipif(not GPUS, reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(("n", "samples", "tokens", "width"), [(2, 3, 5, 1000), (4, 1, 1, 2047), (8, 2, 3, 683), (4, 2, 1, 1)])
+def test_the_kernels_sum_is_the_plain_one(dtype, n, samples, tokens, width):
+    """Of whole numbers that their format has, and whose partial sums it has not: rounded once. A rank's own place is not read."""
+    generator = torch.Generator().manual_seed(0)
+    all_of_x = torch.randint(250, 260, (samples, n * tokens, width), generator=generator).to("cuda", dtype)
+    pieces = torch.randint(0, 3, (n, samples, tokens, width), generator=generator).to("cuda", dtype)
+    for rank, own in enumerate(all_of_x.chunk(n, 1)):
+        given = pieces.clone()
+        given[rank] = torch.nan
+        wanted = symmetric.add_up_plain(own.cpu(), given.cpu(), rank)
+        assert torch.equal(torch.ops.course.add_up(own, given, rank).cpu(), wanted)
+
+
 def numbers(samples: int, tokens: int, width: int, rank: int, time: int) -> torch.Tensor:
     """(B, T, D) of a rank at a time, in whole numbers, of which bf16 has the sum of 8 ranks'."""
     sample, token, column = torch.meshgrid(*(torch.arange(n, device="cuda") for n in (samples, tokens, width)), indexing="ij")

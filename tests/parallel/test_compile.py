@@ -1,10 +1,16 @@
 """torch.compile in every layout: the same numbers as without, and no graph break but where a layout declares one."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.utils._python_dispatch import _disable_current_modes
 
 from course.launch import ranks
+from course.parallel import blocks
 from tests.parallel.test_parity import INTERLEAVED, MODELS, ZEROS, draw, layout
 
 # where a layout leaves the compiler: functions whose communication runs beside their computation and is no operator, and a mask
@@ -89,3 +95,34 @@ def test_recomputation_leaves_no_block_uncompiled(kind, spec):
         for again, found in others:
             assert again == pytest.approx(losses, rel=1e-12)
             assert found >= graphs
+
+
+def padding(forward):
+    """A kernel of blocks whose log-sum-exp is a part of a longer one, as PyTorch's memory-efficient attention has it."""
+    def run(*given):
+        out, lse = forward(*given)
+        return out, F.pad(lse, (0, -lse.shape[-1] % 32))[..., :lse.shape[-1]]
+
+    return run
+
+
+def strides_of_a_ring():
+    """Of what it puts out, forward and backward, as computed and as promised."""
+    name, (q, k, v) = dist.group.WORLD.group_name, (torch.randn(2, 2, 45, 8) for _ in range(3))
+
+    def both(function, *given):
+        how = (False, name, [45])
+        with _disable_current_modes():              # `Trace`, which knows no device without memory
+            promised = function(*(x.to("meta") for x in given), *how)
+        found = function(*given, *how)
+        return found, [(mine.stride(), theirs.stride()) for mine, theirs in zip(found, promised, strict=True)]
+
+    with mock.patch.object(blocks, "forward", padding(blocks.forward)):
+        (out, lse), forward = both(torch.ops.course.ring, q, k, v)
+    return forward + both(torch.ops.course.ring_backward, torch.ones_like(out), q, k, v, out, lse)[1]
+
+
+def test_what_a_ring_puts_out_lies_as_the_compiler_is_told():
+    """Whatever its kernels put out: the compiler's code fails with other strides."""
+    (strides,) = ranks(1)(strides_of_a_ring)
+    assert len(strides) == 5 and all(found == promised for found, promised in strides), strides

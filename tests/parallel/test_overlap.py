@@ -124,6 +124,15 @@ def test_sample_by_sample_is_the_other_way(width, lengths):
     assert torch.equal(overlap.sample_by_sample(overlap.rank_by_rank(x, lengths), lengths), x)
 
 
+def test_what_begins_within_16_bytes_is_copied_as_well():
+    """One number later in its memory; and a single sample, whose stride means nothing and may be anything."""
+    later = torch.arange(1 + 4 * 6 * 16, dtype=torch.bfloat16)[1:].view(4, 6, 16)
+    single = torch.arange(6 * 16, dtype=torch.bfloat16).as_strided((1, 6, 16), (3, 16, 1))
+    for x in (later, single, later[:0], later[:, :, :0]):
+        assert torch.equal(overlap.rank_by_rank(x, [3, 3]), torch.cat(x.chunk(2, 1)))
+        assert torch.equal(overlap.sample_by_sample(overlap.rank_by_rank(x, [2, 2, 1, 1]), [2, 2, 1, 1]), x)
+
+
 def test_what_is_added_up_is_rounded_once():
     """256 + 1 + 1 in bf16, whose numbers are 2 apart there: rounded after each it stays 256."""
     own, pieces = torch.full((1, 2, 3), 256.0, dtype=torch.bfloat16), torch.ones(3, 1, 2, 3, dtype=torch.bfloat16)

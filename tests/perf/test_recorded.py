@@ -1,6 +1,7 @@
 """Rows of the recorded results and the configurations that they stand for."""
 
 import statistics
+from unittest import mock
 
 import pytest
 
@@ -56,7 +57,7 @@ def test_where_the_first_step_is_the_fullest_its_peak_is_what_is_predicted():
 def test_what_is_hidden_costs_what_averaged_gradients_cost_four_h200s():
     """`BESIDE`, from steps with and without averaged gradients on one machine; on another they lost more, 85% in the mean.
     Overlapped linears and the ring, from which it was not taken, are off by 4% in the median with it; with the 0.25 that an
-    engineer would guess (32 of 132 multiprocessors) by 9%."""
+    engineer would guess (32 of 132 multiprocessors) by 8%."""
     found = {step.name.removeprefix("dp 4: "): step for step in recorded.data() if step.gpus == 4}
 
     def shares(rows):
@@ -71,11 +72,18 @@ def test_what_is_hidden_costs_what_averaged_gradients_cost_four_h200s():
     assert len(first) == len(later) == 6 and min(first + later) > 0.5 and max(first) < 0.9 and max(later) < 1.2
     assert statistics.mean(first) == pytest.approx(blocktime.BESIDE, abs=0.005)
     assert statistics.mean(later) == pytest.approx(0.85, abs=0.005)
-    others = [step for part in (recorded.tensor, recorded.tensor_vit, recorded.context) for step in part()
-              if step.gpus > 1 and ("overlap" in step.name or "ring" in step.name)]
-    for step in others:
-        print(f"{step.name:40s} {step.error:+.1%}")
-    assert len(others) == 18 and statistics.median(abs(step.error) for step in others) < 0.045
+
+    def others() -> list[float]:
+        return [abs(step.error) for part in (recorded.tensor, recorded.tensor_vit, recorded.context) for step in part()
+                if step.gpus > 1 and ("overlap" in step.name or "ring" in step.name)]
+
+    taken = others()
+    with mock.patch.object(blocktime, "BESIDE", 0.25):
+        guessed = others()
+    assert len(taken) == 18
+    assert [f"{statistics.median(off):.0%}" for off in (guessed, taken)] == ["8%", "4%"]
+    lesson = (recorded.RESULTS.parents[2] / "solutions/17_performance_model.py").read_text().replace("\n# ", " ")
+    assert "with the guess they are off by 8% in the median, with the 74% by 4%" in lesson
 
 
 def test_a_missing_file_gets_a_sentence():
