@@ -247,30 +247,33 @@ def test_layers_beside_megatron_cores() -> None:
         assert said.format(*(f"{min(shares):.0f}% to {max(shares):.0f}%" for shares in (plain, engine))) in text
         later.append(max(engine) - 100)
     assert "up to {:.1f}% slower on two H100s, {:.1f}% on four and {:.1f}% on four H200s".format(*later) in text
-    by: dict[str, dict[str, float]] = {}
-    for r in results("grid_4xh200")["rows"]:
-        by.setdefault(r["case"], {})[r["by"]] = r["ms"]
-    hand = {case: 100 * ms["course, kernels by hand"] / ms["megatron-core, Transformer Engine"]
-            for case, ms in by.items() if case.endswith("layers")}
+    by = layers_by_case(results("grid_4xh200")["rows"])
+    hand = {case: 100 * ms["course, kernels by hand"] / ms["megatron-core, Transformer Engine"] for case, ms in by.items()}
     wide, rest = ([share for case, share in hand.items() if ("3072" in case) == which] for which in (True, False))
     assert f"take {min(wide):.0f}% and {max(wide):.0f}% of the time" in text
     assert f"{min(rest):.0f}% to {max(rest):.0f}% where the host is behind" in text
-    best = [100 * min(ms for who, ms in by[case].items() if who.startswith("course"))
-            / min(ms for who, ms in by[case].items() if who.startswith("megatron")) for case in hand]
+    best = [100 * min(time for who, time in ms.items() if who.startswith("course"))
+            / min(time for who, time in ms.items() if who.startswith("megatron")) for ms in by.values()]
     assert f"less time than the faster of theirs, {min(best):.0f}% to {max(best):.0f}%" in text and max(best) < 100
 
 
 def beside_megatron(rows: list[dict[str, Any]]) -> tuple[list[float], list[float], float]:
     """Our layers' share of the time of megatron-core's, in percent, plain and with Transformer Engine; and sequence parallelism's
     greatest share of the time of none."""
-    by: dict[str, dict[str, float]] = {}
-    for r in rows:
-        if r["case"].endswith("layers"):
-            by.setdefault(r["case"], {})[r["by"]] = r["ms"]
+    by = layers_by_case(rows)
     return ([100 * ms["course"] / ms["megatron-core"] for ms in by.values()],
             [100 * ms["course, sequence parallel"] / ms["megatron-core, Transformer Engine"] for ms in by.values()
              if "megatron-core, Transformer Engine" in ms],
             max(ms["course, sequence parallel"] / ms["course"] for ms in by.values()))
+
+
+def layers_by_case(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Milliseconds of the layers alone, by case and by whose they are."""
+    by: dict[str, dict[str, float]] = {}
+    for r in rows:
+        if r["case"].endswith("layers"):
+            by.setdefault(r["case"], {})[r["by"]] = r["ms"]
+    return by
 
 
 GATHERED = ["DiT-XL/2, 256 px, 32 samples", "GPT 124M, 32 samples", "GPT 350M, 16 samples", "DiT-XL/2, 512 px, 16 samples",

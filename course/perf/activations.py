@@ -169,12 +169,11 @@ def logits(rank: Rank, micros: float, moment: str) -> float:
     also the error in float32. GPT's logits, if loss_chunk=0: those of all tokens, eager with log-softmax in float32. Through the
     backward pass the former stay, which have a name there. Of a pipeline's micro-batches that wait GPT keeps one of both."""
     c = rank.config
-    if not rank.last or not micros or (isinstance(c.model, GPTConfig) and chunked(c)):
+    if not rank.last or not micros or chunked(c):
         return 0.0
     numbers = rank.n * c.model.vocab / c.parallel.tp if isinstance(c.model, GPTConfig) else float(rank.s * patch(c))
-    kept = 0 if c.compile else wide(c)
-    if isinstance(c.model, GPTConfig) and c.parallel.tp > 1 and c.precision in LOW:
-        kept = wide(c)                              # the softmax that a vocabulary in pieces keeps, compiled, too
+    in_pieces = isinstance(c.model, GPTConfig) and c.parallel.tp > 1 and c.precision in LOW
+    kept = wide(c) if in_pieces or not c.compile else 0                 # compiled, too, the softmax of a vocabulary in pieces
     if getattr(c.model, "residual", False):
         kept += wide(c)                             # the sum with the input
     if moment not in ("loss", "rehearsal"):
@@ -185,11 +184,10 @@ def logits(rank: Rank, micros: float, moment: str) -> float:
 
 
 def chunked(c: Config) -> bool:
-    """Whether GPT's loss takes some tokens at a time. FP8 in the head does not, where Transformer Engine has none."""
-    assert isinstance(c.model, GPTConfig)
+    """Whether it is GPT's loss, and takes some tokens at a time. FP8 in the head does not, where Transformer Engine has none."""
     in_fp8 = (c.precision == "fp8" and c.fp8.by == "hand"
               and not any(fnmatchcase("head.proj", pattern) for pattern in c.fp8.keep))
-    return c.model.loss_chunk > 0 and not in_fp8
+    return isinstance(c.model, GPTConfig) and c.model.loss_chunk > 0 and not in_fp8
 
 
 def head_workspace(rank: Rank) -> float:
@@ -218,7 +216,7 @@ def workspace(rank: Rank, moment: str) -> float:
     """What is computed on the way at a moment, in bytes."""
     if moment == "optimizer":
         return 0.0                                  # the fused optimizers need nothing
-    if moment == "rehearsal" and not (isinstance(rank.config.model, GPTConfig) and chunked(rank.config)):
+    if moment == "rehearsal" and not chunked(rank.config):
         return 0.0                                  # no backward pass, which the loss in chunks has in its forward
     if moment in ("loss", "rehearsal"):
         return head_workspace(rank) if rank.last else 0.0

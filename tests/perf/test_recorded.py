@@ -80,7 +80,7 @@ def test_what_is_hidden_costs_what_averaged_gradients_cost_four_h200s():
     taken = others()
     with mock.patch.object(blocktime, "BESIDE", 0.25):
         guessed = others()
-    assert len(taken) == 18
+    assert len(taken) == 18 and statistics.median(taken) < 0.04
     assert [f"{statistics.median(off):.0%}" for off in (guessed, taken)] == ["8%", "4%"]
     lesson = (recorded.RESULTS.parents[2] / "solutions/17_performance_model.py").read_text().replace("\n# ", " ")
     assert "with the guess they are off by 8% in the median, with the 74% by 4%" in lesson

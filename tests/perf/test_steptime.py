@@ -230,19 +230,22 @@ def test_recorded_steps_of_h200s():
 
 
 def test_symmetric_memory_costs_what_ranks_write():
-    """Against H200s, two and four, whose pieces are 5 to 101 MB. The barrier was taken from two H100s."""
-    found = recorded.rows("exchange_")
-    off = []
-    for tp, (samples, tokens, width) in product((2, 4), ((32, 256, 1152), (16, 1024, 1024), (4, 2048, 2048), (16, 2048, 3072))):
+    """Against H200s, two and four, whose pieces are 5 to 101 MB, and the two H100s from which the barrier was taken: these
+    scattered by two barriers, of which the library has one, and added up by PyTorch."""
+    two = json.loads((recorded.RESULTS / "symmetric_2xh100.json").read_text())["rows"]
+    files = {"h200": recorded.rows("exchange_"), "h100-80": [row | {"gpus": 2} for row in two]}
+    off: dict[str, list[float]] = {name: [] for name in files}
+    sizes = ((32, 256, 1152), (16, 1024, 1024), (4, 2048, 2048), (16, 2048, 3072))
+    for (name, tp), (samples, tokens, width) in product((("h200", 2), ("h200", 4), ("h100-80", 2)), sizes):
         c = load("gpt-124m", [f"model.dim={width}", f"model.heads={width // 64}", f"model.context={tokens}", "precision=bf16",
                               f"train.global_batch={samples}", "train.micro_batch=0", "parallel.dp=1", f"parallel.tp={tp}",
                               "parallel.sp=true", "parallel.overlap=symmetric"])
-        forward, _, _ = blocktime.symmetric_time(local_of(c, hardware.load("h200"), tp), [(0.0, 1.0, 1.0, 0.0)] * 4)
-        rows = {row["case"]: row["ms"] for row in found if row["size"] == [samples, tokens, width] and row["gpus"] == tp}
+        forward, _, _ = blocktime.symmetric_time(local_of(c, hardware.load(name), tp), [(0.0, 1.0, 1.0, 0.0)] * 4)
+        rows = {row["case"]: row["ms"] for row in files[name] if row["size"] == [samples, tokens, width] and row["gpus"] == tp}
         measured = rows["gather, through memory"] + rows["scatter, through memory"]
-        off.append(forward * 1e3 / 2 / measured - 1)
+        off[name].append(forward * 1e3 / 2 / measured - 1)
     print(off)
-    assert max(map(abs, off)) < 0.07
+    assert max(map(abs, off["h200"])) < 0.07 and max(map(abs, off["h100-80"])) < 0.2
     said = (recorded.RESULTS.parents[2] / "docs/measured.md").read_text()
     assert "predicts a gather and a scatter within 7%" in " ".join(said.split())
 
