@@ -326,8 +326,9 @@ def load(checkpoint: Path, index: dict[str, Any], model: nn.Module, optimizer: t
         for key, found in index["tensors"].items():
             stem, _, leaf = key.rpartition(".")
             if stem == placement(parameter).name and leaf != "ema" and optimizer is not None:
-                value = read_part(checkpoint, index, key, parameter) if found["shape"] else read_box(checkpoint, index, key, ())
-                optimizer.state[parameter][leaf] = value.to(parameter.device)
+                own = found["shape"]                # in the parameter's format, as it is updated; its count of steps stays
+                value = read_part(checkpoint, index, key, parameter) if own else read_box(checkpoint, index, key, ())
+                optimizer.state[parameter][leaf] = value.to(parameter.device, parameter.dtype if own else None)
 
 
 def of_another(index: dict[str, Any], optimizer: torch.optim.Optimizer | None) -> bool:

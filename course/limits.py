@@ -1,11 +1,12 @@
 """What a configuration may be: numbers that mean something, settings that go together; what may not, with the cure."""
 
 import math
+from fnmatch import fnmatchcase
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from course.errors import CourseError
-from course.models import GPTConfig, Model
+from course.models import DiTConfig, GPTConfig, Model
 from course.precision import LOW
 
 if TYPE_CHECKING:
@@ -95,6 +96,9 @@ def check_name(key: str, name: str) -> None:
         raise CourseError(f"{key}={name} is no name of a folder: leave out slashes and dots alone; where runs lie, log.dir says")
 
 
+MODULATION = ("embed.time.up", "embed.time.down", "blocks.0.ada", "head.ada")      # of a DiT: linears of samples, not of tokens
+
+
 def check_fp8(config: "Config") -> None:
     """Refuse what FP8 cannot be combined with."""
     f, p = config.fp8, config.parallel
@@ -114,6 +118,14 @@ def check_fp8(config: "Config") -> None:
         raise CourseError(f"fp8.by=te would record its scales twice with train.recompute={config.train.recompute}: "
                           "use fp8.by=hand, or train.recompute=none")
     m = config.model
+    if isinstance(m, GPTConfig) and p.cp > 1 and p.context != "all_to_all" and m.context % (2 * p.cp):
+        raise CourseError(f"model.context={m.context} is padded to a multiple of {2 * p.cp} with parallel.cp={p.cp} and "
+                          f"parallel.context={p.context}, and padding would count in FP8's scales: change model.context, or set "
+                          "parallel.context=all_to_all")
+    kept = [any(fnmatchcase(name, pattern) for pattern in f.keep) for name in MODULATION]
+    if isinstance(m, DiTConfig) and p.cp > 1 and not all(kept):
+        raise CourseError(f"fp8.keep must name {MODULATION[kept.index(False)]} with parallel.cp={p.cp}: of what a sample has once "
+                          "each rank has a part of the gradient, and parts in FP8 do not add up to the whole in FP8")
     if f.by == "te" and isinstance(m, GPTConfig) and (m.norm == "rms" or m.mlp == "swiglu" or m.groups != m.heads or not m.bias):
         raise CourseError("fp8.by=te knows GPT-2's kind of block here: with model.norm=rms, mlp=swiglu, kv_heads or bias=false "
                           "use fp8.by=hand")

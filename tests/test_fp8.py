@@ -296,6 +296,17 @@ REFUSED = {
 }
 
 
+@pytest.mark.parametrize(("preset", "settings", "words"), [
+    ("gpt-demo", ["model.context=11"], r"model\.context=11 is padded to a multiple of 4 .*set parallel\.context=all_to_all"),
+    ("dit-demo", ['fp8.keep=["embed.*","head.*"]'], r"fp8\.keep must name blocks\.0\.ada with parallel\.cp=2"),
+    ("dit-demo", ['fp8.keep=["*.ada"]'], r"fp8\.keep must name embed\.time\.up")])
+def test_what_context_parallel_ranks_would_scale_otherwise_is_a_sentence(preset, settings, words):
+    """Tokens of padding, and gradients of which each rank has a part."""
+    with pytest.raises(CourseError, match=words):
+        config.load(preset, ["precision=fp8", "parallel.cp=2", "parallel.context=ring", *settings])
+    config.load(preset, ["precision=fp8", "parallel.cp=1", *settings])
+
+
 @pytest.mark.parametrize("overrides", REFUSED)
 def test_what_does_not_go_together_is_a_sentence(overrides):
     with pytest.raises(CourseError, match=REFUSED[overrides]):

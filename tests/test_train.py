@@ -100,6 +100,20 @@ def test_another_precision_starts_with_a_loss_scale_of_its_own(tiny):
     assert checkpoint.newest(folder / "checkpoints", print, Axis("all"))[1]["state"]["loss_scale"] == FIRST_SCALE["fp16"]
 
 
+@pytest.mark.parametrize("name", ["adam", "sgd"])
+@pytest.mark.parametrize(("first", "then"), [("fp64", "fp32"), ("fp32", "fp64")])
+def test_the_optimizers_states_go_on_in_the_weights_format(tiny, first, then, name):
+    """Training goes on as near to the undisturbed run as float32 is, and the states are saved in the new format."""
+    kind = [f"optim.name={name}", "optim.momentum=0.9", "optim.schedule=constant", "optim.lr=0.01"]
+    whole = run([*tiny, *kind, "log.name=whole", f"precision={first}"])
+    run([*tiny, *kind, "log.name=part", f"precision={first}", "train.steps=6"])
+    part = run([*tiny, *kind, "log.name=part", f"precision={then}"])
+    ours, theirs = ([r["loss"] for r in read_metrics(folder / "metrics.jsonl")] for folder in (part, whole))
+    assert ours == pytest.approx(theirs, rel=1e-4)
+    wide = {"fp64": torch.float64, "fp32": torch.float32}[then]
+    assert {x.dtype for key, x in final_tensors(part).items() if not key.endswith(".step")} == {wide}
+
+
 @pytest.mark.parametrize("kernels", ["pytorch", "hand"])
 @pytest.mark.parametrize(("first", "then"), [("sgd", "adam"), ("adam", "sgd")])
 def test_another_optimizer_goes_on_with_the_weights_and_starts_afresh(tiny, first, then, kernels, capsys):

@@ -54,4 +54,35 @@ def test_one_process_is_not_compared_with_itself():
 
 
 def test_a_nan_is_different():
-    assert verify.Gap(1, "x", float("nan"), 1.0).wrong and not verify.Gap(1, "x", 0.5, 1.0).wrong
+    assert verify.Gap(1, "x", float("nan"), 1.0).wrong and not verify.Gap(1, "x", 0.1, 0.2).wrong
+
+
+def test_what_rounding_may_have_done_alone_is_not_judged(capsys):
+    """Neither right nor wrong; and where that is most of it, there is no verdict, which is not "equal"."""
+    settings = config.load("vit-demo", [*verify.DEFAULTS, "precision=fp16", "parallel.tp=2", "train.steps=1"])
+    fine, vague = [verify.Gap(1, name, 1e-3, 1e-2) for name in ("loss", "a", "b")], verify.Gap(1, "c", 0.4, 0.3)
+    assert not vague.wrong and verify.tell(settings, [*fine, vague])
+    assert "not judged: 1 of 4 values" in (said := capsys.readouterr().out) and "such as c" in said and "equal" in said
+    assert not verify.tell(settings, [*fine[:2], vague, vague, vague])
+    assert "equal" not in (said := capsys.readouterr().out) and "no verdict" in said and "precision=fp64" in said
+    assert not verify.tell(settings, [*fine, vague, verify.Gap(1, "d", 0.2, 0.1)]) and "first d (2.0e-01)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("preset", "precision", "layout", "what"), [
+    pytest.param(preset, precision, layout, what,
+                 marks=[] if (precision, layout) in (("fp8", "dp"), ("fp16", "tp")) else [pytest.mark.slow])
+    for preset in ("vit-demo", "gpt-demo", "dit-demo") for precision in ("bf16", "fp16", "fp8")
+    for layout, what in (("dp", "data.divide"), ("tp", "mappings.copy"))
+    if (preset, precision, layout) != ("vit-demo", "fp8", "tp")])
+def test_a_mistake_does_not_hide_in_rounding(preset, precision, layout, what, capsys):
+    """Of biases and of what is behind zeros rounding may be all that moves them: that tells nothing of the others."""
+    size = {"vit-demo": ["model.dim=32", "model.depth=2", "model.grid=[16,32]"], "gpt-demo": ["model.dim=32", "model.depth=2"]}
+    settings = config.load(preset, [*verify.DEFAULTS, *size.get(preset, []), "train.device=cpu", f"precision={precision}",
+                                    f"parallel.{layout}=2", "parallel.overlap=none"])
+
+    def forgetful(settings, what):                  # a sum for the mean; or ranks whose gradients stay parts
+        with mock.patch(f"course.parallel.{what}", lambda x, *of: x):
+            return verify.compare(settings)
+
+    assert verify.tell(settings, ranks(2)(verify.compare, settings)[0]) or "no verdict" in capsys.readouterr().out
+    assert not verify.tell(settings, ranks(2)(forgetful, settings, what)[0]) and "DIFFERENT" in capsys.readouterr().out

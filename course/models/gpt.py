@@ -166,7 +166,7 @@ class ChunkedLoss(Function):
                 size: int, chunk: Any = None) -> Tensor:                # (N, D), (V, D), (N,), (N,)
         low = format_of_matmuls(x)
         matrix, sums = weight.to(low), torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
-        total, parts = torch.zeros_like(weights[0]), []
+        total, parts = weights.new_zeros(()), []
         for rows, aims, factors in zip(x.to(low).split(size), target.split(size), weights.split(size), strict=True):
             loss, grad = (chunk or chunk_of_loss)(rows, matrix, aims, factors, cross_entropy)           # (), (n, V)
             total = total + loss
@@ -240,7 +240,7 @@ def chunked_loss(*given: Any) -> Tensor:
 def sum_of_chunks(x: Tensor, weight: Tensor, target: Tensor, weights: Tensor, cross_entropy: CrossEntropy, size: int,
                   chunk: Chunk) -> Tensor:                              # (N, D), (V, D), (N,), (N,)
     """The same sum without a gradient of x or weight. That of a chunk's logits takes the softmax's memory, and is dropped."""
-    low, total = format_of_matmuls(x), torch.zeros_like(weights[0])
+    low, total = format_of_matmuls(x), weights.new_zeros(())
     matrix = weight.to(low)                                             # (V, D)
     for rows, aims, factors in zip(x.to(low).split(size), target.split(size), weights.split(size), strict=True):
         total = total + chunk(rows, matrix, aims, factors, cross_entropy)[0]

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from course import config, random
 from course.errors import CourseError
-from course.models import GPTConfig, build_model
+from course.models import GPTConfig, build_model, gpt
 from course.models.layers import rotate, turns
 from course.parallel import place_serial
 
@@ -184,6 +184,17 @@ def test_the_loss_in_chunks_rounds_as_the_loss_does_in_bf16():
         assert all(grad.dtype == torch.float32 for grad in found[-1])
     for plain, chunked in zip(*found, strict=True):
         assert (chunked - plain).norm() < 2**-7 * plain.norm()
+
+
+def test_the_loss_in_chunks_of_a_rank_without_tokens_is_nothing():
+    """As of 3 tokens over 4 context-parallel ranks; in evaluation, too."""
+    x, weight = torch.zeros(0, 8, requires_grad=True), torch.ones(5, 8, requires_grad=True)
+    given = x, weight, torch.zeros(0, dtype=torch.int64), torch.zeros(0), gpt.CrossEntropy(), 4, gpt.Chunk()
+    total = gpt.chunked_loss(*given)
+    total.backward()
+    assert total == 0 and x.grad.shape == (0, 8) and not weight.grad.any()
+    with torch.no_grad():
+        assert gpt.chunked_loss(*given) == 0
 
 
 def test_a_second_backward_pass_through_chunks_is_an_error():

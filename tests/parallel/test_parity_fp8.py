@@ -66,7 +66,7 @@ def test_delayed_scaling_is_that_of_one_process(spec):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spec", ["tp=2", "tp=2 sp=true", "pp=2 tp=2 micro=2"])
+@pytest.mark.parametrize("spec", ["tp=2", "tp=2 sp=true", "pp=2 tp=2 micro=2", "cp=2 context=all_to_all"])
 @pytest.mark.parametrize("kind", ["gpt", "dit"])
 def test_delayed_scaling_of_other_models(kind, spec):
     reference = serial(kind=kind)
