@@ -616,16 +616,17 @@ lab.recorded("symmetric_2xh100", table, why="Whole steps with sequence paralleli
 four = {row["case"]: row for row in lab.results("sp_4xh200")["rows"]}
 ways = {"NCCL": "kernels by hand", "through memory": "kernels by hand, through memory",
         "no sequence parallelism": "kernels by hand, no sequence parallelism"}
-table = {f"{model}, {way}": {"ms": row["ms"], "GB": row["memory_gb"]} for model in models[:2]
+table = {f"{model}, {way}": {"ms": row["ms"], "GB": row["memory_gb"]} for model in (models[0], models[-1])
          for way, words in ways.items() for row in [four[f"{model}, {words}, in a graph"]]}
 lab.recorded("sp_4xh200", table, why="Whole steps on four H200s, in a graph")
 
 # %% [markdown]
-# **What you should see:** not quite. It takes up to 3% longer than none, for about three tenths less memory; by NCCL up to a
-# third longer. Forward nothing hides a gather, and with the scatter it takes as long as the all-reduce that both replace.
-# Backward, this DiT's multiplications of 33 µs are too short now to hide a gather of 56
-# ([exchange_h200.json](../course/perf/results/exchange_h200.json) has both). So on four it is what you pay for memory: a small
-# price. (On two H200s, [sp_2xh200.json](../course/perf/results/sp_2xh200.json), it takes 3 to 5% less time than none.)
+# **What you should see:** the DiT takes 3% longer than with none, the GPT of 1.3 billion 3% less, in 30 and 23% less memory; by
+# NCCL they take a third and a quarter longer. Forward nothing hides a gather, and with the scatter it takes as long as the
+# all-reduce that both replace. Backward, this DiT's multiplications of 33 µs are too short now to hide a gather of 56; those of
+# the GPT take 93, and hide most of one of 90 ([exchange_h200.json](../course/perf/results/exchange_h200.json) has all of them).
+# So on four the memory costs little or nothing. (On two H200s, [sp_2xh200.json](../course/perf/results/sp_2xh200.json), it takes
+# 2 to 5% less time than none.)
 
 # %% [markdown]
 # ## What you know now

@@ -124,6 +124,7 @@ class Zero(Bucketed):
     def complete(self, bucket: Bucket) -> None:
         """Wait for my share of a bucket's mean."""
         assert isinstance(bucket, Shared)
+        wait_for([bucket])                          # of the update before, if this step left out what waits for it
         bucket.work.wait()
         divide(bucket.result, self.axis)
         for segment, gradient in bucket.segments:

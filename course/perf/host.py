@@ -129,8 +129,7 @@ def added(config: Config, dp: int) -> Iterator[tuple[str, float]]:
     """The settings of a configuration beyond its model's plain row, and how many times each counts.
 
     Context parallel rows have averaged gradients, too, as "dp" has; a ring has cp - 1 rounds where it was measured with one, and
-    symmetric memory a copy for each of tp ranks (measured when it was PyTorch's operators). Interleaved, a micro-batch is sent
-    on for every chunk.
+    symmetric memory a copy for each of tp ranks. Interleaved, a micro-batch is sent on for every chunk.
     """
     m, p = config.model, config.parallel
     if config.precision in ("fp8", "tf32"):

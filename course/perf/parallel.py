@@ -56,20 +56,22 @@ def tp(world: World, small: bool) -> Iterator[Row]:
 
 
 def tp_vit(world: World, small: bool) -> Iterator[Row]:
-    """The weather ViT of width 1024, batch 16, bf16: whole training steps with Adam."""
+    """The weather ViT of width 1024, batch 16, bf16: whole training steps with Adam; also in a graph, which waits for no host."""
     extra = ["model.grid=[16,32]", "model.dim=64", "model.depth=2", "train.device=cpu"] if small else []
     n = world.size
     layouts = {"plain": ["parallel.sp=false"], "sequence": ["parallel.sp=true", "parallel.overlap=none"],
                "overlap": ["parallel.sp=true"]} if n > 1 else {"one GPU": []}
-    for name, settings in layouts.items():
-        for compiled in (False, True):
-            config = load("vit-mp", ["data.source=mock", "precision=bf16", "train.global_batch=16", f"parallel.tp={n}",
-                                     f"compile={compiled}", *settings, *extra])
-            training: Any = assemble(config, build_mesh(config.parallel, world))
-            batch = training.model.example(16, world.device)
-            yield measure(name + ", compiled" * compiled, partial(training.step, batch), world, samples=16)
-            del training
-            torch._dynamo.reset()
+    ways = {"": ["compile=false"], ", compiled": ["compile=true"], ", in a graph": ["compile=true", "graphs=true"]}
+    for (name, settings), (way, more) in product(layouts.items(), ways.items()):
+        if world.device.type == "cpu" and "graph" in way:
+            continue
+        config = load("vit-mp", ["data.source=mock", "precision=bf16", "train.global_batch=16", f"parallel.tp={n}", *more,
+                                 *settings, *extra])
+        training: Any = assemble(config, build_mesh(config.parallel, world))
+        batch = training.model.example(16, world.device)
+        yield measure(name + way, partial(training.step, batch), world, samples=16)
+        del training
+        grid.free(world)
 
 
 def cp(world: World, small: bool) -> Iterator[Row]:

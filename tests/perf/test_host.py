@@ -3,6 +3,7 @@
 import json
 from dataclasses import astuple
 from itertools import product
+from statistics import median
 
 import pytest
 import torch
@@ -51,15 +52,11 @@ def test_four_steps_make_a_cost_and_a_fifth_that_of_buckets(known):
     assert astuple(found) == pytest.approx(astuple(known))
 
 
-# measured by `course bench host`, but not yet in the committed table
-AWAITED = {"vit, fp8, compiled, selective", "vit, fp8, compiled, full", "vit, gather, compiled", "gpt, nccl, full"}
-
-
 def test_the_committed_table_has_every_row_and_no_row_costs_nothing():
     known = host.read(host.RESULTS / host.REFERENCE)
-    assert known.rows.keys() | AWAITED == host_table.rows_of(1).keys() | host_table.rows_of(2).keys()
-    assert not known.rows.keys() & AWAITED
-    assert 5e-4 < known.plain_step < 1e-2
+    assert known.rows.keys() == host_table.rows_of(1).keys() | host_table.rows_of(2).keys()
+    lists = [json.loads((host.RESULTS / f"heldout_{number}_h200.json").read_text())["rows"] for number in (3, 4)]
+    assert known.plain_step == median(row["plain_step"] for rows in lists for row in rows)              # of many machines
     for name, cost in known.rows.items():
         assert cost.block > 0.2 and cost.of(2, 1) > 1, name
 

@@ -23,8 +23,7 @@ def test_rows_are_left_out_for_a_reason():
     for file in ("tp_", "tp_vit_", "cp_", "pp_", "dp_"):
         rows = recorded.rows(file)
         out = [row for row in rows if not any(step.file == file and step.ms == row["ms"] for step in STEPS)]
-        assert all(f"{file.rstrip('_')} {row['gpus']}: {row['case']}" in recorded.CHANGED
-                   or "PyTorch" in row["case"] or "DTensor" in row["case"] for row in out), out
+        assert all("PyTorch" in row["case"] or "DTensor" in row["case"] for row in out), out
         assert len(out) < len(rows)
 
 
@@ -57,7 +56,7 @@ def test_where_the_first_step_is_the_fullest_its_peak_is_what_is_predicted():
 def test_what_is_hidden_costs_what_averaged_gradients_cost_four_h200s():
     """`BESIDE`, from steps with and without averaged gradients on one machine; on another they lost more, 85% in the mean.
     Overlapped linears and the ring, from which it was not taken, are off by 4% in the median with it; with the 0.25 that an
-    engineer would guess (32 of 132 multiprocessors) by 8%."""
+    engineer would guess (32 of 132 multiprocessors) by 9%."""
     found = {step.name.removeprefix("dp 4: "): step for step in recorded.data() if step.gpus == 4}
 
     def shares(rows):
@@ -80,10 +79,10 @@ def test_what_is_hidden_costs_what_averaged_gradients_cost_four_h200s():
     taken = others()
     with mock.patch.object(blocktime, "BESIDE", 0.25):
         guessed = others()
-    assert len(taken) == 18 and statistics.median(taken) < 0.04
-    assert [f"{statistics.median(off):.0%}" for off in (guessed, taken)] == ["8%", "4%"]
+    assert len(taken) == 20 and statistics.median(taken) < 0.05
+    assert [f"{statistics.median(off):.0%}" for off in (guessed, taken)] == ["9%", "4%"]
     lesson = (recorded.RESULTS.parents[2] / "solutions/17_performance_model.py").read_text().replace("\n# ", " ")
-    assert "with the guess they are off by 8% in the median, with the 74% by 4%" in lesson
+    assert "with the guess they are off by 9% in the median, with the 74% by 4%" in lesson
 
 
 def test_a_missing_file_gets_a_sentence():
