@@ -124,8 +124,8 @@ def check_fp8(config: "Config") -> None:
                           "parallel.context=all_to_all")
     kept = [any(fnmatchcase(name, pattern) for pattern in f.keep) for name in MODULATION]
     if isinstance(m, DiTConfig) and p.cp > 1 and not all(kept):
-        raise CourseError(f"fp8.keep must name {MODULATION[kept.index(False)]} with parallel.cp={p.cp}: of what a sample has once "
-                          "each rank has a part of the gradient, and parts in FP8 do not add up to the whole in FP8")
+        raise CourseError(f"fp8.keep must name {MODULATION[kept.index(False)]} with parallel.cp={p.cp}: of what a sample has "
+                          "once each rank has a part of the gradient, and parts in FP8 do not add up to the whole in FP8")
     if f.by == "te" and isinstance(m, GPTConfig) and (m.norm == "rms" or m.mlp == "swiglu" or m.groups != m.heads or not m.bias):
         raise CourseError("fp8.by=te knows GPT-2's kind of block here: with model.norm=rms, mlp=swiglu, kv_heads or bias=false "
                           "use fp8.by=hand")

@@ -596,7 +596,8 @@ lab.picture(figures.curves({name: (range(20, 121, 20), curves.means(run).tolist(
 # </details>
 #
 # The same over all 300 steps on an H200, where the products really are of eight bits, and beside them Transformer Engine's
-# (TE), from the same weights. fp16 is a few percent off, since its scaler skips the first step:
+# (TE), from the same weights. fp16 is a few percent off, since its scaler skips the first step; FP8 is off by 1 to 3%, farthest
+# where it is by hand and delayed:
 
 # %%
 recorded = lab.results("curves_h200")
@@ -694,7 +695,8 @@ lab.beside("bf16 over float32, here", my_speedup, seconds[torch.float32] / secon
 
 # %% [markdown]
 # Now the weather model on an H200, whole training steps. In the data sheet bf16 has twice the peak of TF32, and FP8 twice
-# that of bf16. You have seen two rows of this table before: in lesson 01 TF32 made 22 samples a second and bf16 154.
+# that of bf16. Two rows you know from lesson 01: with bf16 154 samples a second, and with TF32 22, there with eight loader
+# processes, here with the data on the device.
 #
 # > **Predict.** How many times as fast is a compiled step in FP8 as one in bf16, at width 384 and at 1024?
 

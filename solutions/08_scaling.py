@@ -432,7 +432,7 @@ middle = {batch: math.sqrt(min(good_rates(batch)) * max(good_rates(batch))) for 
 power = np.polyfit(np.log(batches), np.log(list(middle.values())), 1)[0]
 for batch in batches:
     print(f"batch {batch:4}: good rates {', '.join(f'{lr:g}' for lr in good_rates(batch))}")
-lab.beside("\nthe middle grows with the batch to the power", my_power, power)
+lab.beside("\nthe middle grows with the batch to the power", my_power, power, how="computed")
 
 # %%
 rules = {rule: (batches, [scaled_rate(middle[4], 4, batch, rule) for batch in batches]) for rule in ("sqrt", "linear")}
@@ -495,7 +495,7 @@ for batch, samples in zip(batches, law, strict=True):
           f"by the law {samples:7,.0f} and {samples / batch:6,.0f}")
 misses = [100 * abs(samples / fewest[batch] - 1) for batch, samples in zip(batches, law, strict=True)]
 print(f"the law misses the measured samples by up to {max(misses):.0f}%")
-lab.beside("critical batch", my_critical, critical, "samples")
+lab.beside("critical batch", my_critical, critical, "samples", "computed")
 
 # %% [markdown]
 # **How to read it:** both regimes are there. From 4 to 8 the samples stay and the steps halve: free. From 64 to 128 the samples
@@ -629,7 +629,7 @@ lab.picture(figures_data.logarithmic({"measured samples": (devices, sooner)}, "d
                                      {"if samples did not depend on the batch": (devices, devices)}),
             "Times sooner against devices: it follows the dashed line for two devices, falls behind, and is flat from 16 to 32")
 print("devices, times sooner:", ", ".join(f"{count}: {times:.1f}" for count, times in zip(devices, sooner, strict=True)))
-lab.beside("32 devices, times sooner", my_speedup, sooner[-1])
+lab.beside("32 devices, times sooner", my_speedup, sooner[-1], how="computed")
 
 # %% [markdown]
 # Two devices are worth two, eight are worth five, and the last sixteen are worth almost nothing. That is the end of

@@ -672,17 +672,17 @@ for error, words in sorted(misses, key=lambda miss: -abs(miss[0]))[:6]:
     print(f"    {error:+4.0%}  {words}")
 
 # %% [markdown]
-# **What you should see:** twenty of the thirty, on one and two GPUs; the others wait for a machine with four. The
-# median error is 4%, not much more than the 2.5% of the steps that the authors had looked at. But look at the two kinds
-# apart: on one GPU all twelve are within 6%; on two the median is 16%, and none is too long by more than half a
-# percent. What one GPU does alone, kernel after kernel, is arithmetic by now. What two do *together* is not: they wait
-# for each other's hosts, and a collective beside a matrix multiplication slows both. That is how the 74% came: the list
-# said where to look, and older steps that it had nothing to do with said how much. With it, and with hosts measured
-# again, these eight are off by 9%. They are held out no longer, so that is no proof either. Of a fourth list the configurations for one GPU have been
-# measured since. Ten of twelve predictions are within 9%; two are a quarter too short, 29% at worst, and both of these
-# steps wait for their host. So one GPU is arithmetic as long as the GPU is what one waits for. Its eight for two GPUs were off by
-# 13% in the median, 49% at worst, and its ten for four by 6%, 35% at worst, all of the worst too short, and most of them waiting
-# for a host: what GPUs do together is not arithmetic yet.
+# **What you should see:** twenty of the thirty, on one and two GPUs; the others wait for a machine with four. The median error
+# is 4%, not much more than the 2.5% of the steps that the authors had looked at. But look at the two kinds apart: on one GPU
+# all twelve are within 6%; on two the median is 16%, and none is too long by more than half a percent. What one GPU does
+# alone, kernel after kernel, is arithmetic by now. What two do *together* is not: they wait for each other's hosts, and a
+# collective beside a matrix multiplication slows both. That is how the 74% came: the list said where to look, and older steps
+# that it had nothing to do with said how much. With it, and with hosts measured again, these eight are off by 9%. They are
+# held out no longer, so that is no proof either. Of a fourth list the configurations for one GPU have been measured since. Ten
+# of twelve predictions are within 9%; two are a quarter too short, 29% at worst, and both of these steps wait for their host.
+# So one GPU is arithmetic as long as the GPU is what one waits for. Its eight for two GPUs were off by 13% in the median, 49%
+# at worst, and its ten for four by 6%, 35% at worst, all of the worst too short, and most of them waiting for a host: what
+# GPUs do together is not arithmetic yet.
 #
 # The first list was off by 10% and the second by 11% when they were measured. What the host needs was then guessed from how many
 # kernels a block launches; that is measured now, setting by setting, and each row of the third list was timed by turns with a
