@@ -567,14 +567,14 @@ for step in off[:8]:
     print(f"    {step.error:+4.0%}  {step.ms:7.1f} ms  {step.name}")
 
 # %% [markdown]
-# **What you should see:** a median of about 2.5%, and a tail with reasons. Attention of 16,000 tokens over four ranks has kernels
-# so short that the GPU waits for the host. The ViT whose 4050 tokens four ranks cannot cut evenly takes 138 ms with communication
-# overlapped where 101 are predicted; left to its host, that is: in a graph it loses nothing, and no term here knows why. "Read by
-# the training process" waits for files, which the model takes as free with no loader at all. Steps of 3 or 4 ms consist of
-# kernels so small that their time is not bytes over bandwidth any more. PyTorch's DDP, compiled, cuts the graph at every bucket,
-# which no term here knows either. All of them are *overheads*: what a model leaves out makes the prediction too short. One is too
-# long, the uncompiled ViT with one sample a step. It waits for its host, and how fast that one was nobody had measured: the model
-# takes the median of fifty, and this one was faster.
+# **What you should see:** a median of about 2.5%, and a tail with reasons. Attention of 16,000 tokens over four ranks has
+# kernels so short that the GPU waits for the host. The ViT whose 4050 tokens four ranks cannot cut evenly takes 138 ms with
+# communication overlapped where 101 are predicted; left to its host, that is: in a graph it loses nothing, and no term here
+# counts the copies of uneven tokens. "Read by the training process" waits for files, which the model takes as free with no
+# loader at all. Steps of 3 or 4 ms consist of kernels so small that their time is not bytes over bandwidth any more. PyTorch's
+# DDP, compiled, cuts the graph at every bucket, which no term here knows either. All of them are *overheads*: what a model
+# leaves out makes the prediction too short. One is too long, the uncompiled ViT with one sample a step. It waits for its host,
+# and how fast that one was nobody had measured: the model takes the median of fifty, and this one was faster.
 #
 # ## Beside other people's numbers
 #
