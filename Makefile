@@ -21,7 +21,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@echo "== Setting up $(VENV): the course with its tests, in the versions of constraints.txt (once, a few minutes)"
 	@$(PYTHON) -c 'import sys; sys.exit(None if (3, 11) <= sys.version_info < (3, 14) else "Python 3.11, 3.12 or 3.13 is needed, this is " + sys.version.split()[0] + ": run make with PYTHON=python3.12, say")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
 	@touch $@
 
 demo: env

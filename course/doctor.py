@@ -36,6 +36,8 @@ TE_CURE = ('with an NVIDIA GPU: conda env create -f environment.yml, or '
 # what, the compute capability that multiplies it in hardware, its name for --need
 FORMATS = [("fp16", (7, 0), "fp16"), ("TF32", (8, 0), "tf32"), ("bf16", (8, 0), "bf16"), ("FP8", (8, 9), "fp8"),
            ("MXFP8, NVFP4", (10, 0), "mxfp8")]
+ON_CPU = {"fp16": " to be fast; a CPU trains with the same values, slowly",
+          "fp8": " to be fast; emulated on a CPU, which trains with the same values, slowly"}
 DALI_CURE = "pip install nvidia-dali-cuda130"
 # Runs in the child: the answer is marked, since packages print too, and says why even where the import fails.
 # os._exit, because a package that crashes while Python shuts down has been imported all the same.
@@ -205,8 +207,8 @@ def summarise_links(links: dict[tuple[int, int], str]) -> str:
 def precision_rows() -> list[Row]:
     """Which number formats the first GPU multiplies in hardware (the CPU where there is none)."""
     if not torch.cuda.is_available():
-        return [Row(what, "on the CPU: correct, not fast", True, need=need) if need == "bf16" else
-                Row(what, f"needs a GPU of compute capability {least[0]}.{least[1]} or more", None, need=need)
+        return [Row(what, "on the CPU: correct, and fast if it has AVX512-BF16 or AMX", True, need=need) if need == "bf16" else
+                Row(what, f"needs a GPU of compute capability {least[0]}.{least[1]} or more" + ON_CPU.get(need, ""), need=need)
                 for what, least, need in FORMATS]
     return precisions(torch.cuda.get_device_capability(0))
 

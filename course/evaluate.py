@@ -1,5 +1,6 @@
 """`course evaluate RUN`: how good a trained model is on years that it never saw."""
 
+import difflib
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -70,8 +71,20 @@ def read_config(run: Path) -> Config:
     if not (run / "config.yaml").is_file():
         inside = sorted(file.parent for depth in ("*", "*/*") for file in run.glob(f"{depth}/config.yaml"))
         such = " or ".join(map(str, inside[:3])) or "runs/vit-demo/default"
-        raise CourseError(f"{run} is not the folder of a run (it has no config.yaml): give one such as {such}")
+        what = "is not the folder of a run (it has no config.yaml)" if run.exists() else "does not exist"
+        raise CourseError(f"{run} {what}{near(run)}: give the folder of a run, such as {such}")
     return config.load(str(run / "config.yaml"))
+
+
+def near(run: Path) -> str:
+    """` (did you mean x?)` for the run of the most similar name, below the nearest folder above that exists; or nothing."""
+    above = next((folder for folder in run.parents if folder.is_dir()), Path())
+    missing = run.relative_to(above)
+    if len(missing.parts) > 2:                       # runs lie in runs/preset/name
+        return ""
+    runs = [str(file.parent.relative_to(above)) for file in above.glob("*/" * len(missing.parts) + "config.yaml")]
+    found = difflib.get_close_matches(str(missing), runs, 1, cutoff=0.5)
+    return f" (did you mean {above / found[0]}?)" if found else ""
 
 
 def device_of(settings: Config) -> torch.device:

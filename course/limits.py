@@ -77,6 +77,9 @@ def check_numbers(section: str, values: Any) -> None:
         for number in value if isinstance(value, tuple) else (value,):
             if number < 0 == least:
                 raise CourseError(f"{section}.{name}={number} is negative: use 0 or more")
+            if number != number or number == math.inf:
+                what = "infinite" if number == math.inf else "not a number"
+                raise CourseError(f"{section}.{name}={number} is {what}: use a finite number")
             if not least <= number < end:
                 lowest = "more than 0" if least == TINY else f"at least {least}"
                 highest = {1: " and less than 1", PART: " and at most 1"}.get(end, "")

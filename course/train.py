@@ -28,6 +28,7 @@ from course.parallel.data import Naive
 from course.parallel.mesh import wait_at_most
 from course.parallel.schedule import bubble
 from course.perf import flops
+from course.perf.layouts import refusal
 from course.precision import narrow, parameter_dtype, set_matmul, working_dtype
 from course.profile import Look, part
 from course.recompute import recompute
@@ -67,6 +68,8 @@ def train(config: Config) -> tuple[Path, bool]:
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
     with joined(config.train.device) as world:
+        if sentence := refusal(config):              # first: no number of processes would mend it
+            raise CourseError(sentence)
         mesh, run = build_mesh(config.parallel, world), run_folder(config)
         with only_writer(run, mesh.all) as start, Watchdog(run, world, config.train.stall_s, start) as watchdog:
             training = assemble(config, mesh)
@@ -118,7 +121,8 @@ def fit(training: Training, watchdog: Watchdog | None = None) -> bool:
     watchdog = watchdog or Watchdog(run, mesh.world, 0.0)
     start, samples = resume(run, training)
     if start >= t.steps:
-        speak(mesh, f"{run} is finished ({start} steps): for a new run set log.name=..., to go on set train.steps higher")
+        fewer = f", and train.steps={t.steps} asks for fewer" if start > t.steps else ""
+        speak(mesh, f"{run} is finished ({start} steps{fewer}): for a new run set log.name=..., to go on set train.steps higher")
         return False
     batches = train_loader(config, mesh.dp, mesh.world.device, samples, model.example)   # type: ignore[arg-type]
     validation = Validation.of(config, mesh)
@@ -237,12 +241,20 @@ def resume(run: Path, training: Training) -> tuple[int, int]:
     if config.checkpoint.same_data and all(before[key] == now[key] for key in ORDER):
         checkpoint.together(mesh.all, lambda: compare_files(config, index["state"].get("files", {})))
     training.progress.restore(index["state"], index["config"]["precision"] == config.precision)
-    speak(mesh, f"resuming {run} at step {index['state']['step']}")
-    for change in schema.differences(index["config"], schema.as_plain(config)):
-        speak(mesh, f"  changed since then: {change}")
-    if checkpoint.of_another(index, training.optimizer):
-        speak(mesh, "  what it saved of its optimizer is of another kind and left out: this one starts afresh")
+    tell_changes(run, index, training)
     return index["state"]["step"], index["state"]["samples"]
+
+
+def tell_changes(run: Path, index: dict[str, Any], training: Training) -> None:
+    """Say that a run goes on, and with what that is new; of a run without a step left, what of the command it does not take."""
+    config, mesh, done = training.config, training.mesh, index["state"]["step"]
+    finished = done >= config.train.steps
+    if not finished:
+        speak(mesh, f"resuming {run} at step {done}")
+    for change in schema.differences(index["config"], schema.as_plain(config)):
+        speak(mesh, f"  not taken, since no step is left: {change}" if finished else f"  changed since then: {change}")
+    if not finished and checkpoint.of_another(index, training.optimizer):
+        speak(mesh, "  what it saved of its optimizer is of another kind and left out: this one starts afresh")
 
 
 def check_state(path: Path, index: dict[str, Any], progress: Progress) -> None:
@@ -305,13 +317,21 @@ def opening(config: Config, mesh: Mesh, run: Path) -> str:
     """What is about to happen, in one line."""
     count = sum(p.numel() for p in build_model(config.model).parameters())
     device = torch.cuda.get_device_name(mesh.world.device) if mesh.world.device.type == "cuda" else "CPU"
-    how = {"te": ", by Transformer Engine", "hand": ", emulated: the values of a GPU, but slow"}[config.fp8.by]
-    precision = config.precision + how * (config.precision == "fp8" and (device == "CPU" or config.fp8.by == "te"))
+    precision = config.precision + how(config, device == "CPU")
     if config.kernels == "hand" and device == "CPU":
         precision += ", kernels=hand in PyTorch's operators"
     data = "random data" if config.data.source == "mock" else config.data.path
     return (f"{config.preset}: {count / 1e6:.2f} million parameters, {config.train.steps} steps of "
             f"{config.train.global_batch} samples of {data}, {precision}, {mesh.world.size} x {device}; writing {run}")
+
+
+def how(config: Config, cpu: bool) -> str:
+    """What there is to say of how a precision is computed; nothing of most."""
+    if config.precision == "fp8" and config.fp8.by == "te":
+        return ", by Transformer Engine"
+    slow = {"fp8": ", emulated: the values of a GPU, but slow",
+            "fp16": ", by PyTorch's kernels for a CPU: the values of a GPU, but slow"}
+    return slow.get(config.precision, "") if cpu else ""
 
 
 def idle(config: Config, mesh: Mesh) -> str:

@@ -51,14 +51,17 @@ BAD_INPUT = {
     "unknown key": (None, ["vit-demo", "train.stps=5"], ["did you mean 'train.steps'"]),
     "wrong type": (None, ["vit-demo", "train.steps=many"], ["train.steps=many", "integer"]),
     "missing data folder": (None, ["vit-demo", "data.path=nowhere"],
-                            ["nowhere/train does not exist", "course data weather path=nowhere grid=[32,64]"]),
+                            ["nowhere/train does not exist", "data.source=mock",
+                             "course data weather path=nowhere 'grid=[32,64]'` (0.36 GB)"]),
     "truncated HDF5": (truncate, [], ["1980.h5 cannot be read", "truncated", "remove it"]),
     "wrong channel count": (None, ["model.channels=19"], ["20 channels", "model.channels=20"]),
     "wrong grid": (other_grid, [], ["10x20", "model.grid=[10,20]"]),
     "statistics that do not match": (wrong_statistics, [], ["global_means.npy", "does not match", "course data stats"]),
     "statistics of other data": (statistics_of_other_data, [], ["stats does not match the data", "course data stats"]),
     "image not divisible by the patch": (None, ["vit-demo", "model.patch=7"], ["not divisible by model.patch=7"]),
-    "more ranks than processes": (None, ["parallel.dp=2"], ["dp=2", "there are 1 processes", "torchrun"]),
+    "more ranks than processes": (None, ["parallel.dp=2"],
+                                 ["dp=2", "there is 1 process: ", "torchrun --standalone --nproc-per-node=2 -m"]),
+    "a layout that no number of processes makes possible": (None, ["parallel.tp=3"], ["choose a divisor of 2"]),
     "an axis of a later version": (None, ["parallel.tp=2"], ["tp=2"]),
     "no GPU": (None, ["train.device=cuda"], ["no GPU"]),
     "global batch smaller than it may be": (None, ["train.global_batch=0"], ["at least 1"]),
@@ -84,6 +87,16 @@ def test_bad_input_is_one_sentence_with_the_cure(monkeypatch, capsys, tmp_path, 
     assert "Traceback" not in text and len(text.strip().splitlines()) == 1
     for word in words:
         assert word in text, text
+
+
+def test_an_unknown_exercise_is_answered_with_those_of_the_lesson(monkeypatch, capsys, tmp_path):
+    from course.lab.submissions import of_lesson
+
+    status, text = call(monkeypatch, capsys, "check", tmp_path / "00_start_here.ipynb", "--exercise", "rooflin")
+    assert status == 1 and "there is no exercise 'rooflin' (did you mean 'roofline'?); lesson 00 has " in text
+    assert text.strip().endswith("lesson 00 has " + ", ".join(exercise.name for exercise in of_lesson("00")))
+    status, text = call(monkeypatch, capsys, "check", tmp_path / "mine.ipynb", "--exercise", "rooflin")
+    assert status == 1 and "; there are " in text and len(text) > 300
 
 
 def test_a_checkpoint_of_another_model(monkeypatch, capsys, tmp_path, tiny):

@@ -117,6 +117,9 @@ def test_save_and_load_give_the_same(tmp_path, preset):
     ("vit-demo", "optim.warmup=-3", ["optim.warmup=-3 is negative"]),        # would climb: a learning rate below 0
     ("vit-demo", "optim.clip=-1", ["optim.clip=-1.0 is negative"]),          # would turn all gradients round
     ("vit-demo", "optim.lr=.nan", ["optim.lr=nan"]),
+    ("vit-demo", "optim.lr=.nan", ["optim.lr=nan is not a number"]),
+    ("vit-demo", "optim.lr=nan", ["optim.lr=nan is not a number"]),
+    ("vit-demo", "optim.lr=.inf", ["optim.lr=inf is infinite"]),
     ("vit-demo", "optim.betas=[0.9,1]", ["optim.betas=1.0 must be at least 0 and less than 1"]),
     ("vit-demo", "model.dropout=1", ["model.dropout=1.0 must be at least 0 and less than 1"]),
     ("dit-demo", "model.label_drop=1.5", ["model.label_drop=1.5 must be at least 0 and at most 1"]),

@@ -48,6 +48,9 @@ def test_the_same_formats_can_be_needed_with_and_without_a_gpu(monkeypatch):
     without = doctor.precision_rows()
     assert [row.need for row in without] == [row.need for row in doctor.precisions((9, 0))]
     assert doctor.missing(without, ["tf32", "bf16"]) == ["TF32: needs a GPU of compute capability 8.0 or more"]
+    found = {row.need: row.found for row in without}
+    assert "not fast" not in found["bf16"]
+    assert all("to be fast" in found[need] and "same values, slowly" in found[need] for need in ("fp16", "fp8"))
 
 
 @pytest.mark.parametrize(("script", "told"), [("", "not installed"), ("echo slurm 99", "slurm 99"),

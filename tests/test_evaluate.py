@@ -72,9 +72,13 @@ def test_a_step_of_days_is_pictured_after_one(tiny, monkeypatch, days, hours):
 
 
 @pytest.mark.parametrize(("change", "words"), [
-    (lambda run: run.parent, r"not the folder of a run .*: give one such as \S*/runs/vit-demo/default$"),
-    (lambda run: run.parent.parent, r"give one such as \S*/runs/vit-demo/default$"),
-    (lambda run: run / "checkpoints", r"give one such as runs/vit-demo/default$"),
+    (lambda run: run.parent, r"not the folder of a run .*: give the folder of a run, such as \S*/runs/vit-demo/default$"),
+    (lambda run: run.parent.parent, r"such as \S*/runs/vit-demo/default$"),
+    (lambda run: run / "checkpoints", r"such as runs/vit-demo/default$"),
+    (lambda run: run.parent / "defalut", r"defalut does not exist \(did you mean \S*/runs/vit-demo/default\?\): give"),
+    (lambda run: run.parent.parent / "vit-dmeo" / "default", r"does not exist \(did you mean \S*/runs/vit-demo/default\?\)"),
+    (lambda run: run.parent / "other", r"other does not exist: give the folder of a run"),
+    (lambda run: run / "a" / "b" / "c", r"c does not exist: give the folder of a run"),
     (lambda run: [file.unlink() for d in (run / "checkpoints").iterdir() for file in d.iterdir()] and run, "damaged"),
 ])
 def test_bad_runs_are_explained(run, change, words):

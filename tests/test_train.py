@@ -62,7 +62,9 @@ def test_a_run_learns_and_leaves_what_it_promises(tiny):
 
 @pytest.mark.parametrize(("settings", "says"), [
     ([], ", fp32, 1 x CPU;"), (["kernels=hand"], ", fp32, kernels=hand in PyTorch's operators, 1 x CPU;"),
-    (["precision=fp8"], ", fp8, emulated: the values of a GPU, but slow, 1 x CPU;")])
+    (["precision=fp8"], ", fp8, emulated: the values of a GPU, but slow, 1 x CPU;"),
+    (["precision=fp16"], ", fp16, by PyTorch's kernels for a CPU: the values of a GPU, but slow, 1 x CPU;"),
+    (["precision=bf16"], ", bf16, 1 x CPU;")])
 def test_a_run_says_what_this_machine_does_otherwise(tiny, capsys, settings, says):
     run([*tiny, *settings, "train.steps=1"])
     assert says in capsys.readouterr().out.splitlines()[0]
@@ -151,7 +153,18 @@ def test_a_finished_run_is_left_alone_and_can_be_prolonged(tiny, capsys):
     assert "finished" in capsys.readouterr().out
     run([*tiny, "optim.schedule=constant", "train.steps=14"])
     assert len(losses(folder)) == 14
-    assert "train.steps: 12 -> 14" in capsys.readouterr().out
+    assert "  changed since then: train.steps: 12 -> 14" in capsys.readouterr().out
+
+
+def test_what_a_finished_run_does_not_take_is_said_so(tiny, capsys):
+    run([*tiny, "train.steps=2"])
+    capsys.readouterr()
+    run([*tiny, "train.steps=1", "optim.lr=0.5"])
+    out = capsys.readouterr().out
+    for change in ("-> 0.5", "train.steps: 2 -> 1"):
+        assert any(line.startswith("  not taken, since no step is left: ") and change in line for line in out.splitlines())
+    assert "is finished (2 steps, and train.steps=1 asks for fewer): for a new run set log.name" in out
+    assert "resuming" not in out and "changed since" not in out
 
 
 def test_an_old_run_is_never_overwritten(tiny):
@@ -335,7 +348,7 @@ def test_a_signal_to_one_rank_stops_both_at_the_same_step(small_data, tmp_path):
 
 
 def test_processes_that_the_axes_do_not_fill_are_refused_with_the_arithmetic(small_data, tmp_path):
-    process = start([*tiny_settings(small_data, tmp_path), "parallel.dp=3"], ranks=2)
+    process = start([*tiny_settings(small_data, tmp_path), "train.global_batch=6", "parallel.dp=3"], ranks=2)
     out, _ = process.communicate(timeout=60)
     assert process.returncode != 0 and "pp=1 x dp=3 x cp=1 x tp=1 = 3, but there are 2 processes" in out
 

@@ -11,6 +11,8 @@ Latitudes run from north to south, longitudes eastwards from 0. A file may carry
 below on an equally spaced grid are meant.
 """
 
+import math
+import shlex
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +26,7 @@ from course.files import atomic
 
 HOURS = 6                                        # between two entries of a file
 SPLITS = ("train", "valid", "test")
+LARGE = 5.0                                      # GB from which on a CPU is long at making them
 
 # Name and unit of each channel, in file order: that of the ERA5 course data (FourCastNet's twenty).
 CHANNELS = {
@@ -78,16 +81,34 @@ def find_years(path: Path, split: str, grid: tuple[int, int] | None = None) -> l
     folder = path / split
     files = sorted(folder.glob("*.h5"))
     if not files:
-        wanted = f" grid=[{grid[0]},{grid[1]}]" if grid else ""
         what = "holds no .h5 file" if folder.is_dir() else "does not exist"
-        raise CourseError(f"{folder} {what}: make data with `course data weather path={path}{wanted}`, "
-                          "or set data.path to a folder laid out as data/README.md says")
+        mock = ", or, to be quick, data.source=mock: random data" if grid and split == "train" else ""
+        raise CourseError(f"{folder} {what}: make data with {maker(path, grid)}, or set data.path to a folder laid out as "
+                          f"data/README.md says{mock}")
     years = [inspect_year(file) for file in files]
     for year in years:
         if year.shape[1:] != years[0].shape[1:]:
             raise CourseError(f"{year.path} has (channel, lat, lon) {year.shape[1:]} but {years[0].path} has "
                               f"{years[0].shape[1:]}: all files of a data set must agree; remove or remake one")
     return years
+
+
+def maker(path: Path, grid: tuple[int, int] | None) -> str:
+    """The command that makes data, as a shell takes it, and what it costs where a grid is given."""
+    from course.data import weather
+
+    words = [f"path={path}"] + ([f"grid=[{grid[0]},{grid[1]}]"] if grid else [])
+    command = f"`course data weather {shlex.join(words)}`"
+    if not grid:
+        return command
+    config = weather.Weather(grid=grid)
+    size = weather.gigabytes(config.train + config.valid + config.test, config)
+    return f"{command} ({in_gb(size)}{', long on a CPU' if size >= LARGE else ''})"
+
+
+def in_gb(size: float) -> str:
+    """So many GB in words, rounded up: as much room is needed."""
+    return f"{math.ceil(size):,} GB" if size >= 10 else f"{math.ceil(size * 100) / 100:g} GB"
 
 
 def inspect_year(file: Path) -> Year:

@@ -78,6 +78,8 @@ def fill(config: Weather, device: torch.device, say: Callable[[str], None]) -> N
         say(f"{len(plan) - len(absent)} of {len(plan)} files are there already")
     for file in statistics_of(config) if absent else []:     # they will be of other years: an interrupted run must not leave them
         file.unlink(missing_ok=True)
+    if absent:
+        say(f"writing {len(absent)} files to {config.path}, {layout.in_gb(gigabytes(len(absent), config))}")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)                     # the transforms are small: as fast, and the same bytes on any number of cores
     try:
@@ -87,6 +89,11 @@ def fill(config: Weather, device: torch.device, say: Callable[[str], None]) -> N
         torch.set_num_threads(threads)
     if not all(file.is_file() for file in statistics_of(config)):
         layout.write_statistics(Path(config.path), layout.find_years(Path(config.path), "train"))
+
+
+def gigabytes(files: int, config: Weather) -> float:
+    """How much so many yearly files take of a disk."""
+    return files * config.times * len(layout.CHANNELS) * math.prod(config.grid) * 4 / 1e9
 
 
 def check(config: Weather) -> torch.device:

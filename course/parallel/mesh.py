@@ -220,8 +220,9 @@ def build_mesh(parallel: "Parallel", world: World) -> Mesh:
     product = others * sizes["dp"]
     if product != world.size:
         arithmetic = " x ".join(f"{name}={size}" for name, size in sizes.items())
-        raise CourseError(f"parallel: {arithmetic} = {product}, but there are {world.size} processes: "
-                          f"start {product} with torchrun or srun, or change an axis")
+        there = "there is 1 process" if world.size == 1 else f"there are {world.size} processes"
+        raise CourseError(f"parallel: {arithmetic} = {product}, but {there}: start {product} with torchrun (`torchrun "
+                          f"--standalone --nproc-per-node={product} -m course.cli train ...`) or srun, or change an axis")
     if world.size == 1:
         return Mesh(world, torch.zeros(1, 1, 1, 1, dtype=torch.long), *(Axis(name) for name in (*AXES, "dp_cp", "all")))
     ranks = lay_out(sizes, parallel.order)

@@ -35,6 +35,7 @@ COMPILED: tuple[dict[str, Any], ...] = ({"compile": True}, {"compile": True, "st
                                         {"compile": True, "stream": "narrow", "kernels": "hand"})
 GRAPHS: tuple[dict[str, Any], ...] = ({"graphs": True}, *({**change, "graphs": True} for change in COMPILED))
 PEAKS = (163, 147)                                  # whose memory was measured here, and of them within 5% of what is predicted
+LABELS = {"data": "data-parallel"}                   # of parts of a step: alone it would be read as the loading of data
 WIDTH = 132                                         # of the table, where no terminal says
 
 
@@ -299,7 +300,7 @@ def parts(layout: Layout) -> str:
     """The larger parts of a step, in percent."""
     step = layout.time.step
     large = sorted((-seconds / step, name) for name, seconds in layout.time.parts.items() if seconds >= HIDDEN * step)
-    return " ".join(f"{name} {-share * 100:.0f}" for share, name in large)
+    return " ".join(f"{LABELS.get(name, name)} {-share * 100:.0f}" for share, name in large)
 
 
 def reasons(plan: Plan) -> list[str]:

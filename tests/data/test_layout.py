@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import h5py
 import numpy as np
 import pytest
@@ -119,3 +121,15 @@ def test_a_file_that_cannot_be_read_to_its_end_has_no_statistics(own_data, monke
 def test_a_missing_folder_says_how_to_make_data(tmp_path):
     with pytest.raises(CourseError, match="course data weather"):
         layout.find_years(tmp_path, "train")
+
+
+@pytest.mark.parametrize(("grid", "command"), [((32, 64), "'grid=[32,64]'` (0.36 GB)"),
+                                               ((360, 720), "'grid=[360,720]'` (45 GB, long on a CPU)"),
+                                               ((720, 1440), "'grid=[720,1440]'` (180 GB, long on a CPU)")])
+def test_how_to_make_data_can_be_pasted_and_says_its_size(grid, command):
+    with pytest.raises(CourseError) as error:
+        layout.find_years(Path("no where"), "train", grid)
+    assert f"`course data weather 'path=no where' {command}" in str(error.value) and "data.source=mock" in str(error.value)
+    with pytest.raises(CourseError) as error:        # to be evaluated: random data are none
+        layout.find_years(Path("nowhere"), "test", grid)
+    assert f"path=nowhere {command}" in str(error.value) and "mock" not in str(error.value)

@@ -17,7 +17,7 @@ def test_alone_every_axis_is_trivial():
 
 
 @pytest.mark.parametrize(("parallel", "size", "words"), [
-    (Parallel(tp=2), 1, "tp=2 = 2, but there are 1 processes"),
+    (Parallel(tp=2), 1, "tp=2 = 2, but there is 1 process: start 2 with torchrun .`torchrun --standalone --nproc-per-node=2 -m"),
     (Parallel(dp=2, pp=2), 8, "pp=2 x dp=2 x cp=1 x tp=1 = 4, but there are 8 processes"),
     (Parallel(tp=3), 4, "= 3, but there are 4 processes"),
 ])

@@ -7,6 +7,7 @@ import sys
 from contextlib import suppress
 from dataclasses import replace
 from itertools import permutations, product
+from types import SimpleNamespace
 
 import pytest
 
@@ -491,6 +492,11 @@ def test_the_table_says_what_is_predicted(monkeypatch, capsys, tmp_path):
         steps * first["step_s"] * 16 / 3600)
     assert f"{steps:,} steps" in out and f"{rows['training']['gpu_hours']:,.0f} GPU-hours" in out
     assert sum(first["parts_s"].values()) == pytest.approx(first["step_s"])
+
+
+def test_communication_of_data_parallelism_is_not_called_data():
+    layout = SimpleNamespace(time=SimpleNamespace(step=1.0, parts={"data": 0.3, "loading": 0.2, "send": 0.01}))
+    assert proposal.parts(layout) == "data-parallel 30 loading 20"
 
 
 def test_one_of_a_kind_is_said_as_one():
