@@ -401,7 +401,8 @@ lab.show("course.step.train_step")
 # both.
 #
 # `compute(batch)` returns this rank's share of the mean loss, the sum over its micro-batches of sum / $W$: detached, without
-# either factor.
+# either factor. Let it have the format of what you are given, of `weight` say: the check runs in float64 too, and
+# `torch.zeros(())` is float32.
 
 # %% exercise="accumulate"
 from course.step import eager

@@ -11,7 +11,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, replace
@@ -36,6 +36,7 @@ COPY = "do not write into {}; work on a copy"
 ENDED = ("look for a loop that does not end, for memory that grows, and for a call that ends the process (sys.exit, os._exit) or "
          "makes it crash")
 UNMET = "every rank of a group has to call the same collectives, in the same order, with tensors of the same shape"
+AGAIN = "run the cell, and check again"              # in a notebook
 UNWRITTEN = "it is not written yet"
 DISCREET = {                                         # what stopped an answer, where its own words are left out
     "Returned": "what your code returned cannot be used: compare its type and shape with what the docstring says",
@@ -48,10 +49,11 @@ RANK_SECONDS = 30.0                                  # that ranks wait for one a
 
 @dataclass(frozen=True)
 class Fact:
-    """One thing that held, or did not."""
+    """One thing that held, or did not, or was not even tried."""
 
     held: bool
     text: str
+    tried: bool = True
 
 
 @dataclass(frozen=True)
@@ -86,8 +88,8 @@ class Run:
 
 
 def examine(exercise: Exercise, answer: Sequence[Piece], seed: int, hidden: bool = False,
-            layers: sandbox.Layers | None = None) -> Verdict:
-    """Run the answer on every number of ranks that the exercise names, and judge."""
+            layers: sandbox.Layers | None = None, again: str = AGAIN) -> Verdict:
+    """Run the answer on every number of ranks that the exercise names, and judge; `again` says how one tries once more."""
     begin, facts, hint, output, late = time.monotonic(), list[Fact](), "", "", False
     inputs = exercise.draw(seed, hidden)
     layers = layers or sandbox.layers()
@@ -102,8 +104,8 @@ def examine(exercise: Exercise, answer: Sequence[Piece], seed: int, hidden: bool
             facts += found
             if not all(fact.held for fact in found):
                 break
-    return Verdict(exercise.name, tuple(facts), hint, output, seed, time.monotonic() - begin, exercise.version,
-                   isolation(layers), late, exercise.facts)
+    return Verdict(exercise.name, tuple(facts), hint.replace(AGAIN, again), output, seed, time.monotonic() - begin,
+                   exercise.version, isolation(layers), late, exercise.facts)
 
 
 def unread(exercise: Exercise, problem: str, hint: str, seed: int = 0) -> Verdict:
@@ -129,11 +131,21 @@ def judge(exercise: Exercise, run: Run, seed: int, hidden: bool, size: int) -> t
     for key, claim in exercise.claims.items():
         differences = [described(exercise, key, expected.outputs[rank][key], run.outputs[rank].get(key), inputs, hidden)
                        for rank in range(size)]
-        where = [f"rank {rank}: {text}" if size > 1 else text for rank, text in enumerate(differences) if text]
-        facts.append(Fact(not where, where_run + claim + (f": no, {where[0]}" if where else "")))
+        facts.append(finding(where_run + claim, differences, exercise.untried.get(key, "")))
     if all(fact.held for fact in facts):
         return facts, ""
     return facts, hint_for_numbers(exercise, run, expected, reference(exercise.name, seed, hidden, size)[1:])
+
+
+def finding(claim: str, differences: Sequence[str], untried: str = "") -> Fact:
+    """Whether a claim holds, from what each rank has against it; a rank is named if not all say the same."""
+    if not any(differences):
+        return Fact(True, claim)
+    if untried and untried in differences:
+        return Fact(False, f"{claim}: {untried}", tried=False)
+    rank = next(rank for rank, text in enumerate(differences) if text)
+    who = f"rank {rank}: " if len(set(differences)) > 1 else ""
+    return Fact(False, f"{claim}: no, {who}{differences[rank]}")
 
 
 def hint_for_numbers(exercise: Exercise, run: Run, expected: Run, slips: Sequence[Run]) -> str:
@@ -173,7 +185,7 @@ def unwritten(kind: str, text: str) -> bool:
 def hint_for_error(exercise: Exercise, run: Run, seed: int, hidden: bool, size: int) -> str:
     """The hint of a known mistake that stops in the same way, or a general one."""
     if run.kind == "NotImplementedError":
-        return "replace the line that raises NotImplementedError by your code, run the cell, and check again"
+        return f"replace the line that raises NotImplementedError by your code, {AGAIN}"
     if run.kind in ("ended", "late"):
         return ENDED
     for mistake, slip in zip(comparable(exercise), reference(exercise.name, seed, hidden, size)[1:], strict=True):
@@ -233,40 +245,56 @@ def differ(expected: Tensor, got: Tensor | None, tolerance: float) -> str:
     return "" if error <= tolerance else f"relative difference {error:.2g}"
 
 
+def against(exercise: Exercise, key: str, expected: Tensor, got: Tensor | None) -> str:
+    """What there is against a claim: how its output differs, or that it was not tried."""
+    if key in exercise.untried and got is not None and not got.numel():
+        return exercise.untried[key]
+    return differ(expected, got, exercise.tolerance)
+
+
 def described(exercise: Exercise, key: str, expected: Tensor, got: Tensor | None, inputs: Tensors, hidden: bool) -> str:
     """As `differ`, in words that help: a flag as a sentence, few numbers as what came and what is right.
 
     Of hidden inputs no number is shown: whoever hands in again is graded on the same.
     """
-    difference = differ(expected, got, exercise.tolerance)
-    if not difference or got is None or got.dtype != expected.dtype:
+    difference = against(exercise, key, expected, got)
+    if not difference or got is None or got.dtype != expected.dtype or difference == exercise.untried.get(key):
         return difference
     if key in exercise.flags:
         return exercise.flags[key]
     if hidden:
         return difference
     if exercise.cases and got.shape == expected.shape:
-        wrong = [i for i in range(len(expected)) if differ(expected[i], got[i], exercise.tolerance)]
-        first = wrong[0]                             # each within the tolerance: so are all
-        asked = exercise.cases(inputs)
-        came, correct = told_apart(got[first], expected[first])
+        wrong = wrong_cases(expected, got, exercise.tolerance)
+        first, asked = wrong[0], exercise.cases(inputs)
+        came, correct = told_apart(got[first], expected[first], exercise.read_as)
         return (f"{(asked[key] if isinstance(asked, dict) else asked)[first]} gave {came}; {correct} is right "
                 f"({len(wrong)} of {len(expected)} cases are wrong)")
     if max(expected.numel(), got.numel()) <= FEW and expected.ndim <= 1:
-        return "it is {}; it should be {}".format(*told_apart(got, expected))
+        return "it is {}; it should be {}".format(*told_apart(got, expected, exercise.read_as))
     return difference
 
 
-def told_apart(got: Tensor, expected: Tensor) -> tuple[str, str]:
+def wrong_cases(expected: Tensor, got: Tensor, tolerance: float) -> list[int]:
+    """Which of several numbers differ, at least one if they do as a whole: not those next to zero, by what others round off."""
+    least = tolerance * expected.double().norm().item() / len(expected)**0.5
+    found = [i for i in range(len(expected)) if differ(expected[i], got[i], tolerance)]      # each within it: so are all
+    large = [i for i in found if not (expected[i].double() - got[i].double()).norm() <= least]        # nan is, too
+    return large or found
+
+
+def told_apart(got: Tensor, expected: Tensor, read_as: Mapping[float, str] | None = None) -> tuple[str, str]:
     """Both in numbers for people, with as many digits as tell them apart."""
     digits = next((digits for digits in (6, 9) if said(got, digits) != said(expected, digits)), 17)
-    return said(got, digits), said(expected, digits)
+    return said(got, digits, read_as), said(expected, digits, read_as)
 
 
-def said(values: Tensor, digits: int = 6) -> str:
-    """Numbers for people: whole ones with all digits, others with so many."""
-    return ", ".join(f"{x:.0f}" if abs(x) < 1e15 and x == int(x) else f"{x:.{digits}g}"
-                     for x in values.double().flatten().tolist()) or "nothing"
+def said(values: Tensor, digits: int = 6, read_as: Mapping[float, str] | None = None) -> str:
+    """Numbers for people: whole ones with all digits, others with so many; those of `read_as` in its words."""
+    def one(x: float) -> str:
+        return (read_as or {}).get(x) or (f"{x:.0f}" if abs(x) < 1e15 and x == int(x) else f"{x:.{digits}g}")
+
+    return ", ".join(map(one, values.double().flatten().tolist())) or "nothing"
 
 
 def execute(exercise: Exercise, answers: Sequence[tuple[Sequence[Piece], Tensors]], size: int,

@@ -37,6 +37,8 @@ class Exercise:
     program: Callable[[Tensors], Tensors]
     claims: dict[str, str]                           # name of an output -> what holds if it is right, in a sentence
     flags: dict[str, str] = field(default_factory=dict)      # of outputs that are 1.0 if the claim holds: what it means if not
+    untried: dict[str, str] = field(default_factory=dict)    # of outputs that are empty if the claim was not tried: why not
+    read_as: dict[float, str] = field(default_factory=dict)  # numbers that stand for something else: in words
     cases: Callable[[Tensors], Cases] | None = None  # what was asked, in words, for each number of an output
     tolerance: float = 1e-9                          # relative, in the 2-norm: float64 and a few hundred additions
     why_tolerance: str = "rounding in float64"
@@ -93,12 +95,18 @@ def offered(root: Path = blank.PACKAGE.parent) -> dict[str, Exercise]:
     return {name: exercise for name, exercise in all_exercises().items() if exercise.lesson in there or not there}
 
 
-def find(name: str) -> Exercise:
-    """An exercise by name; a `CourseError` names the nearest of those that are offered where there is none."""
+def find(name: str, lesson: str = "") -> Exercise:
+    """An exercise by name; a `CourseError` names the nearest of those that are offered where there is none.
+
+    lesson: the number of the one whose exercises it then lists; else, and where it has none, those of all.
+    """
     known = all_exercises()
     if name not in known:
         there = offered()
-        raise CourseError(f"there is no exercise {name!r}{nearest(name, there)}; there are {', '.join(there)}")
+        its = [other for other, exercise in there.items() if exercise.lesson == lesson]
+        listed = f"lesson {lesson} has" if its else "there are"
+        raise CourseError(f"there is no exercise {name!r}{nearest(name, its) or nearest(name, there)}; "
+                          f"{listed} {', '.join(its or there)}")
     return known[name]
 
 

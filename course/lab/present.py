@@ -5,10 +5,17 @@ One that is `graded` shows neither the seed nor what the answer printed: both wo
 
 from html import escape
 
-from course.lab.check import Verdict
+from course.lab.check import Fact, Verdict
 
 UNSHOWN = "the output of graded runs is not shown"
 GREEN, RED, AMBER, DIM, PLAIN = "\x1b[32m", "\x1b[31m", "\x1b[33m", "\x1b[2m", "\x1b[0m"
+
+MARKS = {"held": ("✓", GREEN, "#0a7d46"), "failed": ("✗", RED, "#c0392b"), "untried": ("–", DIM, "#767676")}
+
+
+def outcome(fact: Fact) -> str:
+    """What became of a claim, a key of `MARKS`."""
+    return "held" if fact.held else "failed" if fact.tried else "untried"
 
 
 def headline(verdict: Verdict) -> str:
@@ -39,7 +46,7 @@ def text(verdict: Verdict, colour: bool = True, graded: bool = False) -> str:
 
     lines = [paint(GREEN if verdict.passed else RED, headline(verdict))]
     for fact in verdict.facts:
-        mark, code = ("✓", GREEN) if fact.held else ("✗", RED)
+        mark, code, _ = MARKS[outcome(fact)]
         lines.append(paint(code, f"  {mark} ") + printable(fact.text).replace("\n", "\n      "))
     if verdict.hint:
         lines.append(paint(AMBER, "  hint: ") + printable(verdict.hint))
@@ -52,8 +59,9 @@ def text(verdict: Verdict, colour: bool = True, graded: bool = False) -> str:
 def html(verdict: Verdict, graded: bool = False) -> str:
     """The same for a notebook; everything is escaped. Colours keep their contrast on light and dark."""
     tint = "#0a7d46" if verdict.passed else "#c0392b"
-    rows = "".join(f'<li style="list-style:none;white-space:pre-wrap"><b style="color:{"#0a7d46" if fact.held else "#c0392b"}">'
-                   f'{"✓" if fact.held else "✗"}</b> {escape(printable(fact.text))}</li>' for fact in verdict.facts)
+    marks = [MARKS[outcome(fact)] for fact in verdict.facts]
+    rows = "".join(f'<li style="list-style:none;white-space:pre-wrap"><b style="color:{colour}">{mark}</b> '
+                   f'{escape(printable(fact.text))}</li>' for fact, (mark, _, colour) in zip(verdict.facts, marks, strict=True))
     hint = f'<p style="margin:.4em 0"><b>Hint.</b> {escape(printable(verdict.hint))}</p>' if verdict.hint else ""
     output = printed(verdict, graded)
     output = f"<details><summary>What it printed</summary><pre>{escape(output)}</pre></details>" if output else ""

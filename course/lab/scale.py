@@ -27,9 +27,10 @@ import torch.distributed as dist
 from course.errors import CourseError
 from course.files import atomic, sha256
 from course.lab import cells, child, evidence
-from course.lab.check import Fact, Verdict, differ
+from course.lab.check import Fact, Verdict, against, finding
 from course.lab.cluster import fields
 from course.lab.exercise import Exercise, find
+from course.lab.present import MARKS, outcome
 from course.lab.submissions import lesson_of, of_lesson, owner
 from course.meet import lost
 from course.parallel.mesh import World, abandon, join, leave
@@ -82,7 +83,7 @@ def on_ranks(path: Path, name: str, folder: Path) -> None:
         with atomic(folder / f"{name}.json") as temporary:
             temporary.write_text(json.dumps(record, indent=1))
         print("\n".join([f"{name}, {world.size} ranks: {'passed' if passed else 'not yet'}",
-                         *(f"  {'✓' if fact['held'] else '✗'} {fact['text']}" for fact in found["facts"])]), flush=True)
+                         *(f"  {MARKS[outcome(Fact(**fact))][0]} {fact['text']}" for fact in found["facts"])]), flush=True)
     leave()
 
 
@@ -103,13 +104,13 @@ def compared(exercise: Exercise, pieces: Sequence[tuple[str, int, str]], seed: i
         with child.installed(exercise.objects, child.load(file, exercise.names)):
             got, seconds = timed(exercise, seed, device)
     host = {key: value.cpu() for key, value in got.items()}
-    wrong = {key: differ(value.cpu(), host.get(key), exercise.tolerance) for key, value in expected.items()}
+    wrong = {key: against(exercise, key, value.cpu(), host.get(key)) for key, value in expected.items()}
     told: list[Any] = [None] * world.size
     dist.all_gather_object(told, (wrong, platform.node(), device_name(device)))
     facts = []
     for key, claim in exercise.claims.items():
-        where = [f"rank {rank}: {differences[key]}" for rank, (differences, *_) in enumerate(told) if differences[key]]
-        facts.append(asdict(Fact(not where, f"on {world.size} ranks: {claim}" + (f": no, {where[0]}" if where else ""))))
+        facts.append(asdict(finding(f"on {world.size} ranks: {claim}", [differences[key] for differences, *_ in told],
+                                    exercise.untried.get(key, ""))))
     return {"facts": facts, "seconds": seconds, "reference_seconds": reference,
             "nodes": list(dict.fromkeys(node for _, node, _ in told)), "devices": [device for *_, device in told]}
 

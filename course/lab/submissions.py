@@ -21,6 +21,7 @@ LEARNER = {True: "mend that line, run the cell again, save, and check again",
            False: "write the exercise's cell, run it, save, and check again"}
 GRADED = {True: "mend that line, run the cell again, save the notebook, and hand it in again",
           False: "run the exercise's cell, save the notebook, and hand it in again"}
+AGAIN = {False: "save the notebook, and check again", True: "save the notebook, and hand it in again"}        # by whether graded
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,8 @@ def judge(exercise: Exercise, notebook: Any, seed: int, hidden: bool, **how: Any
     if answer.problem:
         return unread(exercise, answer.problem, (GRADED if hidden else LEARNER)[answer.broken], seed)
     if problem := cells.imported(answer, exercise.objects):
-        return unread(exercise, problem, "write it in the exercise's cell, run the cell, and check again", seed)
-    return examine(exercise, answer.pieces, seed, hidden, **how)
+        return unread(exercise, problem, f"write it in the exercise's cell, {AGAIN[hidden]}", seed)
+    return examine(exercise, answer.pieces, seed, hidden, again=AGAIN[hidden], **how)
 
 
 def of_lesson(lesson: str) -> list[Exercise]:

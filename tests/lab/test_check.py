@@ -234,10 +234,68 @@ def test_flags_and_few_numbers_in_words():
     assert told("whole_losses", [1.25, 2.0], [1.25, 2.0]) == ""
 
 
+def test_a_rank_is_named_only_where_not_all_say_the_same():
+    assert check.finding("all meet", ["", ""]) == check.Fact(True, "all meet")
+    assert check.finding("all meet", ["late", "late"]).text == "all meet: no, late"
+    assert check.finding("all meet", ["", "late"]).text == "all meet: no, rank 1: late"
+    assert check.finding("all meet", ["early", "late"]).text == "all meet: no, rank 0: early"
+
+
+def test_what_was_not_tried_is_neither_held_nor_failed():
+    exercise = find("1f1b")
+    assert check.against(exercise, "losses", torch.ones(2), torch.zeros(0)) == exercise.untried["losses"]
+    assert check.against(exercise, "losses", torch.ones(2), torch.ones(2)) == ""
+    assert "relative" in check.against(exercise, "losses", torch.ones(2), torch.zeros(2))
+    fact = check.finding("it trains", ["not tried: first that"] * 2, "not tried: first that")
+    assert fact == check.Fact(False, "it trains: not tried: first that", tried=False)
+    found = check.Verdict("x", (check.Fact(True, "fine"), fact))
+    assert not found.passed and "  – it trains: not" in present.text(found, colour=False)
+    assert "–</b> it trains" in present.html(found) and "✗" not in present.html(found)
+
+
+@pytest.mark.slow
+def test_a_schedule_wrong_on_the_last_rank_alone_blames_no_other():
+    source = right(find("1f1b")).replace("    return alternate(forward, backward", "    if rank == p - 1:\n        backward = "
+                                         "backward[:-1]\n    return alternate(forward, backward")
+    found = verdict("1f1b", source)
+    told = present.text(found, colour=False)
+    assert "✗ on 2 ranks: in simulation every rank does every pass once: no, in some pipeline passes are missing" in told
+    assert "rank 0" not in told and "it is for ever, for ever, for ever, for ever; it should be " in told
+    assert "– on 2 ranks: the library trains with it: the losses of two steps are right: not tried" in told
+
+
+@pytest.mark.slow
+def test_a_loss_in_float32_spoils_what_is_said_of_it_and_no_more():
+    told = present.text(verdict("accumulate", right(find("accumulate")).replace(", dtype=weight.dtype", "")), colour=False)
+    assert "✗ the returned loss is in the format of what you are given, here float64: no, it is in another one" in told
+    assert told.count("not compared, since the format is another one") == 3 and told.count("✗") == 1 and "8 of 24" in told
+
+
+@pytest.mark.parametrize(("name", "slip", "case"), [
+    ("loss-scaler", "the wrong way", r'next_scale\("fp16", scale=(\d+), good=\d+, bad=1\)\[0\] gave \d+; [\d.]+ is right'),
+    ("loss-scaler", "the count goes on", r'next_scale\("fp16", scale=\d+, good=1999, bad=0\)\[1\] gave 2000; 0 is right'),
+    ("loss-scaler", "a bad step is left out", r"a scale of 65536, of whose steps [\d and]+ are bad, after step \d+ gave \d+; "),
+    ("learning-rate", "warm-up from zero", r"step 0 of lr=[\d.]+, warmup=\d+, schedule=cosine, min_lr=0, train.+ gave 0; "),
+    ("learning-rate", "beyond the end", r"step \d+ of lr=.* gave [\d.e-]+; [\d.e-]+ is right \(6 of \d+ cases are wrong\)"),
+    ("amax-history", "at the end", r"remember\(\[\[([\d.]+(, )?){6}\]\], \[[\d.]+\]\), of one row, gave ([\d.]+(, )?){6}; "),
+])
+def test_where_a_number_is_wrong_one_case_is_shown(name, slip, case):
+    source = wrong(find(name), next(m for m in known_mistakes(find(name)) if m.name == slip))
+    texts = [fact.text for fact in verdict(name, source).facts]
+    assert any(re.search(case, text) for text in texts), texts
+
+
+def test_cases_next_to_zero_are_not_blamed_for_what_others_round_off():
+    expected = torch.tensor([1.0, 0.0, 2.0], dtype=torch.float64)
+    assert check.wrong_cases(expected, torch.tensor([1.0, 1e-12, 3.0], dtype=torch.float64), 1e-9) == [2]
+    assert check.wrong_cases(expected, torch.tensor([1.0, 0.5, 2.0], dtype=torch.float64), 1e-9) == [1]
+    assert check.wrong_cases(expected, expected / 0, 1e-9) == [0, 1, 2]
+
+
 def test_facts_are_counted_against_all_claims():
     stopped = verdict("matmul-cost", "def matmul_cost(*sizes):\n    return 1 / 0\n")
     assert "0 of 2 checks hold" in present.headline(stopped)
-    assert "0 of 22 checks hold" in present.headline(check.unread(find("accumulate"), "it is not there", "write it"))
+    assert "0 of 24 checks hold" in present.headline(check.unread(find("accumulate"), "it is not there", "write it"))
 
 
 def test_seconds_are_those_that_one_waits(monkeypatch):

@@ -4,10 +4,26 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from course.lab import check
+from course.lab.child import installed
+from course.lab.exercise import find, known_mistakes, right, wrong
 from course.lab.exercises import capturing
 from course.lab.exercises.fusing import Modulate
 from course.lab.exercises.model import pipeline_seconds
+from course.lab.returned import Returned
 from course.models.dit import modulate
+from tests.lab.answers.scaling import BISECTED
+
+BETWEEN = '''
+import bisect
+
+def between(target, steps, losses):
+    k = bisect.bisect_left(losses, True, key=lambda loss: loss <= target)
+    if k in (0, len(losses)):
+        return steps[min(k, len(losses) - 1)]
+    part = (losses[k - 1] - target) / (losses[k - 1] - losses[k])
+    return steps[k - 1] + part * (steps[k] - steps[k - 1])
+'''
 
 
 @pytest.mark.parametrize("hidden", [False, True])
@@ -58,3 +74,44 @@ def test_a_simulated_pipeline_takes_what_the_exercise_computes():
         if seconds == stages[-1] / 3:                # GPipe: backward begins when all have been forward
             done = [max(done)] * micros
     assert done[-1] == pytest.approx(pipeline_seconds(stages, micros, 1))
+
+
+def outcome(exercise, source, inputs):
+    """What an answer gives, here and now."""
+    exec(compile(source, "answer", "exec"), names := {})
+    with installed(exercise.objects, {name: names[name] for name in exercise.names}):
+        try:
+            return check.Run((exercise.program(inputs),))
+        except Returned as error:
+            return check.Run(error=error.text)
+
+
+def fails(exercise, run, expected):
+    there, here = expected.outputs[0], (run.outputs or ({},))[0]
+    return any(check.differ(there[key], here.get(key), exercise.tolerance) for key in exercise.claims)
+
+
+def test_whoever_bisects_a_curve_fails_with_the_same_hint_on_every_seed():
+    """A loss rises above its target again where bisection looks, and all other curves reach it once."""
+    exercise = find("samples-to-target")
+    slips = [wrong(exercise, slip) for slip in known_mistakes(exercise)]
+    by_hand = BISECTED.replace("float(np.interp(-target, [-loss for loss in losses], steps))", "between(target, steps, losses)")
+    for seed in range(50):
+        for hidden in (False, True):
+            inputs = exercise.draw(seed, hidden)
+            expected, one, two, *others = (outcome(exercise, source, inputs) for source in
+                                           [right(exercise), BISECTED, by_hand + BETWEEN, *slips])
+            for run in (one, two):
+                assert check.differ(expected.outputs[0]["samples"], run.outputs[0]["samples"], exercise.tolerance), seed
+                assert "the first time counts" in check.hint_for_numbers(exercise, run, expected, others), seed
+
+
+@pytest.mark.parametrize("name", ["scaled-rate", "samples-to-target", "amax-history", "delayed-scale"])
+def test_no_known_mistake_passes_because_of_the_seed(name):
+    exercise = find(name)
+    sources = {slip.name: wrong(exercise, slip) for slip in known_mistakes(exercise)}
+    for seed in range(60):
+        inputs = exercise.draw(seed, False)
+        expected = outcome(exercise, right(exercise), inputs)
+        for slip, source in sources.items():
+            assert fails(exercise, outcome(exercise, source, exercise.draw(seed, False)), expected), (slip, seed)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from course.lab import present
+from course.lab import blank, present
 from course.lab.exercise import find
 from course.lab.submissions import check_file, judge
 from tests.lab import classroom
@@ -28,6 +28,13 @@ def test_a_learners_file_is_told_the_cell_and_the_line(tmp_path):
     found, = check_file(path, ["roofline"], 5, lambda verdict: None)
     assert found.facts[0].text.startswith("the cell with `def roofline_seconds` is not valid Python: line 4, `retrun max")
     assert "hand it in" not in found.hint and "check again" in found.hint
+
+
+@pytest.mark.parametrize(("hidden", "again"), [(False, "check again"), (True, "hand it in again")])
+def test_who_wrote_nothing_saves_the_notebook_since_the_file_is_read(hidden, again):
+    blank_one = f"def roofline_seconds(f, m, p, b):\n    {blank.STUB}\n"
+    found = judge(find("roofline"), classroom.notebook("00", roofline=blank_one), 5, hidden)
+    assert found.hint == f"replace the line that raises NotImplementedError by your code, save the notebook, and {again}"
 
 
 def test_an_import_of_the_librarys_own_is_no_answer_and_told_so(monkeypatch):

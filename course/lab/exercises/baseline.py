@@ -89,19 +89,27 @@ def accumulate(inputs: Tensors) -> Tensors:
     """The library's training step around the learner's compute: whole, in micro-batches, and as for 16 bits.
 
     The last asks for bf16 and scales the loss. Autocast lets float64 be, so numbers stay exact: that it was on is looked at.
+    Losses in another format than float64 are not exact: they are left out, and the rest is there.
     """
     batches, seed = tiny.batches_of(inputs), int(inputs["seed"])
     found: Tensors = {}
+    formats: set[torch.dtype] = set()
     for name, micro, scale, precision in (("whole", 0, 1.0, "fp64"), ("micro", 4, 1.0, "fp64"),
                                           ("scaled", 2, float(inputs["scale"]), "bf16")):
-        with installed(("course.step.eager",), {"eager": rescaled(step.eager, scale)}):
+        with installed(("course.step.eager",), {"eager": rescaled(step.eager, scale, formats)}):
             trained = tiny.train(batches, seed, f"train.micro_batch={micro}", f"precision={precision}", loss_scale=scale)
         found |= {f"{name}_{key}": value for key, value in trained.items()}
-    return found
+    exact = formats == {torch.float64}
+    if not exact:
+        found |= {name: torch.zeros(0, dtype=torch.float64) for name in LOSSES}
+    return found | {"format": torch.tensor(float(exact))}
 
 
-def rescaled(eager: Callable[..., Any], factor: float) -> Callable[..., step.Compute]:
-    """The learner's `eager`, with a loss scale that grows by `factor` before every step, as it may in fp16."""
+def rescaled(eager: Callable[..., Any], factor: float, formats: set[torch.dtype]) -> Callable[..., step.Compute]:
+    """The learner's `eager`, with a loss scale that grows by `factor` before every step, as it may in fp16.
+
+    Notes in which formats losses come, and makes float64 of them.
+    """
     def build(model: nn.Module, progress: step.Progress, config: Config, mesh: Mesh) -> step.Compute:
         compute = returned.function(eager(model, progress, config, mesh), "eager", "compute")
         returned.takes(compute, "compute", "one argument, the batch", 1)
@@ -109,7 +117,10 @@ def rescaled(eager: Callable[..., Any], factor: float) -> Callable[..., step.Com
         def scaled(batch: Batch) -> Tensor:
             progress.loss_scale.mul_(factor)
             loss: Tensor = compute(batch)
-            return loss
+            if not isinstance(loss, Tensor) or not loss.is_floating_point():
+                return loss                          # which `tiny.train` refuses
+            formats.add(loss.dtype)
+            return loss.double()
 
         return scaled
 
@@ -118,6 +129,7 @@ def rescaled(eager: Callable[..., Any], factor: float) -> Callable[..., step.Com
 
 HOLDS = "its requires_grad is True"
 WRITES = "numbers in it have changed"
+LOSSES = ("whole_losses", "micro_losses", "scaled_losses")
 
 EXERCISES = [
     Exercise("relative-l2", "01", ("course.models.vit.RelativeL2",), draw_fields, measure_loss, {
@@ -134,6 +146,7 @@ EXERCISES = [
         "free": "the returned loss does not hold on to the graph",
         "kept": "it leaves the batch as it is"}, flags={"free": HOLDS, "kept": WRITES}, points=2),
     Exercise("accumulate", "01", ("course.step.eager",), draw_fields, accumulate, {
+        "format": "the returned loss is in the format of what you are given, here float64",
         "whole_losses": "the losses of two global batches, each in one piece, are right",
         "whole_seen": "without micro-batches the model sees each batch in one piece",
         "whole_weights": "the library trains with it: the weights of the model after these two steps are right",
@@ -145,6 +158,8 @@ EXERCISES = [
         "scaled_losses": "a loss scale leaves the returned loss alone",
         "scaled_weights": "a loss scale that changes between steps reaches the gradients, which the step divides by it",
         "scaled_cast": "the forward pass runs inside autocast, as bf16 needs it"},
-        flags={"micro_free": HOLDS, "scaled_cast": "autocast was off: the model would compute in full precision"},
+        flags={"micro_free": HOLDS, "scaled_cast": "autocast was off: the model would compute in full precision",
+               "format": "it is in another one"},
+        untried=dict.fromkeys(LOSSES, "not compared, since the format is another one"),
         sizes=(1, 2), points=3),
 ]

@@ -63,6 +63,18 @@ def scale_losses(inputs: Tensors) -> Tensors:
             "none": torch.stack([none[0].double(), none[1].double()])}
 
 
+def steps_asked(inputs: Tensors) -> dict[str, list[str]]:
+    """Each step of a scaler as a call, and those of the long run that are looked at by their numbers."""
+    rows = list(zip(*(inputs[name].tolist() for name in ("scale", "good", "bad")), strict=True))
+    one = ['next_scale("{}", scale={:.0f}, good={}, bad={:.0f})'.format(kind, *row) for kind, row in
+           [*(("fp16", row) for row in rows), ("bf16", rows[0])]]
+    bad = " and ".join(map(str, (inputs["long"].nonzero().flatten() + 1).tolist()))
+    return {"scale": [f"{call}[0]" for call in one[:-1]], "good": [f"{call}[1]" for call in one[:-1]],
+            "run": [f"a scale of 65536, of whose steps {bad} are bad, after step {number}"
+                    for number in range(1, len(inputs["long"]) + 1, 50)],
+            "none": [f"{one[-1]}[{place}]" for place in (0, 1)]}
+
+
 def pair_of(kind: str, scale: Tensor, good: Tensor, bad: Tensor) -> tuple[Tensor, Tensor]:
     """The next scale and count. Of copies, since an answer may write into what it is given: the step copies its results back."""
     one, two = returned.pair(precision.next_scale(kind, scale.clone(), good.clone(), bad), "next_scale", "(scale, good)")
@@ -98,12 +110,31 @@ def cast_all(inputs: Tensors) -> Tensors:
 
 
 def draw_histories(seed: int, hidden: bool) -> Tensors:
-    """Amax histories of several tensors, one of which has seen only zeros, and the amaxes of a step."""
+    """Amax histories of several tensors, and the amaxes of a step.
+
+    The first tensor's amax is smaller than the one before it, the second has seen only zeros, the third was larger before.
+    """
     generator = torch.Generator().manual_seed(seed)
     tensors, steps = (7, 12) if hidden else (5, 6)
-    history = torch.rand(tensors, steps, generator=generator, dtype=torch.float64) * 10
-    history[1] = 0
-    return {"history": history, "amax": torch.rand(tensors, generator=generator, dtype=torch.float64) * 20}
+    history = tenths(tensors, steps, generator=generator)
+    history[1], history[2, 0] = 0, history[2, 1] / 2
+    amax = 2 * tenths(tensors, generator=generator)
+    amax[0] = history[0, 0] / 2
+    return {"history": history, "amax": amax}
+
+
+def tenths(*shape: int, generator: torch.Generator) -> Tensor:
+    """Numbers from 0.1 to 10 that are quickly read."""
+    return torch.randint(1, 101, shape, generator=generator).double() / 10
+
+
+def moves_asked(inputs: Tensors) -> dict[str, list[str]]:
+    """Each tensor's row of `move` as a call, and what three in a row are given."""
+    rows = [(", ".join(f"{x:g}" for x in row), amax) for row, amax in
+            zip(inputs["history"].tolist(), inputs["amax"].tolist(), strict=True)]
+    return {"one": [f"remember([[{row}]], [{amax:g}]), of one row," for row, amax in rows],
+            "three": [f"remember with [{amax:g}], then [{2 * amax:g}], then [{3 * amax:g}], from [[{row}]] on,"
+                      for row, amax in rows]}
 
 
 def move(inputs: Tensors) -> Tensors:
@@ -129,7 +160,7 @@ EXERCISES = [
         "scale": "the scale halves after a bad step, doubles after enough good ones, and stays otherwise",
         "good": "good steps are counted, from 0 again after a bad one and after a doubling",
         "run": "over thousands of steps the scale goes where it should",
-        "none": "formats that need no scaling keep theirs"}, points=2),
+        "none": "formats that need no scaling keep theirs"}, cases=steps_asked, points=2),
     Exercise("fp8-cast", "04", (f"{__name__}.to_fp8",), draw_tensors, cast_all, {
         "e4m3": "the numbers of E4M3, cut off at 448",
         "e5m2": "the numbers of E5M2, cut off at 57344",
@@ -139,7 +170,7 @@ EXERCISES = [
         "one": "the newest amax comes first, the oldest goes",
         "three": "and so on, step after step",
         "kept": "the history that it was given is left as it was"},
-        flags={"kept": "the history that it was given has changed"}),
+        flags={"kept": "the history that it was given has changed"}, cases=moves_asked),
     Exercise("delayed-scale", "04", (f"{__name__}.delayed_scale",), draw_histories, scales, {
         "e4m3": "the largest amax of the history becomes the format's largest number",
         "e5m2": "in the wider format as well",

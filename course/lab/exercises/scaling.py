@@ -70,11 +70,13 @@ def calls(inputs: Tensors) -> list[str]:
 
 
 def draw_rates(seed: int, hidden: bool) -> Tensors:
-    """Learning rates and pairs of batches, larger and smaller."""
+    """Learning rates and pairs of batches, from a larger one to a smaller, the other way round, and others."""
     generator = torch.Generator().manual_seed(seed)
     many = 10 if hidden else 6
-    return {"lr": torch.rand(many, generator=generator, dtype=torch.float64) * 1e-2,
-            "batches": torch.randint(1, 3000, (many, 2), generator=generator)}
+    rates = torch.rand(many, generator=generator, dtype=torch.float64)
+    batches = torch.randint(1, 3000, (many, 2), generator=generator)
+    batches[0], batches[1] = batches[0].sort(descending=True).values, batches[1].sort().values
+    return {"lr": rates * 1e-2, "batches": batches}
 
 
 def scale(inputs: Tensors) -> Tensors:
@@ -84,6 +86,11 @@ def scale(inputs: Tensors) -> Tensors:
                  zip(inputs["lr"].tolist(), inputs["batches"].tolist(), strict=True)]
         return torch.tensor(found, dtype=torch.float64)
     return {"linear": rates("linear"), "sqrt": rates("sqrt")}
+
+
+BEYOND = 3                                           # steps from the last one on
+KINDS: dict[str, dict[str, object]] = {              # of schedules: what is not as in `Optim`
+    "cosine": {}, "floor": {"min_lr": 5e-4}, "constant": {"schedule": "constant"}, "cold": {"warmup": 0}}
 
 
 def draw_schedules(seed: int, hidden: bool) -> Tensors:
@@ -106,13 +113,11 @@ def rate_at(at: torch.Tensor, c: Config) -> torch.Tensor:
 
 def schedules(inputs: Tensors) -> Tensors:
     """The learning rate at every step, and beyond the last, of several settings; all steps at once, so that none is looked at."""
-    def rates(**more: object) -> torch.Tensor:
+    def rates(kind: str) -> torch.Tensor:
         found = []
-        for lr, warmup, steps in zip(*(inputs[name].tolist() for name in ("lr", "warmup", "steps")), strict=True):
-            c = replace(tiny.settings(), train=Train(steps=steps))
-            c = replace(c, optim=replace(Optim(lr=lr, warmup=warmup), **more))      # type: ignore[arg-type]
+        for c in settings(inputs, kind):
             try:
-                found.append(torch.vmap(partial(rate_at, c=c))(torch.arange(steps + 3)))
+                found.append(torch.vmap(partial(rate_at, c=c))(torch.arange(c.train.steps + BEYOND)))
             except RuntimeError as error:
                 if "vmap" not in str(error):
                     raise
@@ -120,14 +125,33 @@ def schedules(inputs: Tensors) -> Tensors:
                                         "would have to wait for the GPU in every step",
                                         "compute both rates and choose with torch.minimum or torch.where") from error
         return torch.cat(found)
-    return {"cosine": rates(), "floor": rates(min_lr=5e-4), "constant": rates(schedule="constant"), "cold": rates(warmup=0)}
+    return {kind: rates(kind) for kind in KINDS}
+
+
+def settings(inputs: Tensors, kind: str) -> list[Config]:
+    """The drawn settings of schedules of this kind."""
+    found = []
+    for lr, warmup, steps in zip(*(inputs[name].tolist() for name in ("lr", "warmup", "steps")), strict=True):
+        c = replace(tiny.settings(), train=Train(steps=steps))
+        found.append(replace(c, optim=replace(Optim(lr=lr, warmup=warmup), **KINDS[kind])))      # type: ignore[arg-type]
+    return found
+
+
+def rates_asked(inputs: Tensors) -> dict[str, list[str]]:
+    """Each step of each schedule, with the settings that there are."""
+    def told(c: Config) -> str:
+        o = c.optim
+        return f"lr={o.lr:.6g}, warmup={o.warmup}, schedule={o.schedule}, min_lr={o.min_lr:g}, train.steps={c.train.steps}"
+
+    return {kind: [f"step {at} of {told(c)}" for c in settings(inputs, kind) for at in range(c.train.steps + BEYOND)]
+            for kind in KINDS}
 
 
 def draw_curves(seed: int, hidden: bool) -> Tensors:
     """Validation losses that fall, and rise a little now and then, and targets.
 
     The first curve is below its target from the start, the second just at it in its lowest point, the third reaches it, rises
-    above it and reaches it again, the last never gets there. Validations come at uneven steps.
+    above it and reaches it again, the last never gets there. The others reach it once. Validations come at uneven steps.
     """
     generator = torch.Generator().manual_seed(seed)
     many, points = (8, 20) if hidden else (6, 12)
@@ -137,9 +161,14 @@ def draw_curves(seed: int, hidden: bool) -> Tensors:
     lowest = losses.min(1).values
     target = 0.3 * losses[:, 0] + 0.7 * lowest
     target[0], target[1], target[-1] = losses[0, 0] + 0.1, lowest[1], lowest[-1] - 0.1
-    up = points // 2 - 1                             # just before the middle, where whoever bisects the curve looks first
-    target[2] = (losses[2, 0] + losses[2, :up].min()) / 2
-    losses[2, up:up + 3] = target[2] + torch.tensor([0.05, 0.05, -0.02])
+    dip, again = 4, points // 2 + 2                  # between them lie the places where whoever bisects the curve looks
+    below = torch.arange(points) >= again
+    below[dip] = True
+    target[2] = losses[2, :dip].min() - 0.01
+    losses[2, dip:] = (target[2] + torch.where(below, -0.01 - rough[2], 0.01 + rough[2]))[dip:]
+    late = losses[3:-1]                              # where they rise above the target again they are reflected at it
+    reached = (late <= target[3:-1, None]).cumsum(1) > 0
+    losses[3:-1] = torch.where(reached, target[3:-1, None] - (late - target[3:-1, None]).abs(), late)
     return {"losses": losses, "target": target, "steps": torch.randint(3, 30, (many, points), generator=generator).cumsum(1),
             "batch": torch.randint(2, 200, (many,), generator=generator)}
 
@@ -164,7 +193,7 @@ EXERCISES = [
         "cosine": "warm-up, then half a cosine, which ends at the last step and stays there",
         "floor": "the cosine ends at min_lr",
         "constant": "a constant rate, after its warm-up",
-        "cold": "without warm-up the cosine begins at once"},
+        "cold": "without warm-up the cosine begins at once"}, cases=rates_asked,
         tolerance=1e-5, why_tolerance="rates are float32", points=2),
     Exercise("samples-to-target", "08", (f"{__name__}.samples_to",), draw_curves, reach, {
         "samples": "it finds the samples when the target is first reached, between two validations",

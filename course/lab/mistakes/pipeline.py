@@ -23,6 +23,9 @@ MISTAKES = {
                 "the micro-batches are 0 to m - 1, which is range(m): one is missing"),
         Mistake("backward passes first", BOTH, f'{BACKWARD} + [Pass("F", 0, i) for i in range(m)]',
                 "a backward pass needs the activations of its own forward pass, so it cannot come before it"),
+        Mistake("the last one back first", BACKWARD, '[Pass("B", 0, i) for i in reversed(range(m))]',
+                "the first micro-batch comes first both times: backward, too, goes from 0 to m - 1 (the last one first takes as "
+                "long, but is another schedule)"),
         Mistake("another order on some ranks", BACKWARD, '[Pass("B", 0, i) for i in range(m)][::1 if rank % 2 else -1]',
                 "neighbours disagree on the order of the backward passes: a rank takes the gradient that comes first for the one "
                 "that it awaits first"),

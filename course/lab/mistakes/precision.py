@@ -6,6 +6,8 @@ MISTAKES = {
     "loss-scaler": (
         Mistake("grows after a bad step too", "good = torch.where(bad > 0, 0, good + 1)", "good = good + 1",
                 "a bad step begins the count anew: only steps in a row count"),
+        Mistake("a bad step is left out", "torch.where(bad > 0, 0, good + 1)", "torch.where(bad > 0, good, good + 1)",
+                "after a bad step the count begins at 0: it must not go on where it was"),
         Mistake("never shrinks", "scale = torch.where(bad > 0, scale / 2, torch.where(good == GROW_AFTER, scale * 2, scale))",
                 "scale = torch.where(good == GROW_AFTER, scale * 2, scale)",
                 "a bad step says that the scale is too high: halve it"),
@@ -13,6 +15,9 @@ MISTAKES = {
                 "without growing again the scale ends at nothing: double it after GROW_AFTER good steps"),
         Mistake("the count goes on", "return scale, torch.where(good == GROW_AFTER, 0, good)", "return scale, good",
                 "after a doubling the count begins at 0 again"),
+        Mistake("every step doubles", "torch.where(good == GROW_AFTER, scale * 2, scale))\n    return scale, torch.where(good == "
+                "GROW_AFTER, 0, good)", "torch.where(good >= GROW_AFTER, scale * 2, scale))\n    return scale, good",
+                "after a doubling the count begins at 0 again: as it is, each good step after that doubles once more"),
         Mistake("one step late", "good == GROW_AFTER", "good > GROW_AFTER",
                 "the step that makes it GROW_AFTER good ones is the one that doubles"),
         Mistake("every format", 'if precision != "fp16":', 'if precision == "fp32":',
@@ -46,6 +51,12 @@ MISTAKES = {
                 "make a new tensor: whoever gave you the history still has it"),
         Mistake("all alike", "torch.cat([amax[:, None], history[:, :-1]], 1)", "amax[:, None].expand_as(history).clone()",
                 "a history has steps - 1 old amaxes beside the new one"),
+        Mistake("rolled, and written at the end", "return torch.cat([amax[:, None], history[:, :-1]], 1)",
+                "history = history.roll(1, 1)\n    history[:, -1] = amax\n    return history",
+                "roll(1) brings the oldest to the front: there, in column 0, the new amax takes its place"),
+        Mistake("rolled through the rows", "return torch.cat([amax[:, None], history[:, :-1]], 1)",
+                "history = history.roll(1)\n    history[:, -1] = amax\n    return history",
+                "roll(1) without a dim takes what leaves one row into the next, to column 0: the new amax belongs there"),
     ),
     "delayed-scale": (
         Mistake("the newest alone", "history.amax(1)", "history[:, 0]",
@@ -59,5 +70,11 @@ MISTAKES = {
         Mistake("the smallest", "history.amax(1)", "history.amin(1)", "the largest of the history must fit, not the smallest"),
         Mistake("zero for zero", "largest / amax, 1.0", "largest / amax, 0.0",
                 "a scale of 0 makes zeros of whatever comes next: 1 where nothing was seen"),
+        Mistake("one for all", "history.amax(1)", "history.amax().expand(len(history))",
+                "each tensor has a scale of its own: take the largest of each row, not that of all tensors"),
+        Mistake("one number", "history.amax(1)", "history.amax()",
+                "max() without a dim is one number, the largest of all tensors: amax(1) is the largest of each row"),
+        Mistake("clamped", "torch.where(amax > 0, largest / amax, 1.0)", "largest / amax.clamp(min=1e-12)",
+                "clamping makes an enormous scale of an empty history, and all that comes next is cut off: it has to be 1 there"),
     ),
 }

@@ -151,3 +151,46 @@ def delayed_scale(history, largest):
     return (largest / top).nan_to_num(posinf=1.0)
 ''',
 }
+
+SCALER = '''
+import torch
+from course.precision import GROW_AFTER
+
+def next_scale(precision, scale, good, bad):
+    if precision != "fp16":
+        return scale, good
+    worked = 1 - (bad > 0).long()
+    count = good + worked
+    scale = scale * torch.where(bad > 0, 0.5, torch.where(count >= GROW_AFTER, 2.0, 1.0))
+    return scale, torch.where(count >= GROW_AFTER, 0, count)
+'''
+
+ROLLED = '''
+import torch
+
+def remember(history, amax):
+    moved = torch.roll(history, 1, dims=1)
+    moved[:, -1] = amax
+    return moved
+'''
+
+SCALED = '''
+import torch
+
+def delayed_scale(history, largest):
+    return largest / history.max(1).values.clamp(min=1e-12)
+'''
+
+WRONG = [
+    ("loss-scaler", SCALER, "it must not go on where it was"),
+    ("loss-scaler", SCALER.replace("good + worked", "(good + 1) * worked").replace(
+        "torch.where(count >= GROW_AFTER, 0, count)", "count"), "each good step after that doubles once more"),
+    ("amax-history", ROLLED, "in column 0, the new amax"),
+    ("amax-history", ROLLED.replace(", dims=1", ""), "without a dim"),
+    ("delayed-scale", SCALED, "it has to be 1 there"),
+    ("delayed-scale", SCALED.replace("history.max(1).values.clamp(min=1e-12)", "history.max()"),
+     "amax(1) is the largest of each row"),
+    ("delayed-scale", SCALED.replace("largest / history.max(1).values.clamp(min=1e-12)",
+                                     "torch.full_like(history[:, 0], largest / history.max().item() if history.any() else 1.0)"),
+     "a scale of its own"),
+]

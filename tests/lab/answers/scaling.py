@@ -53,10 +53,21 @@ def learning_rate(step, config):
     return o.min_lr + (o.lr - o.min_lr) * (1 + angle.cos()) / 2
 '''
 
-# for these the host would wait for the device
+BISECTED = '''
+import math
+import numpy as np
+
+def samples_to(target, steps, losses, batch):
+    if min(losses) > target:
+        return math.inf
+    return float(np.interp(-target, [-loss for loss in losses], steps)) * batch
+'''
+
+# for the first three the host would wait for the device
 WRONG = [
     ("learning-rate", AN_IF, "torch.where"),
     ("learning-rate", AN_IF.replace("step < o.warmup", "step.item() < o.warmup"), "torch.where"),
     ("learning-rate", AN_IF.replace("if o.warmup and step < o.warmup", "if False").replace("torch.tensor(o.lr)", "step"),
      "dtype=torch.float32"),
+    ("samples-to-target", BISECTED, "the first time counts"),
 ]

@@ -168,9 +168,9 @@ def gpipe(p, rank, m, v=1):
 ''', '''
 from course.parallel.schedule import Pass
 
-def gpipe(p, rank, m, v=1):                          # the last micro-batch back first: as long, and the same sum
+def gpipe(p, rank, m, v=1):
     there = [Pass("F", 0, i) for i in range(m)]
-    return tuple(there + [Pass("B", 0, m - 1 - i) for i in range(m)])
+    return tuple(there + [Pass("B", work.chunk, work.micro) for work in there])
 '''],
     "1f1b": ['''
 from course.parallel.schedule import Pass
@@ -251,8 +251,37 @@ class Recompute(torch.autograd.Function):
 '''],
 }
 
+ACCUMULATE = '''
+import torch
+from course.step import autocast, global_weight, split
+
+def eager(model, progress, config, mesh):
+    def compute(batch):
+        weight = global_weight(model, batch, mesh.dp)
+        loss = torch.zeros((), device=weight.device, dtype=weight.dtype)
+        for micro in split(batch, config.train.micro_batch):
+            with autocast(config.precision, weight.device):
+                output = model(micro)
+            total, own = model.loss(output, micro)
+            (total / weight * mesh.dp.size * progress.loss_scale).backward()
+            loss += (total / weight).detach()
+        return loss
+    return compute
+'''
+
 WRONG = [
+    ("accumulate", ACCUMULATE.replace("(total / weight * mesh", "(total / own * mesh"), "each micro-batch's own mean"),
+    ("accumulate", ACCUMULATE.replace("(total / weight).detach()", "(total / weight * mesh.dp.size).detach()"),
+     "this rank's share"),
+    ("accumulate", ACCUMULATE.replace(", dtype=weight.dtype", ""), "begin with 0"),
     ("gpipe", RIGHT["gpipe"][0].replace('"FB"', '"fb"'), '"F" or "B"'),
+    ("gpipe", '''
+from course.parallel.schedule import Pass
+
+def gpipe(p, rank, m, v=1):
+    there = [Pass("F", 0, i) for i in range(m)]
+    return there + [Pass("B", 0, m - 1 - i) for i in range(m)]
+''', "the first micro-batch comes first both times"),
     ("average-gradients", '''
 import torch
 import torch.distributed as dist
