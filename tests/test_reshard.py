@@ -12,7 +12,7 @@ from course.launch import ranks
 from course.pieces import read_box, read_placed
 
 SMALL = ["train.device=cpu", "train.threads=1", "train.global_batch=8", "log.tensorboard=false", "log.every=1", "model.depth=5",
-         "model.context=14", "model.vocab=64", "model.dim=32", "precision=fp8", "fp8.history=3", "parallel.bucket_mb=0.02",
+         "model.context=16", "model.vocab=64", "model.dim=32", "precision=fp8", "fp8.history=3", "parallel.bucket_mb=0.02",
          "optim.ema=0.9"]
 ZERO, INTERLEAVED = "zero=true", "schedule=interleaved chunks=2 micro=2"
 LAYOUTS = ["dp=1", f"dp=2 {ZERO}", "tp=2", "tp=2 sp=true overlap=none", "cp=2", "pp=2 micro=2", f"pp=2 {INTERLEAVED}",
