@@ -52,6 +52,30 @@ def train(settings: list[str], narrow: bool, folder: str = "", preset: str = "vi
     return found
 
 
+def left_out() -> tuple[int, int]:
+    """How many buckets are being gathered after a step, and still before the next update, in whose step no part is computed."""
+    import torch
+
+    from course import config
+    from course.parallel import build_mesh, join
+    from course.train import assemble
+
+    c = config.load("vit-demo", [*SMALL, "parallel.dp=2"])
+    training: Any = assemble(c, build_mesh(c.parallel, join("cpu")))
+    training.step(training.model.example(4, torch.device("cpu")))
+    gradients = training.gradients
+    first = sum(bucket.coming is not None for bucket in gradients.buckets)
+    gradients.begin(1)
+    gradients.finish()
+    return first, sum(bucket.coming is not None for bucket in gradients.buckets)
+
+
+def test_no_update_begins_while_the_last_ones_weights_are_still_sent():
+    """What waits for them is a forward pass; a part that a step leaves out has none, and its share would be written meanwhile."""
+    for under_way, later in ranks(2)(left_out):
+        assert under_way > 1 and later == 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_parity_of_narrow_copies_with_wide_parameters_to_the_bit(name, tmp_path):
