@@ -218,15 +218,14 @@ def scatter(x: Tensor, axis: Axis, direct: bool = False, hidden: bool = False) -
 
 def rank_by_rank(x: Tensor, lengths: list[int]) -> Tensor:
     """(B, sum of lengths, D) -> (ranks * B, t, D), t the longest: all samples' first pieces, then all their second ones, shorter
-    ones with zeros at the end."""
+    ones with zeros at the end. lengths: `mappings.lengths`."""
     whole = x.new_empty(len(lengths), len(x), lengths[0], x.shape[2])
     to, of = by_16_bytes(whole, x.contiguous())
-    if lengths[-1] == lengths[0]:
-        to.copy_(of.unflatten(1, (len(lengths), -1)).transpose(0, 1))
-        return whole.flatten(0, 1)
-    for place, part in zip(to, of.split(lengths, 1), strict=True):
-        place[:, :part.shape[1]].copy_(part)
-        place[:, part.shape[1]:].zero_()
+    for ranks, tokens, pieces in alike(lengths):
+        t = pieces[1]
+        to[ranks, :, :t].copy_(of[:, tokens].unflatten(1, pieces).transpose(0, 1))
+        if t < lengths[0]:
+            to[ranks, :, t:].zero_()
     return whole.flatten(0, 1)
 
 
@@ -234,13 +233,21 @@ def sample_by_sample(x: Tensor, lengths: list[int]) -> Tensor:
     """The other way: (ranks * B, t, D) -> (B, sum of lengths, D)."""
     whole = x.new_empty(len(x) // len(lengths), sum(lengths), x.shape[2])
     to, of = by_16_bytes(whole, x.contiguous())
-    of = of.unflatten(0, (len(lengths), -1))
-    if lengths[-1] == lengths[0]:
-        to.unflatten(1, (len(lengths), -1)).copy_(of.transpose(0, 1))
-        return whole
-    for place, part in zip(to.split(lengths, 1), of, strict=True):
-        place.copy_(part[:, :place.shape[1]])
+    of = of.unflatten(0, (len(lengths), -1))                            # (ranks, B, t, D)
+    for ranks, tokens, pieces in alike(lengths):
+        to[:, tokens].unflatten(1, pieces).copy_(of[ranks, :, :pieces[1]].transpose(0, 1))
     return whole
+
+
+def alike(lengths: list[int]) -> list[tuple[slice, slice, tuple[int, int]]]:
+    """Ranks whose pieces are equally long, which one copy puts in order, with their tokens, and their number and length. There
+    are two such groups, or one: the first have a token more."""
+    more = lengths.count(lengths[0])
+    tokens = more * lengths[0]
+    groups = [(slice(more), slice(tokens), (more, lengths[0]))]
+    if rest := lengths[more:]:
+        groups.append((slice(more, None), slice(tokens, None), (len(rest), rest[0])))
+    return groups
 
 
 def by_16_bytes(*tensors: Tensor) -> list[Tensor]:
