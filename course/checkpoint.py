@@ -326,9 +326,10 @@ def load(checkpoint: Path, index: dict[str, Any], model: nn.Module, optimizer: t
         for key, found in index["tensors"].items():
             stem, _, leaf = key.rpartition(".")
             if stem == placement(parameter).name and leaf != "ema" and optimizer is not None:
-                own = found["shape"]                # in the parameter's format, as it is updated; its count of steps stays
-                value = read_part(checkpoint, index, key, parameter) if own else read_box(checkpoint, index, key, ())
-                optimizer.state[parameter][leaf] = value.to(parameter.device, parameter.dtype if own else None)
+                # in the parameter's format, as PyTorch wants it; a count of steps stays as it is
+                value = (read_part(checkpoint, index, key, parameter).to(parameter.dtype) if found["shape"]
+                         else read_box(checkpoint, index, key, ()))
+                optimizer.state[parameter][leaf] = value.to(parameter.device)
 
 
 def of_another(index: dict[str, Any], optimizer: torch.optim.Optimizer | None) -> bool:

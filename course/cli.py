@@ -200,7 +200,6 @@ def check(file: Annotated[Path, typer.Argument(help="a saved notebook, or a scri
           on_ranks: Annotated[Path | None, typer.Option(hidden=True)] = None,
           result: Annotated[Path | None, typer.Option(hidden=True)] = None) -> None:
     """Check the exercises of a lesson's notebook, as `check("name")` does inside it. On real ranks: submit/check.sh."""
-    from course.lab import exercise as exercises
     from course.lab import present, submissions
 
     if list_ranks or on_ranks or result:             # the parts of submit/check.sh
@@ -211,8 +210,6 @@ def check(file: Annotated[Path, typer.Argument(help="a saved notebook, or a scri
     if on_ranks:
         scale.on_ranks(file, (exercise or [""])[0], on_ranks)
         return
-    for name in exercise or []:                      # here the lesson is known, whose exercises a wrong name is answered with
-        exercises.find(name, submissions.lesson_of(file))
     alone = [e.name for e in submissions.of_lesson(submissions.lesson_of(file)) if max(e.sizes) == 1] if result else []
     verdicts = [] if result and not alone else submissions.check_file(
         file, alone or exercise or [], seed, lambda verdict: print(present.text(verdict, sys.stdout.isatty()), flush=True))

@@ -9,6 +9,7 @@ file by its path, seen from the folder of the file that names it. What numbers m
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
@@ -114,6 +115,10 @@ class FP8:
     # linears that stay in bf16, by pattern: the first and the last (their errors meet no norm after them), and DiT's modulation,
     # whose input has a row a sample, too few to be worth a cast
     keep: tuple[str, ...] = ("embed.*", "head.*", "*.ada")
+
+    def keeps(self, name: str) -> bool:
+        """Whether a linear of this name stays in bf16."""
+        return any(fnmatchcase(name, pattern) for pattern in self.keep)
 
 
 @dataclass(frozen=True)

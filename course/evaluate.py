@@ -1,6 +1,5 @@
 """`course evaluate RUN`: how good a trained model is on years that it never saw."""
 
-import difflib
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from course.metrics import squared_error
 from course.models import build_model
 from course.parallel import place_serial
 from course.precision import parameter_dtype, set_matmul
+from course.schema import most_alike
 from course.validate import forward_only, headline, row_weights
 
 DAYS = 5                                             # how far the model is rolled forward, once at any rate
@@ -83,8 +83,8 @@ def near(run: Path) -> str:
     if len(missing.parts) > 2:                       # runs lie in runs/preset/name
         return ""
     runs = [str(file.parent.relative_to(above)) for file in above.glob("*/" * len(missing.parts) + "config.yaml")]
-    found = difflib.get_close_matches(str(missing), runs, 1, cutoff=0.5)
-    return f" (did you mean {above / found[0]}?)" if found else ""
+    found = most_alike(str(missing), runs)
+    return f" (did you mean {above / found}?)" if found else ""
 
 
 def device_of(settings: Config) -> torch.device:

@@ -41,7 +41,6 @@ As with the emulation, the result is then rounded to its format, 2^-9 relative f
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -321,7 +320,7 @@ def convert(model: nn.Module, config: "Config", mesh: Mesh) -> Scaling:
     if config.precision == "fp8" and config.fp8.by == "hand":
         check_device(mesh.world.device)
         for name, module in model.named_modules():
-            if hasattr(module, "matmul") and not any(fnmatchcase(name, pattern) for pattern in config.fp8.keep):
+            if hasattr(module, "matmul") and not config.fp8.keeps(name):
                 matmuls[name] = Matmul(name, config.fp8, mesh.world.device)
     for name, matmul in matmuls.items():
         model.get_submodule(name).matmul = matmul

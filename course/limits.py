@@ -1,7 +1,6 @@
 """What a configuration may be: numbers that mean something, settings that go together; what may not, with the cure."""
 
 import math
-from fnmatch import fnmatchcase
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -77,7 +76,7 @@ def check_numbers(section: str, values: Any) -> None:
         for number in value if isinstance(value, tuple) else (value,):
             if number < 0 == least:
                 raise CourseError(f"{section}.{name}={number} is negative: use 0 or more")
-            if number != number or number == math.inf:
+            if math.isnan(number) or number == math.inf:
                 what = "infinite" if number == math.inf else "not a number"
                 raise CourseError(f"{section}.{name}={number} is {what}: use a finite number")
             if not least <= number < end:
@@ -125,9 +124,9 @@ def check_fp8(config: "Config") -> None:
         raise CourseError(f"model.context={m.context} is padded to a multiple of {2 * p.cp} with parallel.cp={p.cp} and "
                           f"parallel.context={p.context}, and padding would count in FP8's scales: change model.context, or set "
                           "parallel.context=all_to_all")
-    kept = [any(fnmatchcase(name, pattern) for pattern in f.keep) for name in MODULATION]
-    if isinstance(m, DiTConfig) and p.cp > 1 and not all(kept):
-        raise CourseError(f"fp8.keep must name {MODULATION[kept.index(False)]} with parallel.cp={p.cp}: of what a sample has "
+    cast = [name for name in MODULATION if not f.keeps(name)]
+    if isinstance(m, DiTConfig) and p.cp > 1 and cast:
+        raise CourseError(f"fp8.keep must name {cast[0]} with parallel.cp={p.cp}: of what a sample has "
                           "once each rank has a part of the gradient, and parts in FP8 do not add up to the whole in FP8")
     if f.by == "te" and isinstance(m, GPTConfig) and (m.norm == "rms" or m.mlp == "swiglu" or m.groups != m.heads or not m.bias):
         raise CourseError("fp8.by=te knows GPT-2's kind of block here: with model.norm=rms, mlp=swiglu, kv_heads or bias=false "

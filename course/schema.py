@@ -129,11 +129,16 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
 
 
 def nearest(word: str, candidates: Iterable[str]) -> str:
-    """` (did you mean 'x'?)` for the most similar candidate, or nothing: the shortest that begins so, else the most alike."""
+    """` (did you mean 'x'?)` for the most similar candidate, or nothing."""
+    found = most_alike(word, candidates)
+    return f" (did you mean {found!r}?)" if found else ""
+
+
+def most_alike(word: str, candidates: Iterable[str]) -> str:
+    """The most similar candidate: the shortest that begins so, else the most alike; "" if none is."""
     known = list(candidates)
     begun = sorted((name for name in known if len(word) > 2 and name.startswith(word)), key=len)
-    found = begun or difflib.get_close_matches(word, known, 1, cutoff=0.5)
-    return f" (did you mean {found[0]!r}?)" if found else ""
+    return next(iter(begun or difflib.get_close_matches(word, known, 1, cutoff=0.5)), "")
 
 
 def _explain(kind: type, found: ErrorDetails) -> str:

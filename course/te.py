@@ -13,7 +13,6 @@ the amax histories of its delayed recipe are not in checkpoints: a resumed run s
 
 import importlib
 from collections.abc import Callable
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,7 +41,7 @@ def convert(model: Any, config: "Config", mesh: Mesh, enabled: bool = True) -> n
     te = load(mesh.world.device, config.fp8.recipe)
     for name, block in model.blocks.items():
         def wanted(part: str, name: str = name) -> bool:
-            return not any(fnmatchcase(f"blocks.{name}.{part}", pattern) for pattern in config.fp8.keep)
+            return not config.fp8.keeps(f"blocks.{name}.{part}")
 
         convert_block(te, block, wanted)
         if mesh.cp.size == 1:

@@ -213,16 +213,17 @@ def tell(config: Config, gaps: list[Gap]) -> bool:
                     key=lambda entry: entry.size / entry.bound if entry.size == entry.size else math.inf)
         print(f"  step {number}: the loss differs by {at[0].size:.1e}; of {len(at) - 1} parameters {worst.name} differs most, "
               f"by {worst.size:.1e} of what training changed it by (rounding may leave {worst.bound:.1e})")
-    wrong, dim = [entry for entry in gaps if entry.wrong], [entry for entry in gaps if not entry.judged]
-    if dim:
-        print(f"not judged: {len(dim) // steps} of {len(gaps) // steps} values, of whose change rounding in {config.precision} "
-              f"may be {MOST:.0%} or more, such as {dim[0].name}")
+    wrong, vague = [entry for entry in gaps if entry.wrong], [entry for entry in gaps if not entry.judged]
+    too_few = 2 * len(vague) > len(gaps)             # are judged
+    if vague:
+        print(f"not judged: {len(vague) // steps} of {len(gaps) // steps} values, of whose change rounding in {config.precision} "
+              f"may be {MOST:.0%} or more, such as {vague[0].name}")
     if wrong:
         first = [entry for entry in wrong if entry.step == wrong[0].step]
         print(f"DIFFERENT from step {first[0].step} on, in {len(first)} of {len(gaps) // steps} values: first "
               + ", ".join(f"{entry.name} ({entry.size:.1e})" for entry in first[:5]) + ("" if len(first) < 6 else ", ..."))
-    elif 2 * len(dim) > len(gaps):
+    elif too_few:
         print("no verdict: training hardly moved most of what is compared. Take precision=fp64, or more train.steps")
     else:
-        print("equal: this layout trains as one process does" + ", as far as that can be judged" * bool(dim))
-    return not wrong and 2 * len(dim) <= len(gaps)
+        print("equal: this layout trains as one process does" + ", as far as that can be judged" * bool(vague))
+    return not wrong and not too_few

@@ -92,6 +92,8 @@ def test_bad_input_is_one_sentence_with_the_cure(monkeypatch, capsys, tmp_path, 
 def test_an_unknown_exercise_is_answered_with_those_of_the_lesson(monkeypatch, capsys, tmp_path):
     from course.lab.submissions import of_lesson
 
+    for name in ("00_start_here.ipynb", "mine.ipynb"):
+        (tmp_path / name).write_text('{"cells": [], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}')
     status, text = call(monkeypatch, capsys, "check", tmp_path / "00_start_here.ipynb", "--exercise", "rooflin")
     assert status == 1 and "there is no exercise 'rooflin' (did you mean 'roofline'?); lesson 00 has " in text
     assert text.strip().endswith("lesson 00 has " + ", ".join(exercise.name for exercise in of_lesson("00")))

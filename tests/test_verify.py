@@ -54,7 +54,8 @@ def test_one_process_is_not_compared_with_itself():
 
 
 def test_a_nan_is_different():
-    assert verify.Gap(1, "x", float("nan"), 1.0).wrong and not verify.Gap(1, "x", 0.1, 0.2).wrong
+    assert verify.Gap(1, "x", float("nan"), 1.0).wrong and not verify.Gap(1, "x", 0.5, 1.0).wrong
+    assert not verify.Gap(1, "x", 0.1, 0.2).wrong and verify.Gap(1, "x", 0.2, 0.1).wrong
 
 
 def test_what_rounding_may_have_done_alone_is_not_judged(capsys):

@@ -40,7 +40,8 @@ def check_file(path: Path, names: Sequence[str], seed: int | None, tell: Callabl
     notebook = cells.load(path)
     if path.suffix == ".py" and path.resolve().parent == (lessons.ROOT / "solutions").resolve():
         notebook = lessons.instructors(path)         # a master imports its answers
-    wanted = [exercises.find(name) for name in names] or of_lesson(lesson_of(path, notebook))
+    lesson = lesson_of(path, notebook)
+    wanted = [exercises.find(name, lesson) for name in names] or of_lesson(lesson)
     if not wanted:
         raise CourseError(f"{path}: neither its name (such as 01_baseline.ipynb) nor its metadata say which lesson this is: "
                           "name the exercises with --exercise")

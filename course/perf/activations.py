@@ -3,7 +3,6 @@
 Each term is a function of its own; `memory.py` says which of them are there at which moment, and in which units they count.
 """
 
-from fnmatch import fnmatchcase
 
 from course.compilation import attention_leaves
 from course.config import Config
@@ -185,8 +184,7 @@ def logits(rank: Rank, micros: float, moment: str) -> float:
 
 def chunked(c: Config) -> bool:
     """Whether it is GPT's loss, and takes some tokens at a time. FP8 in the head does not, where Transformer Engine has none."""
-    in_fp8 = (c.precision == "fp8" and c.fp8.by == "hand"
-              and not any(fnmatchcase("head.proj", pattern) for pattern in c.fp8.keep))
+    in_fp8 = c.precision == "fp8" and c.fp8.by == "hand" and not c.fp8.keeps("head.proj")
     return isinstance(c.model, GPTConfig) and c.model.loss_chunk > 0 and not in_fp8
 
 

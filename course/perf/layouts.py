@@ -9,11 +9,10 @@ these rules with the library's own refusals.
 
 import math
 from collections.abc import Iterator
-from fnmatch import fnmatchcase
 from functools import lru_cache
 
 from course import limits
-from course.config import Config
+from course.config import FP8, Config
 from course.errors import CourseError
 from course.models import DiTConfig, GPTConfig, Model
 from course.models.dit import Time
@@ -115,17 +114,17 @@ def of_fp8(c: Config) -> str:
     """A linear's two widths on a rank are multiples of 16."""
     if c.precision != "fp8" or c.fp8.by != "hand":
         return ""
-    return odd_width(c.model, c.fp8.keep, c.parallel.tp)
+    return odd_width(c.model, c.fp8, c.parallel.tp)
 
 
 @lru_cache(maxsize=1024)
-def odd_width(m: Model, keep: tuple[str, ...], tp: int) -> str:
+def odd_width(m: Model, fp8: FP8, tp: int) -> str:
     """The sentence for the first linear, of those not kept in bf16, that has a width on a rank which FP8 cannot multiply."""
     for linear, k, n in all_linears(m, tp):
         if not (k % MULTIPLE or n % MULTIPLE):
             continue
         names = (linear.replace("blocks.", f"blocks.{block}.") for block in range(m.depth)) if "blocks." in linear else [linear]
-        if name := next((name for name in names if not any(fnmatchcase(name, kept) for kept in keep)), ""):
+        if name := next((name for name in names if not fp8.keeps(name)), ""):
             return (f"precision=fp8 needs widths divisible by {MULTIPLE}, and with parallel.tp={tp} {name} maps {k} features to "
                     f"{n} on each rank: choose a smaller tp, or bf16")
     return ""

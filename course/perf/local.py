@@ -8,7 +8,6 @@ Everything that `blocktime.py` and `steptime.py` compute is computed of a `Local
 
 import math
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 from course.config import Config, Parallel
 from course.errors import CourseError
@@ -148,7 +147,7 @@ class Local:
         c = self.config
         if c.precision == "fp8":
             module = name.replace("blocks.", "blocks.1.", 1)            # as that of one block is called, which stands for all
-            return "bf16" if any(fnmatchcase(module, pattern) for pattern in c.fp8.keep) else "fp8"
+            return "bf16" if c.fp8.keeps(module) else "fp8"
         return c.precision
 
     def seconds(self, moved: Moved) -> float:

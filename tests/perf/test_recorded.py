@@ -72,15 +72,16 @@ def test_what_is_hidden_costs_what_averaged_gradients_cost_four_h200s():
     assert statistics.mean(first) == pytest.approx(blocktime.BESIDE, abs=0.005)
     assert statistics.mean(later) == pytest.approx(0.85, abs=0.005)
 
-    def others() -> list[float]:
-        return [abs(step.error) for part in (recorded.tensor, recorded.tensor_vit, recorded.context) for step in part()
-                if step.gpus > 1 and ("overlap" in step.name or "ring" in step.name)]
+    def others() -> dict[str, float]:
+        return {step.name: abs(step.error) for part in (recorded.tensor, recorded.tensor_vit, recorded.context) for step in part()
+                if step.gpus > 1 and ("overlap" in step.name or "ring" in step.name)}
 
     taken = others()
     with mock.patch.object(blocktime, "BESIDE", 0.25):
         guessed = others()
-    assert len(taken) == 20 and statistics.median(taken) < 0.05
-    assert [f"{statistics.median(off):.0%}" for off in (guessed, taken)] == ["9%", "4%"]
+    even = [error for name, error in taken.items() if not name.startswith("tp_vit 4")]  # its tokens: test_steptime, KNOWN
+    assert len(taken) == 20 and len(even) == 18 and statistics.median(even) < 0.04
+    assert [f"{statistics.median(off.values()):.0%}" for off in (guessed, taken)] == ["9%", "4%"]
     lesson = (recorded.RESULTS.parents[2] / "solutions/17_performance_model.py").read_text().replace("\n# ", " ")
     assert "with the guess they are off by 9% in the median, with the 74% by 4%" in lesson
 
