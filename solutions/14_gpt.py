@@ -880,8 +880,8 @@ else:
     print("Not measured yet. On a machine with GPUs: course bench grid --out course/perf/results/grid_h200.json")
 
 # %%
-again = {file: lab.results(file)["again"]["rows"] for file in files if "again" in lab.results(file)}
-for words, tables in (("", layers), (", again, on another machine", again)):
+again = {"grid_h200": [row for row in lab.results("grid_h200")["again"]["rows"] if row["case"].endswith("layers")]}
+for words, tables in (("", layers), (", again, beside the slow host of the two GPUs", again)):
     for file, rows in tables.items():
         lab.recorded(file, figures_gpt.table(rows), f"The layers of one micro-batch alone, forward and backward, tp only{words}")
         lab.picture(figures_gpt.measured(rows), "TFLOP/s of a GPU for each case, a panel for each software")
@@ -892,24 +892,26 @@ for words, tables in (("", layers), (", again, on another machine", again)):
 #
 # <details><summary>Answer</summary>
 # The micro-batch: 2 samples against 16, because on V100s no more fitted. On one H200 that alone takes the rate from 537 to 405
-# TFLOP/s: with 4096 tokens a step the GPU is often done before the host has launched the next kernel. The rest, down to 253, is
-# mostly this machine's host, a slow one: on another of the same day the same case took 45 ms instead of 61, and tensor
-# parallelism was ahead by about 7%. On a V100, eight times slower, the same launches were hidden behind the work. A faster GPU
-# does not make a small step faster; a larger micro-batch, a CUDA graph (lesson 06) or fewer launches do.
+# TFLOP/s: with 4096 tokens a step the GPU is often done before the host has launched the next kernel. And the host of the two
+# GPUs was a slow one: beside it one H200 alone comes to 295. The rest, down to 245, is what data parallelism adds, which has more
+# to launch as well. On a V100, eight times slower, the same launches were hidden behind the work. A faster GPU does not make a
+# small step faster; a larger micro-batch, a CUDA graph (lesson 06) or fewer launches do.
 # </details>
 #
 # The tables of *layers* have the time of the layers alone, ours and megatron-core's, on the same GPUs. Where they are
-# wide (3072), all take the same time within 1 or 2%, that of the matrix multiplications. Where they are narrow and the
-# samples few, the host is the limit, and whoever launches least wins. On one GPU that is the course, whose layers are
-# compiled: the smallest take 84% to 87% of the time of megatron-core's. On two GPUs it is plain tensor parallelism, which
-# has half as many collectives as sequence parallelism: at first only megatron-core's was measured, and won; the last
-# table has ours, too, and the two smallest take 63% and 83% of the time of megatron-core's. With Transformer Engine
-# megatron-core's layers are sequence parallel, and ours, sequence parallel as well, take 76% to 100% of their time.
+# wide (3072), all take the same time within 3%, that of the matrix multiplications. Where they are narrow and the samples few,
+# the host is the limit, and whoever launches least wins. On one GPU that is the course, whose layers are compiled: the
+# smallest take 84% to 87% of the time of megatron-core's, and beside the slow host 56% to 67%. On two GPUs it is plain tensor
+# parallelism, which has half as many collectives as sequence parallelism: our two smallest take 67% and 74% of the time of
+# megatron-core's. With Transformer Engine megatron-core's layers are sequence parallel, and ours, sequence parallel as well,
+# take 78% to 100% of their time. Ours with *kernels by hand*, written in Triton, are the fastest where the GPU is the limit, and
+# the slowest of ours where the host is: to launch a kernel from Python takes longer than from what the compiler wrote. They are
+# made for a CUDA graph, which launches without Python; none of these layers is in one.
 #
 # Four H200s were measured, too.
 #
-# > **Predict.** 1x4x1 has the 16 samples of 1x2x1 above, on twice as many GPUs. At width 1536, 16 layers, ours took 127 ms
-# > without sequence parallelism on the two GPUs of the last table. And on four?
+# > **Predict.** 1x4x1 has the 16 samples of 1x2x1 above, on twice as many GPUs. At width 1536, 16 layers, ours took 126 ms
+# > without sequence parallelism on two GPUs, in the tables above. And on four?
 
 # %%
 my_layers_ms = 62.0              # your prediction

@@ -375,7 +375,7 @@ lab.beside("bucketed", my_bucketed, steps[buckets].ms, "ms", "recorded")
 # Now it lets what is hidden cost 74% of its time, the mean of six such pairs of steps there. Of the same six here it was 85%:
 # machines differ, and one number from one of them is no law. It is the only number in the library's model that was taken from
 # whole steps; the six that it was taken from prove nothing. What proves something are overlapped tensor parallelism (lesson 10)
-# and the ring of lesson 11, from which it was *not* taken: with the guess they are off by 9% in the median, with the 74% by 4%.
+# and the ring of lesson 11, from which it was *not* taken: with the guess they are off by 8% in the median, with the 74% by 4%.
 # Remember this: *overlap is where performance models are too optimistic*.
 #
 # ## The bubble
