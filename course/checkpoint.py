@@ -14,7 +14,6 @@ A folder appears under its name only when all of it is on the disk.
 import hashlib
 import json
 import math
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -26,7 +25,7 @@ from torch import Tensor, nn
 
 from course.average import average_of
 from course.errors import CourseError
-from course.files import atomic, flush, remove, sha256
+from course.files import atomic, flush, free_bytes, remove, sha256
 from course.parallel.mesh import Axis
 from course.parallel.placement import Placement, placement
 from course.pieces import (
@@ -87,8 +86,7 @@ def save(folder: Path, optimizer: torch.optim.Optimizer, state: dict[str, Any], 
 def make_room(final: Path) -> int:
     """Remove what an interrupted write has left; return the bytes that are then free."""
     remove(temporary(final))
-    there = next((place for place in final.parents if place.is_dir()), None)
-    return shutil.disk_usage(there).free if there else 0
+    return free_bytes(final)
 
 
 def together(everyone: Axis, action: Callable[[], Any]) -> list[Any]:
@@ -330,6 +328,16 @@ def load(checkpoint: Path, index: dict[str, Any], model: nn.Module, optimizer: t
                 value = (read_part(checkpoint, index, key, parameter).to(parameter.dtype) if found["shape"]
                          else read_box(checkpoint, index, key, ()))
                 optimizer.state[parameter][leaf] = value.to(parameter.device)
+
+
+def nothing_over(checkpoint: Path, index: dict[str, Any], model: nn.Module, everyone: Axis) -> None:
+    """Raise `CourseError` if the checkpoint has a parameter that is on none of the ranks: one of a deeper model, say."""
+    known = set[str]().union(*together(everyone, lambda: [placement(p).name for p in model.parameters()]))
+    for name in index["tensors"]:
+        stem, _, leaf = name.rpartition(".")
+        if name not in known and stem not in known and leaf != "amax_history":          # neither a parameter's nor its state
+            raise CourseError(f"{checkpoint} is of another model: it has {name}, which is not here; use the model's own "
+                              "settings, or another log.name")
 
 
 def of_another(index: dict[str, Any], optimizer: torch.optim.Optimizer | None) -> bool:

@@ -124,7 +124,7 @@ def generate(run: Annotated[Path, typer.Argument(help="the folder of a DiT's run
 
 @app.command(no_args_is_help=True)
 def sample(run: Annotated[Path, typer.Argument(help="the folder of a GPT's run, such as runs/gpt-python/default")],
-           prompt: Annotated[str, typer.Option(help="the text to go on from")] = "def ",
+           prompt: Annotated[str, typer.Option(help="the text to go on from; <|endoftext|> in it ends a document")] = "def ",
            count: Annotated[int, typer.Option(min=1, help="tokens to write")] = 100,
            temperature: Annotated[float, typer.Option(min=0, help="below 1 prefers probable tokens; 0 takes the first")] = 0.8,
            top_k: Annotated[int, typer.Option(min=0, help="draw from this many of the most probable tokens; 0: from all")] = 50,

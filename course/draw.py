@@ -16,6 +16,8 @@ from course.files import atomic
 from course.models import DiTConfig
 from course.sampling import Sampling, draw
 
+ROWS, COLUMNS = 20, 16                               # of the picture at most
+
 
 def main(run: Path, labels: list[int], each: int, settings: Sampling, average: bool | None = None, vae: str = "") -> Path:
     """Draw `each` samples of each label with a run's newest checkpoint; write them to `run/samples`, return the picture's path.
@@ -42,9 +44,13 @@ def main(run: Path, labels: list[int], each: int, settings: Sampling, average: b
     seconds = time.perf_counter() - start
     save(run / "samples" / "samples.npy", samples.cpu().numpy())
     save(run / "samples" / "labels.npy", each_label.numpy())
-    picture = pictures.save(grid(images, labels, each), run / "samples" / "samples.png")
-    print(f"{len(samples)} samples of the model of step {step} in {seconds:.1f} s; latents: {run / 'samples' / 'samples.npy'}")
-    print(f"picture: {picture}", flush=True)
+    print(f"{len(samples)} samples of the model of step {step} in {seconds:.1f} s; latents: {run / 'samples' / 'samples.npy'}",
+          flush=True)
+    shown = images.reshape(len(labels), each, *images.shape[1:])[:ROWS, :COLUMNS]
+    picture = pictures.save(grid(shown.reshape(-1, *images.shape[1:]), labels[:ROWS], shown.shape[1]),
+                            run / "samples" / "samples.png")
+    some = f", {shown.shape[1]} of each of {len(shown)} labels" if shown.shape[:2] != (len(labels), each) else ""
+    print(f"picture: {picture}{some}", flush=True)
     return picture
 
 

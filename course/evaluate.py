@@ -70,6 +70,8 @@ def read_config(run: Path) -> Config:
     """The configuration of a run; `CourseError` for a folder of anything else."""
     if not (run / "config.yaml").is_file():
         inside = sorted(file.parent for depth in ("*", "*/*") for file in run.glob(f"{depth}/config.yaml"))
+        if not run.parent.exists() and run.parent.name in config.presets() and run.parent.parent.name == "runs":
+            raise CourseError(f"{run} does not exist: train it first, course train {run.parent.name}")
         such = " or ".join(map(str, inside[:3])) or "runs/vit-demo/default"
         what = "is not the folder of a run (it has no config.yaml)" if run.exists() else "does not exist"
         raise CourseError(f"{run} {what}{near(run)}: give the folder of a run, such as {such}")
@@ -78,6 +80,10 @@ def read_config(run: Path) -> Config:
 
 def near(run: Path) -> str:
     """` (did you mean x?)` for the run of the most similar name, below the nearest folder above that exists; or nothing."""
+    if not run.is_absolute():                        # perhaps without the folder of all runs
+        there = [folder for folder in (Path("runs", run), Path("runs", run, "default")) if (folder / "config.yaml").is_file()]
+        if there:
+            return f" (did you mean {there[0]}?)"
     above = next((folder for folder in run.parents if folder.is_dir()), Path())
     missing = run.relative_to(above)
     if len(missing.parts) > 2:                       # runs lie in runs/preset/name

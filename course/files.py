@@ -32,11 +32,14 @@ def atomic(path: Path) -> Iterator[Path]:
             flush(temporary)
         os.replace(temporary, path)
         flush(path.parent)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:
         remove(temporary)
-        if error.errno in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error):   # HDF5 sets no errno
+        number = getattr(error, "errno", None)
+        if number in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error):        # HDF5 sets no errno, and raises either
             raise CourseError(f"the disk is full while writing {path}: free some space there and run again; "
                               "what was written before is intact") from error
+        if not isinstance(error, OSError):
+            raise
         missing = error.errno == errno.ENOENT and error.filename == str(temporary)      # /proc is a folder that takes no file
         if missing or error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
             raise cannot_write(path, error) from error
@@ -44,6 +47,12 @@ def atomic(path: Path) -> Iterator[Path]:
     except BaseException:
         remove(temporary)
         raise
+
+
+def free_bytes(path: Path) -> int:
+    """How many bytes can be written where `path` is to be; 0 where nothing can be."""
+    there = next((place for place in path.absolute().parents if place.is_dir()), None)
+    return shutil.disk_usage(there).free if there else 0
 
 
 def begin(path: Path) -> None:

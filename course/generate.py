@@ -82,6 +82,9 @@ def check(model: Any, length: int, count: int, temperature: float, top_k: int) -
     """Refuse what cannot be sampled."""
     if hasattr(model, "pipeline"):
         raise CourseError("generating needs a whole model, not a stage of a pipeline: load the checkpoint with parallel.pp=1")
+    if any(place.axis for p in model.parameters() if (place := getattr(p, "placement", None))):
+        raise CourseError("generating needs a whole model, not one that tensor parallelism has cut: load the checkpoint with "
+                          "parallel.tp=1")
     if length < 1 or count < 0:
         raise CourseError(f"a prompt of {length} tokens and {count} new ones: give at least one token, and ask for 0 or more")
     if length + count > model.c.context:
@@ -112,8 +115,8 @@ def draw(logits: Tensor, temperature: float, top_k: int, seed: int, position: in
     logits = (logits - logits.amax(-1, keepdim=True)) / temperature     # (B, V)
     samples, vocab = logits.shape
     if 0 < top_k < vocab:
-        least = logits.topk(top_k).values[:, -1:]                       # (B, 1)
-        logits = logits.masked_fill(logits < least, -torch.inf)
+        best = logits.topk(top_k)                                       # 2 x (B, top_k): just so many, also of equal ones
+        logits = torch.full_like(logits, -torch.inf).scatter(-1, best.indices, best.values)
     row, column = torch.arange(samples, device=logits.device)[:, None], torch.arange(vocab, device=logits.device)
     key = random.fold(random.fold(random.key(seed, "generate"), torch.full_like(row, position)), row)       # (B, 1)
     gumbel = -(-random.uniform(key, column, torch.float64).log()).log()                 # (B, V)

@@ -14,6 +14,7 @@ from typing import Any
 from course.errors import CourseError
 
 ANYONE = -1
+CELL = "the cell "                                   # so begins what checks call the cell of an answer (`lab/cells.py`)
 WORLD = "0"                                          # the name of the group of all ranks
 DISAGREE = "The ranks disagree"                      # so begins an explanation of calls that differ
 # how gloo and NCCL say that another rank ended
@@ -139,6 +140,6 @@ def _tell(record: Record) -> str:
 def at(place: Record) -> str:
     """A place in words."""
     file = place["file"]
-    if not file.startswith("the cell "):             # as the checks call it
+    if not file.startswith(CELL):
         file = "the cell" if "ipykernel" in file else os.path.basename(file)
     return f"line {place['line']} of {file}: `{place['code']}`"

@@ -25,6 +25,8 @@ def main(run: Path, prompt: str, count: int, temperature: float, top_k: int, see
         raise CourseError(f"{run} is a run of a {settings.model.kind}, which writes no text: give one of a GPT, such as "
                           "runs/gpt-python/default")
     words = bpe.load(found(run, settings, tokenizer))
+    if not is_text(prompt):
+        raise CourseError("the prompt is no text in UTF-8: give one that is")
     model, step = load_model(run, settings, device_of(settings))
     known = words.encode(prompt).ids
     if max(known, default=0) >= settings.model.words:
@@ -32,10 +34,24 @@ def main(run: Path, prompt: str, count: int, temperature: float, top_k: int, see
                           "its own; give that with --tokenizer FILE")
     tokens = torch.tensor([known] * samples, device=next(model.parameters()).device).view(samples, len(known))
     written = generate(model, tokens, count, temperature, top_k, seed)
-    texts = [words.decode(row) for row in written.tolist()]
+    texts = [words.decode(to_the_end(row, len(known), words.token_to_id(bpe.END))) for row in written.tolist()]
     for number, text in enumerate(texts, 1):
         say(f"--- {run}, step {step}, sample {number} of {samples}\n{text}")
     return texts
+
+
+def is_text(prompt: str) -> bool:
+    """Whether a command line's bytes were text; what is not comes as halves of pairs."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def to_the_end(tokens: list[int], start: int, end: int | None) -> list[int]:
+    """The tokens up to the first that closes a document, from number `start` on: what follows is another."""
+    return tokens[:tokens.index(end, start)] if end in tokens[start:] else tokens
 
 
 def places(run: Path, settings: Config) -> list[Path]:

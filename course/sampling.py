@@ -75,6 +75,9 @@ def check(s: Sampling, c: Any) -> str:
         raise CourseError(f"{s.steps} steps: a sampler takes 1 to {STEPS}")
     if not math.isfinite(s.guidance):
         raise CourseError(f"guidance={s.guidance} would make every sample no number: use 1, which is none, to about 10")
+    if s.guidance != 1 and not c.label_drop:
+        raise CourseError(f"guidance={s.guidance}: it leads away from what the model says where the class is hidden, which "
+                          "model.label_drop=0 never trained: use 1, which is none")
     if not 0 <= s.channels <= c.latent[0]:
         raise CourseError(f"guidance of {s.channels} channels: the model has {c.latent[0]}; 0 means all")
     if s.eta and fits == "euler":

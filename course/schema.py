@@ -148,6 +148,8 @@ def _explain(kind: type, found: ErrorDetails) -> str:
         return f"there is no model.kind={tag}{nearest(tag, KINDS)}; the kinds are {', '.join(KINDS)}"
     model = path.pop(1) if path[0] == "model" and len(path) > 1 and path[1] in KINDS else ""       # the kind that was tried
     key = ".".join(path)
+    if key.startswith("-"):
+        return f"{key}: settings have no dashes, such as train.steps=10"
     if found["type"] == "unexpected_keyword_argument":
         return f"there is no key {key!r}" + (_other_model(model, key) or _similar(key, flat_keys(kind)))
     given = str(found["input"])

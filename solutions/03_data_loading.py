@@ -347,12 +347,13 @@ lab.picture(figures.curves({name: (depths, [100 * figures_loading.waited(times, 
                             for name, times in cases.items()},
                            "batches read ahead", "% of the time spent waiting", "A step takes 1; one reader"),
             "Without reading ahead all three wait for about half of the time. Always 0.8 drops to zero with one batch ahead; the "
-            "second falls slowly, over tens of batches; always 1.2 stays at a sixth, however many")
+            "second falls slowly, until 16 batches are read ahead, to 3%; always 1.2 stays at a sixth, however many")
 
 # %% [markdown]
 # Three lessons. **One** batch ahead is worth the most: it makes reading and computing simultaneous. **More** batches
 # hide reads that are late now and then: the queue has to hold as many steps as the slowest read takes, and more where
-# slow reads come in groups. And **no** depth helps if reading is too slow on average; more readers do.
+# slow reads come in groups. (The 3% that no depth spares are two slow reads at the very start, before anything is in the
+# queue.) And **no** depth helps if reading is too slow on average; more readers do.
 #
 # > **Question.** What does depth cost?
 #

@@ -552,6 +552,9 @@ with launches.afresh():
         print(*[line.strip() for line in place.strip().splitlines()[1:2]])
 
 # %% [markdown]
+# Why the `print`, when there is a mask and an `.item()` before it? Asked for a single graph, Dynamo goes on with their results as
+# unknowns, a size and a number; but to print one it would have to know it.
+#
 # In a run, `TORCH_LOGS=graph_breaks` prints each with its reason, and changes nothing else.
 #
 # ## Exercise: fix the breaks

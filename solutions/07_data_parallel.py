@@ -341,7 +341,8 @@ check("average-gradients")
 # computing alone takes, so naive minus none is what communication costs.
 #
 # > **Predict.** Five steps of `vit-demo` on two ranks, once averaged and once not. How far apart are the weights of
-# > the two ranks afterwards, at most, in units of the learning rate (0.002)? With Adam, a step moves a weight by about one.
+# > the two ranks afterwards, at most, in units of the learning rate (0.002)? With Adam, a step moves a weight by about one
+# > of these.
 
 # %%
 my_distance = 1.0                # your prediction, for none
@@ -486,7 +487,7 @@ lab.show("course.parallel.data.Bucketed")
 # - `arrived(ddp, bucket, index)` is called when a backward pass has added to the gradient of parameter `index` of `bucket`.
 #   Move it into the bucket, and count: `bucket.waiting[index]` says how many passes of this step the gradient still waits
 #   for. Then start (`ddp.start(...)`) what is complete: the bucket `ddp.early[ddp.started]` if none of its gradients waits,
-#   and the next, and so on;
+#   and the next, and so on. `ddp.started` is how many have been started: counting it up is yours to do, too;
 # - `start_mean(bucket, axis)` begins the all-reduce of `bucket.flat` with `async_op=True`, which returns at once, and keeps what
 #   it returns in `bucket.work`;
 # - `finish_mean(bucket, axis)` waits for `bucket.work`, and makes the sum the mean. (NCCL can average by itself,

@@ -130,7 +130,7 @@ print(before)
 #
 # The fourth kind does not belong to parameters: it is what the forward pass keeps for the backward pass. To compute the
 # gradient of a matrix multiplication you need its input, for that of GELU too, and so on. PyTorch lets you watch: whatever
-# autograd wants to keep goes through a hook (`counting.saved` of lesson 10 is one). Count the bytes, each piece of memory
+# autograd wants to keep goes through a hook (`counting.saved` of lesson 05 is one). Count the bytes, each piece of memory
 # once, and leave out weights and the batch, which are there anyway.
 
 # %%
@@ -188,7 +188,7 @@ lab.beside("kept by one block", my_activations, sizes[5] - sizes[4], "(B, T, D)"
 # | GELU | its input | 4 |
 # | `mlp.down` | its input, GELU's output | 4 |
 #
-# The few thousandths above are the norms' means and variances, and one number for each query of attention. That attention
+# The few hundredths above are the norms' means and variances, and one number for each query of attention. That attention
 # keeps no matrix of T × T scores is thanks to its fused kernel, which computes them again in the backward pass: what you are
 # going to do with whole blocks.
 #
@@ -470,7 +470,7 @@ for how, values in measured.items():
     print(f"{how:10}", "   ".join(f"{name} {value:6.2f}" for name, value in values.items()))
 
 depth = settings.model.depth
-ends = measured["none"]["after forward, MB"] * 1e6 / unit - 16 * depth                 # embedding, head and loss, in units
+ends = measured["none"]["after forward, MB"] * 1e6 / unit - depth * (sizes[5] - sizes[4])     # embedding, head, loss: in units
 each = {how: (values["after forward, MB"] * 1e6 / unit - ends) / depth for how, values in measured.items()}
 lab.beside("\nfull: kept by each block", my_full, each["full"], "(B, T, D)")
 lab.beside("selective: kept by each block", my_selective, each["selective"], "(B, T, D)")
@@ -516,10 +516,10 @@ slider = widgets.explore(figures_memory.explained, size=["7 B", "0.35 B", "1.3 B
 
 # %% [markdown]
 # <details><summary>Answer</summary>
-# The model called 13 B has 12.6 billion parameters in this shape, and 70 B has 64. At 16 bytes each, 12.6 billion need
-# 201 GB, plus activations. ZeRO-1 over 8 ranks brings that to 69 GB, and with 27 GB of activations it fits. 70 billion:
-# weights and gradients in bf16 alone are 258 GB, so stages 1 and 2 do not help; ZeRO-3 over 8 needs 129 GB, and fits
-# only with full recomputing, over 64 ranks with ease. Or one cuts the model by tensor and pipeline parallelism: lesson
+# The model called 7 B has 6.4 billion parameters in this shape, 13 B has 12.6, and 70 B has 64. At 16 bytes each, 12.6
+# billion need 201 GB, plus activations. ZeRO-1 over 8 ranks brings that to 69 GB, and with 27 GB of activations it fits.
+# 70 billion: weights and gradients in bf16 alone are 258 GB, so stages 1 and 2 do not help; ZeRO-3 over 8 needs 129 GB, and
+# fits only with full recomputing, over 64 ranks with ease. Or one cuts the model by tensor and pipeline parallelism: lesson
 # 17 asks which is faster.
 # </details>
 #

@@ -71,6 +71,7 @@ def test_save_and_load_give_the_same(tmp_path, preset):
     ("gpt-7", "", ["did you mean 'gpt-7b'"]),        # gpt-774m begins so, too
     ("mine.yaml", "", ["no file mine.yaml"]),
     ("vit-demo", "train.step=5", ["train.step", "did you mean 'train.steps'"]),
+    ("vit-demo", "--train.steps=5", ["settings have no dashes, such as train.steps=10"]),
     ("vit-demo", "steps=5", ["'steps'", "did you mean 'train.steps'"]),
     ("vit-demo", "optm.lr=5", ["optm", "did you mean 'optim'"]),
     ("vit-demo", "train.steps=ten", ["train.steps=ten", "integer"]),

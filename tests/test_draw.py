@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
 from course import config, draw, train
@@ -91,6 +92,15 @@ def test_generate_draws_a_labelled_grid_and_keeps_the_samples(run):
     for change in (["--seed", 6], ["--guidance", 1], ["--no-ema"], ["--eta", 1]):
         assert generate(run, "--labels", "3,0,7", "--each", 2, "--steps", 4, "--seed", 5, *change)[1] is None
         assert not np.allclose(np.load(run / "samples" / "samples.npy"), samples, atol=1e-3), change
+
+
+def test_of_many_samples_the_picture_shows_some_and_says_so(run, monkeypatch):
+    grids = []
+    monkeypatch.setattr(draw, "grid", lambda images, labels, each: grids.append((len(images), labels, each)) or Figure())
+    monkeypatch.setattr(draw, "ROWS", 2)
+    said, error = generate(run, "--labels", "3,0,7", "--each", 20, "--steps", 1)
+    assert error is None and said.rstrip().endswith("samples.png, 16 of each of 2 labels")
+    assert grids == [(32, [3, 0], 16)] and np.load(run / "samples" / "samples.npy").shape[0] == 60
 
 
 def test_the_grid_has_a_row_for_each_label():

@@ -86,6 +86,17 @@ def test_bad_runs_are_explained(run, change, words):
         evaluate.main(change(run))
 
 
+def test_the_run_that_is_meant_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CourseError, match=r"^runs/gpt-python/default does not exist: train it first, course train gpt-python$"):
+        evaluate.read_config(Path("runs/gpt-python/default"))
+    (tmp_path / "runs" / "vit-demo" / "default").mkdir(parents=True)
+    (tmp_path / "runs" / "vit-demo" / "default" / "config.yaml").touch()
+    for name in ("vit-demo", "vit-demo/default"):
+        with pytest.raises(CourseError, match=rf"^{name} does not exist \(did you mean runs/vit-demo/default\?\)"):
+            evaluate.read_config(Path(name))
+
+
 def test_a_split_that_is_too_short_is_explained(run):
     with pytest.raises(CourseError, match="5 days long"):
         evaluate.main(run, split="valid")

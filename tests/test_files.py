@@ -29,6 +29,7 @@ def test_a_folder_appears_whole(tmp_path):
 @pytest.mark.parametrize(("error", "words"), [
     (OSError(28, "No space left on device"), "disk is full"),
     (OSError("Unable to write (errno = 28, error message = 'No space left on device')"), "disk is full"),   # HDF5's way
+    (RuntimeError("Can't decrement id ref count (file write failed: ... 'No space left on device')"), "disk is full"),
     (PermissionError(13, "Permission denied"), "cannot write"),
 ])
 def test_what_the_system_refuses_is_explained(tmp_path, error, words):

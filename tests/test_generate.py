@@ -7,6 +7,7 @@ import torch
 
 from course import config, generate, random
 from course.errors import CourseError
+from course.launch import ranks
 from course.models import GPTConfig, build_model
 from course.parallel import build_mesh, join, place_serial
 from course.train import assemble
@@ -84,6 +85,22 @@ def test_tokens_come_with_their_probabilities():
         frequency = drawn.bincount(minlength=5) / len(drawn)
         assert (frequency - expected.softmax(0)).abs().max() < 4 * 0.0036
     assert (generate.draw(logits, 0.0, 0, 0, 7) == 4).all() and (generate.draw(logits, 1.0, 1, 0, 7) == 4).all()
+
+
+def test_of_equal_logits_no_more_than_top_k_are_drawn():
+    assert len(generate.draw(torch.zeros(1000, 10), 1.0, 3, 0, 7).unique()) == 3
+
+
+def cut_in_two():
+    """What is said of generating with a model that tensor parallelism has cut."""
+    c = config.load("gpt-demo", ["parallel.tp=2", "train.device=cpu"])
+    with pytest.raises(CourseError) as error:
+        generate.generate(assemble(c, build_mesh(c.parallel, join("cpu"))).model, prompts(), 3)
+    return str(error.value)
+
+
+def test_a_model_that_is_cut_writes_nothing():
+    assert "load the checkpoint with parallel.tp=1" in ranks(2)(cut_in_two)[1]
 
 
 @pytest.mark.parametrize("temperature", [1e-3, 1e-38, 1e-45, 1e-300])

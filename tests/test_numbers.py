@@ -255,7 +255,8 @@ def test_layers_beside_megatron_cores() -> None:
         plain, engine, _ = beside_megatron(results(name)["rows"])
         assert said.format(*(f"{min(shares):.0f}% to {max(shares):.0f}%" for shares in (plain, engine))) in text
         later.append(max(engine) - 100)
-    assert "up to {:.1f}% slower on two H200s, {:.1f}% on two H100s, {:.1f}% on four and {:.1f}% on four H200s".format(*later) in text
+    said = "up to {:.1f}% slower on two H200s, {:.1f}% on two H100s, {:.1f}% on four and {:.1f}% on four H200s"
+    assert said.format(*later) in text
     by = layers_by_case(results("grid_4xh200")["rows"])
     wide, rest = by_width(by_hand("grid_4xh200"))
     assert f"take {min(wide):.0f}% and {max(wide):.0f}% of the time" in text
@@ -266,8 +267,8 @@ def test_layers_beside_megatron_cores() -> None:
 
 
 def by_hand(name: str, part: str = "") -> dict[str, float]:
-    """The share of the time of megatron-core's layers with Transformer Engine that ours take by kernels of our own, in percent, by
-    case, where both were measured."""
+    """What ours by kernels of our own take of the time of megatron-core's layers with Transformer Engine, in percent, by case,
+    where both were measured."""
     ours, theirs = "course, kernels by hand", "megatron-core, Transformer Engine"
     found = results(name)
     by = layers_by_case((found[part] if part else found)["rows"])
@@ -442,7 +443,8 @@ def test_the_ladders_measured_again() -> None:
     """All rungs within 1.5%, but for those of which the text says otherwise."""
     text = " ".join(MEASURED.split())
     for kind, said, hosts in (
-            ("vit", "Sixteen of these rungs once more", {"one sample: eager": "{:.0f}% and", "one sample: compiled": "{:.0f}% longer:"}),
+            ("vit", "Sixteen of these rungs once more", {"one sample: eager": "{:.0f}% and",
+                                                         "one sample: compiled": "{:.0f}% longer:"}),
             ("gpt", "Seven of GPT's rungs", {}),
             ("dit", "nine of DiT's again", {"256 px: fp8, compiled, narrow stream": "by hand {:.0f}% longer",
                                             "256 px: fp8 by Transformer Engine": "by Transformer Engine {:.0f}%."})):

@@ -4,9 +4,10 @@ import json
 from unittest import mock
 
 import pytest
+import torch
 
 from course import config, evaluate, sample, train
-from course.data import corpus
+from course.data import bpe, corpus
 from course.errors import CourseError
 from course.launch import ranks
 from course.report import read_metrics
@@ -61,6 +62,18 @@ def test_it_writes_on_after_a_prompt(words, tmp_path):
     assert len(texts) == 2 and all(text.startswith("def add") and len(text) > len("def add") for text in texts)
     assert texts[0] != texts[1] and texts == sample.main(run, "def add", 10, 0.8, 20, 0, 2, heard.append)
     assert "step 2, sample 1 of 2" in heard[0]
+
+
+def test_a_text_ends_where_the_document_does(words, tmp_path, monkeypatch):
+    """What follows is another; the token in the prompt begins one, and ends nothing."""
+    run = train.main(settings(words, tmp_path, "train.steps=1"))
+    known = bpe.load(words / "tokenizer.json")
+    end, more = known.token_to_id(bpe.END), known.encode("return x").ids
+    monkeypatch.setattr(sample, "generate", lambda model, tokens, *how: torch.tensor([[*tokens[0], *more, end, *more]]))
+    assert sample.main(run, "def f(): ", 1, 1, 0, 0, 1, lambda text: None) == ["def f(): return x"]
+    assert sample.main(run, f"{bpe.END}a ", 1, 1, 0, 0, 1, lambda text: None) == ["a return x"]
+    with pytest.raises(CourseError, match="the prompt is no text in UTF-8"):
+        sample.main(run, "a\udcff", 1, 1, 0, 0, 1)
 
 
 def test_what_cannot_write_is_a_sentence(words, tmp_path):

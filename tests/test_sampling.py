@@ -115,5 +115,8 @@ def test_guidance_is_one_batch_and_scale_1_needs_no_second_half():
 def test_what_cannot_be_drawn_is_a_sentence(changes, words):
     with pytest.raises(CourseError, match=words):
         draw(make(), torch.tensor([0]), Sampling(**changes))
+    with pytest.raises(CourseError, match=r"guidance=4\.0: .* model\.label_drop=0 never trained: use 1"):
+        sampling.check(Sampling(), dataclasses.replace(CONFIG, label_drop=0.0))
+    sampling.check(Sampling(guidance=1.0), dataclasses.replace(CONFIG, label_drop=0.0))
     with pytest.raises(CourseError, match="euler adds none"):
         sampling.check(Sampling(eta=1.0), dataclasses.replace(CONFIG, objective="flow"))

@@ -95,6 +95,15 @@ def test_resumed_in_mid_epoch_gives_the_same_losses_bit_for_bit(tiny, name):
     assert_same_run(run([*tiny, *extra, "log.name=part"]), whole)
 
 
+@pytest.mark.parametrize("change", ["model.depth=1", "model.depth=1 parallel.pp=1"])
+def test_a_run_of_a_deeper_model_does_not_go_on_in_a_shallower_one(tiny, change):
+    """Every parameter is in the checkpoint, and some of the checkpoint's are nowhere."""
+    folder = run([*tiny, "model.depth=2", "train.steps=2", "optim.ema=0.9"])
+    with pytest.raises(CourseError, match=r"is of another model: it has blocks\.1\.\S+, which is not here"):
+        run([*tiny, *change.split(), "train.steps=4", "optim.ema=0.9"])
+    assert len(losses(folder)) == 2
+
+
 def test_another_precision_starts_with_a_loss_scale_of_its_own(tiny):
     """That of bf16 is 1: fp16's gradients would vanish until it had doubled, every 2000 steps."""
     folder = run([*tiny, "precision=bf16"])

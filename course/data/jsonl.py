@@ -12,10 +12,10 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from itertools import groupby
@@ -239,10 +239,11 @@ def encode_files(config: Jsonl, files: list[Path], parts: Path, vocab: int) -> N
     work = partial(encode, str(parts / "tokenizer.json"), indexed.smallest_dtype(vocab), config)
     with tqdm(total=sum(files[number].stat().st_size for number in todo), unit="B", unit_scale=True) as bar:
         chunks = (chunk for number in todo for chunk in read_chunks(files[number], number, begun[number] or set(), bar))
-        for number, of_file in groupby(in_order(work, chunks, config.jobs), lambda encoded: encoded.file):
-            for part, of_part in groupby(of_file, lambda encoded: encoded.part):
-                write_part(parts / f"{number:05d}" / f"{part:05d}", of_part, vocab)
-            write_json(parts / f"{number:05d}" / "whole.json", {})
+        with closing(in_order(work, chunks, config.jobs)) as found:     # whatever happens, its processes end before this does
+            for number, of_file in groupby(found, lambda encoded: encoded.file):
+                for part, of_part in groupby(of_file, lambda encoded: encoded.part):
+                    write_part(parts / f"{number:05d}" / f"{part:05d}", of_part, vocab)
+                write_json(parts / f"{number:05d}" / "whole.json", {})
 
 
 def begin_file(folder: Path, file: Path) -> set[int] | None:
@@ -276,7 +277,7 @@ def read_chunks(file: Path, number: int, done: set[int], bar: Any) -> Iterator[C
         yield Chunk(number, part, some)
 
 
-def in_order(work: Callable[[Chunk], Encoded], chunks: Iterable[Chunk], jobs: int) -> Iterator[Encoded]:
+def in_order(work: Callable[[Chunk], Encoded], chunks: Iterable[Chunk], jobs: int) -> Generator[Encoded, None, None]:
     """`work` of each chunk, in order, on several processes; not many are under way, whoever is slow."""
     jobs = jobs or cores()
     if jobs == 1:

@@ -136,6 +136,8 @@ def pack(folder: Path, out: Path, scale: float | None = None, valid: int = 50, s
     if scale is not None and not 0 < scale < math.inf:
         raise CourseError(f"--scale {scale:g}: latents are multiplied with it, so it is more than 0; leave it out for the "
                           f"VAE's, {SD_SCALE}")
+    if out.resolve().is_relative_to(folder.resolve()):
+        raise CourseError(f"--out {out} is in {folder}, where it would count as a class: choose a folder beside it")
     encoder = Encoder(vae, pixels) if vae else None
     scale = scale or (encoder.scale if encoder else SD_SCALE)
     read: Read = encoder.read if encoder else read_latents
@@ -199,7 +201,8 @@ def refuse_others(out: Path, shards: list[Shard]) -> None:
     planned = {shard.name: shard.made_of for shard in shards}
     for file in (file for split in SPLITS for file in sorted((out / split).glob("*.h5"))):
         if is_done(file) != planned.get(f"{file.parent.name}/{file.name}"):
-            raise CourseError(f"{file} is of other files or settings, or damaged: choose another --out, or remove {out}")
+            raise CourseError(f"{file} is of other files or settings, or damaged: choose another --out, or remove "
+                              f"{' and '.join(str(out / split) for split in SPLITS)}")
 
 
 def is_done(file: Path) -> str:
@@ -232,14 +235,22 @@ def write_shard(path: Path, shard: Shard, folder: Path, shape: tuple[int, ...], 
         if isinstance(found, str) or found.shape != shape:
             why = found if isinstance(found, str) else f"its shape is {list(found.shape)}, not {list(shape)}"
             damaged.append(f"{file.relative_to(folder)}: {why}")
+        elif not np.isfinite(scaled := times(found, scale)).all():
+            damaged.append(f"{file.relative_to(folder)}: times {scale:g} it holds numbers that are not finite in float32")
         else:
-            latents.append(found * np.float32(scale))
+            latents.append(scaled)
             labels.append(label)
     with atomic(path) as temporary, h5py.File(temporary, "w") as made:
         made["latents"] = np.stack(latents) if latents else np.zeros((0, *shape), np.float32)
         made["labels"] = np.array(labels, np.int64)
         made.attrs["made_of"], made.attrs["scale"] = shard.made_of, scale
         made["damaged"] = np.array(damaged, h5py.string_dtype())
+
+
+def times(latent: np.ndarray, scale: float) -> np.ndarray:
+    """A latent, scaled, in float32; infinite where that is too large for it."""
+    with np.errstate(over="ignore"):
+        return (latent * np.float32(scale)).astype(np.float32)
 
 
 def finish(out: Path, shards: list[Shard], shape: tuple[int, ...], scale: float, names: list[str], shift: float = 0.0
@@ -261,7 +272,7 @@ def finish(out: Path, shards: list[Shard], shape: tuple[int, ...], scale: float,
     with atomic(out / "latents.json") as file:
         file.write_text(json.dumps(made, indent=1) + "\n")
     print(f"wrote {out}: {sum(counts.values())} latents of {list(shape)} in {len(names)} classes; standard deviation {size:.3g}")
-    if not 0.5 < size < 2:
+    if math.isfinite(size) and not 0.5 < size < 2:
         print("diffusion expects a standard deviation of about 1: pack again into another folder with --scale "
               f"{scale / (size or 1):.3g}")
     return made
@@ -280,7 +291,7 @@ def read_latent(file: Path) -> np.ndarray | str:
             found = np.load(file, allow_pickle=False)
         else:
             tensor = torch.load(file, map_location="cpu", weights_only=True)
-            found = tensor.detach().float().numpy() if torch.is_tensor(tensor) else None
+            found = tensor.detach().float().numpy() if torch.is_tensor(tensor) and not tensor.is_complex() else None
     except Exception as error:                      # the libraries raise whatever the bytes suggest
         return f"cannot be read ({first_line(error) if file.suffix.lower() == '.npy' else why_not(error)})"
     if found is None or found.dtype.kind not in "fiu":
@@ -288,7 +299,8 @@ def read_latent(file: Path) -> np.ndarray | str:
     found = found[0] if found.ndim == 4 and len(found) == 1 else found
     if found.ndim != 3:
         return f"its shape is {list(found.shape)}, not (channels, height, width)"
-    return found.astype(np.float32) if np.isfinite(found).all() else "holds numbers that are not finite"
+    found = times(found, 1)
+    return found if np.isfinite(found).all() else "holds numbers that are not finite in float32"
 
 
 def why_not(error: Exception) -> str:

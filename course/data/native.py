@@ -7,6 +7,7 @@ from typing import Any
 from torch.utils.data import DataLoader, Dataset
 
 from course.data.pairs import Batch
+from course.errors import CourseError
 from course.machine import cores
 
 
@@ -16,6 +17,11 @@ def loader(pairs: Dataset[Batch], batches: Iterable[list[int]], workers: int, pi
                                collate_fn=_as_it_is, worker_init_fn=_leave_signals_to_the_trainer))
     try:
         yield from iterator
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        raise CourseError("a worker process of the loader was killed, perhaps for want of memory: run again, with fewer "
+                          "data.workers") from error
     finally:                                         # end the workers now, not when an error's traceback lets go of them
         getattr(iterator, "_shutdown_workers", lambda: None)()
 

@@ -34,12 +34,13 @@ from course.data import layout
 from course.data.atmosphere import GAS, GRAVITY, Atmosphere, land, saturation
 from course.data.sphere import Sphere
 from course.errors import CourseError
-from course.files import atomic
+from course.files import atomic, free_bytes
 from course.lock import make_once
 
 FIRST_YEAR = 1979
 SPIN_UP_DAYS = 25                                # until storms have forgotten how they began
 TOGETHER = 16                                    # years run as one batch: bounds memory and open files
+HEAD = 100_000                                   # bytes of a file beside its states, at most
 VERSION = 1                                      # of the physics: files of another version are not resumed
 
 
@@ -170,8 +171,17 @@ def is_made(file: Path, year: int, config: Weather) -> bool:
     return True
 
 
+def room_for(files: dict[int, Path], size: int) -> None:
+    """Raise `CourseError` if there is no room for files of that many bytes: HDF5 may crash where a disk becomes full."""
+    file, needed = next(iter(files.values())), len(files) * (size + HEAD)
+    if (free := free_bytes(file)) < needed:
+        raise CourseError(f"{needed / 1e6:.1f} MB are needed in {file.parent}, and {free / 1e6:.1f} MB are free there: free some "
+                          "space, or choose another path, or fewer times")
+
+
 def write_years(files: dict[int, Path], config: Weather, device: torch.device, say: Callable[[str], None]) -> None:
     """Run some years together, each entry written as it is computed; the files appear when all are whole."""
+    room_for(files, 4 * config.times * len(layout.CHANNELS) * math.prod(config.grid))
     years = list(files)
     air = Atmosphere(truncation_of(config), device=device)
     view = View(air, config.grid)

@@ -13,12 +13,11 @@ from types import CodeType
 from typing import Any
 
 from course.errors import CourseError
+from course.meet import CELL as IN_A_CELL  # so begins the name of every cell, and no file's name
+from course.schema import nearest
 
 LARGEST = 50_000_000                                 # bytes of a notebook, outputs and all, that anybody has a reason to hand in
 MOST_CODE = 1_000_000                                # characters of code in it
-
-
-IN_A_CELL = "the cell "                              # so begins the name of every cell, and no file's name
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,8 @@ def load(path: Path) -> Any:
     warnings.filterwarnings("ignore", category=nbformat.warnings.MissingIDFieldWarning)     # other programs write no ids of cells
     try:
         if not path.is_file():
-            raise CourseError(f"{path}: there is no such file")
+            there = [file.name for file in path.parent.glob(f"*{path.suffix}")]
+            raise CourseError(f"{path}: there is no such file{nearest(path.name, there)}")
         if path.stat().st_size > LARGEST:
             raise CourseError(f"{path} has more than {LARGEST // 1_000_000} MB: clear its outputs and save it again")
         text = path.read_text(encoding="utf-8")

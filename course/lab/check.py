@@ -11,7 +11,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, replace
@@ -88,8 +88,11 @@ class Run:
 
 
 def examine(exercise: Exercise, answer: Sequence[Piece], seed: int, hidden: bool = False,
-            layers: sandbox.Layers | None = None, again: str = AGAIN) -> Verdict:
-    """Run the answer on every number of ranks that the exercise names, and judge; `again` says how one tries once more."""
+            layers: sandbox.Layers | None = None, again: str = AGAIN, looking: Callable[[], object] = lambda: None) -> Verdict:
+    """Run the answer on every number of ranks that the exercise names, and judge; `again` says how one tries once more.
+
+    looking: called before a wrong answer is compared with known mistakes, which takes several times as long as all else.
+    """
     begin, facts, hint, output, late = time.monotonic(), list[Fact](), "", "", False
     inputs = exercise.draw(seed, hidden)
     layers = layers or sandbox.layers()
@@ -100,7 +103,7 @@ def examine(exercise: Exercise, answer: Sequence[Piece], seed: int, hidden: bool
             (run,), ended = execute(exercise, [(answer, inputs)], size, layers)
             output, late = output + ended.output, run.kind == "late"
             expected.exception()
-            found, hint = judge(exercise, run, seed, hidden, size)
+            found, hint = judge(exercise, run, seed, hidden, size, looking)
             facts += found
             if not all(fact.held for fact in found):
                 break
@@ -120,12 +123,13 @@ def isolation(layers: sandbox.Layers) -> str:
     return "as an unprivileged user" if layers.user else "within limits on time, memory and disk"
 
 
-def judge(exercise: Exercise, run: Run, seed: int, hidden: bool, size: int) -> tuple[list[Fact], str]:
+def judge(exercise: Exercise, run: Run, seed: int, hidden: bool, size: int,
+          looking: Callable[[], object] = lambda: None) -> tuple[list[Fact], str]:
     """The facts, and a hint if one of them did not hold."""
     where_run = f"on {size} ranks: " if size > 1 else ""
     if run.error:
         told = run.discreet if hidden else stopped(run)
-        return [Fact(False, where_run + told)], hint_for_error(exercise, run, seed, hidden, size)
+        return [Fact(False, where_run + told)], hint_for_error(exercise, run, seed, hidden, size, looking)
     expected = wanted(exercise.name, seed, hidden, size)
     facts, inputs = [], exercise.draw(seed, hidden)
     for key, claim in exercise.claims.items():
@@ -134,6 +138,7 @@ def judge(exercise: Exercise, run: Run, seed: int, hidden: bool, size: int) -> t
         facts.append(finding(where_run + claim, differences, exercise.untried.get(key, "")))
     if all(fact.held for fact in facts):
         return facts, ""
+    looking()
     return facts, hint_for_numbers(exercise, run, expected, reference(exercise.name, seed, hidden, size)[1:])
 
 
@@ -182,12 +187,14 @@ def unwritten(kind: str, text: str) -> bool:
     return kind == "NotImplementedError" and "not implemented yet" in text
 
 
-def hint_for_error(exercise: Exercise, run: Run, seed: int, hidden: bool, size: int) -> str:
+def hint_for_error(exercise: Exercise, run: Run, seed: int, hidden: bool, size: int, looking: Callable[[], object]) -> str:
     """The hint of a known mistake that stops in the same way, or a general one."""
     if run.kind == "NotImplementedError":
         return f"replace the line that raises NotImplementedError by your code, {AGAIN}"
     if run.kind in ("ended", "late"):
-        return ENDED
+        seen = "; ".join(mistake.hint for mistake in known_mistakes(exercise) if mistake.silent)
+        return f"seen here before: {seen}. Else {ENDED}" if seen and run.kind == "late" else ENDED
+    looking()
     for mistake, slip in zip(comparable(exercise), reference(exercise.name, seed, hidden, size)[1:], strict=True):
         if slip.error and opening(slip.error) == opening(run.error):
             return mistake.hint

@@ -8,8 +8,9 @@ import secrets
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch
 from matplotlib.figure import Figure
@@ -63,7 +64,8 @@ def check(name: str, seed: int | None = None) -> None:
     elif problem := cells.imported(answer, exercise.objects):
         verdict = checks.unread(exercise, problem, IMPORTED)
     else:
-        verdict = checks.examine(exercise, answer.pieces, secrets.randbits(31) if seed is None else seed)
+        verdict = checks.examine(exercise, answer.pieces, secrets.randbits(31) if seed is None else seed,
+                                 looking=partial(print, "Not yet. Looking for what went wrong ...", flush=True))
     display({"text/html": present.html(verdict)}, present.text(verdict, sys.stdout.isatty()))
     if not verdict.passed:
         raise CheckFailed(f"{name} has not passed yet: see above")
@@ -132,8 +134,10 @@ def show(dotted: str) -> None:
 def beside(what: str, predicted: float, measured: float, unit: str = "", how: str = "measured") -> None:
     """Set a number beside the prediction of it; `how` says where it comes from, such as "counted" or "recorded".
 
-    Both may be zero or less, which has no bar. Raises `CourseError` for what is not finite.
+    Both may be zero or less, which has no bar. Raises `CourseError` for what is no number, or not finite.
     """
+    if not isinstance(predicted, SupportsFloat):
+        raise CourseError(f"{what}: you predicted {predicted!r}: put a number there")
     if not (math.isfinite(predicted) and math.isfinite(measured)):
         raise CourseError(f"{what}: predicted {predicted} and {how} {measured} cannot be compared: both must be finite numbers")
     most, column = max(predicted, measured), max(len("predicted"), len(how))

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from course.meet import Record, at, name, trace_file
+from course.meet import CELL, Record, at, name, trace_file
 
 # an operator does the first of these that its name contains: reduce_scatter before scatter and reduce
 WORDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast", "scatter", "reduce", "gather", "barrier",
@@ -147,10 +147,14 @@ def _flat(tensors: Any) -> list[Tensor]:
 
 
 def _user(frame: FrameType | None) -> tuple[Record, set[str]]:
-    """The innermost line outside PyTorch, and the names of PyTorch's functions further in."""
+    """The innermost line outside PyTorch, or, in a check, of the answer's cell; and the names of PyTorch's functions inside."""
     inside = set()
     while frame and frame.f_code.co_filename.startswith((LIBRARIES, __file__)):
         inside.add(frame.f_code.co_name)
         frame = frame.f_back
+    outer = frame
+    while outer and not outer.f_code.co_filename.startswith(CELL):
+        outer = outer.f_back
+    frame = outer or frame
     file, line = (frame.f_code.co_filename, frame.f_lineno) if frame else ("?", 0)
     return {"file": file, "line": line, "code": getline(file, line).strip()}, inside

@@ -220,10 +220,28 @@ def test_whatever_h5py_raises_is_one_sentence_with_its_first_line(kind):
 def test_folders_without_latents_are_a_sentence(tmp_path):
     with pytest.raises(CourseError, match=r"does not exist.* \.npy or \.pt"):
         latents.pack(tmp_path / "none", tmp_path / "out")
-    (tmp_path / "a").mkdir()
-    np.save(tmp_path / "a" / "x.npy", np.zeros(3))
+    (tmp_path / "data" / "a").mkdir(parents=True)
+    np.save(tmp_path / "data" / "a" / "x.npy", np.zeros(3))
     with pytest.raises(CourseError, match=r"none of the first 1 files can be used, the first because: .*its shape is \[3\]"):
-        latents.pack(tmp_path, tmp_path / "out")
+        latents.pack(tmp_path / "data", tmp_path / "out")
+
+
+@pytest.mark.parametrize("inside", ["", "packed"])
+def test_latents_are_not_packed_among_the_classes(folder, inside):
+    with pytest.raises(CourseError, match=r"--out .* is in .*, where it would count as a class: choose a folder beside it"):
+        latents.pack(folder, folder / inside)
+
+
+def test_a_latent_too_large_for_float32_or_of_complex_numbers_is_damaged(tmp_path):
+    np.save(tmp_path / "large.npy", np.full((1, 2, 2), 1e300))
+    torch.save(torch.ones(1, 2, 2, dtype=torch.complex64), tmp_path / "complex.pt")
+    assert latents.read_latent(tmp_path / "large.npy") == "holds numbers that are not finite in float32"
+    assert latents.read_latent(tmp_path / "complex.pt") == "holds no array of numbers"
+    (tmp_path / "data" / "a").mkdir(parents=True)
+    for name, value in (("near", 1e38), ("one", 1.0)):
+        np.save(tmp_path / "data" / "a" / f"{name}.npy", np.full((1, 2, 2), value))
+    assert latents.pack(tmp_path / "data", tmp_path / "out", scale=100.0, valid=0)["damaged"] == 1
+    assert "near.npy: times 100 it holds numbers that are not finite" in (tmp_path / "out" / "damaged.txt").read_text()
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])

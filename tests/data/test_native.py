@@ -1,4 +1,6 @@
+import os
 import pickle
+import signal
 
 import h5py
 import numpy as np
@@ -63,6 +65,15 @@ def test_a_file_that_breaks_while_training_is_named(own_data):
         list(native.loader(pairs, [[0]], workers=0, pin=False))
     with pytest.raises(CourseError, match=r"1979\.h5"):
         list(native.loader(pairs, [[0]], workers=1, pin=False))
+
+
+def test_a_worker_that_is_killed_is_a_sentence():
+    class Fatal:
+        def __getitem__(self, ids):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(CourseError, match=r"a worker process of the loader was killed.*fewer data\.workers"):
+        list(native.loader(Fatal(), [[0], [1]], workers=1, pin=False))
 
 
 def test_pairs_travel_to_other_processes_without_their_open_files(small_data):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from course.data import layout
+from course.data import layout, weather
 from course.data.atmosphere import GAS, MEAN_PRESSURE, OMEGA, Atmosphere, Physics, saturation
 from course.data.sphere import RADIUS, Sphere, gaussian, smooth
 from course.data.stepping import exponentials, mixed
@@ -321,6 +321,13 @@ def test_of_two_that_want_it_at_once_one_makes_it_and_the_other_waits(made, tmp_
     assert sum("simulating" in text for text in said) == 1
     assert all(np.array_equal(a, b) for a, b in zip(read(Path(made[0].path)), read(tmp_path / "w"), strict=True))
     assert sorted(path.name for path in (tmp_path / "w").iterdir()) == ["stats", "test", "train", "valid"]
+
+
+def test_a_disk_without_room_for_the_years_is_said_before_they_are_simulated(tmp_path, monkeypatch):
+    monkeypatch.setattr(weather, "free_bytes", lambda path: 200_000)
+    with pytest.raises(CourseError, match=r"0\.9 MB are needed in \S*/train, and 0\.2 MB are free there"):
+        make(dataclasses.replace(SMALL, path=str(tmp_path)), quiet)
+    assert not list(tmp_path.rglob("*.h5"))
 
 
 def test_a_run_that_is_interrupted_leaves_no_statistics_of_other_years(made, tmp_path, monkeypatch):

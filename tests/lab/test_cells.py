@@ -115,8 +115,11 @@ def test_a_damaged_notebook_is_a_sentence(tmp_path, content):
 
 
 def test_too_large_missing_or_of_another_kind(tmp_path, monkeypatch):
-    with pytest.raises(CourseError, match="no such file"):
+    with pytest.raises(CourseError, match=r"no such file$"):
         cells.load(tmp_path / "b.ipynb")
+    (tmp_path / "01_baseline_mine.ipynb").touch()
+    with pytest.raises(CourseError, match=r"no such file \(did you mean '01_baseline_mine.ipynb'\?\)"):
+        cells.load(tmp_path / "01_baselin_mine.ipynb")
     with pytest.raises(CourseError, match="give a notebook"):
         cells.load(tmp_path / "b.docx")
     (tmp_path / "a.py").write_text("x = '" + "a" * 1_000_001 + "'\n")

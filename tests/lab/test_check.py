@@ -102,6 +102,20 @@ def test_what_stops_an_answer_is_said(source, words, hint):
     assert not found.passed and words in present.text(found) and hint in found.hint
 
 
+def test_ranks_that_are_late_hear_what_others_did():
+    late = check.Run(kind="late", error="Not done after 30 s")
+    hint = check.hint_for_error(find("ring-all-reduce"), late, 1, False, 2, lambda: None)
+    assert hint.startswith("seen here before: every rank waits in its send") and "; isend and irecv want ranks" in hint
+    assert hint.endswith(f"Else {check.ENDED}") and check.hint_for_error(find("roofline"), late, 1, False, 1, id) == check.ENDED
+
+
+def test_who_looks_for_a_mistake_says_so():
+    said = []
+    wrong_one = "def roofline_seconds(*row):\n    return 1.0\n"
+    assert verdict("roofline", wrong_one, looking=lambda: said.append(1)).hint and said == [1]
+    assert verdict("roofline", right(find("roofline")), looking=lambda: said.append(2)).passed and said == [1]
+
+
 def test_an_endless_loop_ends_in_a_sentence(monkeypatch):
     exercise = find("roofline")
     short = Exercise(**{**vars(exercise), "limits": check.sandbox.Limits(seconds=1)})         # starting Python does not count

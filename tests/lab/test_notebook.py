@@ -21,6 +21,9 @@ def test_beside_says_by_how_much(capsys):
     assert "within 10%" in capsys.readouterr().out
     with pytest.raises(CourseError, match=r"speed: predicted nan .* finite"):
         notebook.beside("speed", math.nan, 3)
+    for nothing in (None, "two"):
+        with pytest.raises(CourseError, match=rf"speed: you predicted {nothing!r}: put a number there"):
+            notebook.beside("speed", nothing, 3)
 
 
 @pytest.mark.parametrize(("predicted", "measured", "words", "bars"), [

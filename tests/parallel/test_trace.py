@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 import time
 
 import pytest
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from course.launch import close, ranks
 from course.meet import explain, name, trace_file
+from course.parallel import trace
 from course.parallel.trace import Trace
 
 X, ALL = (4, 2), [0, 1]
@@ -52,6 +54,17 @@ def dtensors(x, me):
     grid = init_device_mesh("cpu", (2,))
     rows = DTensor.from_local(x, grid, [Shard(0)])
     return torch.mm(rows, rows.t())                  # whose second factor is gathered inside the operator
+
+
+def test_of_an_answer_that_is_checked_its_own_line_is_named():
+    """Though a line of the check's, which wraps what the answer calls, is further in."""
+    found = {}
+    code = compile("\n\ndef answer(call):\n    call()\n", "the cell with the answer", "exec")
+    exec(code, found)
+    told = []
+    found["answer"](lambda: told.append(trace.where(sys._getframe())))
+    assert told[0].startswith("line 4 of the cell with the answer")
+    assert "of test_trace.py: `assert" in trace.where(sys._getframe())
 
 
 # what a rank does with its tensor, and what must then be in the traces of ranks 0 and 1

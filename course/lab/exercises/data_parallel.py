@@ -94,7 +94,7 @@ def train(inputs: Tensors) -> Tensors:
     for parameter in parameters[::2]:
         parameter.grad = torch.full_like(parameter, (1 + axis.ranks[axis.rank]) / 3)
     with Traffic() as traffic:
-        data.average_gradients(parameters, axis)
+        data.average_gradients((p for p in parameters), axis)           # as model.parameters() does, it comes once
     together = [name.startswith("allreduce") for name in traffic.collectives] == [True]
     absent = parameters[1].grad is None
     means = torch.stack([p.grad[0] for p in parameters[::2] if p.grad is not None])
@@ -126,6 +126,7 @@ def cut(inputs: Tensors) -> Tensors:
                       for some in (parameters, parameters[len(parameters) // 2:]))
     return {"order": torch.tensor([place[id(parameter)] for bucket in buckets for parameter in bucket]),
             "lengths": torch.tensor([len(bucket) for bucket in buckets]),
+            "none": torch.tensor(float(not data.in_buckets([], int(inputs["bucket"])))),
             "later": torch.tensor([len(bucket) for bucket in later])}
 
 
@@ -254,7 +255,8 @@ EXERCISES = [
     Exercise("in-buckets", "07", ("course.parallel.data.in_buckets",), draw_sizes, cut, {
         "order": "every parameter is in one bucket, in the order in which they came",
         "lengths": "each bucket is as full as it may be, and no fuller",
-        "later": "also where already the first parameter is larger than a bucket"}),
+        "later": "also where already the first parameter is larger than a bucket",
+        "none": "no parameters fill no bucket"}, flags={"none": "there is one"}),
     Exercise("overlap", "07", tuple(f"course.parallel.data.{name}" for name in ("arrived", "start_mean", "finish_mean")),
              draw_batches, overlap, {
         "whole_losses": "the loss of each of two steps is that of the serial run",

@@ -96,6 +96,7 @@ def draw_chains(seed: int, hidden: bool) -> Tensors:
             second = (last, below(4), below(4 + i), -1)[(case + i) % 4]
             reads[case, i] = torch.tensor([last, second, below(4) if i == 2 else -1])
     sizes = 1000 * torch.randint(1, 100, (cases, 4 + long), generator=generator)
+    sizes[::2] = sizes[::2, :1]                      # of every second chain all are of one size: a set of sizes loses some
     kept = torch.rand(cases, long, generator=generator) < 0.3
     kept[:, -1] = torch.arange(cases) % 4 < 3        # of some the last result is not what is needed
     kept[:, 1] = True
@@ -195,14 +196,15 @@ class Looks(TorchDispatchMode):
 
 
 def draw_samples(seed: int, hidden: bool) -> Tensors:
-    """Samples, the last of them padding with numbers larger than all, the largest of the others negative; limit and gradient."""
+    """Samples, the last of them padding with numbers larger than all; the largest of the others is negative and in a sample whose
+    id is 0; limit and gradient."""
     generator = torch.Generator().manual_seed(seed)
     shape = (5, 6, 7) if hidden else (3, 4, 5)
     x = torch.randn(shape, generator=generator, dtype=torch.float64)
     x[-1] *= 50
     x[0, 1, 2] = -1 - x[:-1].abs().max()
     sample = torch.randint(0, 1000, (shape[0],), generator=generator)
-    sample[-1] = -1
+    sample[0], sample[-1] = 0, -1
     return {"x": x, "sample": sample, "limit": 0.5 * x[:-1].abs().max(),
             "grad": torch.randn(shape, generator=generator, dtype=torch.float64)}
 

@@ -37,14 +37,14 @@ def ahead(batches: Iterable[Any], depth: int) -> Iterator[Any]:
 
 
 def draw_shards(seed: int, hidden: bool) -> Tensors:
-    """Data sets, global batches, ranks and where to go on: (cases, [seed, samples, batch, ranks, consumed])."""
+    """Data sets, global batches, ranks and where to go on, within a batch: (cases, [seed, samples, batch, ranks, consumed])."""
     generator = torch.Generator().manual_seed(seed)
     cases = []
     for _ in range(5 if hidden else 3):
         ranks = int(torch.randint(2, 5, (), generator=generator))
         batch = ranks * int(torch.randint(1, 4, (), generator=generator))
         samples = int(torch.randint(2 * batch, 5 * batch, (), generator=generator)) + 1
-        done = batch * int(torch.randint(1, 4, (), generator=generator))
+        done = batch * int(torch.randint(1, 4, (), generator=generator)) + int(torch.randint(1, batch, (), generator=generator))
         cases.append([int(torch.randint(1000, (), generator=generator)), samples, batch, ranks, done])
     return {"cases": torch.tensor(cases)}
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from course.config import Parallel
 from course.lab import returned
 from course.lab.exercise import Exercise, Tensors
+from course.lab.traffic import Traffic
 from course.lab.watchdog import Limits
 from course.parallel import Axis, build_mesh, join
 from course.parallel.mappings import all_gather_single, reduce_scatter_single
@@ -68,7 +69,10 @@ class ZeroOptimizer:
         self.optimizer = make([self.mine])
 
     def step(self, gradient: Tensor) -> None:
-        """Update `weights` in place with the mean of all ranks' gradients; `gradient`, (n,), is this rank's own."""
+        """Update `weights` in place with the mean of all ranks' gradients; `gradient`, (n,), is this rank's own.
+
+        Gradients travel by a reduce-scatter, new weights by an all-gather.
+        """
         total = torch.empty_like(self.mine)                                 # (n / size,)
         reduce_scatter_single(total, gradient, group=self.axis.group)
         self.mine.grad = total / self.axis.size
@@ -98,13 +102,29 @@ def train_in_shares(inputs: Tensors) -> Tensors:
         for _ in range(5):
             gradient = a * (weights - b)
             before = gradient.clone()
-            zero.step(gradient)
+            with Traffic() as traffic:
+                zero.step(gradient)
             kept *= float(torch.equal(gradient, before))
             steps.append(weights.clone())
         found[name] = torch.stack(steps)
     found["states"] = torch.tensor(float(state_numbers(zero)))
+    whole = any("allreduce" in called for called in traffic.collectives)
+    least = 2 * len(weights) // axis.size * weights.element_size()      # this rank's share and its gradient
     dist.barrier()
-    return found | {"kept": torch.tensor(kept)}
+    return found | {"kept": torch.tensor(kept), "shares": torch.tensor(float(not whole)),
+                    "excess": torch.tensor(float(max(0, held(zero, weights) - least)))}
+
+
+def held(holder: ZeroOptimizer, weights: Tensor) -> int:
+    """Bytes of the memory that tensors keep which are attributes of an object, or that its optimizer updates, and their
+    gradients; that of the weights that it was given aside."""
+    mine = [value for value in vars(holder).values() if torch.is_tensor(value)]
+    mine += [p for value in vars(holder).values() if isinstance(value, torch.optim.Optimizer)
+             for group in value.param_groups for p in group["params"]]
+    mine += [p.grad for p in mine if p.grad is not None]
+    storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in mine}
+    storages.pop(weights.untyped_storage().data_ptr(), None)
+    return sum(storages.values())
 
 
 def state_numbers(holder: Any) -> int:
@@ -187,7 +207,11 @@ EXERCISES = [
         "sgd": "after each of five steps of gradient descent every rank has the weights of serial training",
         "adam": "and after each of five steps of Adam, in groups of two",
         "states": "a rank keeps the states of its own share alone",
-        "kept": "it leaves the gradient that it is given as it is"}, flags={"kept": "numbers in it have changed"},
+        "excess": "beside the weights that it is given it keeps no bytes but those of its share and of this share's gradient",
+        "shares": "it sends gradients as a reduce-scatter does, no more than each rank needs",
+        "kept": "it leaves the gradient that it is given as it is"}, flags={
+            "shares": "an all-reduce sends twice as much",
+            "kept": "numbers in it have changed"},
         sizes=(2, 4), points=3, limits=PATIENT),
     Exercise("recompute", "13", (f"{__name__}.Recompute",), draw_rows, compute_twice, {
         "output": "the output is that of two blocks, with residual sums around them",

@@ -91,7 +91,12 @@ def in_turns(inputs: Tensors) -> Tensors:
     """1F1B in simulation, interleaved 1F1B with the same `alternate`, and the training of a model."""
     found = simulate(inputs, schedule.one_forward_one_backward, "one_forward_one_backward")
     more = simulate(inputs, schedule.interleaved, "alternate", v=2)
-    return found | {"interleaved": torch.cat([more["time"], more["alive"]])} | trained(inputs, "1f1b", sound(found))
+    given = [Pass("F", 0, micro) for micro in range(4)], [Pass("B", 0, micro) for micro in range(4)]
+    before = [list(each) for each in given]
+    schedule.alternate(*given, 2)
+    kept = [list(each) for each in given] == before
+    found |= {"kept": torch.tensor(float(kept)), "interleaved": torch.cat([more["time"], more["alive"]])}
+    return found | trained(inputs, "1f1b", sound(found))
 
 
 CLAIMS = {
@@ -103,7 +108,8 @@ TRAINS = {
     "losses": "the library trains with it: the losses of two steps are right",
     "weights": "and so are the weights after them"}
 ORDER = {"order": "the first micro-batch comes first, forward and backward, and the others in their order"}
-UNMET = {"passes": "in some pipeline passes are missing, done twice, or of a chunk or micro-batch that there is not",
+UNMET = {"kept": "one is another afterwards",
+         "passes": "in some pipeline passes are missing, done twice, or of a chunk or micro-batch that there is not",
          "meet": "in some pipeline ranks wait for each other in a circle, or take one message for another",
          "order": "in some pipeline they come in another order"}
 LATER = "not tried, since it does not work in simulation"
@@ -112,6 +118,7 @@ EXERCISES = [
     Exercise("gpipe", "12", ("course.parallel.schedule.gpipe",), draw, all_forward_first, CLAIMS | ORDER | TRAINS,
              sizes=(2, 4), points=2, limits=PATIENT, **AS_SHOWN),
     Exercise("1f1b", "12", ("course.parallel.schedule.alternate", "course.parallel.schedule.one_forward_one_backward"), draw,
-             in_turns, CLAIMS | {"interleaved": "interleaved 1F1B, which calls your `alternate`, takes the time that it should"}
-             | TRAINS, sizes=(2, 4), points=3, limits=PATIENT, **AS_SHOWN),
+             in_turns, CLAIMS | {"interleaved": "interleaved 1F1B, which calls your `alternate`, takes the time that it should",
+                       "kept": "it leaves the lists that it is given as they are"} | TRAINS,
+             sizes=(2, 4), points=3, limits=PATIENT, **AS_SHOWN),
 ]

@@ -16,6 +16,8 @@ MISTAKES = {
                 "with this one, not with its own number again"),
         Mistake("its input overwritten", "total = x.clone()", "total = x",
                 "it writes into x, which others still need: begin with a copy"),
+        Mistake("a step too many in each round", "axis.size - 1", "axis.size",
+                "n - 1 steps make a piece's sum complete, and n - 1 bring it to all: in an n-th its own piece comes back"),
         Mistake("the mean", "return total", "return total / axis.size",
                 "an all-reduce returns the sum; whoever wants the mean divides"),
         Mistake("everything every time", "    for step in range(2 * (axis.size - 1)):",
@@ -52,6 +54,10 @@ MISTAKES = {
                 "    return\n    flat = _flatten_dense_tensors(gradients)",
                 "the means are right, but each gradient travels on its own, and pays the latency anew: lay all gradients end to "
                 "end, and all-reduce them once"),
+        Mistake("gone through twice", "flat = _flatten_dense_tensors(gradients)",
+                "flat = _flatten_dense_tensors(gradients)\n    gradients = [p.grad for p in parameters if p.grad is not None]",
+                "`parameters` may be a generator, as model.parameters() is, and a second time nothing comes: go through it once, "
+                "and keep a list of the gradients"),
         Mistake("zeros for a missing one", "gradients = [p.grad for p in parameters if p.grad is not None]",
                 "parameters = list(parameters)\n    for p in parameters:\n        if p.grad is None:\n"
                 "            p.grad = p.detach() * 0\n    gradients = [p.grad for p in parameters]",
@@ -85,6 +91,10 @@ MISTAKES = {
                 "up to `size` bytes: a parameter that fills the bucket to the last byte still goes in"),
         Mistake("an empty one first", "buckets: list[list[nn.Parameter]] = []", "buckets: list[list[nn.Parameter]] = [[]]",
                 "where the first parameter is larger than a bucket, an empty bucket is left before it"),
+        Mistake("the last one lost", "return buckets", "return buckets[:-1]",
+                "the last bucket may not be full, and has to be sent all the same: keep what is left when the parameters end"),
+        Mistake("an empty one for no parameters", "return buckets", "return buckets or [[]]",
+                "where there are no parameters there is nothing to send: return an empty list"),
         Mistake("each alone", "full + parameter.nbytes > size", "True",
                 "every parameter has a bucket of its own, so there are as many messages as parameters: fill a bucket first"),
     ),
@@ -105,6 +115,13 @@ MISTAKES = {
                 "the backward pass stands still until the all-reduce is over: leave the waiting to finish_mean"),
         Mistake("the world's sum", "group=axis.group, ", "",
                 "without a group all processes add up, those along other axes too: group=axis.group"),
+        Mistake("not at the same time",
+                "bucket.work = dist.all_reduce(bucket.flat, mean(bucket.flat), group=axis.group, async_op=True)",
+                "dist.all_reduce(bucket.flat, mean(bucket.flat), group=axis.group)\n"
+                "    bucket.work = __import__('types').SimpleNamespace(wait=lambda: None)",
+                "without async_op=True dist.all_reduce waits until the sum is there, and the backward pass with it"),
+        Mistake("divided by the world's size", "divide(bucket.flat, axis)", "bucket.flat.div_(dist.get_world_size())",
+                "the axis has fewer ranks than there are processes: a mean over the axis is divided by axis.size"),
         Mistake("one at a time", "while ddp.started", "if ddp.started",
                 "several buckets may be complete at once, where gradients came out of order: go on while the next one is"),
         Mistake("in the order of arrival", "while ddp.started < len(ddp.early) and not any(ddp.early[ddp.started].waiting):\n"

@@ -59,6 +59,10 @@ MISTAKES = {
                 "with ahead = 0 the slice backward[-0:] is the whole list: count from the front instead"),
         Mistake("too much of the rest", "backward[len(forward) - ahead:]", "backward[ahead:]",
                 "the turns have done len(forward) - ahead backward passes: what is left begins there"),
+        Mistake("the lists used up", "    return forward[:ahead] + turns + backward[len(forward) - ahead:]",
+                "    made = forward[:ahead] + turns + backward[len(forward) - ahead:]\n    del forward[ahead:]\n    return made",
+                "the two lists are the caller's, who may need them once more: take from them by slices, which copy, not by pop "
+                "or del"),
         Mistake("the turns start over", "zip(forward[ahead:], backward, strict=False)", "zip(forward, backward, strict=False)",
                 "the first `ahead` forward passes have been done: the turns go on with forward[ahead:]"),
     ),

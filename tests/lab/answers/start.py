@@ -196,6 +196,7 @@ def training_bytes(parameters, ranks, stage):
 import torch
 import torch.distributed as dist
 from torch import nn
+from course.parallel.mappings import reduce_scatter_single
 
 class ZeroOptimizer:
     def __init__(self, weights, axis, make):
@@ -204,9 +205,9 @@ class ZeroOptimizer:
         self.adam = make([self.share])
 
     def step(self, gradient):
-        summed = gradient.clone()
-        dist.all_reduce(summed, group=self.axis.group)               # twice the bytes, but right
-        self.share.grad = summed.chunk(self.axis.size)[self.axis.rank] / self.axis.size
+        own = torch.empty_like(self.share)
+        reduce_scatter_single(own, gradient, group=self.axis.group)
+        self.share.grad = own / self.axis.size
         self.adam.step()
         parts = [torch.empty_like(self.share) for _ in range(self.axis.size)]
         dist.all_gather(parts, self.share.detach(), group=self.axis.group)
@@ -270,6 +271,10 @@ def eager(model, progress, config, mesh):
 '''
 
 WRONG = [
+    ("zero-optimizer", RIGHT["zero-optimizer"][0].replace(
+        "reduce_scatter_single(own, gradient, group=self.axis.group)",
+        "whole = gradient.clone()\n        dist.all_reduce(whole, group=self.axis.group)\n"
+        "        own = whole.chunk(self.axis.size)[self.axis.rank]"), "half as much"),
     ("accumulate", ACCUMULATE.replace("(total / weight * mesh", "(total / own * mesh"), "each micro-batch's own mean"),
     ("accumulate", ACCUMULATE.replace("(total / weight).detach()", "(total / weight * mesh.dp.size).detach()"),
      "this rank's share"),
