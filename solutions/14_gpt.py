@@ -880,8 +880,9 @@ else:
     print("Not measured yet. On a machine with GPUs: course bench grid --out course/perf/results/grid_h200.json")
 
 # %%
-again = {"grid_h200": [row for row in lab.results("grid_h200")["again"]["rows"] if row["case"].endswith("layers")]}
-for words, tables in (("", layers), (", again, beside the slow host of the two GPUs", again)):
+later = lab.results("grid_h200")["again"]
+again = {"grid_h200": [row for row in later["rows"] if row["case"].endswith("layers")]}
+for words, tables in (("", layers), (f", again on {later['date']}, beside the slow host of the two GPUs", again)):
     for file, rows in tables.items():
         lab.recorded(file, figures_gpt.table(rows), f"The layers of one micro-batch alone, forward and backward, tp only{words}")
         lab.picture(figures_gpt.measured(rows), "TFLOP/s of a GPU for each case, a panel for each software")
