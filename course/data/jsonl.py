@@ -207,11 +207,12 @@ def choose_tokenizer(config: Jsonl, files: list[Path], kept: Path, say: Callable
 
 def sample(config: Jsonl, files: list[Path]) -> Iterator[str]:
     """The first documents for training of each file: as many bytes of each. Raises `CourseError` if there are none."""
-    some = False
+    some = good = False                              # whether there is one for training; one to read
     bad: list[str] = []
     for file in files:
         left = config.sample * 1_000_000 // len(files)
         for found in (text for item in texts.items(file) for text in texts.read(item, config.text)):
+            good = good or not found.bad
             if found.bad:
                 bad += [f"{file}:{found.where} ({found.bad})"][:SHOWN - len(bad)]
             elif choose_split(found.data, config.valid, config.test) == "train":
@@ -219,6 +220,9 @@ def sample(config: Jsonl, files: list[Path]) -> Iterator[str]:
                 yield found.text
             if left <= 0:
                 break
+    if good and not some:
+        raise CourseError(f"no document is left for training with valid={config.valid} and test={config.test}: choose smaller "
+                          "ones")
     if not some:
         raise no_documents(bad)
 

@@ -32,6 +32,7 @@ from course.lock import only_maker
 
 SPLITS = ("train", "valid")
 SD_SCALE = 0.18215                                  # Stable Diffusion's VAE: times this, its latents are about 1 in size
+LARGEST = 2**34                                     # bytes of the digits, made in memory
 PICTURES = (".jpg", ".jpeg", ".png", ".webp")
 AGAIN = "make it with `course data latents` or `course data digits`"
 
@@ -397,6 +398,8 @@ def make_digits(out: Path, latent: tuple[int, int, int] = (1, 8, 8), valid: int 
 
 def enlarged(pictures: np.ndarray, latent: tuple[int, int, int]) -> np.ndarray:
     """Pictures (N, 1, h, w) made larger, bicubic, with each block of points laid out as channels: (N, C, H, W)."""
+    if (size := 4 * len(pictures) * math.prod(latent)) > LARGEST:
+        raise CourseError(f"digits of {list(latent)} would be {size / 1e9:.0f} GB in memory: {LARGEST / 1e9:.0f} are the most")
     block = math.isqrt(max(0, latent[0]))
     if block**2 != latent[0] or min(latent) < 1:
         raise CourseError(f"digits of {list(latent)} cannot be made: the channels of a point are a square of points, so their "

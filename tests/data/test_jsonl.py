@@ -257,6 +257,7 @@ def test_an_array_is_one_sentence(config, tmp_path, array, pack):
 
 @pytest.mark.parametrize(("change", "sentence"), [
     ({"files": ()}, "no files are named"),
+    ({"valid": 1 - 1e-9, "test": 0.0}, r"no document is left for training with valid=0\.999999999 and test=0\.0: choose smaller"),
     ({"files": ("{tmp}/in/a0.jsonl.gz", "{tmp}/in/../in/a0.jsonl.gz")}, "a file is named twice"),
     ({"files": ("{tmp}/in",)}, "/in is a folder: give files .a shell expands"),
     ({"files": ("{tmp}/nowhere.jsonl",)}, "the input file .*nowhere.jsonl does not exist: mind its name and folder$"),

@@ -358,6 +358,8 @@ def test_digits_are_those_of_scikit_learn(tmp_path):
     assert train["label"].tolist() == labels[[0, 1, 6]].tolist() and valid["label"].tolist() == labels[[5, 11, 35]].tolist()
 
 
-def test_digits_of_fewer_than_no_channels_are_refused():
+def test_digits_of_fewer_than_no_channels_or_too_large_are_refused(tmp_path):
+    with pytest.raises(CourseError, match=r"digits of \[4, 1000000, 1000000\] would be 28752000 GB in memory: 17 are the most"):
+        latents.make_digits(tmp_path / "d", (4, 1_000_000, 1_000_000))
     with pytest.raises(CourseError, match=r"digits of \[-1, 8, 8\] cannot be made"):
         latents.enlarged(np.zeros((1, 1, 8, 8), np.float32), (-1, 8, 8))
