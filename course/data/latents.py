@@ -398,8 +398,8 @@ def make_digits(out: Path, latent: tuple[int, int, int] = (1, 8, 8), valid: int 
 
 def enlarged(pictures: np.ndarray, latent: tuple[int, int, int]) -> np.ndarray:
     """Pictures (N, 1, h, w) made larger, bicubic, with each block of points laid out as channels: (N, C, H, W)."""
-    if (size := 4 * len(pictures) * math.prod(latent)) > LARGEST:
-        raise CourseError(f"digits of {list(latent)} would be {size / 1e9:.0f} GB in memory: {LARGEST / 1e9:.0f} are the most")
+    if (needed := 4 * len(pictures) * math.prod(latent)) > LARGEST:
+        raise CourseError(f"digits of {list(latent)} would be {needed / 1e9:.0f} GB in memory: {LARGEST / 1e9:.0f} are the most")
     block = math.isqrt(max(0, latent[0]))
     if block**2 != latent[0] or min(latent) < 1:
         raise CourseError(f"digits of {list(latent)} cannot be made: the channels of a point are a square of points, so their "
