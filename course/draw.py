@@ -23,8 +23,8 @@ def main(run: Path, labels: list[int], each: int, settings: Sampling, average: b
     """Draw `each` samples of each label with a run's newest checkpoint; write them to `run/samples`, return the picture's path.
 
     labels: none means the first ten. average: with the moving average of the weights; None: if there is one. vae: decodes latents
-    to pictures (diffusers).
-    `samples.npy` (N, C, H, W) float32 has the latents and `labels.npy` (N,) their labels, label by label.
+    to pictures (diffusers). Of many samples the picture shows some; `samples.npy` (N, C, H, W) float32 has the latents of all and
+    `labels.npy` (N,) their labels, label by label.
 
     Raises `CourseError` where the run is no DiT's, a label is none of its own, or there is no checkpoint, average or decoder.
     """
