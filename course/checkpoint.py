@@ -330,9 +330,9 @@ def load(checkpoint: Path, index: dict[str, Any], model: nn.Module, optimizer: t
                 optimizer.state[parameter][leaf] = value.to(parameter.device)
 
 
-def nothing_over(checkpoint: Path, index: dict[str, Any], model: nn.Module, everyone: Axis) -> None:
-    """Raise `CourseError` if the checkpoint has a parameter that is on none of the ranks: one of a deeper model, say."""
-    known = set[str]().union(*together(everyone, lambda: [placement(p).name for p in model.parameters()]))
+def nothing_over(checkpoint: Path, index: dict[str, Any], model: nn.Module, stages: Axis) -> None:
+    """Raise `CourseError` if the checkpoint has a parameter that no stage has: one of a deeper model, say."""
+    known = set[str]().union(*together(stages, lambda: [placement(p).name for p in model.parameters()]))
     for name in index["tensors"]:
         stem, _, leaf = name.rpartition(".")
         if name not in known and stem not in known and leaf != "amax_history":          # neither a parameter's nor its state

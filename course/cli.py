@@ -103,7 +103,8 @@ def evaluate(run: Annotated[Path, typer.Argument(help="the folder of a run, such
 def generate(run: Annotated[Path, typer.Argument(help="the folder of a DiT's run, such as runs/dit-digits/default")],
              labels: Annotated[str, typer.Option(help="such as 0,1,2; else the first ten")] = "",
              each: Annotated[int, typer.Option(min=1, help="samples of each label")] = 8,
-             guidance: Annotated[float, typer.Option(help="classifier-free guidance; 1: none")] = 4.0,
+             guidance: Annotated[float | None, typer.Option(help="classifier-free guidance; 1: none; else 4, if it was trained")]
+             = None,
              channels: Annotated[int, typer.Option(help="guide the first so many channels alone; 0: all")] = 0,
              steps: Annotated[int, typer.Option(help="of the sampler")] = 50,
              sampler: Annotated[str, typer.Option(help="ddim or euler; auto: what fits the model's objective")] = "auto",

@@ -71,7 +71,8 @@ def read_config(run: Path) -> Config:
     if not (run / "config.yaml").is_file():
         inside = sorted(file.parent for depth in ("*", "*/*") for file in run.glob(f"{depth}/config.yaml"))
         if not run.parent.exists() and run.parent.name in config.presets() and run.parent.parent.name == "runs":
-            raise CourseError(f"{run} does not exist: train it first, course train {run.parent.name}")
+            name = f" log.name={run.name}" * (run.name != "default")
+            raise CourseError(f"{run} does not exist: train it first, course train {run.parent.name}{name}")
         such = " or ".join(map(str, inside[:3])) or "runs/vit-demo/default"
         what = "is not the folder of a run (it has no config.yaml)" if run.exists() else "does not exist"
         raise CourseError(f"{run} {what}{near(run)}: give the folder of a run, such as {such}")

@@ -21,7 +21,7 @@ def atomic(path: Path) -> Iterator[Path]:
 
     Raises `CourseError` where the disk is full or not writable, or the path leads through a file.
     """
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = unfinished(path)
     begin(path)
     try:
         remove(temporary)
@@ -47,6 +47,11 @@ def atomic(path: Path) -> Iterator[Path]:
     except BaseException:
         remove(temporary)
         raise
+
+
+def unfinished(path: Path) -> Path:
+    """Where `atomic` gathers what is to be at `path`."""
+    return path.with_name(f".{path.name}.tmp")
 
 
 def free_bytes(path: Path) -> int:

@@ -232,7 +232,7 @@ def resume(run: Path, training: Training) -> tuple[int, int]:
         raise CourseError(f"{run} exists and checkpoint.resume=false: choose another log.name, or remove the folder")
     if found:
         check_state(*found, training.progress)
-        checkpoint.nothing_over(*found, training.model, mesh.all)
+        checkpoint.nothing_over(*found, training.model, mesh.pp)
         checkpoint.load(*found, training.model, training.optimizer)
         training.scaling.restore(checkpoint.read_more(*found, training.scaling.state()))
     if not found:

@@ -186,8 +186,9 @@ lab.picture(figures_loading.stream(0, samples=10, batch=4, ranks=2, steps=5),
 # ## Exercise: a sharded sampler
 #
 # Write `train_batches`, a generator without end: each `yield` is the list of this rank's sample ids for the next global
-# batch. It begins after `consumed` samples. You have `samples_at`, from above, and `my_slice(global_batch, ranks, rank)`,
-# the slice of a global batch that is this rank's. (`array.tolist()` makes a list of an array.)
+# batch. It begins after `consumed` samples, which need not be whole batches: the run may have had others before. You have
+# `samples_at`, from above, and `my_slice(global_batch, ranks, rank)`, the slice of a global batch that is this rank's.
+# (`array.tolist()` makes a list of an array.)
 
 # %% exercise="sharded-sampler"
 from course.data.order import train_batches

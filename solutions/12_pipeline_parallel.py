@@ -289,7 +289,8 @@ lab.beside("micro-batches kept by rank 0", my_kept, schedule.alive(gpipe(4, 0, 1
 #
 # Write two functions:
 #
-# - `alternate(forward, backward, ahead)` puts two lists of passes of the same length together in this way;
+# - `alternate(forward, backward, ahead)` puts two lists of passes of the same length together in this way, and leaves both as
+#   they are;
 # - `one_forward_one_backward(p, rank, m)` calls it. By how many is a rank ahead? The last rank by none: its gradient is there
 #   at once. And the rank before it? The first one? With few micro-batches it cannot be more than there are.
 #

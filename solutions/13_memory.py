@@ -277,7 +277,7 @@ lab.picture(figures_memory.stacked(bars, limits={"one H200": 141}, title="7 bill
 #   `make` makes one: `make([p])` returns, for instance, `torch.optim.Adam([p], 0.1)`. Keep it as an attribute: the check counts
 #   what it holds;
 # - `step(gradient)` does the three steps. Average: the **mean** over the ranks counts. It changes `weights` in place, since
-#   the model uses it, and leaves `gradient` as it is.
+#   the model uses it, and leaves `gradient` as it is. Between steps keep nothing larger than a share.
 #
 # Two collectives are all that you need, both with the output first, then the input:
 #
@@ -314,7 +314,7 @@ class ZeroOptimizer:
 
 # %% [markdown]
 # The check trains on 2 and on 4 ranks, each with a loss of its own, with gradient descent and with Adam, then in groups of
-# two, and counts the numbers that your optimizer keeps.
+# two, and counts the numbers that your optimizer keeps, and what is sent and kept besides.
 #
 # > **Question.** Why with both? What would Adam alone not notice?
 #

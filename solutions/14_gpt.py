@@ -900,7 +900,7 @@ for words, tables in (("", layers), (f", again on {later['date']}, beside the sl
 # </details>
 #
 # The tables of *layers* have the time of the layers alone, ours and megatron-core's, on the same GPUs. Where they are
-# wide (3072), all take the same time within 3%, that of the matrix multiplications. Where they are narrow and the samples few,
+# wide (3072), all take the same time within 5%, that of the matrix multiplications. Where they are narrow and the samples few,
 # the host is the limit, and whoever launches least wins. On one GPU that is the course, whose layers are compiled: the
 # smallest take 84% to 87% of the time of megatron-core's, and beside the slow host 56% to 67%. On two GPUs it is plain tensor
 # parallelism, which has half as many collectives as sequence parallelism: our two smallest take 67% and 74% of the time of

@@ -90,6 +90,8 @@ def test_the_run_that_is_meant_is_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CourseError, match=r"^runs/gpt-python/default does not exist: train it first, course train gpt-python$"):
         evaluate.read_config(Path("runs/gpt-python/default"))
+    with pytest.raises(CourseError, match=r"first, course train gpt-python log\.name=mine$"):
+        evaluate.read_config(Path("runs/gpt-python/mine"))
     (tmp_path / "runs" / "vit-demo" / "default").mkdir(parents=True)
     (tmp_path / "runs" / "vit-demo" / "default" / "config.yaml").touch()
     for name in ("vit-demo", "vit-demo/default"):

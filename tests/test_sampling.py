@@ -99,6 +99,13 @@ def test_guidance_leads_away_from_the_unknown_class():
     torch.testing.assert_close(first[:, 3:], known[:, 3:], rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize(("label_drop", "scale"), [(0.1, 4.0), (0.0, 1.0)])
+def test_guidance_is_usual_where_it_was_trained(label_drop, scale):
+    model, labels = make(label_drop=label_drop), torch.tensor([0, 1])
+    found = [draw(model, labels, Sampling(steps=2, **how), "fp64") for how in ({}, {"guidance": scale})]
+    assert torch.equal(*found)
+
+
 def test_guidance_is_one_batch_and_scale_1_needs_no_second_half():
     sizes = []
     model = make()
@@ -115,8 +122,7 @@ def test_guidance_is_one_batch_and_scale_1_needs_no_second_half():
 def test_what_cannot_be_drawn_is_a_sentence(changes, words):
     with pytest.raises(CourseError, match=words):
         draw(make(), torch.tensor([0]), Sampling(**changes))
-    with pytest.raises(CourseError, match=r"guidance=4\.0: .* model\.label_drop=0 never trained: use 1"):
-        sampling.check(Sampling(), dataclasses.replace(CONFIG, label_drop=0.0))
-    sampling.check(Sampling(guidance=1.0), dataclasses.replace(CONFIG, label_drop=0.0))
+    with pytest.raises(CourseError, match=r"guidance=4\.0: .* is not trained with model\.label_drop=0: use 1"):
+        sampling.check(Sampling(guidance=4.0), dataclasses.replace(CONFIG, label_drop=0.0))
     with pytest.raises(CourseError, match="euler adds none"):
         sampling.check(Sampling(eta=1.0), dataclasses.replace(CONFIG, objective="flow"))

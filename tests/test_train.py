@@ -17,7 +17,8 @@ import torch
 from course import checkpoint, config, train
 from course.config import Parallel
 from course.errors import CourseError
-from course.parallel import Axis, World, build_mesh
+from course.launch import ranks
+from course.parallel import Axis, World, build_mesh, join
 from course.pieces import read_box
 from course.precision import FIRST_SCALE
 from course.report import read_metrics
@@ -95,13 +96,35 @@ def test_resumed_in_mid_epoch_gives_the_same_losses_bit_for_bit(tiny, name):
     assert_same_run(run([*tiny, *extra, "log.name=part"]), whole)
 
 
-@pytest.mark.parametrize("change", ["model.depth=1", "model.depth=1 parallel.pp=1"])
-def test_a_run_of_a_deeper_model_does_not_go_on_in_a_shallower_one(tiny, change):
+def test_a_run_of_a_deeper_model_does_not_go_on_in_a_shallower_one(tiny):
     """Every parameter is in the checkpoint, and some of the checkpoint's are nowhere."""
     folder = run([*tiny, "model.depth=2", "train.steps=2", "optim.ema=0.9"])
     with pytest.raises(CourseError, match=r"is of another model: it has blocks\.1\.\S+, which is not here"):
-        run([*tiny, *change.split(), "train.steps=4", "optim.ema=0.9"])
+        run([*tiny, "model.depth=1", "train.steps=4", "optim.ema=0.9"])
     assert len(losses(folder)) == 2
+
+
+def in_stages(settings):
+    """What stopped a run in two stages, if anything did."""
+    c = config.load("vit-demo", [*settings, "parallel.pp=2", "train.micro_batch=1", "optim.ema=0.9", "data.workers=0"])
+    try:
+        train.fit(train.assemble(c, build_mesh(c.parallel, join("cpu"))))
+    except CourseError as error:
+        return str(error)
+    return ""
+
+
+def test_what_the_other_stage_has_is_not_left_over(tiny):
+    deep = [*tiny, "model.depth=4"]
+    assert ranks(2)(in_stages, [*deep, "train.steps=1"]) == ranks(2)(in_stages, [*deep, "train.steps=2"]) == ["", ""]
+    for said in ranks(2)(in_stages, [*tiny, "model.depth=2", "train.steps=3"]):
+        assert "is of another model: it has blocks." in said
+
+
+def test_histories_of_fp8_are_not_left_over(tiny):
+    folder = run([*tiny, "precision=fp8", "train.steps=2"])
+    run([*tiny, "precision=bf16", "train.steps=3"])
+    assert len(losses(folder)) == 3
 
 
 def test_another_precision_starts_with_a_loss_scale_of_its_own(tiny):

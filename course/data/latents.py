@@ -137,7 +137,7 @@ def pack(folder: Path, out: Path, scale: float | None = None, valid: int = 50, s
     if scale is not None and not 0 < scale < math.inf:
         raise CourseError(f"--scale {scale:g}: latents are multiplied with it, so it is more than 0; leave it out for the "
                           f"VAE's, {SD_SCALE}")
-    if out.resolve().is_relative_to(folder.resolve()):
+    if out.resolve() == folder.resolve() or (out.resolve().parent == folder.resolve() and not out.name.startswith(".")):
         raise CourseError(f"--out {out} is in {folder}, where it would count as a class: choose a folder beside it")
     encoder = Encoder(vae, pixels) if vae else None
     scale = scale or (encoder.scale if encoder else SD_SCALE)
@@ -398,12 +398,12 @@ def make_digits(out: Path, latent: tuple[int, int, int] = (1, 8, 8), valid: int 
 
 def enlarged(pictures: np.ndarray, latent: tuple[int, int, int]) -> np.ndarray:
     """Pictures (N, 1, h, w) made larger, bicubic, with each block of points laid out as channels: (N, C, H, W)."""
-    if (needed := 4 * len(pictures) * math.prod(latent)) > LARGEST:
-        raise CourseError(f"digits of {list(latent)} would be {needed / 1e9:.0f} GB in memory: {LARGEST / 1e9:.0f} are the most")
     block = math.isqrt(max(0, latent[0]))
     if block**2 != latent[0] or min(latent) < 1:
         raise CourseError(f"digits of {list(latent)} cannot be made: the channels of a point are a square of points, so their "
                           "number is 1, 4, 9 ..., as in 4,32,32")
+    if (needed := 4 * len(pictures) * math.prod(latent)) > LARGEST:
+        raise CourseError(f"digits of {list(latent)} would be {needed / 1e9:.0f} GB in memory: {LARGEST / 1e9:.0f} are the most")
     if pictures.shape[1:] == latent:
         return pictures
     size = (block * latent[1], block * latent[2])

@@ -18,10 +18,10 @@ def loader(pairs: Dataset[Batch], batches: Iterable[list[int]], workers: int, pi
     try:
         yield from iterator
     except RuntimeError as error:
-        if "DataLoader worker" not in str(error):
+        if "DataLoader worker (pid" not in str(error):                 # one of the worker's own, which is passed on
             raise
-        raise CourseError("a worker process of the loader was killed, perhaps for want of memory: run again, with fewer "
-                          "data.workers") from error
+        raise CourseError(f"a worker process of the loader ended ({str(error).splitlines()[0]}), perhaps for want of memory: run "
+                          "again, with fewer data.workers") from error
     finally:                                         # end the workers now, not when an error's traceback lets go of them
         getattr(iterator, "_shutdown_workers", lambda: None)()
 

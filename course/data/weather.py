@@ -34,7 +34,7 @@ from course.data import layout
 from course.data.atmosphere import GAS, GRAVITY, Atmosphere, land, saturation
 from course.data.sphere import Sphere
 from course.errors import CourseError
-from course.files import atomic, free_bytes
+from course.files import atomic, free_bytes, remove, unfinished
 from course.lock import make_once
 
 FIRST_YEAR = 1979
@@ -172,8 +172,13 @@ def is_made(file: Path, year: int, config: Weather) -> bool:
 
 
 def room_for(files: dict[int, Path], size: int) -> None:
-    """Raise `CourseError` if there is no room for files of that many bytes: HDF5 may crash where a disk becomes full."""
+    """Raise `CourseError` if there is no room for files of that many bytes: HDF5 may crash where a disk becomes full.
+
+    What an interrupted run has left of them is removed first.
+    """
     file, needed = next(iter(files.values())), len(files) * (size + HEAD)
+    for each in files.values():
+        remove(unfinished(each))
     if (free := free_bytes(file)) < needed:
         raise CourseError(f"{needed / 1e6:.1f} MB are needed in {file.parent}, and {free / 1e6:.1f} MB are free there: free some "
                           "space, or choose another path, or fewer times")

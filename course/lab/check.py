@@ -192,7 +192,7 @@ def hint_for_error(exercise: Exercise, run: Run, seed: int, hidden: bool, size: 
     if run.kind == "NotImplementedError":
         return f"replace the line that raises NotImplementedError by your code, {AGAIN}"
     if run.kind in ("ended", "late"):
-        seen = "; ".join(mistake.hint for mistake in known_mistakes(exercise) if mistake.silent)
+        seen = "; ".join(mistake.hint for mistake in known_mistakes(exercise) if mistake.waits)
         return f"seen here before: {seen}. Else {ENDED}" if seen and run.kind == "late" else ENDED
     looking()
     for mistake, slip in zip(comparable(exercise), reference(exercise.name, seed, hidden, size)[1:], strict=True):

@@ -69,7 +69,7 @@ class Mistake:
     """A known wrong answer: the right one with a piece replaced, and what to tell whoever made it.
 
     The answer's outputs are compared with those of each mistake, so a hint is given only to who made just
-    that mistake. `silent` marks one that yields nothing to compare with: it stops, or waits for ever.
+    that mistake. `silent` marks one that yields nothing to compare with: it stops, or `waits` for ever.
     """
 
     name: str                                        # "a sum for a mean"
@@ -77,6 +77,7 @@ class Mistake:
     new: str                                         # what stands there instead
     hint: str
     silent: bool = False
+    waits: bool = False
 
 
 @cache

@@ -6,13 +6,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Traffic(TorchDispatchMode):
-    """Within this context: `bytes` and `messages` that this rank sends, and the names of the `collectives` that it calls."""
+    """Within this context: `bytes` and `messages` that this rank sends, the names of the `collectives` that it calls, and what it
+    brings to one that gathers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.bytes = 0
         self.messages = 0
         self.collectives: list[str] = []
+        self.gathered = 0                            # the most bytes that it brings to an all-gather
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -26,4 +28,7 @@ class Traffic(TorchDispatchMode):
                 self.messages += 1
             elif not name.startswith("recv"):
                 self.collectives.append(name)
+            if "allgather" in name:
+                brought = args[1] if isinstance(args[1], list | tuple) else [args[1]]
+                self.gathered = max(self.gathered, sum(tensor.nbytes for tensor in brought))
         return func(*args, **(kwargs or {}))

@@ -230,6 +230,7 @@ def test_folders_without_latents_are_a_sentence(tmp_path):
 def test_latents_are_not_packed_among_the_classes(folder, inside):
     with pytest.raises(CourseError, match=r"--out .* is in .*, where it would count as a class: choose a folder beside it"):
         latents.pack(folder, folder / inside)
+    assert latents.pack(folder, folder / ".packed", scale=1.0) == latents.pack(folder, folder.parent / "beside", scale=1.0)
 
 
 def test_a_latent_too_large_for_float32_or_of_complex_numbers_is_damaged(tmp_path):

@@ -67,13 +67,25 @@ def test_a_file_that_breaks_while_training_is_named(own_data):
         list(native.loader(pairs, [[0]], workers=1, pin=False))
 
 
-def test_a_worker_that_is_killed_is_a_sentence():
-    class Fatal:
-        def __getitem__(self, ids):
-            os.kill(os.getpid(), signal.SIGKILL)
+class Calling:
+    """Samples that call something when they are read."""
 
-    with pytest.raises(CourseError, match=r"a worker process of the loader was killed.*fewer data\.workers"):
-        list(native.loader(Fatal(), [[0], [1]], workers=1, pin=False))
+    def __init__(self, call):
+        self.call = call
+
+    def __getitem__(self, ids):
+        self.call()
+
+
+def fault():
+    raise RuntimeError("a fault of the worker's own")
+
+
+def test_a_worker_that_is_killed_is_a_sentence():
+    with pytest.raises(CourseError, match=r"a worker process of the loader ended \(DataLoader worker .*fewer data\.workers"):
+        list(native.loader(Calling(lambda: os.kill(os.getpid(), signal.SIGKILL)), [[0], [1]], workers=1, pin=False))
+    with pytest.raises(RuntimeError, match="a fault of the worker's own"):
+        list(native.loader(Calling(fault), [[0], [1]], workers=1, pin=False))
 
 
 def test_pairs_travel_to_other_processes_without_their_open_files(small_data):

@@ -108,23 +108,23 @@ def train_in_shares(inputs: Tensors) -> Tensors:
             steps.append(weights.clone())
         found[name] = torch.stack(steps)
     found["states"] = torch.tensor(float(state_numbers(zero)))
-    whole = any("allreduce" in called for called in traffic.collectives)
-    least = 2 * len(weights) // axis.size * weights.element_size()      # this rank's share and its gradient
+    share = weights.nbytes // axis.size
+    whole = traffic.gathered > share or any("allreduce" in called for called in traffic.collectives)
     dist.barrier()
     return found | {"kept": torch.tensor(kept), "shares": torch.tensor(float(not whole)),
-                    "excess": torch.tensor(float(max(0, held(zero, weights) - least)))}
+                    "lean": torch.tensor(float(held(zero, weights) <= share))}
 
 
 def held(holder: ZeroOptimizer, weights: Tensor) -> int:
-    """Bytes of the memory that tensors keep which are attributes of an object, or that its optimizer updates, and their
-    gradients; that of the weights that it was given aside."""
+    """Bytes of the largest piece of memory that is kept by a tensor which is an attribute of an object, or which its optimizer
+    updates, or by a gradient of these; that of the weights that it was given aside."""
     mine = [value for value in vars(holder).values() if torch.is_tensor(value)]
     mine += [p for value in vars(holder).values() if isinstance(value, torch.optim.Optimizer)
              for group in value.param_groups for p in group["params"]]
     mine += [p.grad for p in mine if p.grad is not None]
     storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in mine}
     storages.pop(weights.untyped_storage().data_ptr(), None)
-    return sum(storages.values())
+    return max(storages.values(), default=0)
 
 
 def state_numbers(holder: Any) -> int:
@@ -207,10 +207,11 @@ EXERCISES = [
         "sgd": "after each of five steps of gradient descent every rank has the weights of serial training",
         "adam": "and after each of five steps of Adam, in groups of two",
         "states": "a rank keeps the states of its own share alone",
-        "excess": "beside the weights that it is given it keeps no bytes but those of its share and of this share's gradient",
+        "lean": "beside the weights that it is given it keeps nothing larger than a share",
         "shares": "it sends gradients as a reduce-scatter does, no more than each rank needs",
         "kept": "it leaves the gradient that it is given as it is"}, flags={
-            "shares": "an all-reduce sends twice as much",
+            "lean": "it does: a tensor of all weights or gradients, or a piece of one, which keeps all of it",
+            "shares": "whole gradients are all-reduced or gathered",
             "kept": "numbers in it have changed"},
         sizes=(2, 4), points=3, limits=PATIENT),
     Exercise("recompute", "13", (f"{__name__}.Recompute",), draw_rows, compute_twice, {

@@ -33,10 +33,11 @@ MISTAKES = {
                 "for work in [dist.isend(pieces[at], right, axis.group), dist.irecv(coming, left, axis.group)]:\n"
                 "            work.wait()",
                 "dist.send(pieces[at].contiguous(), right, axis.group)\n        dist.recv(coming, left, axis.group)",
-                "every rank waits in its send until its neighbour receives: begin both, then wait for both", silent=True),
+                "every rank waits in its send until its neighbour receives: begin both, then wait for both", silent=True,
+                waits=True),
         Mistake("positions for ranks", "axis.ranks[(axis.rank + 1) % axis.size], axis.ranks[axis.rank - 1]",
                 "(axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size",
-                "isend and irecv want ranks, axis.ranks[...], not positions along the axis", silent=True),
+                "isend and irecv want ranks, axis.ranks[...], not positions along the axis", silent=True, waits=True),
         Mistake("rows for numbers", "total.view(-1).tensor_split", "total.tensor_split",
                 "tensor_split cuts along the first dim, here into unequal pieces: lay the tensor out flat first, .view(-1)"),
     ),

@@ -66,10 +66,8 @@ MISTAKES = {
                 "        self.mine.grad = whole.chunk(self.axis.size)[self.axis.rank].clone() / self.axis.size\n",
                 "an all-reduce brings each rank all sums, of which it needs an n-th: a reduce-scatter sends half as much"),
         Mistake("a share that is a view", "weights[mine].clone()", "weights.clone()[mine]",
-                "a piece of a copy keeps the whole copy in memory: cut first, then copy the piece, weights[mine].clone()"),
-        Mistake("the gradient is kept", "        total = torch.empty_like",
-                "        self.gradient = gradient.clone()\n        total = torch.empty_like",
-                "a copy of all gradients is kept between steps: what is needed afterwards is this rank's share alone"),
+                "a tensor of all weights or gradients stays in memory: keep none between steps, and cut before you copy, "
+                "weights[mine].clone(), since a piece of a copy keeps the whole copy"),
         Mistake("divided by the world's size", "total / self.axis.size", "total / torch.distributed.get_world_size()",
                 "the axis has fewer ranks than there are processes: divide by axis.size"),
         Mistake("all ranks for those of the axis", GATHER, GATHER.replace(", group=self.axis.group", ""),

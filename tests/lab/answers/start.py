@@ -228,6 +228,23 @@ class ZeroOptimizer:
         reduce_scatter_single(self.mine.grad, gradient / self.axis.size, group=self.axis.group)
         self.optimizer.step()
         all_gather_single(self.weights, self.mine.data.clone(), group=self.axis.group)
+''', '''
+import torch
+from torch import nn
+from course.parallel.mappings import all_gather_single, reduce_scatter_single
+
+class ZeroOptimizer:
+    def __init__(self, weights, axis, make):
+        self.weights, self.axis = weights, axis
+        self.mine = nn.Parameter(weights.view(axis.size, -1)[axis.rank].clone())
+        self.total = torch.empty_like(self.mine)                                      # received into, step after step
+        self.optimizer = make([self.mine])
+
+    def step(self, gradient):
+        reduce_scatter_single(self.total, gradient, group=self.axis.group)
+        self.mine.grad = self.total / self.axis.size
+        self.optimizer.step()
+        all_gather_single(self.weights, self.mine.detach(), group=self.axis.group)
 '''],
     "recompute": ['''
 import torch
@@ -275,6 +292,13 @@ WRONG = [
         "reduce_scatter_single(own, gradient, group=self.axis.group)",
         "whole = gradient.clone()\n        dist.all_reduce(whole, group=self.axis.group)\n"
         "        own = whole.chunk(self.axis.size)[self.axis.rank]"), "half as much"),
+    ("zero-optimizer", RIGHT["zero-optimizer"][0].replace(
+        "reduce_scatter_single(own, gradient, group=self.axis.group)",
+        "parts = [torch.empty_like(gradient) for _ in range(self.axis.size)]\n"
+        "        dist.all_gather(parts, gradient, group=self.axis.group)\n"
+        "        own = sum(parts).chunk(self.axis.size)[self.axis.rank]"), "half as much"),
+    ("zero-optimizer", RIGHT["zero-optimizer"][0].replace(
+        "        own =", "        self.gradient = gradient.clone()\n        own ="), "keep none between steps"),
     ("accumulate", ACCUMULATE.replace("(total / weight * mesh", "(total / own * mesh"), "each micro-batch's own mean"),
     ("accumulate", ACCUMULATE.replace("(total / weight).detach()", "(total / weight * mesh.dp.size).detach()"),
      "this rank's share"),
