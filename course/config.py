@@ -16,10 +16,10 @@ from typing import Any, Literal
 import yaml
 
 from course import limits
-from course.errors import CourseError
+from course.errors import CourseError, nearest
 from course.files import atomic
 from course.models import Model, ViTConfig
-from course.schema import as_plain, build, merge, nearest, parse, read_yaml, reading
+from course.schema import as_plain, build, merge, parse, read_yaml, reading
 
 PRESETS = Path(__file__).parent / "configs"
 

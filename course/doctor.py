@@ -26,9 +26,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from course.errors import CourseError
+from course.errors import CourseError, nearest
 from course.machine import cores
-from course.schema import nearest
 
 LIMIT = 60.0                                         # seconds that an import may take
 TE_CURE = ('with an NVIDIA GPU: conda env create -f environment.yml, or '

@@ -17,13 +17,12 @@ from course import checkpoint, config, pictures, random
 from course.baselines import Regression
 from course.config import Config
 from course.data import Pairs, layout, open_pairs
-from course.errors import CourseError
+from course.errors import CourseError, most_alike
 from course.files import atomic
 from course.metrics import squared_error
 from course.models import build_model
 from course.parallel import place_serial
 from course.precision import parameter_dtype, set_matmul
-from course.schema import most_alike
 from course.validate import forward_only, headline, row_weights
 
 DAYS = 5                                             # how far the model is rolled forward, once at any rate

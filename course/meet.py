@@ -14,7 +14,7 @@ from typing import Any
 from course.errors import CourseError
 
 ANYONE = -1
-CELL = "the cell "                                   # so begins what checks call the cell of an answer (`lab/cells.py`)
+CELL = "the cell "                                   # so begins what checks call a cell (`lab/cells.py`), and no file's name
 WORLD = "0"                                          # the name of the group of all ranks
 DISAGREE = "The ranks disagree"                      # so begins an explanation of calls that differ
 # how gloo and NCCL say that another rank ended

@@ -36,7 +36,7 @@ class Sampling:
 
     sampler: Literal["auto", "ddim", "euler"] = "auto"      # auto: the one for what the model predicts
     steps: int = 50
-    guidance: float | None = None                   # 1: none; more: rather typical of the class than varied; None: `usual`
+    guidance: float | None = None                   # 1: none; more: rather typical of the class than varied; None: `guidance_of`
     channels: int = 0                               # guide the first so many channels alone, as the paper does with 3; 0: all
     eta: float = 0.0                                # of ddim: how much of DDPM's noise is added at each step
     seed: int = 0
@@ -54,10 +54,9 @@ def draw(model: Any, labels: Tensor, settings: Sampling, precision: str = "fp32"
     c, weight = model.c, next(model.parameters())
     wide = torch.promote_types(weight.dtype, torch.float32)
     sampler = check(settings, c)
-    parts, labels = [], labels.to(weight.device)
+    parts, labels, guidance = [], labels.to(weight.device), guidance_of(settings, c)
     for ids in torch.arange(len(labels), device=weight.device).split(settings.batch):
-        predict = guided(model, labels[ids], usual(c) if settings.guidance is None else settings.guidance, settings.channels,
-                         precision)
+        predict = guided(model, labels[ids], guidance, settings.channels, precision)
         x = noise(START, settings.seed, 0, ids, c.latent, wide)
         if sampler == "euler":
             parts.append(euler(predict, x, settings.steps))
@@ -74,10 +73,11 @@ def check(s: Sampling, c: Any) -> str:
         raise CourseError(f"the sampler {s.sampler} does not fit a model with model.objective={c.objective}: use {fits}")
     if not 1 <= s.steps <= STEPS:
         raise CourseError(f"{s.steps} steps: a sampler takes 1 to {STEPS}")
-    if s.guidance is not None and not math.isfinite(s.guidance):
-        raise CourseError(f"guidance={s.guidance} would make every sample no number: use 1, which is none, to about 10")
-    if s.guidance not in (None, 1) and not c.label_drop:
-        raise CourseError(f"guidance={s.guidance}: it leads away from what the model says where the class is hidden, which is "
+    guidance = guidance_of(s, c)
+    if not math.isfinite(guidance):
+        raise CourseError(f"guidance={guidance} would make every sample no number: use 1, which is none, to about 10")
+    if guidance != 1 and not c.label_drop:
+        raise CourseError(f"guidance={guidance}: it leads away from what the model says where the class is hidden, which is "
                           "not trained with model.label_drop=0: use 1, which is none")
     if not 0 <= s.channels <= c.latent[0]:
         raise CourseError(f"guidance of {s.channels} channels: the model has {c.latent[0]}; 0 means all")
@@ -86,9 +86,9 @@ def check(s: Sampling, c: Any) -> str:
     return fits
 
 
-def usual(c: Any) -> float:
-    """How much guidance a model of this configuration gets if nobody says: none if the class was never hidden in training."""
-    return 4.0 if c.label_drop else 1.0
+def guidance_of(s: Sampling, c: Any) -> float:
+    """As much as is asked for; if nobody says, 4, or none for a model from which the class was never hidden in training."""
+    return (4.0 if c.label_drop else 1.0) if s.guidance is None else s.guidance
 
 
 def noise(key: int, seed: int, step: int, ids: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

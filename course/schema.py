@@ -1,7 +1,6 @@
 """Plain values, of YAML and of `key=value`, and the dataclasses made of them: nothing in them is run, what is wrong is named."""
 
 import dataclasses
-import difflib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -10,7 +9,7 @@ import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from course.errors import CourseError
+from course.errors import CourseError, nearest
 from course.models import KINDS, kind_of
 
 MOST = 100_000                                       # values in a YAML file that anybody writes
@@ -126,19 +125,6 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
         elif a != b:
             lines.append(f"{prefix}{key}: {a} -> {b}")
     return lines
-
-
-def nearest(word: str, candidates: Iterable[str]) -> str:
-    """` (did you mean 'x'?)` for the most similar candidate, or nothing."""
-    found = most_alike(word, candidates)
-    return f" (did you mean {found!r}?)" if found else ""
-
-
-def most_alike(word: str, candidates: Iterable[str]) -> str:
-    """The most similar candidate: the shortest that begins so, else the most alike; "" if none is."""
-    known = list(candidates)
-    begun = sorted((name for name in known if len(word) > 2 and name.startswith(word)), key=len)
-    return next(iter(begun or difflib.get_close_matches(word, known, 1, cutoff=0.5)), "")
 
 
 def _explain(kind: type, found: ErrorDetails) -> str:

@@ -20,7 +20,7 @@ Every channel comes from the eight fields that the flow carries (1 above, 2 belo
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -171,22 +171,22 @@ def is_made(file: Path, year: int, config: Weather) -> bool:
     return True
 
 
-def room_for(files: dict[int, Path], size: int) -> None:
+def room_for(files: Collection[Path], size: int) -> None:
     """Raise `CourseError` if there is no room for files of that many bytes: HDF5 may crash where a disk becomes full.
 
     What an interrupted run has left of them is removed first.
     """
-    file, needed = next(iter(files.values())), len(files) * (size + HEAD)
-    for each in files.values():
-        remove(unfinished(each))
-    if (free := free_bytes(file)) < needed:
-        raise CourseError(f"{needed / 1e6:.1f} MB are needed in {file.parent}, and {free / 1e6:.1f} MB are free there: free some "
-                          "space, or choose another path, or fewer times")
+    first, needed = next(iter(files)), len(files) * (size + HEAD)
+    for file in files:
+        remove(unfinished(file))
+    if (free := free_bytes(first)) < needed:
+        raise CourseError(f"{needed / 1e6:.1f} MB are needed in {first.parent}, and {free / 1e6:.1f} MB are free there: free "
+                          "some space, or choose another path, or fewer times")
 
 
 def write_years(files: dict[int, Path], config: Weather, device: torch.device, say: Callable[[str], None]) -> None:
     """Run some years together, each entry written as it is computed; the files appear when all are whole."""
-    room_for(files, 4 * config.times * len(layout.CHANNELS) * math.prod(config.grid))
+    room_for(files.values(), 4 * config.times * len(layout.CHANNELS) * math.prod(config.grid))
     years = list(files)
     air = Atmosphere(truncation_of(config), device=device)
     view = View(air, config.grid)

@@ -12,9 +12,8 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-from course.errors import CourseError
-from course.meet import CELL as IN_A_CELL  # so begins the name of every cell, and no file's name
-from course.schema import nearest
+from course.errors import CourseError, nearest
+from course.meet import CELL
 
 LARGEST = 50_000_000                                 # bytes of a notebook, outputs and all, that anybody has a reason to hand in
 MOST_CODE = 1_000_000                                # characters of code in it
@@ -45,7 +44,7 @@ class Answer:
 
 def whole(source: str) -> tuple[Piece, ...]:
     """A text that is an answer as it stands."""
-    return Piece(IN_A_CELL + "with the answer", 1, source),
+    return Piece(CELL + "with the answer", 1, source),
 
 
 def load(path: Path) -> Any:
@@ -167,9 +166,9 @@ def imported(answer: Answer, objects: Sequence[str]) -> str:
 def called(cell: str, wanted: Sequence[str]) -> str:
     """What a message calls a cell: by what it defines of an exercise, or else by how it begins."""
     if found := defined(cell, wanted):
-        return f"{IN_A_CELL}with `{found}`"
+        return f"{CELL}with `{found}`"
     first = next((line.strip() for line in cell.splitlines() if line.strip()), "")
-    return f"{IN_A_CELL}that begins with `{first if len(first) <= 50 else first[:50] + '...'}`"
+    return f"{CELL}that begins with `{first if len(first) <= 50 else first[:50] + '...'}`"
 
 
 def defined(cell: str, wanted: Sequence[str]) -> str:

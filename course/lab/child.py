@@ -22,7 +22,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from course.lab.cells import IN_A_CELL
+from course.meet import CELL
 
 NOT_YOURS = ("no line of yours raised this, but the library could not go on with what your code returned: compare its type and "
              "shape with what the docstring says")
@@ -147,9 +147,9 @@ def complaint(error: BaseException) -> dict[str, str]:
     returned = sys.modules.get("course.lab.returned")                # which imports PyTorch: if it is not here, nor is the error
     if returned and isinstance(error, returned.Returned):
         return {"kind": "Returned", "text": error.text, "cure": error.cure}
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(IN_A_CELL)]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(CELL)]
     lines = [f"line {frame.lineno} of {frame.filename}: {frame.line}" for frame in frames[-4:]]
-    if isinstance(error, SyntaxError) and str(error.filename).startswith(IN_A_CELL):
+    if isinstance(error, SyntaxError) and str(error.filename).startswith(CELL):
         lines.append(f"line {error.lineno} of {error.filename}: {(error.text or '').strip()}")
         error = SyntaxError(error.msg)               # without "(the cell ..., line 3)"
     return {"kind": type(error).__name__, "text": "\n".join([f"{type(error).__name__}: {error}", *lines]),

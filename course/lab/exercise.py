@@ -11,10 +11,9 @@ from pkgutil import iter_modules
 
 from torch import Tensor
 
-from course.errors import CourseError
+from course.errors import CourseError, nearest
 from course.lab import blank, exercises
 from course.lab.watchdog import Limits
-from course.schema import nearest
 
 Tensors = dict[str, Tensor]
 Cases = list[str] | dict[str, list[str]]             # what was asked, for each number of all outputs, or of each by name

@@ -28,10 +28,10 @@ import torch
 from torch import Tensor, nn
 
 from course import config as configuration
-from course import random, schema
+from course import random
 from course.config import Config
 from course.data import corpus, latents, train_loader
-from course.errors import CourseError
+from course.errors import CourseError, nearest
 from course.files import atomic
 from course.models import DiTConfig, build_model
 from course.parallel import build_mesh, joined, place_serial, placement
@@ -228,7 +228,7 @@ def jobs_of(arguments: list[str], small: bool) -> list[str]:
     given = {key: names for key, _, names in (argument.partition("=") for argument in arguments)}
     for key in given:
         if key not in ("models", "runs"):
-            raise CourseError(f"there is no {key!r}{schema.nearest(key, ('models', 'runs'))}: give models=A,B or runs=A;B")
+            raise CourseError(f"there is no {key!r}{nearest(key, ('models', 'runs'))}: give models=A,B or runs=A;B")
     models = given["models"].split(",") if "models" in given else [*(TINY if small else MODELS)]
     gpu_alone = ("bf16, flash attention", "fp8 Transformer Engine") if small else ()
     runs = given["runs"].split(";") if "runs" in given else [run for run in RUNS if run not in gpu_alone]

@@ -13,8 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from course.errors import CourseError
-from course.schema import build, merge, nearest, read_yaml
+from course.errors import CourseError, nearest
+from course.schema import build, merge, read_yaml
 
 PRESETS = Path(__file__).with_name("hardware.yaml")
 RESULTS = Path(__file__).parent / "results"

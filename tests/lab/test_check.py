@@ -1,6 +1,8 @@
 """Checks: what they say of answers that stop, hide, spy or make two mistakes at once; test_answers.py has whole ones."""
 
 import re
+import subprocess
+import sys
 import time
 
 import pytest
@@ -107,6 +109,12 @@ def test_ranks_that_are_late_hear_what_others_did():
     hint = check.hint_for_error(find("ring-all-reduce"), late, 1, False, 2, lambda: None)
     assert hint.startswith("seen here before: every rank waits in its send") and "; isend and irecv want ranks" in hint
     assert hint.endswith(f"Else {check.ENDED}") and check.hint_for_error(find("roofline"), late, 1, False, 1, id) == check.ENDED
+
+
+def test_who_starts_ranks_for_an_answer_does_without_pytorch():
+    """A second less, for every check on several ranks: the ranks themselves import it."""
+    code = "import sys, course.lab.child; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def test_who_looks_for_a_mistake_says_so():
