@@ -9,8 +9,8 @@ Apart, a pass over memory reads dy V and a, writes da, and adds it up over token
 Merged, the matmul reads a, and the sum reads da: two tensors of three. On a GPU from Hopper on it is cuBLASLt's (`cublaslt.py`);
 here the same is in plain operations, for CPUs and all else.
 
-Forward stays apart. cuBLASLt has an epilogue that writes both a and GELU(a); on an H200 it gained 0.3 and 0.6% of two models'
-steps, by algorithms chosen by trial, and lost in a third's MLP (results/gelu_h200.json).
+Forward stays apart. cuBLASLt has an epilogue that writes both a and GELU(a), but no fast algorithm for it: on an H200 it takes up
+to 7% longer than GELU after a product by the algorithm that won its trial (results/gelu_h200.json).
 """
 
 from functools import partial
