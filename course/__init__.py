@@ -5,10 +5,11 @@
     random              randomness as a pure function
     models              layers (the shared block), vit, gpt (its loss on a GPU in loss_kernel), and dit with its diffusion, serial
                         and unaware of parallelism
-    data                layout (files on disk), weather (with atmosphere, stepping, sphere) and era5, their makers,
-                        pairs (the samples of weather), latents (DiT's) and tokens (GPT's, in Megatron's files: indexed, made by
-                        corpus and jsonl of texts with bpe), order (who sees what when), and loaders that give the same bits:
-                        native, threads (by extents, where a state's bytes lie) and dali (also from numpy_files)
+    data                layout (files on disk), weather (with atmosphere, stepping, sphere) and era5, their makers, pairs (the
+                        samples of weather), latents (DiT's: made by packing, of pictures with a vae, and by digits) and tokens
+                        (GPT's, in Megatron's files: indexed, made by corpus and jsonl of texts with bpe), order (who sees what
+                        when), and loaders that give the same bits: native, threads (by extents, where a state's bytes lie) and
+                        dali (also from numpy_files)
     parallel            mesh (who talks to whom), placement (what a rank holds), mappings (collectives with gradients),
                         data, zero and masters (dp), tensor, sequence, overlap, symmetric (a sum of it in symmetric_kernel) and
                         vocabulary (tp), context, ring and blocks (cp), schedule and pipeline (pp), trace (which collective each

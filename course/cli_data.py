@@ -98,18 +98,18 @@ def latents(folder: Annotated[Path, typer.Argument(help="of class folders: 0000,
             vae: Annotated[str, typer.Option(help="FOLDER holds pictures: name or folder of their VAE (diffusers)")] = "",
             pixels: Annotated[int, typer.Option(min=8, help="side of the pictures that the VAE gets")] = 256) -> None:
     """Pack latents (.npy, .pt), or pictures through a VAE, for a DiT. The same command goes on where it was interrupted."""
-    from course.data import latents as maker
+    from course.data import packing
 
-    maker.pack(folder, out, scale, valid, samples, vae, pixels)
+    packing.pack(folder, out, scale, valid, samples, vae, pixels)
 
 
 @data.command()
 def digits(out: Annotated[Path, typer.Option(help="the data folder to make")] = Path("data/digits"),
            latent: Annotated[str, typer.Option(help="channels, height, width; 4,32,32 for ImageNet's models")] = "1,8,8") -> None:
     """Make a DiT's data set of scikit-learn's 1797 handwritten digits, which a laptop learns in minutes."""
-    from course.data import latents as maker
+    from course.data.digits import make_digits
 
     shape = numbers(latent, "--latent")
     if len(shape) != 3:
         raise CourseError(f"--latent {latent}: it takes channels, height and width, such as 4,32,32")
-    maker.make_digits(out, (shape[0], shape[1], shape[2]))
+    make_digits(out, (shape[0], shape[1], shape[2]))

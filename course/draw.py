@@ -9,7 +9,8 @@ from matplotlib.figure import Figure
 
 from course import pictures
 from course.config import Config
-from course.data.latents import load_vae, numbers_of, read_summary
+from course.data.latents import read_summary
+from course.data.vae import load_vae, numbers_of
 from course.errors import CourseError
 from course.evaluate import device_of, load_model, read_config
 from course.files import atomic

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from course import config, draw, train
 from course.cli import app
 from course.data import latents
+from course.data.digits import make_digits
 from course.errors import CourseError
 from course.launch import ranks
 from course.report import read_metrics
@@ -28,7 +29,7 @@ TINY = ["model.objective=epsilon", "model.dim=16", "model.depth=1", "model.heads
 def run(tmp_path_factory):
     """A DiT that has seen a few digits."""
     folder = tmp_path_factory.mktemp("digits")
-    latents.make_digits(folder / "data")
+    make_digits(folder / "data")
     return train.main(config.load("dit-digits", [*TINY, f"data.path={folder}/data", f"log.dir={folder}/runs"]))
 
 
@@ -142,7 +143,7 @@ def test_a_laptop_learns_digits_that_a_classifier_recognises(tmp_path):
     """The preset as it is. A support vector machine, trained on the real digits, recognises the drawn ones."""
     from sklearn.svm import SVC
 
-    latents.make_digits(tmp_path / "data")
+    make_digits(tmp_path / "data")
     run = train.main(config.load("dit-digits", [f"data.path={tmp_path}/data", f"log.dir={tmp_path}/runs", "train.device=cpu",
                                                 "log.tensorboard=false"]))
     draw.main(run, list(range(10)), 40, Sampling(guidance=2.0))

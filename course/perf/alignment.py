@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from course import config as configuration
 from course import random
 from course.config import Config
-from course.data import corpus, latents, train_loader
+from course.data import corpus, digits, train_loader
 from course.errors import CourseError, nearest
 from course.files import atomic
 from course.models import DiTConfig, build_model
@@ -106,7 +106,7 @@ def make_data(model: str, small: bool) -> None:
     if path.exists():
         return
     if isinstance(config.model, DiTConfig):
-        latents.make_digits(path, config.model.latent)
+        digits.make_digits(path, config.model.latent)
     else:
         corpus.make(corpus.Python(path=str(path), vocab=TINY_VOCABULARY if small else VOCABULARY))
 

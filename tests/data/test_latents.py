@@ -14,7 +14,7 @@ import torch
 
 from course import limits
 from course.config import load
-from course.data import Latents, eval_loader, has_validation, latents, native, open_data, pairs, train_loader
+from course.data import Latents, digits, eval_loader, has_validation, latents, native, open_data, packing, pairs, train_loader
 from course.errors import CourseError
 from course.parallel import Axis
 
@@ -37,7 +37,7 @@ def folder(tmp_path):
 
 
 def pack(folder, **settings):
-    return latents.pack(folder, folder.parent / "out", **{"scale": 0.5, "valid": 5, "samples": 6, **settings})
+    return packing.pack(folder, folder.parent / "out", **{"scale": 0.5, "valid": 5, "samples": 6, **settings})
 
 
 def values(data):
@@ -58,11 +58,11 @@ def test_every_latent_is_once_in_a_split_scaled_with_its_label(folder):
 
 def test_hidden_folders_and_files_are_no_classes_and_no_latents(folder):
     """Notebooks leave the one, a Mac's archives the other."""
-    found = latents.find_files(folder, (".npy", ".pt"))
+    found = packing.find_files(folder, (".npy", ".pt"))
     (folder / ".ipynb_checkpoints").mkdir()
     for name in (".ipynb_checkpoints/a.npy", "0001/._0.npy"):
         (folder / name).write_bytes((folder / "0000" / "0.npy").read_bytes())
-    assert latents.find_files(folder, (".npy", ".pt")) == found and found[1] == [0] * 7 + [1] * 7 + [2] * 7
+    assert packing.find_files(folder, (".npy", ".pt")) == found and found[1] == [0] * 7 + [1] * 7 + [2] * 7
 
 
 def test_a_batch_has_padding_and_the_protocol_of_loaders(folder):
@@ -94,7 +94,7 @@ def test_the_loaders_of_a_run_read_it(folder):
 
 def test_whether_there_is_validation_data(folder):
     for valid, split in ((0, "out0"), (5, "out5")):
-        latents.pack(folder, folder.parent / split, 0.5, valid)
+        packing.pack(folder, folder.parent / split, 0.5, valid)
         config = load("dit-demo", ["data.source=files", f"data.path={folder.parent / split}"])
         assert has_validation(config) == (valid > 0)
     assert not has_validation(load("dit-demo", ["data.source=mock"]))
@@ -129,7 +129,7 @@ def test_an_interrupted_packing_goes_on_and_is_no_data_set_until_then(folder, mo
     whole = pack(folder)
     contents = {file: file.read_bytes() for file in (folder.parent / "out").rglob("*.h5")}
     (folder.parent / "out").rename(folder.parent / "whole")
-    written, real = [], latents.write_shard
+    written, real = [], packing.write_shard
 
     def fail_at_the_second(path, *rest):
         written.append(path.name)
@@ -137,7 +137,7 @@ def test_an_interrupted_packing_goes_on_and_is_no_data_set_until_then(folder, mo
             raise KeyboardInterrupt
         real(path, *rest)
 
-    monkeypatch.setattr(latents, "write_shard", fail_at_the_second)
+    monkeypatch.setattr(packing, "write_shard", fail_at_the_second)
     with pytest.raises(KeyboardInterrupt):
         pack(folder)
     with pytest.raises(CourseError, match="is not packed to its end"):
@@ -184,7 +184,7 @@ def test_a_shard_that_h5py_cannot_read_is_not_done_whatever_it_raises(monkeypatc
         raise kind("unable to synchronously open object")
 
     monkeypatch.setattr(h5py, "File", damaged)
-    assert latents.is_done(tmp_path / "00000.h5") == ""
+    assert packing.is_done(tmp_path / "00000.h5") == ""
     with pytest.raises(CourseError, match=r"00000\.h5 cannot be read"):
         latents.inspect(tmp_path / "00000.h5", (1, 2, 4, 4))
 
@@ -219,29 +219,29 @@ def test_whatever_h5py_raises_is_one_sentence_with_its_first_line(kind):
 
 def test_folders_without_latents_are_a_sentence(tmp_path):
     with pytest.raises(CourseError, match=r"does not exist.* \.npy or \.pt"):
-        latents.pack(tmp_path / "none", tmp_path / "out")
+        packing.pack(tmp_path / "none", tmp_path / "out")
     (tmp_path / "data" / "a").mkdir(parents=True)
     np.save(tmp_path / "data" / "a" / "x.npy", np.zeros(3))
     with pytest.raises(CourseError, match=r"none of the first 1 files can be used, the first because: .*its shape is \[3\]"):
-        latents.pack(tmp_path / "data", tmp_path / "out")
+        packing.pack(tmp_path / "data", tmp_path / "out")
 
 
 @pytest.mark.parametrize("inside", ["", "packed"])
 def test_latents_are_not_packed_among_the_classes(folder, inside):
     with pytest.raises(CourseError, match=r"--out .* is in .*, where it would count as a class: choose a folder beside it"):
-        latents.pack(folder, folder / inside)
-    assert latents.pack(folder, folder / ".packed", scale=1.0) == latents.pack(folder, folder.parent / "beside", scale=1.0)
+        packing.pack(folder, folder / inside)
+    assert packing.pack(folder, folder / ".packed", scale=1.0) == packing.pack(folder, folder.parent / "beside", scale=1.0)
 
 
 def test_a_latent_too_large_for_float32_or_of_complex_numbers_is_damaged(tmp_path):
     np.save(tmp_path / "large.npy", np.full((1, 2, 2), 1e300))
     torch.save(torch.ones(1, 2, 2, dtype=torch.complex64), tmp_path / "complex.pt")
-    assert latents.read_latent(tmp_path / "large.npy") == "holds numbers that are not finite in float32"
-    assert latents.read_latent(tmp_path / "complex.pt") == "holds no array of numbers"
+    assert packing.read_latent(tmp_path / "large.npy") == "holds numbers that are not finite in float32"
+    assert packing.read_latent(tmp_path / "complex.pt") == "holds no array of numbers"
     (tmp_path / "data" / "a").mkdir(parents=True)
     for name, value in (("near", 1e38), ("one", 1.0)):
         np.save(tmp_path / "data" / "a" / f"{name}.npy", np.full((1, 2, 2), value))
-    assert latents.pack(tmp_path / "data", tmp_path / "out", scale=100.0, valid=0)["damaged"] == 1
+    assert packing.pack(tmp_path / "data", tmp_path / "out", scale=100.0, valid=0)["damaged"] == 1
     assert "near.npy: times 100 it holds numbers that are not finite" in (tmp_path / "out" / "damaged.txt").read_text()
 
 
@@ -256,7 +256,7 @@ def test_a_scale_that_is_off_is_told(folder, capsys):
     std = np.std([100 * k + i for k in range(3) for i in range(7)])
     assert pack(folder, scale=1.0)["std"] == pytest.approx(std, rel=1e-6)
     assert f"pack again into another folder with --scale {1 / std:.3g}" in capsys.readouterr().out
-    latents.pack(folder, folder.parent / "other", 1 / std)
+    packing.pack(folder, folder.parent / "other", 1 / std)
     assert "pack again" not in capsys.readouterr().out
 
 
@@ -334,7 +334,7 @@ def test_without_diffusers_or_the_vae_it_is_a_sentence(pictures, monkeypatch):
 
 
 def test_digits_can_have_the_shape_of_larger_latents(tmp_path):
-    small, large = latents.make_digits(tmp_path / "small"), latents.make_digits(tmp_path / "large", (4, 16, 16))
+    small, large = digits.make_digits(tmp_path / "small"), digits.make_digits(tmp_path / "large", (4, 16, 16))
     assert large["latent"] == [4, 16, 16] and small["shards"] == large["shards"]
     both = [latents.Latents(str(tmp_path / name), "train", tuple(made["latent"]), 10).__getitems__([0, 7, 300])
             for name, made in (("small", small), ("large", large))]
@@ -343,13 +343,13 @@ def test_digits_can_have_the_shape_of_larger_latents(tmp_path):
     means = torch.nn.functional.avg_pool2d(picture, 4)
     assert torch.corrcoef(torch.stack([means.flatten(), both[0]["latent"].flatten()]))[0, 1] > 0.99
     with pytest.raises(CourseError, match=r"digits of \[3, 8, 8\] cannot be made"):
-        latents.make_digits(tmp_path / "odd", (3, 8, 8))
+        digits.make_digits(tmp_path / "odd", (3, 8, 8))
 
 
 def test_digits_are_those_of_scikit_learn(tmp_path):
     from sklearn.datasets import load_digits
 
-    made = latents.make_digits(tmp_path)
+    made = digits.make_digits(tmp_path)
     assert made["shards"] == {"train/00000.h5": 1498, "valid/00000.h5": 299} and made["latent"] == [1, 8, 8]
     config = limits.check(load("dit-digits", [f"data.path={tmp_path}"]))
     train, valid = (open_data(config, split).__getitems__([0, 1, 5]) for split in ("train", "valid"))
@@ -361,6 +361,6 @@ def test_digits_are_those_of_scikit_learn(tmp_path):
 
 def test_digits_of_fewer_than_no_channels_or_too_large_are_refused(tmp_path):
     with pytest.raises(CourseError, match=r"digits of \[4, 1000000, 1000000\] would be 28752000 GB in memory: 17 are the most"):
-        latents.make_digits(tmp_path / "d", (4, 1_000_000, 1_000_000))
+        digits.make_digits(tmp_path / "d", (4, 1_000_000, 1_000_000))
     with pytest.raises(CourseError, match=r"digits of \[-1, 8, 8\] cannot be made"):
-        latents.enlarged(np.zeros((1, 1, 8, 8), np.float32), (-1, 8, 8))
+        digits.enlarged(np.zeros((1, 1, 8, 8), np.float32), (-1, 8, 8))
