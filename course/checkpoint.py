@@ -153,6 +153,7 @@ def publish(final: Path, entries: list[dict[str, Any]], state: dict[str, Any], c
     clear(final)                                     # the same step again: after a resume from an older one
     temporary(final).rename(final)
     flush(final.parent)
+    flush(final.parent.parent)                       # in which the folder of checkpoints may be new
 
 
 def clear(final: Path) -> None:
@@ -320,7 +321,9 @@ def load(checkpoint: Path, index: dict[str, Any], model: nn.Module, optimizer: t
     for parameter, value in average_of(optimizer).items():
         name = placement(parameter).name
         value.copy_(read_part(checkpoint, index, f"{name}.ema" if f"{name}.ema" in index["tensors"] else name, parameter))
-    for parameter in [] if of_another(index, optimizer) else updates:
+    plain = {parameter for group in getattr(optimizer, "param_groups", ()) if not group.get("momentum", 1)
+             for parameter in group["params"]}       # without momentum SGD would keep an old one for ever, and save it again
+    for parameter in [] if of_another(index, optimizer) else [p for p in updates if p not in plain]:
         for key, found in index["tensors"].items():
             stem, _, leaf = key.rpartition(".")
             if stem == placement(parameter).name and leaf != "ema" and optimizer is not None:

@@ -124,6 +124,8 @@ def fit(training: Training, watchdog: Watchdog | None = None) -> bool:
         fewer = f", and train.steps={t.steps} asks for fewer" if start > t.steps else ""
         speak(mesh, f"{run} is finished ({start} steps{fewer}): for a new run set log.name=..., to go on set train.steps higher")
         return False
+    # what is opened now, whatever is written over it later: a checkpoint says of which files its samples' numbers are
+    files = checkpoint.together(mesh.all, lambda: data_files(config) if mesh.world.rank == 0 else {})[0]
     batches = train_loader(config, mesh.dp, mesh.world.device, samples, model.example)   # type: ignore[arg-type]
     validation = Validation.of(config, mesh)
     watch, pace = Stopwatch(mesh.world.device), Pace(mesh.world.device)
@@ -159,7 +161,7 @@ def fit(training: Training, watchdog: Watchdog | None = None) -> bool:
                 watch.restart()
             if due(number, config.checkpoint.every, last or stopping):
                 watchdog.at(number, "saving", slow=True)
-                saved = save(training, samples, last or stopping, report)
+                saved = save(training, samples, files, last or stopping, report)
                 watch.restart()
             if stopping:
                 report.say(f"stopped by {stop.name or 'a signal to another rank'} at step {number}, saved {saved}: "
@@ -188,14 +190,13 @@ class Pace:
             self.events.popleft().synchronize()
 
 
-def save(training: Training, samples: int, must: bool, report: Report) -> Path | None:
-    """Write a checkpoint and remove old ones; returns its folder.
+def save(training: Training, samples: int, files: dict[str, int], must: bool, report: Report) -> Path | None:
+    """Write a checkpoint and remove old ones; returns its folder. files: those of the data, with their bytes.
 
     Where it cannot be written (a full disk), training goes on, since the next one may find room and stopping would lose the steps
     since the one before at once. The last one, or that before a stop, must be written: `NotSaved` is raised.
     """
     config, mesh, folder = training.config, training.mesh, run_folder(training.config) / "checkpoints"
-    files = checkpoint.together(mesh.all, lambda: data_files(config) if mesh.world.rank == 0 else {})[0]
     state = {**training.progress.state(), "samples": samples, "files": files}
     try:
         saved = checkpoint.save(folder, training.optimizer, state, schema.as_plain(config), mesh.all,

@@ -181,6 +181,24 @@ def test_other_data_files_are_refused_also_when_another_loader_goes_on(tiny, own
         run([*settings, "train.steps=14", "data.workers=1", "data.ahead=3"])
 
 
+def test_a_checkpoint_names_the_files_that_its_run_began_with(tiny, own_data, monkeypatch):
+    """What is written over a file while it is open is of another training: who goes on would count samples of other data."""
+    settings = [*tiny, f"data.path={own_data}", "data.workers=0"]
+    real, changed = train.save, own_data / "train" / "1980.h5"
+
+    def late(*arguments):
+        bytes_ = changed.read_bytes()
+        changed.unlink()                             # the run has it open still
+        changed.write_bytes(bytes_ + b"more")
+        return real(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "save", late)
+        run([*settings, "train.steps=6", "checkpoint.every=6"])
+    with pytest.raises(CourseError, match=r"1980\.h5 has been written again"):
+        run([*settings, "train.steps=12"])
+
+
 def test_a_data_file_that_goes_while_training_is_named_with_the_cure(tiny, own_data, monkeypatch):
     """Each file is opened when a sample of it is due; one that is open can still be read."""
     real = train.train_loader

@@ -149,6 +149,16 @@ def test_the_optimizers_states_go_on_in_the_weights_format(tiny, first, then, na
 
 
 @pytest.mark.parametrize("kernels", ["pytorch", "hand"])
+def test_who_goes_on_without_momentum_does_not_keep_the_old_one(tiny, kernels):
+    """Saved on and on, it would come back, long out of date, to who goes on with momentum later."""
+    kind = [f"kernels={kernels}", "optim.name=sgd", "optim.schedule=constant", "optim.warmup=0", "optim.lr=0.01"]
+    folder = run([*tiny, *kind, "optim.momentum=0.9", "train.steps=6"])
+    assert any(name.endswith(".momentum_buffer") for name in final_tensors(folder))
+    run([*tiny, *kind, "optim.momentum=0", "train.steps=9"])
+    assert not any(name.endswith(".momentum_buffer") for name in final_tensors(folder))
+
+
+@pytest.mark.parametrize("kernels", ["pytorch", "hand"])
 @pytest.mark.parametrize(("first", "then"), [("sgd", "adam"), ("adam", "sgd")])
 def test_another_optimizer_goes_on_with_the_weights_and_starts_afresh(tiny, first, then, kernels, capsys):
     """Its first step there is a first one, and the other's states are not saved again."""

@@ -8,6 +8,8 @@ import atexit
 import math
 import os
 import platform
+import re
+import socket
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -251,6 +253,19 @@ def _on_node() -> int:
     return int(each) if each.isdigit() and "," not in times else 0
 
 
+def _first_node() -> str:
+    """The node of a step's rank 0, where all ranks meet, whoever called srun; that one where Slurm's name of it is no host."""
+    nodes = os.environ.get("SLURM_STEP_NODELIST", "")
+    first = re.sub(r"\[(\w+)[^\]]*\]", r"\1", nodes).split(",")[0]                      # gpu[003-004,017],x1 -> gpu003
+    if first == nodes:                               # there is no other, so it is this one
+        return "127.0.0.1"
+    try:
+        socket.getaddrinfo(first, None)
+    except OSError:                                  # several nodes of Slurm's on one machine have names that are none
+        return os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1")
+    return first
+
+
 def _identity() -> tuple[int, int, int]:
     """(rank, number of processes, rank on this node) from torchrun's or srun's variables, else (0, 1, 0)."""
     env = os.environ
@@ -258,7 +273,7 @@ def _identity() -> tuple[int, int, int]:
         return int(env["RANK"]), int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", 0))
     # SLURM_STEP_NUM_TASKS is set by srun alone; SLURM_NTASKS also in the batch script, which is one process
     if int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
-        env.setdefault("MASTER_ADDR", env.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1"))
+        env.setdefault("MASTER_ADDR", _first_node())
         env.setdefault("MASTER_PORT", str(20000 + int(env["SLURM_JOB_ID"]) % 12000))     # below the ports that systems give away
         return int(env["SLURM_PROCID"]), int(env["SLURM_STEP_NUM_TASKS"]), int(env["SLURM_LOCALID"])
     return 0, 1, 0

@@ -1,4 +1,5 @@
 import math
+import os
 from dataclasses import replace
 
 import pytest
@@ -41,6 +42,27 @@ def test_a_process_knows_who_it_is(monkeypatch, environment, expected):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert mesh._identity() == expected
+
+
+@pytest.mark.parametrize(("nodes", "known", "address"), [
+    ("gpu[003-004,017]", True, "gpu003"), ("login1,gpu[03-04]", True, "login1"), ("gpu7,gpu9", True, "gpu7"),
+    ("gpu[003-004]", False, "192.0.2.10"), ("gpu003", True, "127.0.0.1")])
+def test_ranks_meet_where_rank_0_is_whoever_called_srun(monkeypatch, nodes, known, address):
+    from course.parallel import mesh
+
+    def look_up(host, port):
+        if not known:
+            raise OSError(f"{host} is not known")
+
+    for name, value in {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "7",
+                        "SLURM_STEP_NODELIST": nodes, "SLURM_LAUNCH_NODE_IPADDR": "192.0.2.10"}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")                 # remembered, to be put back
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(mesh.socket, "getaddrinfo", look_up)
+    mesh._identity()
+    assert os.environ["MASTER_ADDR"] == address
 
 
 @pytest.mark.parametrize(("environment", "node"), [
