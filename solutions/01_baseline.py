@@ -459,8 +459,9 @@ for key, value in last.items():
 # %% [markdown]
 # ## Read the curves
 #
-# > **Question.** In the lines that the run printed, validation and training loss lie close together at first, and a few percent
-# > apart at the end. Why? And why do both drop fastest at the beginning?
+# > **Question.** A training loss is that of four samples, so it jumps up and down by some percent; a printed line shows one such
+# > jump. Look at the middle of its band instead: it lies close to the validation loss at first, and about five percent below at
+# > the end. Why? And why do both drop fastest at the beginning?
 
 # %%
 steps = [record["step"] for record in records]
@@ -478,9 +479,10 @@ lab.picture(curve, "The learning rate rises within 20 steps and then falls along
 # %% [markdown]
 # <details><summary>Answer</summary>
 # 500 steps of 4 samples see 2000 samples, not even one and a half passes over 1436 pairs. In the first pass no sample comes
-# twice: the training loss is of samples as new as those of validation. From step 360 on they come again, the model begins to
-# know them, and a gap opens. In the beginning much can be learned from every sample. At the end the learning rate has dropped
-# to almost nothing (it follows half a cosine) and the weights hardly move; the noise that is left is that of the samples.
+# twice: the training loss is of samples as new as those of validation, though of other years. From step 360 on they come again,
+# the model begins to know them, and the gap grows. In the beginning much can be learned from every sample. At the end the
+# learning rate has dropped to almost nothing (it follows half a cosine) and the weights hardly move; the noise that is left is
+# that of the samples.
 # </details>
 #
 # The same curves, and a forecast drawn at each validation, are in **TensorBoard**. Here it opens inside the notebook,

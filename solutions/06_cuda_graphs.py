@@ -23,8 +23,8 @@
 # | you write | when a graph is worth it (6 lines), a step in static buffers (16), a step that decides nothing on the host (10) |
 # | you measure | a step, launched piece by piece and replayed, against its batch |
 #
-# You should have done [lesson 02](02_profiling.ipynb). Work in a copy: *File → Save Notebook As…*,
-# `06_cuda_graphs_mine.ipynb`.
+# You should have done [lesson 02](02_profiling.ipynb); the end compares with what [lesson 05](05_compile_and_fuse.ipynb)
+# measured. Work in a copy: *File → Save Notebook As…*, `06_cuda_graphs_mine.ipynb`.
 
 # %%
 import itertools
@@ -248,8 +248,9 @@ print("Adam has counted", int(adam.state[weight]["step"]), "of 3 steps. On the t
 # %% [markdown]
 # One. Making the states has been recorded too (`zeros`, `zeros_like`), so every replay begins with new ones: Adam
 # without a memory. That is why real steps come before a capture, the **warm-up**. In them, everything that is made once
-# is made: the optimizer's states, cuBLAS's work space, the connections of NCCL (the library that sends between GPUs,
-# lesson 07), compiled kernels. They are steps of the training like all others, each on a batch of its own.
+# is made: the optimizer's states, the work space of cuBLAS (NVIDIA's matrix multiplications), the connections of NCCL (the
+# library that sends between GPUs, lesson 07), compiled kernels. They are steps of the training like all others, each on a batch
+# of its own.
 #
 # ## Exercise: static buffers
 #

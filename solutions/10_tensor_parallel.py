@@ -256,7 +256,8 @@ print("rank 0:", qkv_rows(4, 2, 2, 0).tolist(), "- you said", my_rows)
 #
 # <details><summary>Answer</summary>
 # After it. Before it, each rank would add the bias to its part, and the sum would have it <code>tp</code> times. It is a
-# favourite mistake: biases start at zero, so the first loss is right.
+# favourite mistake: biases start at zero, so the first loss is right. In bf16 the parts and their sum are in 16 bits and the
+# bias is kept in 32: bring it to the format of the sum, or all that follows is in 32 as well.
 # </details>
 
 # %% exercise="column-row"
@@ -605,7 +606,7 @@ lab.recorded("symmetric_2xh100", table, why="Whole steps with sequence paralleli
 # %% [markdown]
 # **What you should see:** one step is a sixth shorter, the other a seventh: by the times above about half of it by hiding, half
 # because writing is faster than NCCL. `parallel.overlap=symmetric` does that, on GPUs of one node; over a network NCCL is what
-# there is. (By NCCL this DiT took 65 ms above: here its kernels are by hand, and tensor parallelism cuts its modulation, too.)
+# there is. (By NCCL this DiT took 66 ms above: here its kernels are by hand, and tensor parallelism cuts its modulation, too.)
 #
 # On these two GPUs sequence parallelism is even faster through memory than none: that DiT takes 48.7 ms without.
 #

@@ -23,8 +23,8 @@
 # | you write | a loss in chunks (12 lines), the vocabulary's embedding (6) and its loss (10), a reader of token files (7 and 3) |
 # | you measure | bytes of logits, bytes exchanged a token, a key-value cache; and read times of 8 to 32 GPUs |
 #
-# You should have done [lesson 10](10_tensor_parallel.ipynb) and [lesson 13](13_memory.ipynb). Work in a copy: *File → Save
-# Notebook As…*, `14_gpt_mine.ipynb`.
+# You should have done [lesson 10](10_tensor_parallel.ipynb), [lesson 12](12_pipeline_parallel.ipynb) and
+# [lesson 13](13_memory.ipynb). Work in a copy: *File → Save Notebook As…*, `14_gpt_mine.ipynb`.
 
 # %%
 import json
@@ -869,23 +869,25 @@ if files:
     for file, rows in steps.items():
         lab.recorded(file, figures_gpt.table(rows), why="The grid on H200s: an iteration, a GPU's peak and model TFLOP/s")
     rows = [row for of_file in steps.values() for row in of_file]
-    lab.picture(figures_gpt.measured(rows), "TFLOP/s of a GPU for each case")
+    lab.picture(figures_gpt.measured(rows), f"TFLOP/s of a GPU for each case: {figures_gpt.in_words(rows)}")
     most = max(row["gpus"] for row in rows)
     ours = {row["source"]: row["tflops"] for row in rows if row["gpus"] == most and "tflops" in row}
     if {eight[0].name, eight[-1].name} <= ours.keys():
         loss = 100 * (ours[eight[0].name] / ours[eight[-1].name] - 1)
-        print(f"On {most} GPUs tensor parallelism takes {loss:+.0f}% longer for the same work (below 0: it takes less time); "
-              f"you said {my_loss_percent:+.0f}%.")
+        took, said = (f"{abs(percent):.0f}% {'more' if percent > 0 else 'less'}" for percent in (loss, my_loss_percent))
+        print(f"On {most} GPUs tensor parallelism takes {took} time for the same work; you said {said}.")
 else:
     print("Not measured yet. On a machine with GPUs: course bench grid --out course/perf/results/grid_h200.json")
 
 # %%
 later = lab.results("grid_h200")["again"]
+alone = next(row for row in later["rows"] if row["case"] == "1x1x1_2_1536x16")
+print(f"One H200 beside the slow host: {alone['case']}, {alone['tflops']:.0f} TFLOP/s")
 again = {"grid_h200": [row for row in later["rows"] if row["case"].endswith("layers")]}
 for words, tables in (("", layers), (f", again on {later['date']}, beside the slow host of the two GPUs", again)):
     for file, rows in tables.items():
         lab.recorded(file, figures_gpt.table(rows), f"The layers of one micro-batch alone, forward and backward, tp only{words}")
-        lab.picture(figures_gpt.measured(rows), "TFLOP/s of a GPU for each case, a panel for each software")
+        lab.picture(figures_gpt.measured(rows), f"TFLOP/s of a GPU, a panel for each software: {figures_gpt.in_words(rows)}")
 
 # %% [markdown]
 # > **Question.** On two GPUs the case that stands for 8x1x1 is far *slower* for its work than the one that stands for 1x8x1,

@@ -22,8 +22,9 @@
 # | you write | the adaLN block (4 lines), a guided prediction (8), the FLOPs of a step (6), whether curves agree (5) |
 # | you measure | what guidance does; FP8 against bf16 and the spread of seeds; seven bugs of context parallelism |
 #
-# You should have done [lesson 04](04_mixed_precision.ipynb) (FP8) and [lesson 11](11_context_parallel.ipynb) (context
-# parallelism). Work in a copy: *File → Save Notebook As…*, `15_dit_fp8_mine.ipynb`.
+# You should have done [lesson 04](04_mixed_precision.ipynb) (FP8), [lesson 05](05_compile_and_fuse.ipynb) (what fuses) and
+# [lesson 11](11_context_parallel.ipynb) (context parallelism). Work in a copy: *File → Save Notebook As…*,
+# `15_dit_fp8_mine.ipynb`.
 
 # %%
 from pathlib import Path
@@ -33,6 +34,7 @@ from torch import Tensor
 
 from course import config, data, parallel, sampling, train, verify
 from course.data import latents
+from course.data.digits import make_digits
 from course.lab import figures, figures_dit, figures_precision, pretend
 from course.lab import notebook as lab
 from course.lab.notebook import check
@@ -42,7 +44,7 @@ from course.perf import flops
 lab.begin("15")
 torch.set_num_threads(1)         # the models of this lesson are too small to be shared by cores
 if not Path("data/digits/latents.json").is_file():
-    latents.make_digits(Path("data/digits"))         # as `course data digits` does
+    make_digits(Path("data/digits"))                 # as `course data digits` does
 
 # %% [markdown]
 # ## Noise

@@ -106,6 +106,8 @@ print(f"loss at the start {before[0]:.3f}, at the checkpoint {before[-1]:.3f}, a
 print(*(f"{file.stat().st_size:>8,} bytes  {file.name}" for file in sorted(saved.iterdir())), sep="\n")
 
 # %% [markdown]
+# (The loss at the end can be above that at the checkpoint: each is that of one batch.)
+#
 # Now pretend that the machine has failed at step 200, and go on from the checkpoint in three ways, each on the same batches, so
 # that their losses can be compared:
 #

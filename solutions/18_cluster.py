@@ -32,6 +32,7 @@ import random
 import re
 import shutil
 import signal
+import textwrap
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -201,7 +202,8 @@ lab.picture(figures_cluster.limit(),
 # - `bash` runs a `trap` only when the command in the foreground has ended. If that is `srun`, the trap runs at the time limit.
 #   So `srun ... &` goes into the background, its process number is `$!`, and the script waits for it with `wait`.
 # - A signal **ends `wait`**, with a status above 128, and not the ranks. A script that does not wait again ends while
-#   the ranks are still saving, and when the script ends, Slurm kills them.
+#   the ranks are still saving, and when the script ends, Slurm kills them. (Ranks that were killed end above 128 as well, 137
+#   say, and that status `wait` gives as often as it is asked: do not wait until it is small.)
 # - Under `set -e` a `wait` that reports a failure ends the script before it could look at the status: `wait "$ranks" ||
 #   status=$?`.
 #
@@ -375,6 +377,9 @@ print(f"losses that differ: {sum(preempted.get(step) != loss for step, loss in w
 print(f"starts: {1 + job.restarts}, you said {my_starts}")
 
 # %% [markdown]
+# (`srun` says that this toy of a cluster has no cores to bind; the `error` lines are how Slurm logs that it took the node away,
+# and 75 is the status of a run that was stopped and has saved.)
+#
 # **What you should see:** none, none, two. The job has its number still, its log has both parts, and the losses are the *same
 # numbers*, to the last bit. That is a stronger statement than a curve that looks right, and easier to check: `==`. It takes
 # everything that lesson 16 found to belong into a checkpoint: weights, Adam's states, the step, the place in the data.
@@ -460,7 +465,7 @@ job = cluster.wait(number)
 before = places.losses(folder("lost"))
 print(job, "\n")
 told = [line for line in job.log.splitlines() if not re.match(r"(\d: )?step ", line)]
-print("\n".join(line[:180] for line in told[1:9]))
+print("\n".join(textwrap.fill(line, 120, subsequent_indent="    ") for line in told[1:9]))
 
 # %% [markdown]
 # The others have ended within seconds. One of them says which rank is gone, and the step that it last reported. (Ranks report
@@ -636,8 +641,9 @@ my_seven, my_six = 87.0, 75.0    # your predictions, in percent
 fewer = {gpus: plan.search(seven, hardware.load("h100-80"), gpus).layouts[0] for gpus in (56, 48)}
 for gpus, layout in fewer.items():
     print(f"{gpus} GPUs: {layout.sizes}, {layout.time.samples_per_s:.0f} samples/s; 64 have {best.time.samples_per_s:.0f}")
-for said, layout in zip((my_seven, my_six), fewer.values(), strict=True):
-    lab.beside("percent", said, 100 * layout.time.samples_per_s / best.time.samples_per_s, "%", "the library's")
+for name, said, layout in zip(("seven", "six"), (my_seven, my_six), fewer.values(), strict=True):
+    speed = 100 * layout.time.samples_per_s / best.time.samples_per_s
+    lab.beside(f"{name} nodes, of the speed of eight", said, speed, "%", "the library's")
 
 # %% [markdown]
 # Seven nodes are hardly better than six. 1024 samples and 32 heads are powers of two, and 56 has a 7 in it, which nothing but

@@ -20,7 +20,11 @@ for folder in "$(dirname "${BASH_SOURCE[0]}")" "${SLURM_SUBMIT_DIR:-.}"{/submit,
 done
 source "$folder/common.sh"
 
-notebook=${1:?"which notebook? sbatch --ntasks=4 submit/check.sh notebooks/10_tensor_parallel_mine.ipynb"}
+case ${1:-} in
+    "") fail "which notebook? sbatch --ntasks=4 submit/check.sh notebooks/10_tensor_parallel_mine.ipynb" ;;
+    -h | --help) sed -n '2,/^#SBATCH/{/^#SBATCH/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"; exit ;;
+esac
+notebook=$1
 [ -f "$notebook" ] || fail "there is no $notebook: give the path of your notebook"
 found=$(mktemp -d "$(dirname "$notebook")/.check-XXXXXX")                    # where all nodes see it
 trap 'rm -rf "$found"' EXIT

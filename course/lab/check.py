@@ -26,12 +26,13 @@ from torch import Tensor
 from course.errors import CourseError
 from course.lab import blank, sandbox
 from course.lab.cells import Piece, whole
-from course.lab.exercise import Exercise, Mistake, Tensors, find, known_mistakes, right, wrong
+from course.lab.exercise import UNKNOWN as UNKNOWN
+from course.lab.exercise import Exercise, Mistake, Tensors, all_exercises, find, known_mistakes, right, wrong
 from course.lab.scratch import read, remove
+from course.meet import CELL
 
 MOST = 200_000_000                                   # bytes of an outputs file
 FEW = 8                                              # numbers that are shown one by one
-UNKNOWN = "no known mistake gives these numbers: try your code on a case small enough to do by hand"
 COPY = "do not write into {}; work on a copy"
 ENDED = ("look for a loop that does not end, for memory that grows, and for a call that ends the process (sys.exit, os._exit) or "
          "makes it crash")
@@ -128,7 +129,7 @@ def judge(exercise: Exercise, run: Run, seed: int, hidden: bool, size: int,
     """The facts, and a hint if one of them did not hold."""
     where_run = f"on {size} ranks: " if size > 1 else ""
     if run.error:
-        told = run.discreet if hidden else stopped(run)
+        told = run.discreet if hidden and not missing(exercise, run) else stopped(exercise, run)
         return [Fact(False, where_run + told)], hint_for_error(exercise, run, seed, hidden, size, looking)
     expected = wanted(exercise.name, seed, hidden, size)
     facts, inputs = [], exercise.draw(seed, hidden)
@@ -172,14 +173,23 @@ def hint_for_numbers(exercise: Exercise, run: Run, expected: Run, slips: Sequenc
             return mistake.hint
     if "kept" in exercise.claims and not same(expected, run, ["kept"]):
         return COPY.format("`batch`" if "the batch" in exercise.claims["kept"] else "what you are given")
-    return UNKNOWN
+    return exercise.unknown
 
 
-def stopped(run: Run) -> str:
+def stopped(exercise: Exercise, run: Run) -> str:
     """What stopped an answer, as a sentence."""
+    if name := missing(exercise, run):
+        return f"it calls `{name}`, which is not written yet"
     if unwritten(run.kind, run.error):
         return UNWRITTEN
     return run.error if run.kind in ("Returned", "ranks") else f"it stopped: {run.error}"
+
+
+def missing(exercise: Exercise, run: Run) -> str:
+    """What another exercise asks for and this answer calls, where that is still blank; "" if it did not stop there."""
+    found = re.search(r"`(\w+)`: not implemented yet", run.error) if run.kind == "NotImplementedError" else None
+    theirs = {name for other in all_exercises().values() for name in other.names} - {*exercise.names}
+    return found[1] if found and found[1] in theirs else ""
 
 
 def unwritten(kind: str, text: str) -> bool:
@@ -189,6 +199,8 @@ def unwritten(kind: str, text: str) -> bool:
 
 def hint_for_error(exercise: Exercise, run: Run, seed: int, hidden: bool, size: int, looking: Callable[[], object]) -> str:
     """The hint of a known mistake that stops in the same way, or a general one."""
+    if name := missing(exercise, run):
+        return f"write `{name}` first, in the exercise before that asks for it: {AGAIN}"
     if run.kind == "NotImplementedError":
         return f"replace the line that raises NotImplementedError by your code, {AGAIN}"
     if run.kind in ("ended", "late"):
@@ -204,8 +216,8 @@ def hint_for_error(exercise: Exercise, run: Run, seed: int, hidden: bool, size: 
 
 
 def opening(error: str) -> str:
-    """The first line of an error without what is another each time: folders of this run, and gloo's clock."""
-    return re.sub(r"\[rank\d+\]:\s*\[[^]]*\]|(/[\w.-]+)+/", "", error.splitlines()[0])
+    """The first line of an error without what is another each time: folders of this run, gloo's clock, lines of the answer."""
+    return re.sub(rf"\[rank\d+\]:\s*\[[^]]*\]|(/[\w.-]+)+/|line \d+ of {CELL}.*?(?=; rank|$)", "", error.splitlines()[0])
 
 
 def comparable(exercise: Exercise) -> list[Mistake]:

@@ -152,8 +152,16 @@ def complaint(error: BaseException) -> dict[str, str]:
     if isinstance(error, SyntaxError) and str(error.filename).startswith(CELL):
         lines.append(f"line {error.lineno} of {error.filename}: {(error.text or '').strip()}")
         error = SyntaxError(error.msg)               # without "(the cell ..., line 3)"
+    if isinstance(error, NotImplementedError) and frames:
+        error = NotImplementedError(f"`{owner(error)}`: {error}")
     return {"kind": type(error).__name__, "text": "\n".join([f"{type(error).__name__}: {error}", *lines]),
             "cure": "" if lines else NOT_YOURS}
+
+
+def owner(error: BaseException) -> str:
+    """The function or class of the learner's in which an error came up, by the name that a cell gives it."""
+    codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return [code.co_qualname for code in codes if code.co_filename.startswith(CELL)][-1].split(".")[0]
 
 
 def write(path: Path, told: dict[str, str]) -> None:

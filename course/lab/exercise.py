@@ -15,6 +15,7 @@ from course.errors import CourseError, nearest
 from course.lab import blank, exercises
 from course.lab.watchdog import Limits
 
+UNKNOWN = "no known mistake gives these numbers: try your code on a case small enough to do by hand"
 Tensors = dict[str, Tensor]
 Cases = list[str] | dict[str, list[str]]             # what was asked, for each number of all outputs, or of each by name
 
@@ -39,6 +40,7 @@ class Exercise:
     untried: dict[str, str] = field(default_factory=dict)    # of outputs that are empty if the claim was not tried: why not
     read_as: dict[float, str] = field(default_factory=dict)  # numbers that stand for something else: in words
     cases: Callable[[Tensors], Cases] | None = None  # what was asked, in words, for each number of an output
+    unknown: str = UNKNOWN                           # the hint where none fits
     tolerance: float = 1e-9                          # relative, in the 2-norm: float64 and a few hundred additions
     why_tolerance: str = "rounding in float64"
     sizes: tuple[int, ...] = (1,)                    # numbers of ranks it is run on, each in turn

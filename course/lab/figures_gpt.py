@@ -120,6 +120,15 @@ def measured(rows: Sequence[Mapping[str, Any]]) -> Figure:
     return figure
 
 
+def in_words(rows: Sequence[Mapping[str, Any]]) -> str:
+    """What `measured` shows, for who cannot see it: of each software the slowest and the fastest case."""
+    told = []
+    for by in dict.fromkeys(row["by"] for row in rows):
+        slow, *_, fast = sorted((row for row in rows if row["by"] == by and "tflops" in row), key=lambda row: row["tflops"]) * 2
+        told.append(f"{by} from {slow['tflops']:.0f} ({slow['case']}) to {fast['tflops']:.0f} ({fast['case']})")
+    return "; ".join(told)
+
+
 def table(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, str]]:
     """A row for each case of our own measurements: which of the source's it scales down, GPUs, and what each software took."""
     found: dict[str, dict[str, str]] = {}

@@ -4,7 +4,7 @@ Without these, a forgotten `return` stops somewhere in the library, at a line th
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from numbers import Real
 from typing import Any
@@ -36,6 +36,22 @@ def pair(value: Any, who: str, names: str) -> tuple[Any, Any]:
         raise Returned(f"`{who}` returned {told(value)}; a pair is wanted, {names}",
                        cure(value, f"return {names}, with the comma"))
     return value[0], value[1]
+
+
+def some(value: Any, who: str, dtype: torch.dtype) -> Tensor:
+    """The tensor of this type, of whatever shape, that `who` returned."""
+    if not isinstance(value, Tensor):
+        raise Returned(f"`{who}` returned {told(value)}; a tensor is wanted", cure(value, "return one tensor"))
+    return tensor(value, who, tuple(value.shape), dtype)
+
+
+def named(value: Any, who: str, names: Sequence[str]) -> dict[str, Any]:
+    """The dict with these names that `who` returned."""
+    if not isinstance(value, dict) or set(value) != set(names):
+        has = f"a dict of {', '.join(map(repr, value)) or 'nothing'}" if isinstance(value, dict) else told(value)
+        raise Returned(f"`{who}` returned {has}; a dict of {', '.join(map(repr, names))} is wanted",
+                       cure(value, f"return a number for each: {{{', '.join(f'{name!r}: ...' for name in names)}}}"))
+    return value
 
 
 def several(value: Any, who: str, wanted: str) -> list[Any]:
@@ -86,8 +102,10 @@ def tensor(value: Any, who: str, shape: tuple[int, ...], dtype: torch.dtype, par
 def mistyped(got: torch.dtype, wanted: torch.dtype) -> str:
     """What to do about a tensor of the wrong type."""
     if got == torch.float32 and wanted == torch.float64:
-        return ("checks run in float64; torch.zeros(()) is float32: begin with 0, or torch.zeros_like(weight), and do not name "
-                "a type (.float(), dtype=...)")
+        return ("checks run in float64: do not name a type (.float(), dtype=...), and begin a sum with 0 or "
+                "torch.zeros_like(...), since torch.zeros(()) is float32")
+    if got.is_floating_point and not wanted.is_floating_point:
+        return "these are whole numbers: / makes others of them, // does not; do not name a type (.float(), dtype=...)"
     if not got.is_floating_point and wanted.is_floating_point:
         return ("counting gives integers, and comparing True and False: .to(target.dtype) makes numbers of the batch's type of "
                 "them. Do not take len(): it counts padding too")

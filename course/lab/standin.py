@@ -24,8 +24,9 @@ from course.lab.sbatch import Script, options_of
 
 MINE = 'exec {python} -S -m course.lab.standin {name} "$@"'
 REAL = """case " $* " in *" course.cli "*) echo "{name} $*" >> "$STANDIN/calls" ;; *) exec {python} "$@" ;; esac"""
+SLEEP = '[ ! -e "$STANDIN/requeued" ] || echo "$1" >> "$STANDIN/slept"'     # nobody waits here, but what for is noted
 STARTING = {"srun": MINE, "scontrol": MINE, "hostname": 'echo "$SLURMD_NODENAME"'}       # where ranks are to start
-PRETENDING = STARTING | {"getent": 'shift; echo 10.0.0.1 "$1"', "sleep": ":", "python": REAL, "python3": REAL}   # and where not
+PRETENDING = STARTING | {"getent": 'shift; echo 10.0.0.1 "$1"', "sleep": SLEEP, "python": REAL, "python3": REAL}   # and where not
 PATIENCE, HEARING, SAVING = 30.0, 2.5, 0.1           # seconds until a warning is given, until it arrives, that saving takes
 GRACE = 15.0                                         # seconds between TERM and KILL, Slurm's KillWait
 

@@ -4,6 +4,7 @@ Gradient descent without momentum, because Adam hides a gradient of the wrong sc
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,8 +42,9 @@ def train(batches: Sequence[Batch], seed: int, *overrides: str, loss_scale: floa
     """Train on global batches, of which each rank takes its slice, with the library's own step.
 
     Returns `losses`, the global mean of each step, (steps,), `weights`, all parameters end to end, `seen`, the number
-    of samples in each forward pass here, `cast`, 1.0 if all of them were inside autocast, and `free`, 1.0 if no loss holds on
-    to the graph. Raises `Returned` if `eager` or its `compute` returned what cannot be used.
+    of samples in each forward pass here, `cast`, 1.0 if all of them were inside autocast, `turns`, 1.0 if each came after the
+    backward pass of the one before, and `free`, 1.0 if no loss holds on to the graph. Raises `Returned` if `eager` or its
+    `compute` returned what cannot be used.
     """
     c = settings(f"train.global_batch={len(batches[0]['sample'])}", *overrides)
     over = mesh(c)
@@ -59,11 +61,29 @@ def train(batches: Sequence[Batch], seed: int, *overrides: str, loss_scale: floa
     cast: list[bool] = []
     built.register_forward_pre_hook(lambda module, arguments: seen.append(float(len(arguments[0]["sample"]))))
     built.register_forward_pre_hook(lambda module, arguments: cast.append(torch.is_autocast_enabled("cpu")))
+    turns = take_turns(built)
     losses = [one({name: tensor[mine] for name, tensor in batch.items()})[0] for batch in batches]
     free = not any(loss.requires_grad for loss in losses)
     gradients.settle()
     return {"losses": everywhere(torch.stack(losses).detach(), over), "weights": flat(built),
-            "seen": torch.tensor(seen), "cast": torch.tensor(float(all(cast))), "free": torch.tensor(float(free))}
+            "seen": torch.tensor(seen), "cast": torch.tensor(float(all(cast))), "free": torch.tensor(float(free)),
+            "turns": torch.tensor(float(all(turns)))}
+
+
+def take_turns(model: nn.Module) -> list[bool]:
+    """What is filled with, for each forward pass, whether a gradient had come by then for every one before it."""
+    turns: list[bool] = []
+    waiting: set[int] = set()
+
+    def forward(module: nn.Module, arguments: Any, output: Any) -> None:
+        turns.append(not waiting)
+        number = len(turns)
+        if isinstance(output, Tensor) and output.requires_grad:
+            waiting.add(number)
+            output.register_hook(lambda gradient: waiting.discard(number))
+
+    model.register_forward_hook(forward)
+    return turns
 
 
 def everywhere(value: Tensor, over: Mesh) -> Tensor:

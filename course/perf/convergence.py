@@ -107,6 +107,9 @@ def main(c: Convergence) -> None:
         return
     if c.jobs < 1:
         raise CourseError(f"jobs={c.jobs} makes no runs: it is how many run at a time, at least 1")
+    if c.device.startswith("cuda") and not torch.cuda.is_available():
+        raise CourseError(f"device={c.device}, and PyTorch finds no GPU here: run it on a machine with one, or leave device out; "
+                          "on 16 cores of a CPU all runs take an hour")
     weather.make(weather.Weather(path=c.data, train=c.years))
     runs = plan(c)
     with ThreadPoolExecutor(c.jobs) as pool:

@@ -67,9 +67,26 @@ def test_inputs_are_drawn_afresh_by_seed_and_size():
     ("Damaged: remove /tmp/tmpab12/ckpt-3/model.bin", "Damaged: remove /tmp/tmpzz/ckpt-3/model.bin\nmore", True),
     ("Error: [rank0]:[F1123 11:23:50.1 Group] sizes", "Error: [rank1]:[F1123 11:24:01.9 Group] sizes", True),
     ("Damaged: remove /tmp/tmpab12/model.bin", "Damaged: remove /tmp/tmpab12/index.json", False),
+    ("The ranks disagree: rank 0 gathers in line 3 of the cell 6: `a.b()`; rank 1 gathers (2,) in line 3 of the cell 6: `a.b()`.",
+     "The ranks disagree: rank 0 gathers in line 9 of the cell x: `d`; rank 1 gathers (2,) in line 9 of the cell x: `d`.", True),
+    ("The ranks disagree: rank 0 gathers in line 3 of the cell 6: `a`; rank 1 gathers (2,) in line 3 of the cell 6: `a`.",
+     "The ranks disagree: rank 0 gathers in line 3 of the cell 6: `a`; rank 1 gathers (3,) in line 3 of the cell 6: `a`.", False),
     ("ValueError: 3", "ValueError: 4", False)])
 def test_errors_are_the_same_but_for_folders_and_clocks(one, other, same):
     assert (check.opening(one) == check.opening(other)) == same
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hidden", [False, True])
+def test_an_exercise_before_that_is_still_blank_is_named(hidden):
+    blank_one = f"def overlap(mine, theirs):\n    {blank.STUB}\n"
+    source = right(find("put-together")).replace("from course.pieces import overlap", blank_one)
+    assert blank_one in source
+    found = verdict("put-together", source, hidden=hidden)
+    assert [fact.text for fact in found.facts] == ["it calls `overlap`, which is not written yet"]
+    assert found.hint == "write `overlap` first, in the exercise before that asks for it: run the cell, and check again"
+    own = verdict("put-together", blank.blank(*find("put-together").objects), hidden=hidden)
+    assert [fact.text for fact in own.facts] == [check.UNWRITTEN] and "replace the line that raises" in own.hint
 
 
 def test_numbers_are_shown_with_as_many_digits_as_tell_them_apart():
@@ -317,7 +334,7 @@ def test_cases_next_to_zero_are_not_blamed_for_what_others_round_off():
 def test_facts_are_counted_against_all_claims():
     stopped = verdict("matmul-cost", "def matmul_cost(*sizes):\n    return 1 / 0\n")
     assert "0 of 2 checks hold" in present.headline(stopped)
-    assert "0 of 24 checks hold" in present.headline(check.unread(find("accumulate"), "it is not there", "write it"))
+    assert "0 of 26 checks hold" in present.headline(check.unread(find("accumulate"), "it is not there", "write it"))
 
 
 def test_seconds_are_those_that_one_waits(monkeypatch):

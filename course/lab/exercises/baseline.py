@@ -47,8 +47,9 @@ def measure_loss(inputs: Tensors) -> Tensors:
     """The loss of drawn fields, its gradient, and a model trained with it."""
     c = tiny.settings()
     batch = tiny.prepared(tiny.model(c, tiny.mesh(c), 0), tiny.batches_of(inputs)[0])
+    batch["sample"][-2] = -1                                 # padding whose target is not zero, beside one whose target is
     before = copies(batch)
-    output = (batch["input"] * 3 + 1).requires_grad_()       # not zero on padding, whose input and target are
+    output = (batch["input"] * 3 + 1).requires_grad_()       # not zero on padding, whose input is
     loss, dtype = vit.RelativeL2(), batch["target"].dtype
     each = returned.tensor(loss.weight(batch), "weight", (len(output),), dtype)
     total, weight = sum_and_weight(loss(output, batch), "forward", dtype)
@@ -153,12 +154,14 @@ EXERCISES = [
         "micro_losses": "in micro-batches of 4 samples, the last one smaller, the losses are the same",
         "micro_weights": "in micro-batches of 4 samples the weights of the model are the same",
         "micro_seen": "the model sees one micro-batch after another: the samples of each forward pass are right",
+        "micro_turns": "each micro-batch's backward pass comes before the next one's forward pass",
         "micro_free": "the returned loss does not hold on to the graph",
         "scaled_seen": "in micro-batches of 2 samples too, the samples of each forward pass are right",
         "scaled_losses": "a loss scale leaves the returned loss alone",
         "scaled_weights": "a loss scale that changes between steps reaches the gradients, which the step divides by it",
         "scaled_cast": "the forward pass runs inside autocast, as bf16 needs it"},
-        flags={"micro_free": HOLDS, "scaled_cast": "autocast was off: the model would compute in full precision",
+        flags={"micro_turns": "it came later, so that all of them are in memory at once: what micro-batches are there to avoid",
+               "micro_free": HOLDS, "scaled_cast": "autocast was off: the model would compute in full precision",
                "format": "it is in another one"},
         untried=dict.fromkeys(LOSSES, "not compared, since the format is another one"),
         sizes=(1, 2), points=3),

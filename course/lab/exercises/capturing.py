@@ -1,6 +1,7 @@
 """Lesson 06: a step that is captured once and replayed, a step that can be captured, and when that is worth it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -166,7 +167,7 @@ def draw_training(seed: int, hidden: bool) -> Tensors:
 
     rates = 0.01 + 0.1 * torch.rand(steps, generator=generator, dtype=torch.float64)
     return {"x": some(steps, samples, features), "y": some(steps, samples, 1), "rates": rates,
-            "warm": torch.tensor(2 if hidden else 3), "first": some(features, 8), "second": some(8, 1)}
+            "warm": torch.tensor(5 if hidden else 2 + 2 * (seed % 2)), "first": some(features, 8), "second": some(8, 1)}
 
 
 def replay_training(inputs: Tensors) -> Tensors:
@@ -175,7 +176,10 @@ def replay_training(inputs: Tensors) -> Tensors:
     captured = Captured(training.step, CPU, int(inputs["warm"]))
     given = [{"x": x.clone(), "y": y.clone()} for x, y in zip(inputs["x"], inputs["y"], strict=True)]
     results, seen = [], []
-    with mock.patch.object(tape.Graph, "replay", autospec=True, side_effect=tape.Graph.replay) as replay:
+    warmed: list[float] = []                        # what Python runs meanwhile, in each warm-up
+    with (mock.patch.object(tape.Graph, "replay", autospec=True, side_effect=tape.Graph.replay) as replay,
+          mock.patch.object(tape, "warming", watched(warmed, training)),
+          mock.patch.dict(Captured.__call__.__globals__, warming=tape.warming)):
         for batch, rate in zip(given, inputs["rates"], strict=True):
             training.rate.copy_(rate)               # from outside, as a schedule does
             loss, norm = returned.pair(captured(batch), "__call__", "(loss, norm), what the step returns")
@@ -188,7 +192,21 @@ def replay_training(inputs: Tensors) -> Tensors:
     refused = torch.tensor([float(refuses(captured, batch)) for batch in others])
     return {"results": torch.stack(seen), "weights": weights, "held": torch.stack([stack(pair) for pair in results]),
             "runs": torch.tensor(runs), "replays": torch.tensor(replays), "kept": torch.tensor(float(kept)), "refused": refused,
-            "after": training.weights()}
+            "after": training.weights(), "warmed": torch.tensor(warmed)}
+
+
+def watched(warmed: list[float], training: "Training") -> Callable[[torch.device], AbstractContextManager[None]]:
+    """`warming`, which also notes how often the step runs inside it."""
+    real = tape.warming
+
+    @contextmanager
+    def noted(device: torch.device) -> Iterator[None]:
+        before = training.runs
+        with real(device):
+            yield
+        warmed.append(float(training.runs - before))
+
+    return noted
 
 
 def stack(values: Sequence[Tensor]) -> Tensor:
@@ -245,8 +263,9 @@ def draw_decisions(seed: int, hidden: bool) -> Tensors:
 def with_bad_ones(inputs: Tensors) -> list[Batch]:
     """The batches, one of which holds infinity, and one what is not a number."""
     x = inputs["x"].clone()
-    x[inputs["bad"][0]], x[inputs["bad"][1]] = torch.inf, torch.nan
-    return [{"x": one, "y": y} for one, y in zip(x, inputs["y"], strict=True)]
+    y = inputs["y"].clone()
+    y[inputs["bad"][0]], x[inputs["bad"][1]] = torch.inf, torch.nan     # the loss is infinite of one, of the other not a number
+    return [{"x": one, "y": other} for one, other in zip(x, y, strict=True)]
 
 
 def decide(inputs: Tensors) -> Tensors:
@@ -260,8 +279,10 @@ def decide(inputs: Tensors) -> Tensors:
 
     batches = with_bad_ones(inputs)
     state = fresh()
-    plain = [call(state, batch).detach().clone() for batch in batches]
-    found = {"plain": finite(plain), "plain_weight": state.weight.detach().clone()}
+    plain = [call(state, batch) for batch in batches]
+    free = not any(loss.requires_grad for loss in plain)
+    found = {"plain": finite([loss.detach() for loss in plain]), "plain_weight": state.weight.detach().clone(),
+             "free": torch.tensor(float(free))}
     state, losses, weights = fresh(), [], []
     for batch in batches[:2]:
         losses.append(call(state, batch).detach().clone())
@@ -285,10 +306,14 @@ def finite(values: Sequence[Tensor]) -> Tensor:
 
 
 def draw_graphs(seed: int, hidden: bool) -> Tensors:
-    """Steps of a few kernels: what they take for one sample, and what launching takes; (cases, kernels) and (cases, 3)."""
+    """Steps of a few kernels: what they take for one sample, and what launching takes; (cases, kernels) and (cases, 3).
+
+    Of two, work is so short that it takes hundreds of samples, or more than the thousand that are tried.
+    """
     generator = torch.Generator().manual_seed(seed)
     cases, kernels = (6, 9) if hidden else (4, 6)
     works = 0.2 + 2.0 * torch.rand(cases, kernels, generator=generator, dtype=torch.float64)
+    works[-2], works[-1] = works[-2] / 50, works[-1] / 1e4
     least = torch.tensor([9.0, 8.0, 0.4], dtype=torch.float64)                       # microseconds: launch, once, gap
     costs = least * (1 + torch.rand(cases, 3, generator=generator, dtype=torch.float64))
     return {"works": 1e-6 * works, "costs": 1e-6 * costs}
@@ -296,11 +321,12 @@ def draw_graphs(seed: int, hidden: bool) -> Tensors:
 
 def weigh_up(inputs: Tensors) -> Tensors:
     """Microseconds of each graphed step, and batches at which graphs gain less than a tenth and less than a third."""
-    cases = list(zip(inputs["works"].tolist(), inputs["costs"].tolist(), strict=True))
-    times = [1e6 * returned.number(graphed_time(works, once, gap), "graphed_time") for works, (_, once, gap) in cases]
-    batches = [returned.number(break_even(works, launch, once, gap, least), "break_even") for works, (launch, once, gap) in cases
+    cases, given = (list(zip(inputs["works"].tolist(), inputs["costs"].tolist(), strict=True)) for _ in range(2))
+    times = [1e6 * returned.number(graphed_time(works, once, gap), "graphed_time") for works, (_, once, gap) in given]
+    batches = [returned.number(break_even(works, launch, once, gap, least), "break_even") for works, (launch, once, gap) in given
                for least in LEAST]
-    return {"time": torch.tensor(times, dtype=torch.float64), "batch": torch.tensor(batches, dtype=torch.float64)}
+    return {"time": torch.tensor(times, dtype=torch.float64), "batch": torch.tensor(batches, dtype=torch.float64),
+            "kept": torch.tensor(float(given == cases))}
 
 
 EXERCISES = [
@@ -309,6 +335,7 @@ EXERCISES = [
         "weights": "after all calls the parameters are those of eager steps",
         "held": "results stay what they are while later steps replay",
         "runs": "Python runs the step in the warm-up and in the capture, and never again",
+        "warmed": "each call of the warm-up runs the step inside `with warming(...)`, which on a GPU is another stream",
         "replays": "every call after the warm-up replays once",
         "kept": "the batches that are given stay as they are",
         "refused": "a batch of other shapes, types or names is a CourseError",
@@ -318,12 +345,14 @@ EXERCISES = [
     Exercise("decided-on-device", "06", (f"{__name__}.on_device",), draw_decisions, decide, {
         "plain": "called as it is, it has the losses of the step on the host",
         "plain_weight": "and leads to its weights",
+        "free": "the returned loss does not hold on to the graph",
         "losses": "replayed, it has the same losses",
         "weights": "and the same weights after every step",
         "count": "replays count the steps",
-        "skipped": "and the skipped ones among them"},
+        "skipped": "and the skipped ones among them"}, flags={"free": "its requires_grad is True"},
         tolerance=1e-5, why_tolerance="a learning rate in float32 is as good as one in float64", points=2),
     Exercise("graph-gain", "06", (f"{__name__}.graphed_time", f"{__name__}.break_even"), draw_graphs, weigh_up, {
         "time": "one launch, the work, and the gaps between kernels",
-        "batch": "from which batch on a graph gains too little"}),
+        "batch": "from which batch on a graph gains too little, be it hundreds, and 0 where a thousand are too few",
+        "kept": "both leave `works` as it is"}, flags={"kept": "its numbers are others afterwards"}),
 ]

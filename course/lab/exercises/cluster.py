@@ -113,8 +113,9 @@ def run_script(inputs: Tensors) -> Tensors:
         "meet": [*(float(job.told("MASTER_ADDR") == job.first) for job in (first, second)), float(all(good)),
                  float(ports[0] != ports[1])],
         "heard": [float(job.warned) for job in jobs if "warned" in job.act],
-        "status": [float(job.over and (job.status == 0) == job.act.endswith(" 0")) for job in jobs if job.act != "warned 75"],
-        "requeued": [float(job.requeued == ([f"{job.number} ended"] if job.act == "warned 75" else [])) for job in jobs]}
+        "status": [job.ended_well() for job in jobs if job.act != "warned 75"],
+        "requeued": [float(job.requeued == ([f"{job.number} ended"] if job.act == "warned 75" else [])) for job in jobs],
+        "slept": [float(job.slept) for job in jobs if job.act == "warned 75"]}
     return {name: torch.tensor(values, dtype=torch.float64) for name, values in found.items()}
 
 
@@ -143,6 +144,7 @@ class Job:
         self.first, self.status, self.over = names[0], -1, False
         self.step: dict[str, Any] = {"ranks": [], "options": {}, "words": [], "environ": {}}
         self.warned, self.requeued = False, list[str]()              # the ranks heard; "JOB ended", what was put back, and when
+        self.slept = False                           # after that, lest the job end before it is put back
         self.computed, self.endless = -1.0, False    # its own seconds when its ranks ended; whether it goes in circles since
         own = {"PATH": f"{folder / 'bin'}:/usr/bin:/bin", "STANDIN": str(self.folder), "STANDIN_ACT": act,
                "HOME": str(folder), "USER": "learner", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
@@ -173,6 +175,7 @@ class Job:
         if (self.folder / "step.json").exists():
             self.step = json.loads((self.folder / "step.json").read_text())
         self.warned = (self.folder / "warned").exists()
+        self.slept = (self.folder / "slept").exists()
         if (self.folder / "requeued").exists():
             self.requeued = (self.folder / "requeued").read_text().splitlines()
 
@@ -189,6 +192,11 @@ class Job:
     def threads(self) -> float:
         """Threads that a rank computes with."""
         return number_of(self.told("OMP_NUM_THREADS") or "0")
+
+    def ended_well(self) -> float:
+        """1.0 if it ended with the status of its ranks, 0.5 if it only says rightly whether they failed, else 0.0."""
+        wanted = int(self.act.split()[1])
+        return 0.5 * ((self.status == 0) == (wanted == 0)) + 0.5 * (self.status == wanted) if self.over else 0.0
 
     def words_are_right(self) -> bool:
         """Whether each rank is `python -m course.cli train` with the arguments of the script, as they are."""
@@ -233,6 +241,7 @@ def wait_for(jobs: list[Job]) -> None:
 
 # ---- where ranks meet
 
+LATER = (1, 2, 3, 10)                                # jobs after it that may run beside it
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -252,13 +261,18 @@ def node_lists(dice: random.Random) -> list[tuple[str, str, int]]:
 
 
 def tasks_of(nodes: str, first: str, count: int, each: int, cyclic: bool, job: int) -> Iterator[dict[str, str]]:
-    """The variables of each task of a job, rank 0 first; `cyclic` deals ranks out to the nodes in turn (srun -m cyclic)."""
-    for rank in range(count * each):
+    """The variables of each task of a job, rank 0 first; `cyclic` deals ranks out to the nodes in turn (srun -m cyclic).
+
+    Of two nodes and more the last has a task less than each of the others.
+    """
+    tasks = count * each - (count > 1)
+    of_each = f"{each}(x{count - 1}),{each - 1}" if count > 2 else f"{each},{each - 1}" if count > 1 else str(each)
+    for rank in range(tasks):
         node, local = (rank % count, rank // count) if cyclic else (rank // each, rank % each)
         yield {"SLURM_JOB_ID": str(job), "SLURM_JOBID": str(job), "SLURM_JOB_NODELIST": nodes, "SLURM_NODELIST": nodes,
                "SLURM_STEP_NODELIST": nodes, "SLURM_NNODES": str(count), "SLURM_JOB_NUM_NODES": str(count),
-               "SLURM_NTASKS": str(count * each), "SLURM_NPROCS": str(count * each), "SLURM_STEP_NUM_TASKS": str(count * each),
-               "SLURM_NTASKS_PER_NODE": str(each), "SLURM_TASKS_PER_NODE": f"{each}(x{count})", "SLURM_PROCID": str(rank),
+               "SLURM_NTASKS": str(tasks), "SLURM_NPROCS": str(tasks), "SLURM_STEP_NUM_TASKS": str(tasks),
+               "SLURM_NTASKS_PER_NODE": str(each), "SLURM_TASKS_PER_NODE": of_each, "SLURM_PROCID": str(rank),
                "SLURM_LOCALID": str(local), "SLURM_NODEID": str(node), "SLURM_CPUS_PER_TASK": "4",
                "SLURMD_NODENAME": first if node == 0 else f"other{node}", "SLURM_LAUNCH_NODE_IPADDR": f"10.1.{node}.7"}
 
@@ -266,7 +280,7 @@ def tasks_of(nodes: str, first: str, count: int, each: int, cyclic: bool, job: i
 def meet(inputs: Tensors) -> Tensors:
     """What ranks of several jobs find out of their variables."""
     dice = random.Random(int(inputs["seed"]))
-    found: dict[str, list[float]] = {name: [] for name in ("rank", "size", "local", "address", "port", "own")}
+    found: dict[str, list[float]] = {name: [] for name in ("rank", "size", "local", "address", "port", "own", "later")}
     last, agreed = list[dict[str, str]](), list[str]()               # of each job the last task, and the port of all others
     for _ in range(int(inputs["count"])):
         numbers = [dice.randint(2, 1000), 32_767, *(dice.randint(2, 10**8) for _ in range(6))]
@@ -274,13 +288,14 @@ def meet(inputs: Tensors) -> Tensors:
             each = dice.choice([2, 4])
             tasks = list(tasks_of(nodes, first, count, each, dice.random() < 0.5, job))
             told = [answered(environ) for environ in tasks]
-            other = answered(next(tasks_of(nodes, first, count, each, False, job + 1)))
+            others = [answered(next(tasks_of(nodes, first, count, each, False, job + later))) for later in LATER]
             for name, key in (("rank", "RANK"), ("size", "WORLD_SIZE"), ("local", "LOCAL_RANK")):
                 found[name] += [number_of(one[key]) for one in told]
             port = told[0]["MASTER_PORT"]
             found["address"].append(float(all(one["MASTER_ADDR"] == first for one in told)))
             found["port"].append(float(all(one["MASTER_PORT"] == port for one in told)))
-            found["own"].append(float(other["MASTER_PORT"] != port))
+            found["own"].append(float(others[0]["MASTER_PORT"] != port))
+            found["later"].append(float(all(other["MASTER_PORT"] != port for other in others[1:])))
             last, agreed = [*last, tasks[-1]], [*agreed, port]
     same = [here == there for here, there in zip(agreed, ports_elsewhere(last), strict=True)]
     found["port"] = [float(one and other) for one, other in zip(found["port"], same, strict=True)]
@@ -334,9 +349,11 @@ EXERCISES = [
         "local": "each knows its number on its node, which is its GPU",
         "address": "all meet at the first node of the list, however Slurm writes it",
         "port": "at one port, between 1024 and 32767, which every rank finds in a process of its own",
-        "own": "and the next job at another one"}, flags={
+        "own": "and the next job at another one",
+        "later": "and so do the jobs after that"}, flags={
         "address": "some ranks go to another place", "port": "not all ranks go to the same port",
-        "own": "it has the same port"}, limits=QUICK, points=2),
+        "own": "it has the same port",
+        "later": "one of them has the same port"}, limits=QUICK, points=2),
     Exercise("batch-script", "18", (f"{__name__}.batch_script",), draw_jobs, run_script, {
         "lint": "`course lint-sbatch` finds nothing wrong with it",
         "asked": "it asks for the nodes, tasks, CPUs and GPUs of two jobs, for twenty minutes, and for a warning a minute before",
@@ -344,12 +361,16 @@ EXERCISES = [
         "command": "each rank is `python -m course.cli train` with the script's arguments, spaces and stars included",
         "meet": "all meet on the first node, at a port of the job's own",
         "heard": "a warning that Slurm gives the script reaches the ranks",
-        "status": "the job ends when its ranks have, and fails if and only if they do",
-        "requeued": "it goes back into the queue if its ranks ended with 75, once they have ended, and only then"}, flags={
+        "status": "the job ends when its ranks have, with their status",
+        "requeued": "it goes back into the queue if its ranks ended with 75, once they have ended, and only then",
+        "slept": "and then it sleeps, until Slurm has put it back"}, flags={
         "lint": "run the cell above, which shows what",
         "command": "the words that srun was given are others",
         "meet": "the address is not the first node, or the port is none, or the next job has the same",
         "heard": "they were never told",
         "status": "its exit status says something else than that of srun, or it never ends",
-        "requeued": "not then, too early, twice, another job, or without a reason"}, limits=QUICK, points=4),
+        "requeued": "not then, too early, twice, another job, or without a reason",
+        "slept": "the script ends at once, and Slurm may find a job that is over and not put it back"},
+        unknown="no known mistake does this: run the script by hand, line by line, as srun would find it",
+        limits=QUICK, points=4),
 ]

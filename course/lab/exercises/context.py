@@ -84,15 +84,15 @@ def draw_sizes(seed: int, hidden: bool) -> Tensors:
 
 def zigzag(inputs: Tensors) -> Tensors:
     """The positions of all ranks, end to end."""
-    cpu = torch.device("cpu")
-    found = []
+    found, there = [], True
     for size, half in inputs["sizes"].tolist():
-        pieces = sequence.zigzag(2 * size * half, size, cpu)
+        pieces = sequence.zigzag(2 * size * half, size, torch.device("cpu"))
+        there = there and all(piece.is_meta for piece in sequence.zigzag(2 * size * half, size, torch.device("meta")))
         if not isinstance(pieces, tuple | list) or len(pieces) != size:
             raise returned.Returned(f"`zigzag` returned {returned.told(pieces)}; a tuple of {size} tensors is wanted",
                                     "return one tensor of positions for each rank")
         found += [returned.tensor(piece, "zigzag", (2 * half,), torch.int64, " for a rank") for piece in pieces]
-    return {"positions": torch.cat(found).double()}
+    return {"positions": torch.cat(found).double(), "there": torch.tensor(float(there))}
 
 
 def visible(inputs: Tensors) -> Tensors:
@@ -133,7 +133,8 @@ EXERCISES = [
         "losses": "the library trains with a ring: the losses are those of one process",
         "weights": "and so are the weights"}, flags={"kept": WRITES}, sizes=(2, 4), limits=RANKS, points=2),
     Exercise("zigzag", "11", ("course.parallel.sequence.zigzag",), draw_sizes, zigzag, {
-        "positions": "every rank has a piece from the front and one from the back, in order"}),
+        "positions": "every rank has a piece from the front and one from the back, in order",
+        "there": "the positions are on the device that it is given"}, flags={"there": "they are on another one"}),
     Exercise("visible", "11", ("course.parallel.ring.visible",), draw_pairs, visible, {
         "causal_out": "causal ring attention over a zigzag gives every query its answer",
         "causal_back": "and its gradients are right",

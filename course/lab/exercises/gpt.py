@@ -95,11 +95,12 @@ def draw_tokens(seed: int, hidden: bool) -> Tensors:
 def lose_in_chunks(inputs: Tensors) -> Tensors:
     """Loss and gradients with chunks of several sizes, and of large logits; the largest tensor, all at a time; what is left."""
     found: dict[str, list[Tensor]] = {"loss": [], "x": [], "weight": []}
-    sparing, passing, light, early = [], [], [], []
+    sparing, passing, light, early, kept = [], [], [], [], []
     for size in inputs["sizes"].tolist():
         x, weight = (inputs[name].clone().requires_grad_() for name in ("x", "weight"))
+        target = inputs["target"].clone()
         with Largest() as largest, Meter() as meter:
-            loss = LossInChunks.apply(x, weight, inputs["target"], size)
+            loss = LossInChunks.apply(x, weight, target, size)
             returned.tensor(loss, "forward", (), torch.float64)
             passing.append(float(meter.peak <= 8 * (CHUNKS * size * len(weight) + SUMS * (x.numel() + weight.numel()))))
             light.append(float(meter.now <= 8 * (x.numel() + weight.numel() + 2 * len(x))))
@@ -108,11 +109,14 @@ def lose_in_chunks(inputs: Tensors) -> Tensors:
             early.append(float(counter.get_total_flops() == 0))
         for name, tensor in (("loss", loss.detach()), ("x", got(x)), ("weight", got(weight))):
             found[name].append(tensor)
+        kept.append(float(all(inputs[name].equal(given) for name, given in zip(("x", "weight", "target"), (x, weight, target),
+                                                                               strict=True))))
         sparing.append(float(largest.numbers <= max(size * len(weight), x.numel(), weight.numel())))
     large = LossInChunks.apply(1e4 * inputs["x"], inputs["weight"], inputs["target"], int(inputs["sizes"][0]))
     return {name: torch.stack(each) for name, each in found.items()} | {
         "large": large.detach().nan_to_num(torch.inf, torch.inf), "sparing": torch.tensor(sparing).amin(),
-        "passing": torch.tensor(passing), "light": torch.tensor(light).amin(), "early": torch.tensor(early).amin()}
+        "passing": torch.tensor(passing), "light": torch.tensor(light).amin(), "early": torch.tensor(early).amin(),
+        "kept": torch.tensor(kept).amin()}
 
 
 def got(x: Tensor) -> Tensor:
@@ -309,8 +313,9 @@ def read_documents(inputs: Tensors) -> Tensors:
         index = Index(kind, lengths.astype("i4"), pointers, documents)
         for i in range(len(documents) - 1):
             each = document(index, tokens.astype(kind), i)
-            if not isinstance(each, np.ndarray):
-                raise returned.Returned(f"`document` returned {returned.told(each)}; an array is wanted, a part of `tokens`",
+            if not isinstance(each, np.ndarray) or each.dtype != kind:
+                told = f"an array of {each.dtype}" if isinstance(each, np.ndarray) else returned.told(each)
+                raise returned.Returned(f"`document` returned {told}; an array of {kind} is wanted, a part of `tokens`",
                                         returned.cure(each, "return tokens[start:stop]"))
             found += [*each.astype(float).tolist(), -1.0]
     return {"documents": torch.tensor(found, dtype=torch.float64)}
@@ -325,11 +330,12 @@ EXERCISES = [
         "sparing": "no tensor is larger than the logits of a chunk",
         "passing": "what is made for a chunk goes with it: at no time is there more than a few chunks need",
         "light": "two gradients are all that is kept for the backward pass",
-        "early": "they are ready before it: it multiplies no matrices"},
+        "early": "they are ready before it: it multiplies no matrices",
+        "kept": "it leaves x, weight and target as they are"},
         flags={"sparing": "a tensor is larger than the logits of a chunk, x and weight",
                "passing": "with many small chunks there is: something is kept of each",
                "light": "more is alive after the forward pass than the gradients of x and weight",
-               "early": "it does"}, limits=QUICK, points=2),
+               "early": "it does", "kept": "numbers in them have changed"}, limits=QUICK, points=2),
     Exercise("vocabulary-embedding", "14", ("course.parallel.vocabulary.own", "course.parallel.vocabulary.VocabularyEmbedding"),
              draw_vocabulary, look_up, {
         "vectors": "every rank gets the vectors of all tokens",

@@ -13,6 +13,7 @@ from course.lab.exercise import Exercise, Tensors
 from course.lab.watchdog import Limits
 from course.parallel import mesh
 
+CHANGED = "numbers in them are others afterwards"
 QUICK = Limits(seconds=30)                           # far more than it takes, for machines that are busy
 
 
@@ -57,7 +58,7 @@ def layouts(inputs: Tensors) -> list[tuple[dict[str, int], str]]:
 
 def lay_out(inputs: Tensors) -> Tensors:
     """The drawn layouts; and what comes of adding up the ranks' numbers along each axis of a real mesh."""
-    grids = [mesh.lay_out(sizes, order) for sizes, order in layouts(inputs)]
+    grids = [returned.some(mesh.lay_out(sizes, order), "lay_out", torch.int64) for sizes, order in layouts(inputs)]
     found = {"shapes": torch.tensor([list(grid.shape) for grid in grids]), "ranks": torch.cat([grid.flatten() for grid in grids])}
     sums = []
     if dist.is_initialized():
@@ -72,7 +73,7 @@ def lay_out(inputs: Tensors) -> Tensors:
 
 def group(inputs: Tensors) -> Tensors:
     """The groups of every axis of the drawn layouts, and those of dp and cp together."""
-    found = [mesh.groups(*box) for box in boxes(inputs)]
+    found = [returned.some(mesh.groups(*box), "groups", torch.int64) for box in boxes(inputs)]
     return {"shapes": torch.tensor([list(rows.shape) for rows in found]), "ranks": torch.cat([rows.flatten() for rows in found])}
 
 
@@ -97,6 +98,7 @@ def draw_work(seed: int, hidden: bool) -> Tensors:
     inputs = draw_layouts(seed, hidden)
     work = 12 * torch.randint(1, 9, (len(inputs["sizes"]), len(WORK)), generator=generator)
     work[:, WORK.index("parameters")] *= 10**7
+    work[:, WORK.index("layers")] *= 5                                  # up to five stages
     work[:, WORK.index("tokens")] *= 60
     work[:, WORK.index("itemsize")] = 2 ** torch.randint(1, 4, (len(work),), generator=generator)
     return inputs | {"work": work}
@@ -104,10 +106,13 @@ def draw_work(seed: int, hidden: bool) -> Tensors:
 
 def send(inputs: Tensors) -> Tensors:
     """The bytes along each axis, for each layout and model."""
-    found = [bytes_sent(sizes, dict(zip(WORK, work, strict=True)))
-             for (sizes, _), work in zip(layouts(inputs), inputs["work"].tolist(), strict=True)]
+    found, kept = [], True
+    for (sizes, _), work in zip(layouts(inputs), inputs["work"].tolist(), strict=True):
+        given = sizes.copy(), dict(zip(WORK, work, strict=True))
+        found.append(returned.named(bytes_sent(*given), "bytes_sent", mesh.AXES))
+        kept = kept and given == (sizes, dict(zip(WORK, work, strict=True)))
     return {axis: torch.tensor([returned.number(sent[axis], "bytes_sent") for sent in found], dtype=torch.float64)
-            for axis in mesh.AXES}
+            for axis in mesh.AXES} | {"kept": torch.tensor(float(kept))}
 
 
 def calls(inputs: Tensors) -> list[str]:
@@ -131,5 +136,6 @@ EXERCISES = [
         "tp": "tensor parallel: the all-reduces of activations",
         "cp": "context parallel: the keys and values, and their gradients",
         "pp": "pipeline parallel: one activation forward and one gradient back for each micro-batch",
-        "dp": "data parallel: one all-reduce of the gradients that this GPU has"}, cases=calls, limits=QUICK, points=2),
+        "dp": "data parallel: one all-reduce of the gradients that this GPU has",
+        "kept": "it leaves `sizes` and `work` as they are"}, flags={"kept": CHANGED}, cases=calls, limits=QUICK, points=2),
 ]

@@ -98,26 +98,30 @@ def draw_tensors(seed: int, hidden: bool) -> Tensors:
 
 def cast_all(inputs: Tensors) -> Tensors:
     """The numbers that casts give, of both formats, as float32; and that they are in these formats."""
-    found, types = {}, []
+    found, types, kept = {}, [], True
     for name, kind, x, scale in zip(("e4m3", "e5m2"), (E4M3, E5M2), inputs["x"], inputs["scale"], strict=True):
-        q = to_fp8(x, scale, kind)
+        given = x.clone()
+        q = to_fp8(given, scale, kind)
+        kept = kept and torch.equal(given, x)
         if not isinstance(q, Tensor) or q.shape != x.shape:
             raise Returned(f"`to_fp8` returned {returned.told(q)}; a tensor of shape {tuple(x.shape)} is wanted",
                            returned.cure(q, "return the whole tensor, cast"))
         types.append(float(q.dtype == kind))
         found[name] = q.float()
-    return {**found, "type": torch.tensor(min(types))}
+    return {**found, "type": torch.tensor(min(types)), "kept": torch.tensor(float(kept))}
 
 
 def draw_histories(seed: int, hidden: bool) -> Tensors:
     """Amax histories of several tensors, and the amaxes of a step.
 
-    The first tensor's amax is smaller than the one before it, the second has seen only zeros, the third was larger before.
+    The first tensor's amax is smaller than the one before it, the second has seen only zeros, the third was larger before; the
+    first and the fourth have been there for fewer steps than there are places.
     """
     generator = torch.Generator().manual_seed(seed)
     tensors, steps = (7, 12) if hidden else (5, 6)
     history = tenths(tensors, steps, generator=generator)
     history[1], history[2, 0] = 0, history[2, 1] / 2
+    history[0, -1] = history[3, 2:] = 0              # not full yet
     amax = 2 * tenths(tensors, generator=generator)
     amax[0] = history[0, 0] / 2
     return {"history": history, "amax": amax}
@@ -151,8 +155,8 @@ def scales(inputs: Tensors) -> Tensors:
     """Scales for both formats, and for a tensor of zeros."""
     history = inputs["history"]
     some = torch.cat([history[:1], history[2:]])
-    return {name: returned.tensor(delayed_scale(part, largest), "delayed_scale", (len(part),), torch.float64)
-            for name, part, largest in (("e4m3", some, 448.0), ("e5m2", some, 57344.0), ("zeros", history[1:2], 448.0))}
+    return {name: returned.tensor(delayed_scale(part.clone(), largest), "delayed_scale", (len(part),), torch.float64)
+            for name, part, largest in (("e4m3", some, 448.0), ("e5m2", some, 57344.0), ("zeros", history, 448.0))}
 
 
 EXERCISES = [
@@ -164,8 +168,9 @@ EXERCISES = [
     Exercise("fp8-cast", "04", (f"{__name__}.to_fp8",), draw_tensors, cast_all, {
         "e4m3": "the numbers of E4M3, cut off at 448",
         "e5m2": "the numbers of E5M2, cut off at 57344",
-        "type": "the result is in the format that is asked for"},
-        flags={"type": "it is in another format: end with .to(kind)"}),
+        "type": "the result is in the format that is asked for",
+        "kept": "x stays as it is"},
+        flags={"type": "it is in another format: end with .to(kind)", "kept": "numbers in it have changed"}),
     Exercise("amax-history", "04", (f"{__name__}.remember",), draw_histories, move, {
         "one": "the newest amax comes first, the oldest goes",
         "three": "and so on, step after step",
@@ -174,5 +179,5 @@ EXERCISES = [
     Exercise("delayed-scale", "04", (f"{__name__}.delayed_scale",), draw_histories, scales, {
         "e4m3": "the largest amax of the history becomes the format's largest number",
         "e5m2": "in the wider format as well",
-        "zeros": "a tensor of zeros has a scale, 1"}),
+        "zeros": "a tensor of zeros has a scale, 1, and those beside it keep theirs"}),
 ]

@@ -14,6 +14,7 @@ from course.lab.exercise import Exercise, Tensors
 from course.lab.returned import Returned
 
 Interval = tuple[float, float]                       # (begin, end), in seconds
+CHANGED = "its intervals are others afterwards, or in another order"
 WORDS = ("data", "forward", "backward", "optimizer", "loss", "attention", "embed", "head")
 
 
@@ -68,6 +69,7 @@ def run_parts(inputs: Tensors) -> Tensors:
 
     raised = 0.0
     with (mock.patch.object(torch.cuda.nvtx, "range_push", push), torch.profiler.profile() as profiler,
+          mock.patch.object(torch.cuda, "is_available", lambda: True),
           mock.patch.object(torch.cuda.nvtx, "range_pop", lambda: heard.append(-1.0))):
         with mock.patch.object(torch.cuda, "is_initialized", lambda: True):
             nested(names)
@@ -78,6 +80,10 @@ def run_parts(inputs: Tensors) -> Tensors:
             except KeyError:
                 raised = 1.0
         there = len(heard)
+        in_use = iter([False])                       # CUDA is first used inside the block
+        with mock.patch.object(torch.cuda, "is_initialized", lambda: next(in_use, True)), entered(names[1]):
+            pass
+        begun = len(heard)
         with suppress(RuntimeError), mock.patch.object(torch.cuda, "is_initialized", lambda: False), entered(names[1]):
             pass
     found = [[event.time_range for event in profiler.events() if event.name == name] for name in names]
@@ -86,7 +92,8 @@ def run_parts(inputs: Tensors) -> Tensors:
     parts = float(sum(event.is_user_annotation for event in profiler.events()))
     return {"nvtx": torch.tensor(heard[:inside]), "after": torch.tensor(heard[inside:there]), "raised": torch.tensor(raised),
             "trace": torch.tensor([float(len(events)) for events in found]), "parts": torch.tensor(parts),
-            "within": torch.tensor(float(within)), "quiet": torch.tensor(float(len(heard) - there))}
+            "within": torch.tensor(float(within)), "quiet": torch.tensor(float(len(heard) - begun)),
+            "begun": torch.tensor(float(begun - there))}
 
 
 def entered(name: str) -> Any:
@@ -121,9 +128,9 @@ def as_intervals(case: torch.Tensor) -> list[Interval]:
 
 def add_up(inputs: Tensors) -> Tensors:
     """The busy time of each case, and of the same intervals turned round; of none; of one."""
-    cases = [as_intervals(case) for case in inputs["intervals"]]
-    return {"union": numbers(busy(case) for case in cases), "order": numbers(busy(case[::-1]) for case in cases),
-            "few": numbers([busy([]), busy(cases[0][:1])])}
+    cases, given = ([as_intervals(case) for case in inputs["intervals"]] for _ in range(2))
+    return {"union": numbers(busy(case) for case in given), "order": numbers(busy(case[::-1]) for case in cases),
+            "few": numbers([busy([]), busy(cases[0][:1])]), "kept": torch.tensor(float(given == cases))}
 
 
 def numbers(values: Any, who: str = "busy") -> torch.Tensor:
@@ -133,11 +140,13 @@ def numbers(values: Any, who: str = "busy") -> torch.Tensor:
 
 def expose(inputs: Tensors) -> Tensors:
     """The exposed time of each case; and where everything, or nothing, is computed meanwhile."""
-    pairs = [(as_intervals(a), as_intervals(b)) for a, b in zip(inputs["intervals"], inputs["others"], strict=True)]
-    found = numbers([exposed(a, b) for a, b in pairs], "exposed")
+    pairs, given = ([(as_intervals(a), as_intervals(b)) for a, b in zip(inputs["intervals"], inputs["others"], strict=True)]
+                    for _ in range(2))
+    found = numbers([exposed(a, b) for a, b in given], "exposed")
+    kept = torch.tensor(float(given == pairs))
     everything = [(-1.0, 100.0)]
-    return {"exposed": found, "hidden": numbers([exposed(pairs[0][0], everything)], "exposed"),
-            "alone": numbers([exposed(pairs[0][0], [])], "exposed")}
+    return {"exposed": found, "hidden": numbers([exposed(pairs[0][0].copy(), everything)], "exposed"),
+            "alone": numbers([exposed(pairs[0][0].copy(), [])], "exposed"), "kept": kept}
 
 
 def draw_kernels(seed: int, hidden: bool) -> Tensors:
@@ -166,17 +175,22 @@ EXERCISES = [
         "nvtx": "on a GPU each part is an NVTX range, opened and closed",
         "raised": "an exception in the block comes out",
         "after": "and its range is closed nevertheless",
+        "begun": "a range that was not opened is not closed either: not where CUDA is first used inside the block",
         "quiet": "where CUDA is not in use, NVTX is left alone"},
         flags={"raised": "the exception was swallowed: whoever wrote the block never hears of it",
-               "within": "the inner part does not lie within the outer one: the name must last while the block runs"}, points=2),
+               "within": "the inner part does not lie within the outer one: the name must last while the block runs"},
+        read_as={-2.0: "opened by another name", -1.0: "closed", 0.0: "the first opened", 1.0: "the second opened",
+                 2.0: "the third opened", 3.0: "the fourth opened"}, points=2),
     Exercise("busy-time", "02", (f"{__name__}.busy",), draw_intervals, add_up, {
         "union": "what overlaps counts once",
         "order": "the order of the intervals does not matter",
-        "few": "no intervals take no time, one takes its own"}),
+        "few": "no intervals take no time, one takes its own",
+        "kept": "it leaves the list as it is"}, flags={"kept": CHANGED}),
     Exercise("exposed-time", "02", (f"{__name__}.exposed",), draw_intervals, expose, {
         "exposed": "what is sent beside computation does not count",
         "hidden": "nothing is exposed where something is always computed",
-        "alone": "everything is where nothing is computed"}),
+        "alone": "everything is where nothing is computed",
+        "kept": "it leaves both lists as they are"}, flags={"kept": CHANGED}),
     Exercise("launch-bound", "02", (f"{__name__}.replay",), draw_kernels, play, {
         "total": "when the GPU is done, whoever it waits for",
         "idle": "how long it has nothing to do"}),

@@ -121,17 +121,27 @@ def along_two_dims(axis: Axis, x: Tensor, grad: Tensor) -> Tensor:
 def linears(inputs: Tensors) -> Tensors:
     """A model trained with the learner's linears, without and with sequence parallelism; and linears with another product."""
     found = {f"sp_{name}": value for name, value in train(inputs, "parallel.sp=true").items()}
-    return train(inputs) | found | {"product": with_another_product(inputs)}
+    mlp, x = mlp_of(inputs)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):        # which lets float64 be
+        out = mlp.float()(x.float())
+    found["format"] = torch.tensor(float(out.dtype == torch.bfloat16))
+    return train(inputs) | found | {"product": with_another_product(mlp.double(), x)}
 
 
-def with_another_product(inputs: Tensors) -> Tensor:
-    """An MLP's column and row linear, where twice the product stands for that of another number format."""
+def mlp_of(inputs: Tensors) -> tuple[Any, Tensor]:
+    """The MLP of a tensor-parallel model, a column and a row linear, and an input."""
     c = tiny.settings(HEADS, f"parallel.tp={dist.get_world_size()}", "parallel.overlap=none")
     mlp: Any = tiny.model(c, tiny.mesh(c), int(inputs["seed"])).get_submodule("blocks.0.mlp")
+    return mlp, inputs["x"][0].flatten()[:2 * c.model.dim].view(1, 2, c.model.dim)
+
+
+def with_another_product(mlp: Any, x: Tensor) -> Tensor:
+    """An MLP's column and row linear, where twice the product stands for that of another number format."""
     for linear in (mlp.up, mlp.down):
         linear.matmul = lambda x, weight, bias=None: 2 * functional.linear(x, weight, bias)
     with torch.no_grad():
-        return mlp.down(mlp.up(inputs["x"][0].flatten()[:2 * c.model.dim].view(1, 2, c.model.dim)))
+        found: Tensor = mlp.down(mlp.up(x))
+    return found
 
 
 EXERCISES = [
@@ -151,7 +161,9 @@ EXERCISES = [
         "weights": "and so are the weights",
         "sp_losses": "with sequence parallelism too: the losses",
         "sp_weights": "and the weights",
-        "product": "both multiply with `self.matmul`, where a number format can have put its own product"},
+        "product": "both multiply with `self.matmul`, where a number format can have put its own product",
+        "format": "the sum with the bias is in the format of the product, here bf16"},
+        flags={"format": "it is in another one: a bias in float32 makes float32 of the whole"},
         sizes=(2, 4), limits=RANKS, points=3),
     Exercise("gather-scatter", "10", ("course.parallel.mappings.Gather", "course.parallel.mappings.Scatter"), draw,
              gather_scatter, {

@@ -138,6 +138,12 @@ MISTAKES = {
                 "gradients are averaged over the data-parallel ranks later: multiply by mesh.dp.size to make that a sum"),
         Mistake("divided by the data-parallel ranks", "(mesh.dp.size / weight)", "(1 / (weight * mesh.dp.size))",
                 "this divides by mesh.dp.size: gradients are averaged over the ranks later; *multiply* by it to make that a sum"),
+        Mistake("one backward for all of them", "(total * (mesh.dp.size / weight) * progress.loss_scale).backward()\n"
+                "            loss += total.detach() / weight\n        return loss ",
+                "loss = loss + total / weight\n        (loss * mesh.dp.size * progress.loss_scale).backward()\n"
+                "        return loss.detach() ",
+                "the graphs of all micro-batches are kept for this one backward, as much memory as the whole batch needs: call "
+                "backward for each of them, which adds to `.grad`"),
         Mistake("one backward at the end", "(total * (mesh.dp.size / weight) * progress.loss_scale).backward()",
                 "final = total * (mesh.dp.size / weight) * progress.loss_scale\n            loss = loss + 0 * loss",
                 "the weights stay as they are: call backward for every micro-batch, which adds to `.grad`"),

@@ -75,6 +75,8 @@ MISTAKES = {
                 "within a piece tokens stay in the order of time: do not reverse them"),
         Mistake("off by one", PIECES, "torch.cat([pieces[rank], pieces[-rank]])",
                 "rank 0 pairs with the last piece, pieces[-1]; pieces[-0] is the first one"),
+        Mistake("on the CPU", "torch.arange(total, device=device)", "torch.arange(total)",
+                "these are on the CPU: torch.arange(total, device=device) makes them where they are needed"),
         Mistake("dealt like cards", PIECES, "torch.arange(total, device=device)[rank::size]",
                 "this deals single tokens like cards, which balances as well, but no round is then a rectangle: pieces, please"),
     ),

@@ -58,6 +58,8 @@ MISTAKES = {
                 "here a scale of 1 is none, so that 0 is the prediction without a class: start from `unknown`, not from `known`"),
         Mistake("the first class for none", "model.c.classes)", "0)",
                 "0 is a class like any other: the number of the unknown class is model.c.classes"),
+        Mistake("ten classes", "model.c.classes)", "10)",
+                "not every model has ten classes: the number of the unknown class is model.c.classes"),
         Mistake("all channels", "torch.cat([led[:, :channels], known[:, channels:]], 1) if channels else led", "led",
                 "with `channels` only the first so many are led; the others stay as known"),
         Mistake("none led", "torch.cat([led[:, :channels], known[:, channels:]], 1) if channels else led",

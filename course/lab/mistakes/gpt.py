@@ -37,6 +37,10 @@ MISTAKES = {
                 "neither"),
         Mistake("every token has the targets of all", GRAD, "grad = log.exp()\n            grad[:, aims] -= 1",
                 "this takes 1 at the targets of all tokens from every token: row i has its own target alone"),
+        Mistake("x is written over", "of_x.append(grad @ weight)                                      # (n, D)\n"
+                "            of_weight += grad.T @ rows", "of_weight += grad.T @ rows\n"
+                "            of_x.append(rows.copy_(grad @ weight))",
+                "the rows of a chunk are a view of x, which whoever gave it still needs: make a new tensor of the gradient"),
         Mistake("computed again", "of_x, of_weight = ctx.saved_tensors",
                 "of_x, of_weight = ctx.saved_tensors\n        of_x[:1] @ of_weight.T",
                 "nothing has to wait for the backward pass: compute the gradients in forward, while a chunk's logits are there"),
@@ -69,7 +73,8 @@ MISTAKES = {
     ),
     "vocabulary-embedding": (
         Mistake("tokens of others count", HERE, "here = row == row",
-                "tokens of other ranks look up row 0 here, and count: set their vectors to zero before the sum"),
+                "a token of another rank has no row here, and its number minus the first of this rank's can be beyond the "
+                "table: give it row 0, and let `here` say that it does not count"),
         Mistake("one row too many", "(row < rows)", "(row <= rows)",
                 "row `rows` is the next rank's first: the rows here are 0 to rows - 1"),
         Mistake("the first row is nobody's", "(row >= 0)", "(row > 0)", "row 0 is here too: the rows here are 0 to rows - 1"),

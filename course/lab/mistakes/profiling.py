@@ -18,7 +18,12 @@ MISTAKES = {
                 "PyTorch's profiler sees what `record_function(name)` surrounds: put the `yield` inside it"),
         Mistake("never closed", "range_pop()", "range_push(name)", "every range that is pushed has to be popped, range_pop()"),
         Mistake("NVTX without a GPU", "nvtx = torch.cuda.is_initialized()", "nvtx = True",
-                "without CUDA there is no NVTX to call: ask torch.cuda.is_initialized() first"),
+                "without CUDA there is no NVTX to call, and that there is a GPU (is_available) does not say that CUDA is in use: "
+                "ask torch.cuda.is_initialized() first"),
+        Mistake("asked twice", "        if nvtx:\n            torch.cuda.nvtx.range_pop()",
+                "        if torch.cuda.is_initialized():\n            torch.cuda.nvtx.range_pop()",
+                "the block may be the first to use CUDA, and then this closes a range that nobody opened: remember whether you "
+                "pushed one"),
         Mistake("one name for all", "record_function(name)", 'record_function("part")',
                 "the trace is to show which part it was: pass the name on to record_function"),
         Mistake("swallowed", "    finally:", "    except Exception:\n        pass\n    finally:",
@@ -28,6 +33,8 @@ MISTAKES = {
                 "the part lasts as long as the block: `yield` inside `with record_function(name)`"),
     ),
     "busy-time": (
+        Mistake("sorted in place", "in sorted(intervals)", "in intervals.sort() or intervals",
+                "`sort` puts the caller's list in order; `sorted(intervals)` makes a list of your own"),
         Mistake("a sum", "max(0.0, end - max(begin, reached))", "end - begin",
                 "this adds up all lengths: time in which two are under way counts once"),
         Mistake("not sorted", "sorted(intervals)", "intervals",
@@ -48,6 +55,8 @@ MISTAKES = {
     "exposed-time": (
         Mistake("all of it", EXPOSED, "return busy(communication)",
                 "this is all communication: what has computation beside it costs no time"),
+        Mistake("put together in place", EXPOSED, "communication.extend(computation)\n    return busy(communication) - "
+                "busy(computation)", "`extend` makes the caller's list longer; [*communication, *computation] is a new one"),
         Mistake("a difference of sums", EXPOSED, "return max(0.0, busy(communication) - busy(computation))",
                 "that one takes longer than the other does not say when they run: look at what is busy with both, and with one"),
         Mistake("a negative difference", EXPOSED, "return busy(communication) - busy(computation)",

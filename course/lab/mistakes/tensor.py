@@ -91,6 +91,9 @@ MISTAKES = {
                 "the column linear has a bias too, of its own outputs: self.matmul(x, self.weight, self.bias)"),
         Mistake("doors without tokens", "self.axis, self.tokens)", "self.axis, None)",
                 "with sequence parallelism each rank has some of the tokens: pass `self.tokens` on to `enter` and to `leave`"),
+        Mistake("the bias in its own format", "+ self.bias.to(part.dtype)", "+ self.bias",
+                "weights are kept in float32, and a sum with bf16 is float32: bring the bias to the product's format, "
+                "self.bias.to(part.dtype)"),
         Mistake("the bias added in place", "return leave(part, self.axis, self.tokens) + self.bias",
                 "whole = leave(part, self.axis, self.tokens)\n        whole += self.bias\n        return whole",
                 "what `leave` gives can be a view, which autograd lets nobody write into: y + bias makes a new tensor, y += bias "

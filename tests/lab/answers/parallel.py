@@ -100,7 +100,8 @@ class RowLinear(nn.Module):
         self.weight, self.bias = cut(linear.weight, len(placement(linear.bias).global_shape), axis), linear.bias
 
     def forward(self, x):
-        return torch.add(leave(self.matmul(x, self.weight, None), tokens=self.tokens, axis=self.axis), self.bias)
+        whole = leave(self.matmul(x, self.weight, None), tokens=self.tokens, axis=self.axis)
+        return torch.add(whole, self.bias.to(whole))
 ''',
     "gather-scatter": '''
 import torch
