@@ -23,6 +23,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
 	@touch $@
+	@echo "== $(VENV) is ready: make demo, make lab; $(BIN)/course --help says what else there is"
 
 demo: env
 	@echo "== 1/4 Making an atmosphere: course data weather path=$(DATA)"

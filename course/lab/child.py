@@ -24,8 +24,8 @@ from typing import Any
 
 from course.meet import CELL
 
-NOT_YOURS = ("no line of yours raised this, but the library could not go on with what your code returned: compare its type and "
-             "shape with what the docstring says")
+NOT_YOURS = ("no line of yours raised this, but the library could not go on with what your code takes, returns or yields: "
+             "compare that with what the docstring and the lesson say")
 
 
 def main(folder: Path) -> None:

@@ -61,7 +61,7 @@ def world(c: list[str]) -> Axis:
 def measure(function: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, bool]:
     """The function's value at x, what it makes of a gradient, and whether it left both as they were."""
     given, came = x.clone().requires_grad_(), grad.clone()
-    value = function(given)
+    value = returned.some(function(given), "forward", x.dtype)
     result = value.detach().clone()
     back, = torch.autograd.grad(value, given, came)
     return result, back.clone(), torch.equal(given.detach(), x) and torch.equal(came, grad)
