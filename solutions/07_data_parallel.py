@@ -681,5 +681,6 @@ equal = verify.tell(settings, ranks(4, timeout=600)(verified, settings)[0])
 # - `none` measures what computing takes alone; efficiency compares with the time of one.
 #
 # **Check your work once more, from outside.** Save the notebook; then, in a terminal:
-# `course check notebooks/07_data_parallel_mine.ipynb`. Next: [lesson 08](08_scaling.ipynb), which asks
-# whether n times the samples a second train a model n times sooner.
+# `course check notebooks/07_data_parallel_mine.ipynb`.
+#
+# Next: do n times the samples a second train a model n times sooner? [Lesson 08](08_scaling.ipynb) asks that.

@@ -5,6 +5,7 @@
 set -u
 out=$1; shift
 parts=${*:-ceilings ladder gpt dit loaders fp8 fused products curves alignment looks convergence}
+nvidia-smi -L > /dev/null 2>&1 || { echo "there is no GPU here (nvidia-smi finds none): run it in a job with one"; exit 1; }
 mkdir -p "$out"
 for part in $parts; do
     case $part in

@@ -30,6 +30,9 @@ site=$(site_file)
     "$(cd "$root/submit/sites" && echo *.sh | sed 's/\.sh//g'), or the path of a file (submit/README.md says how to write one)"
 # shellcheck disable=SC1090
 source "$site"
+set +u                                               # modules and conda's hooks look at what may not be set
+site_prepare
+set -u
 
 # --- the resources: as many tasks on a node as it has GPUs; without GPUs as many as were asked for
 if [ -n "${SLURM_JOB_ID:-}" ]; then
@@ -112,7 +115,6 @@ address() {
 tool=()
 stopped=
 course_on_ranks() {
-    site_prepare
     if [ -z "${SLURM_JOB_ID:-}" ]; then
         local many=()
         [ "$tasks" = 1 ] || many=(-m torch.distributed.run --standalone --nproc-per-node "$tasks")

@@ -31,7 +31,6 @@ secret=${XDG_STATE_HOME:-$HOME/.local/state}/course/lab-token
 )
 JUPYTER_TOKEN=$(cat "$secret")
 export JUPYTER_TOKEN
-site_prepare
 
 run=(${before[@]+"${before[@]}"} "$python")
 read -r lab board < <("${run[@]}" -c 'import socket

@@ -56,7 +56,7 @@ def load(path: Path) -> Any:
     except ImportError as error:
         raise CourseError("reading notebooks needs JupyterLab's packages: pip install 'course[lab]'") from error
 
-    if path.suffix not in (".ipynb", ".py"):
+    if path.suffix.lower() not in (".ipynb", ".py"):
         raise CourseError(f"{path}: give a notebook (.ipynb) or a script in percent format (.py)")
     warnings.filterwarnings("ignore", category=nbformat.warnings.MissingIDFieldWarning)     # other programs write no ids of cells
     try:

@@ -85,7 +85,7 @@ def protection(trust: bool) -> str:
     if layers.namespaces:
         return f"every answer runs with files, processes and a network of its own (bubblewrap), {limits}"
     if layers.user:
-        return (f"every answer runs as a user of its own that cannot read or change your files, {limits}; "
+        return (f"every answer runs as a user of its own that cannot change your files or read those closed to others, {limits}; "
                 f"the network stays open to it (bubblewrap would close it: {layers.why['namespaces']})")
     if trust:
         return f"every answer runs as you, {limits}: nothing else keeps it from your files and the network, as --trust allows"
@@ -244,7 +244,8 @@ def earlier(out: Path, submissions: Sequence[Submission]) -> list[Graded]:
     found = []
     for path in sorted(set((out / "results").glob("*.json")) - looked_at):
         if kept := result(path):
-            verdicts = tuple(verdict for verdict in kept[1] if verdict.exercise in all_exercises())
+            there = {exercise.name for exercise in of_lesson(kept[0]["lesson"])}             # one may have moved to another
+            verdicts = tuple(verdict for verdict in kept[1] if verdict.exercise in there)
             found.append(Graded(Submission(kept[0]["learner"], kept[0]["lesson"], path), verdicts))
     return [one for one in found if one.verdicts]
 
@@ -285,7 +286,7 @@ def gradebook(graded: Sequence[Graded], path: Path) -> None:
         row["points"] += one.points
         row |= {column(find(v.exercise)): find(v.exercise).points * v.passed for v in one.verdicts}
     heads = ["learner", "points", "out_of", *map(column, exercises)]
-    with atomic(path) as temporary, open(temporary, "w", newline="") as file:
+    with atomic(path) as temporary, open(temporary, "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, heads, restval="")
         writer.writeheader()
         writer.writerows(row | {"out_of": sum(e.points for e in exercises)} for row in rows.values())

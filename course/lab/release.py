@@ -36,6 +36,9 @@ def main(out: Path, root: Path = lessons.ROOT) -> None:
             elif source.is_file():
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(source, target)
+        ignored = temporary / ".gitignore"
+        if (temporary / "submit" / "site").exists() and ignored.is_file():      # it goes into whatever repository this becomes
+            ignored.write_text(ignored.read_text().replace("submit/site\n", ""))
     print(f"wrote {out}: {len(notebooks)} blank notebooks and the library. The library is public: it holds the answers to those "
           "exercises that are objects of it, and the known mistakes from which checks draw their hints")
 

@@ -1,7 +1,8 @@
 """Whose notebook is which: the folders that nbgrader, Canvas and Moodle hand to an instructor, and what is in a notebook."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,10 @@ from course.lab import exercise as exercises
 from course.lab.check import Verdict, examine, unread
 from course.lab.exercise import Exercise
 
-NAMELESS = re.compile(r"[_ -]?\d\d_[a-z]\w*?(-\d+| ?\(\d+\))?$")      # what a file's name has besides is its owner's
+AGAIN_ = r"(?P<again>(?:-|-Copy| ?\()\d+\)?| - \w+(?: \(\d+\))?)?"       # -1, (1), -Copy1, " - Kopie", " - Copy (2)"
+NAMED = re.compile(rf"(?:(?P<owner>.*)[_ -])?(?P<lesson>\d\d)_[A-Za-z]\w*?{AGAIN_}$")        # LEARNER_01_baseline_mine-Copy1
 CANVAS = re.compile(r"(?P<name>[^_]+)_(?:LATE_)?(?P<user>\d+)_(?P<submission>\d+)_(?P<file>.+)")
-MOODLE = re.compile(r"(?P<name>.+)_(?P<user>\d+)_assignsubmission_(?:file|onlinetext)_?")
-LESSON = re.compile(r"(?:^|.*[_ -])(?P<lesson>\d\d)_[a-z]\w*?(?P<again>(?:-| ?\()\d+\)?)?$")
+MOODLE = re.compile(r"(?P<name>.+)_(?P<user>\d+)_assignsubmission_(?:file|onlinetext)_?(?P<file>.*)")
 # what to do about an answer that cannot be run: for whoever checks a file, and for whoever is graded; by whether a cell is broken
 LEARNER = {True: "mend that line, run the cell again, save, and check again",
            False: "write the exercise's cell, run it, save, and check again"}
@@ -72,7 +73,7 @@ def lesson_of(path: Path, notebook: Any = None) -> str:
 
     The metadata also win where nothing in the notebook is of the lesson that its name says: somebody misnamed it.
     """
-    found = LESSON.match(path.stem)
+    found = NAMED.match(path.stem)
     named = found["lesson"] if found else ""
     about = notebook.metadata.get("course", {}) if notebook is not None else {}
     told = str(about.get("lesson", "")) if isinstance(about, dict) else ""
@@ -106,10 +107,11 @@ def collect(folder: Path) -> tuple[list[Submission], list[str]]:
             continue
         if earlier := newest.get((learner, lesson)):
             notes.append(f"{earlier.path.relative_to(folder)} is replaced by the later {name}")
-        if NAMELESS.fullmatch(path.stem) and len(name.parts) == 1:
+        if len(name.parts) == 1 and learner == path.stem and NAMED.match(path.stem):
             notes.append(f"{name} names no learner, and counts as one of that name: call it LEARNER_{name}, or give the folder "
                          "above")
         newest[learner, lesson] = Submission(learner, lesson, path)
+    notes += crowded(folder, newest.values())
     came = {learner for learner, _ in newest}
     folders = (path.name for path in sorted(folder.iterdir()) if path.is_dir() and not path.name.startswith((".", "__MACOSX")))
     learners = [owner(Path(name, "any")) for name in folders]
@@ -117,11 +119,29 @@ def collect(folder: Path) -> tuple[list[Submission], list[str]]:
     return sorted(newest.values(), key=lambda s: (s.learner, s.lesson)), notes
 
 
+def crowded(folder: Path, found: Iterable[Submission]) -> list[str]:
+    """A note where one folder holds everything, and folders in it the same lesson: whole classes come so, a level too high."""
+    paths = [path.relative_to(folder).parts for path in sorted(folder.rglob("*.ipynb")) if not path.is_symlink()]
+    lessons_in: dict[str, set[str]] = {}
+    for parts in paths:
+        if len(parts) > 2:
+            lessons_in.setdefault(lesson_of(Path(parts[-1])), set()).add(parts[1])
+    most = max((len(places) for places in lessons_in.values()), default=0)
+    if len({parts[0] for parts in paths}) == 1 and most > 1:
+        return [f"all notebooks lie in {paths[0][0]} and count as one learner's, though {most} folders in it have one of the "
+                f"same lesson: if these are learners, grade {folder / paths[0][0]}"]
+    return []
+
+
 def notebooks(folder: Path, notes: list[str]) -> Iterator[Path]:
     """Notebooks and scripts below a folder; symbolic links, which may lead anywhere, and JupyterLab's copies stay out."""
     for path in sorted(folder.rglob("*")):
         parts = path.relative_to(folder).parts
-        if path.suffix not in (".ipynb", ".py") or any(part.startswith(".") or part == "__MACOSX" for part in parts):
+        if any(part.startswith(".") or part == "__MACOSX" for part in parts):
+            continue
+        if path.suffix.lower() not in (".ipynb", ".py"):
+            if len(parts) == 1 and path.is_file() and not path.name.endswith(".result.json"):
+                notes.append(f"{path.name} is no notebook: left out")
             continue
         if any(above.is_symlink() for above in [path, *path.parents[:len(parts) - 1]]):
             notes.append(f"{path.relative_to(folder)} is a symbolic link: left out")
@@ -131,20 +151,25 @@ def notebooks(folder: Path, notes: list[str]) -> Iterator[Path]:
 
 def order(path: Path) -> tuple[int, float, str]:
     """Later submissions come later: by Canvas's and browsers' counters (name-1, name (1)), then by date."""
-    again = LESSON.match(path.stem)
-    count = int(re.sub(r"\D", "", again["again"])) if again and again["again"] else 0
+    again = NAMED.match(path.stem)
+    count = int(re.sub(r"\D", "", again["again"] or "") or 0) if again else 0
     return count, path.stat().st_mtime, str(path)
 
 
 def owner(path: Path) -> str:
     """Whose a file is, from its path below the folder of submissions.
 
-    nbgrader: `student/assignment/file`; Moodle: `Name_123_assignsubmission_file/file`; Canvas:
-    `name_123_456_file`; else the first folder, or the file's name without the lesson's.
+    nbgrader: `student/assignment/file`; Moodle: `Name_123_assignsubmission_file/file`, or that and the file's name in one;
+    Canvas: `name_123_456_file`; else the first folder, or the file's name without the lesson's. An umlaut is the same however it
+    is encoded: macOS takes it apart.
     """
+    path = Path(unicodedata.normalize("NFC", str(path)))
+    moodle = MOODLE.fullmatch(path.parts[0])
+    if moodle and (len(path.parts) == 1 or not moodle["file"]):
+        return f"{moodle['name']}_{moodle['user']}"
     if len(path.parts) > 1:
-        moodle = MOODLE.fullmatch(path.parts[0])
-        return f"{moodle['name']}_{moodle['user']}" if moodle else path.parts[0]
+        return path.parts[0]
     if canvas := CANVAS.fullmatch(path.name):
         return f"{canvas['name']}_{canvas['user']}"
-    return NAMELESS.sub("", path.stem) or path.stem
+    named = NAMED.match(path.stem)
+    return (named and named["owner"]) or path.stem

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from course.cli import app
 from course.errors import CourseError
-from course.lab import grade, present, sandbox
+from course.lab import check, grade, present, sandbox
 from course.lab.exercise import find
 from course.lab.submissions import Submission, collect, owner
 from tests.lab import classroom
@@ -33,7 +33,12 @@ def marks(out: Path) -> dict[str, dict[str, str]]:
     ("Ben Bitdiddle_123_assignsubmission_file_/01_baseline.ipynb", "Ben Bitdiddle_123"),          # Moodle
     ("bitdiddleben_4711_815_01_baseline.ipynb", "bitdiddleben_4711"),                             # Canvas
     ("bitdiddleben_LATE_4711_815_01_baseline-2.ipynb", "bitdiddleben_4711"),
+    ("Ben Bitdiddle_123_assignsubmission_file_01_baseline.ipynb", "Ben Bitdiddle_123"),           # without folders
     ("ben/01_baseline.ipynb", "ben"), ("ben_01_baseline.ipynb", "ben"), ("ben.ipynb", "ben"),
+    ("kurs_24_anna_00_start_here.ipynb", "kurs_24_anna"), ("team_07_x_00_start_here.ipynb", "team_07_x"),
+    ("carla_00_Start_Here.ipynb", "carla"), ("dora_00_start_here-Copy1.ipynb", "dora"), ("ben_01_baseline_mine.ipynb", "ben"),
+    ("emil_00_start_here - Kopie.ipynb", "emil"), ("emil_00_start_here - Copy (2).ipynb", "emil"),
+    ("Zoe\u0308/00_start_here.ipynb", "Zo\u00eb"), ("01_baseline.ipynb", "01_baseline"),
 ])
 def test_whose_a_file_is(path, learner):
     assert owner(Path(path)) == learner
@@ -59,6 +64,35 @@ def test_collect_takes_the_last_of_each_and_notes_the_rest(tmp_path):
     assert {"erin: no notebook of a lesson", "Al Gore_12: no notebook of a lesson"} < set(notes)
     with pytest.raises(CourseError, match="not a folder"):
         collect(tmp_path / "nowhere")
+
+
+def test_a_class_in_one_folder_too_many_is_told_and_so_is_what_is_no_notebook(tmp_path):
+    for learner in ("anna", "ben"):
+        classroom.hand_in(tmp_path / "deep" / "Abgaben" / learner / "00_start_here.ipynb", classroom.notebook("00"))
+    found, notes = collect(tmp_path / "deep")
+    assert len(found) == 1 and notes[-1].endswith(f"if these are learners, grade {tmp_path / 'deep' / 'Abgaben'}")
+    classroom.hand_in(tmp_path / "flat" / "ann" / "lesson00" / "00_start_here.ipynb", classroom.notebook("00"))
+    classroom.hand_in(tmp_path / "flat" / "hugo_00_start_here.IPYNB", classroom.notebook("00"))
+    for name in ("gero_00_start_here.zip", "frida_00_start_here.ipynb.txt", "ann_00_start_here.result.json"):
+        (tmp_path / "flat" / name).write_text("")
+    found, notes = collect(tmp_path / "flat")
+    assert [one.learner for one in found] == ["ann", "hugo"]
+    assert sorted(notes) == [f"{name} is no notebook: left out" for name in ("frida_00_start_here.ipynb.txt",
+                                                                            "gero_00_start_here.zip")]
+
+
+def test_a_kept_mark_of_an_exercise_that_has_moved_to_another_lesson_is_left_out(tmp_path):
+    from dataclasses import asdict
+
+    there, moved = (check.Verdict(name, (check.Fact(True, "it holds"),)) for name in ("roofline", "busy-time"))
+    submission = Submission("ann", "00", tmp_path / "a.ipynb")
+    kept = grade.kept_at(submission, tmp_path)
+    kept.parent.mkdir()
+    kept.write_text(json.dumps({"learner": "ann", "lesson": "00", "verdicts": [asdict(there), asdict(moved)]}))
+    found = grade.earlier(tmp_path, [])
+    assert [verdict.exercise for one in found for verdict in one.verdicts] == ["roofline"]
+    grade.gradebook(found, tmp_path / "gradebook.csv")
+    assert marks(tmp_path)["ann"]["points"] == str(find("roofline").points)
 
 
 def test_an_interrupt_leaves_the_rest_for_later_and_says_so(tmp_path, monkeypatch, capsys):
