@@ -124,7 +124,7 @@ def fit(training: Training, watchdog: Watchdog | None = None) -> bool:
         fewer = f", and train.steps={t.steps} asks for fewer" if start > t.steps else ""
         speak(mesh, f"{run} is finished ({start} steps{fewer}): for a new run set log.name=..., to go on set train.steps higher")
         return False
-    # what is opened now, whatever is written over it later: a checkpoint says of which files its samples' numbers are
+    # as they are now: a checkpoint says of which files its samples' numbers are, whatever is written over them meanwhile
     files = checkpoint.together(mesh.all, lambda: data_files(config) if mesh.world.rank == 0 else {})[0]
     batches = train_loader(config, mesh.dp, mesh.world.device, samples, model.example)   # type: ignore[arg-type]
     validation = Validation.of(config, mesh)
@@ -275,9 +275,9 @@ def compare_files(config: Config, before: dict[str, int]) -> None:
     gone = [name for name in before if name not in now]
     other = [name for name in before if name in now and now[name] != before[name]]
     new = [name for name in now if before and name not in before]
-    for names, says in ((gone, "was there when this run was saved and is missing now: restore it"),
-                        (other, "has been written again since this run was saved, and has another size: restore it"),
-                        (new, "was not there when this run was saved: move it away")):
+    for names, says in ((gone, "was there when this run began and is missing now: restore it"),
+                        (other, "has been written again since this run began, and has another size: restore it"),
+                        (new, "was not there when this run began: move it away")):
         if names:
             others = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise CourseError(f"{config.data.path}/{names[0]}{others} {says}, or set checkpoint.same_data=false to go on with "

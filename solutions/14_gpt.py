@@ -23,8 +23,9 @@
 # | you write | a loss in chunks (12 lines), the vocabulary's embedding (6) and its loss (10), a reader of token files (7 and 3) |
 # | you measure | bytes of logits, bytes exchanged a token, a key-value cache; and read times of 8 to 32 GPUs |
 #
-# You should have done [lesson 10](10_tensor_parallel.ipynb), [lesson 12](12_pipeline_parallel.ipynb) and
-# [lesson 13](13_memory.ipynb). Work in a copy: *File → Save Notebook As…*, `14_gpt_mine.ipynb`.
+# You should have done [lesson 10](10_tensor_parallel.ipynb) and [lesson 13](13_memory.ipynb); a part of the grid at the end is
+# pipelines, which [lesson 12](12_pipeline_parallel.ipynb) explains. Work in a copy: *File → Save Notebook As…*,
+# `14_gpt_mine.ipynb`.
 
 # %%
 import json

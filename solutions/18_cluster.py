@@ -162,9 +162,9 @@ def rendezvous(environ: Mapping[str, str]) -> dict[str, str]:
 check("rendezvous")
 
 # %% [markdown]
-# This library does the same in `course/parallel/mesh.py`: the first three each rank takes from Slurm, if `srun` has started it.
-# The address and the port it wants from the script, `MASTER_ADDR` and `MASTER_PORT`. There it is easier: the script runs on
-# the first node, so it can ask that node for its name, `$(hostname)`. (Others expand the list, `scontrol show hostnames
+# This library does the same in `course/parallel/mesh.py`, if `srun` has started a rank and nobody has set `MASTER_ADDR` and
+# `MASTER_PORT`. A script that does set them has it easier: it runs on the first node, so it can ask that node for its name,
+# `$(hostname)`. (Others expand the list, `scontrol show hostnames
 # "$SLURM_JOB_NODELIST" | head -n 1`. On two nodes that are one machine only Slurm knows those names, and no network does.)
 #
 # ## What else goes into a script
@@ -377,8 +377,8 @@ print(f"losses that differ: {sum(preempted.get(step) != loss for step, loss in w
 print(f"starts: {1 + job.restarts}, you said {my_starts}")
 
 # %% [markdown]
-# (`srun` says that this toy of a cluster has no cores to bind; the `error` lines are how Slurm logs that it took the node away,
-# and 75 is the status of a run that was stopped and has saved.)
+# (`srun` says that this toy of a cluster has no cores to bind. The `error` lines are no failure: 75 is the status of ranks that
+# were stopped and have saved, and Slurm logs each, and that the step was cancelled because its script asked for a requeue.)
 #
 # **What you should see:** none, none, two. The job has its number still, its log has both parts, and the losses are the *same
 # numbers*, to the last bit. That is a stronger statement than a curve that looks right, and easier to check: `==`. It takes
@@ -465,7 +465,7 @@ job = cluster.wait(number)
 before = places.losses(folder("lost"))
 print(job, "\n")
 told = [line for line in job.log.splitlines() if not re.match(r"(\d: )?step ", line)]
-print("\n".join(textwrap.fill(line, 120, subsequent_indent="    ") for line in told[1:9]))
+print("\n".join(textwrap.fill(line, 120, subsequent_indent="    ", break_on_hyphens=False) for line in told[1:9]))
 
 # %% [markdown]
 # The others have ended within seconds. One of them says which rank is gone, and the step that it last reported. (Ranks report

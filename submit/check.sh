@@ -13,6 +13,11 @@
 #SBATCH --signal=B:USR1@60
 set -euo pipefail
 
+case ${1:-} in
+    "") echo "submit: which notebook? sbatch --ntasks=4 submit/check.sh notebooks/10_tensor_parallel_mine.ipynb" >&2; exit 1 ;;
+    -h | --help) sed -n '2,/^#SBATCH/{/^#SBATCH/d;s/^# \{0,1\}//;p;}' "${BASH_SOURCE[0]}"; exit ;;
+esac
+
 # Slurm runs a copy of this file: the others lie where sbatch was called, or where it found this one
 called=$(scontrol show job "${SLURM_JOB_ID:-none}" 2> /dev/null | sed -n 's/^ *Command=//p' || true)
 for folder in "$(dirname "${BASH_SOURCE[0]}")" "${SLURM_SUBMIT_DIR:-.}"{/submit,} "$(dirname "${called%%.sh*}")"; do
@@ -20,10 +25,6 @@ for folder in "$(dirname "${BASH_SOURCE[0]}")" "${SLURM_SUBMIT_DIR:-.}"{/submit,
 done
 source "$folder/common.sh"
 
-case ${1:-} in
-    "") fail "which notebook? sbatch --ntasks=4 submit/check.sh notebooks/10_tensor_parallel_mine.ipynb" ;;
-    -h | --help) sed -n '2,/^#SBATCH/{/^#SBATCH/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"; exit ;;
-esac
 notebook=$1
 [ -f "$notebook" ] || fail "there is no $notebook: give the path of your notebook"
 found=$(mktemp -d "$(dirname "$notebook")/.check-XXXXXX")                    # where all nodes see it

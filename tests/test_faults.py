@@ -161,7 +161,7 @@ def test_a_data_file_that_is_gone_is_named_with_the_cure_also_on_resume(tiny, ow
     folder = run(settings)
     before = (folder / "metrics.jsonl").read_bytes()
     (own_data / "train" / "1980.h5").rename(own_data / "elsewhere")
-    with pytest.raises(CourseError, match=r"train/1980\.h5 was there when this run was saved and is missing now: restore it"):
+    with pytest.raises(CourseError, match=r"train/1980\.h5 was there when this run began and is missing now: restore it"):
         run([*settings, "train.steps=14"])
     assert (folder / "metrics.jsonl").read_bytes() == before
     run([*settings, "train.steps=14", "checkpoint.same_data=false"])

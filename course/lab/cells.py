@@ -66,7 +66,8 @@ def load(path: Path) -> Any:
         if path.stat().st_size > LARGEST:
             raise CourseError(f"{path} has more than {LARGEST // 1_000_000} MB: clear its outputs and save it again")
         text = path.read_text(encoding="utf-8")
-        notebook = nbformat.reads(text, as_version=4) if path.suffix == ".ipynb" else jupytext.reads(text, fmt="py:percent")
+        notebook = (nbformat.reads(text, as_version=4) if path.suffix.lower() == ".ipynb" else
+                    jupytext.reads(text, fmt="py:percent"))
         for cell in notebook.cells:
             if not isinstance(cell.source, str) or not isinstance(cell.cell_type, str):
                 raise ValueError("a cell without text")

@@ -26,7 +26,6 @@ from torch import Tensor
 from course.errors import CourseError
 from course.lab import blank, sandbox
 from course.lab.cells import Piece, whole
-from course.lab.exercise import UNKNOWN as UNKNOWN
 from course.lab.exercise import Exercise, Mistake, Tensors, all_exercises, find, known_mistakes, right, wrong
 from course.lab.scratch import read, remove
 from course.meet import CELL
@@ -38,6 +37,7 @@ ENDED = ("look for a loop that does not end, for memory that grows, and for a ca
          "makes it crash")
 UNMET = "every rank of a group has to call the same collectives, in the same order, with tensors of the same shape"
 AGAIN = "run the cell, and check again"              # in a notebook
+MISSING = "it calls what an earlier exercise asks for, which is not written yet"
 UNWRITTEN = "it is not written yet"
 DISCREET = {                                         # what stopped an answer, where its own words are left out
     "Returned": "what your code returned cannot be used: compare its type and shape with what the docstring says",
@@ -129,7 +129,9 @@ def judge(exercise: Exercise, run: Run, seed: int, hidden: bool, size: int,
     """The facts, and a hint if one of them did not hold."""
     where_run = f"on {size} ranks: " if size > 1 else ""
     if run.error:
-        told = run.discreet if hidden and not missing(exercise, run) else stopped(exercise, run)
+        told = run.discreet if hidden else stopped(exercise, run)
+        if hidden and missing(exercise, run):
+            told = MISSING                           # without its name, which an answer can choose
         return [Fact(False, where_run + told)], hint_for_error(exercise, run, seed, hidden, size, looking)
     expected = wanted(exercise.name, seed, hidden, size)
     facts, inputs = [], exercise.draw(seed, hidden)
@@ -187,7 +189,7 @@ def stopped(exercise: Exercise, run: Run) -> str:
 
 def missing(exercise: Exercise, run: Run) -> str:
     """What another exercise asks for and this answer calls, where that is still blank; "" if it did not stop there."""
-    found = re.search(r"`(\w+)`: not implemented yet", run.error) if run.kind == "NotImplementedError" else None
+    found = re.match(r"(?:ranks? [^:]*: )?NotImplementedError: `(\w+)`: not implemented yet", run.error)
     theirs = {name for other in all_exercises().values() for name in other.names} - {*exercise.names}
     return found[1] if found and found[1] in theirs else ""
 
@@ -200,7 +202,7 @@ def unwritten(kind: str, text: str) -> bool:
 def hint_for_error(exercise: Exercise, run: Run, seed: int, hidden: bool, size: int, looking: Callable[[], object]) -> str:
     """The hint of a known mistake that stops in the same way, or a general one."""
     if name := missing(exercise, run):
-        return f"write `{name}` first, in the exercise before that asks for it: {AGAIN}"
+        return f"write {'that' if hidden else f'`{name}`'} first, in the earlier exercise that asks for it: {AGAIN}"
     if run.kind == "NotImplementedError":
         return f"replace the line that raises NotImplementedError by your code, {AGAIN}"
     if run.kind in ("ended", "late"):

@@ -47,7 +47,7 @@ def some(value: Any, who: str, dtype: torch.dtype) -> Tensor:
 
 def named(value: Any, who: str, names: Sequence[str]) -> dict[str, Any]:
     """The dict with these names that `who` returned."""
-    if not isinstance(value, dict) or set(value) != set(names):
+    if not isinstance(value, dict) or not set(names) <= set(value):
         has = f"a dict of {', '.join(map(repr, value)) or 'nothing'}" if isinstance(value, dict) else told(value)
         raise Returned(f"`{who}` returned {has}; a dict of {', '.join(map(repr, names))} is wanted",
                        cure(value, f"return a number for each: {{{', '.join(f'{name!r}: ...' for name in names)}}}"))
@@ -105,7 +105,7 @@ def mistyped(got: torch.dtype, wanted: torch.dtype) -> str:
         return ("checks run in float64: do not name a type (.float(), dtype=...), and begin a sum with 0 or "
                 "torch.zeros_like(...), since torch.zeros(()) is float32")
     if got.is_floating_point and not wanted.is_floating_point:
-        return "these are whole numbers: / makes others of them, // does not; do not name a type (.float(), dtype=...)"
+        return "whole numbers are wanted: / makes others of them, // does not; do not name a type (.float(), dtype=...)"
     if not got.is_floating_point and wanted.is_floating_point:
         return ("counting gives integers, and comparing True and False: .to(target.dtype) makes numbers of the batch's type of "
                 "them. Do not take len(): it counts padding too")

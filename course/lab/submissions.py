@@ -2,8 +2,9 @@
 
 import re
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from course.lab import exercise as exercises
 from course.lab.check import Verdict, examine, unread
 from course.lab.exercise import Exercise
 
-AGAIN_ = r"(?P<again>(?:-|-Copy| ?\()\d+\)?| - \w+(?: \(\d+\))?)?"       # -1, (1), -Copy1, " - Kopie", " - Copy (2)"
-NAMED = re.compile(rf"(?:(?P<owner>.*)[_ -])?(?P<lesson>\d\d)_[A-Za-z]\w*?{AGAIN_}$")        # LEARNER_01_baseline_mine-Copy1
+NAMED = re.compile(r"(?P<owner>.*?)[_ -]?(?P<lesson>\d\d)_[A-Za-z][\w -]*?(?:-Copy\d+| \(\d+\)|-\d+)?$")     # LEARNER_01_baseline
+COUNTER = re.compile(r"(?:-| ?\()(\d+)\)?$")        # of Canvas and of browsers: name-1, name (1)
+COPY = re.compile(r"-Copy\d+$| - \w+(?: \(\d+\))?$")                               # of JupyterLab and desktops: no counters
 CANVAS = re.compile(r"(?P<name>[^_]+)_(?:LATE_)?(?P<user>\d+)_(?P<submission>\d+)_(?P<file>.+)")
 MOODLE = re.compile(r"(?P<name>.+)_(?P<user>\d+)_assignsubmission_(?:file|onlinetext)_?(?P<file>.*)")
 # what to do about an answer that cannot be run: for whoever checks a file, and for whoever is graded; by whether a cell is broken
@@ -73,8 +75,7 @@ def lesson_of(path: Path, notebook: Any = None) -> str:
 
     The metadata also win where nothing in the notebook is of the lesson that its name says: somebody misnamed it.
     """
-    found = NAMED.match(path.stem)
-    named = found["lesson"] if found else ""
+    _, named = parts_of(path.stem)
     about = notebook.metadata.get("course", {}) if notebook is not None else {}
     told = str(about.get("lesson", "")) if isinstance(about, dict) else ""
     if not named or (of_lesson(told) and not any(cells.defined(cell, exercise.names) for exercise in of_lesson(named)
@@ -107,11 +108,11 @@ def collect(folder: Path) -> tuple[list[Submission], list[str]]:
             continue
         if earlier := newest.get((learner, lesson)):
             notes.append(f"{earlier.path.relative_to(folder)} is replaced by the later {name}")
-        if len(name.parts) == 1 and learner == path.stem and NAMED.match(path.stem):
+        if len(name.parts) == 1 and learner == normal(path.stem) and parts_of(path.stem)[1]:
             notes.append(f"{name} names no learner, and counts as one of that name: call it LEARNER_{name}, or give the folder "
                          "above")
         newest[learner, lesson] = Submission(learner, lesson, path)
-    notes += crowded(folder, newest.values())
+    notes += crowded(folder)
     came = {learner for learner, _ in newest}
     folders = (path.name for path in sorted(folder.iterdir()) if path.is_dir() and not path.name.startswith((".", "__MACOSX")))
     learners = [owner(Path(name, "any")) for name in folders]
@@ -119,14 +120,14 @@ def collect(folder: Path) -> tuple[list[Submission], list[str]]:
     return sorted(newest.values(), key=lambda s: (s.learner, s.lesson)), notes
 
 
-def crowded(folder: Path, found: Iterable[Submission]) -> list[str]:
+def crowded(folder: Path) -> list[str]:
     """A note where one folder holds everything, and folders in it the same lesson: whole classes come so, a level too high."""
-    paths = [path.relative_to(folder).parts for path in sorted(folder.rglob("*.ipynb")) if not path.is_symlink()]
-    lessons_in: dict[str, set[str]] = {}
+    paths = [path.relative_to(folder).parts for path in notebooks(folder, [])]
+    places: dict[str, set[str]] = {}                 # of each lesson the folders in the folder
     for parts in paths:
-        if len(parts) > 2:
-            lessons_in.setdefault(lesson_of(Path(parts[-1])), set()).add(parts[1])
-    most = max((len(places) for places in lessons_in.values()), default=0)
+        if len(parts) > 2 and (lesson := lesson_of(Path(parts[-1]))):
+            places.setdefault(lesson, set()).add(parts[1])
+    most = max(map(len, places.values()), default=0)
     if len({parts[0] for parts in paths}) == 1 and most > 1:
         return [f"all notebooks lie in {paths[0][0]} and count as one learner's, though {most} folders in it have one of the "
                 f"same lesson: if these are learners, grade {folder / paths[0][0]}"]
@@ -134,7 +135,7 @@ def crowded(folder: Path, found: Iterable[Submission]) -> list[str]:
 
 
 def notebooks(folder: Path, notes: list[str]) -> Iterator[Path]:
-    """Notebooks and scripts below a folder; symbolic links, which may lead anywhere, and JupyterLab's copies stay out."""
+    """Notebooks and scripts below a folder; symbolic links, which may lead anywhere, and JupyterLab's checkpoints stay out."""
     for path in sorted(folder.rglob("*")):
         parts = path.relative_to(folder).parts
         if any(part.startswith(".") or part == "__MACOSX" for part in parts):
@@ -151,9 +152,8 @@ def notebooks(folder: Path, notes: list[str]) -> Iterator[Path]:
 
 def order(path: Path) -> tuple[int, float, str]:
     """Later submissions come later: by Canvas's and browsers' counters (name-1, name (1)), then by date."""
-    again = NAMED.match(path.stem)
-    count = int(re.sub(r"\D", "", again["again"] or "") or 0) if again else 0
-    return count, path.stat().st_mtime, str(path)
+    counted = COUNTER.search(path.stem) if not COPY.search(path.stem) else None
+    return int(counted[1]) if counted else 0, path.stat().st_mtime, str(path)
 
 
 def owner(path: Path) -> str:
@@ -163,7 +163,7 @@ def owner(path: Path) -> str:
     Canvas: `name_123_456_file`; else the first folder, or the file's name without the lesson's. An umlaut is the same however it
     is encoded: macOS takes it apart.
     """
-    path = Path(unicodedata.normalize("NFC", str(path)))
+    path = Path(normal(str(path)))
     moodle = MOODLE.fullmatch(path.parts[0])
     if moodle and (len(path.parts) == 1 or not moodle["file"]):
         return f"{moodle['name']}_{moodle['user']}"
@@ -171,5 +171,27 @@ def owner(path: Path) -> str:
         return path.parts[0]
     if canvas := CANVAS.fullmatch(path.name):
         return f"{canvas['name']}_{canvas['user']}"
-    named = NAMED.match(path.stem)
-    return (named and named["owner"]) or path.stem
+    return parts_of(path.stem)[0] or path.stem
+
+
+def parts_of(stem: str) -> tuple[str, str]:
+    """(learner, lesson) that a file's name says: what comes before the last name of a lesson, or before what looks like one."""
+    low = stem.lower()
+    found = [(at, name) for name in names() if (at := low.rfind(name)) >= 0 and not low[at - 1:at].isdigit()]
+    if found:
+        at, name = max(found)
+        return stem[:at].rstrip("_ -"), name[:2]
+    like = NAMED.match(stem)
+    return (like["owner"], like["lesson"]) if like else ("", "")
+
+
+@cache
+def names() -> list[str]:
+    """Of the lessons that are there, as notebooks or as masters: 01_baseline."""
+    files = (path for folder in ("notebooks", "solutions") for path in (lessons.ROOT / folder).glob("[0-9][0-9]_*"))
+    return sorted({path.stem.lower() for path in files if path.suffix in (".ipynb", ".py")})
+
+
+def normal(text: str) -> str:
+    """With umlauts in one piece each."""
+    return unicodedata.normalize("NFC", text)

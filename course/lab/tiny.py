@@ -71,7 +71,7 @@ def train(batches: Sequence[Batch], seed: int, *overrides: str, loss_scale: floa
 
 
 def take_turns(model: nn.Module) -> list[bool]:
-    """What is filled with, for each forward pass, whether a gradient had come by then for every one before it."""
+    """A list, filled as the model runs: of each forward pass, whether a gradient had come by then for every one before it."""
     turns: list[bool] = []
     waiting: set[int] = set()
 

@@ -254,7 +254,7 @@ def _on_node() -> int:
 
 
 def _first_node() -> str:
-    """The node of a step's rank 0, where all ranks meet, whoever called srun; that one where Slurm's name of it is no host."""
+    """The node of a step's rank 0, where all ranks meet; if Slurm's name of it is no host's, the node where srun was called."""
     nodes = os.environ.get("SLURM_STEP_NODELIST", "")
     first = re.sub(r"\[(\w+)[^\]]*\]", r"\1", nodes).split(",")[0]                      # gpu[003-004,017],x1 -> gpu003
     if first == nodes:                               # there is no other, so it is this one

@@ -150,7 +150,7 @@ class Pipeline:
                 x, out = kept.pop((work.chunk, work.micro))
                 torch.autograd.backward([part for part in as_tuple(out) if part.requires_grad], given or None)
                 self._send(work, [gradient(part) for part in as_tuple(x) if part.requires_grad])
-            if after is not None:                                   # on a GPU it arrives when this pass is done, not beside it
+            if after is not None:                                   # on a GPU after this pass, beside which nothing then spins
                 coming = self._receive(after, samples)
         self._finish()
         return losses

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from course.lab import cells, check, present
-from course.lab.exercise import Exercise, all_exercises, find, known_mistakes, right, wrong
+from course.lab.exercise import UNKNOWN, Exercise, all_exercises, find, known_mistakes, right, wrong
 from tests.lab import answers
 
 EXERCISES = all_exercises()
@@ -78,7 +78,7 @@ def test_a_mistake_that_yields_nothing_to_compare_with_fails_with_a_hint(name):
     for slip in known_mistakes(find(name)):
         if slip.silent:
             found = check.examine(find(name), cells.whole(wrong(find(name), slip)), SEED)
-            assert not found.passed and found.hint not in ("", check.UNKNOWN), f"{slip.name}: {present.text(found)}"
+            assert not found.passed and found.hint not in ("", UNKNOWN), f"{slip.name}: {present.text(found)}"
 
 
 @each([QUICK, RANKS])                                # the way is the same for all, and lessons' masters go it, too

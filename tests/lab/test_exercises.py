@@ -106,7 +106,7 @@ def test_whoever_bisects_a_curve_fails_with_the_same_hint_on_every_seed():
                 assert "the first time counts" in check.hint_for_numbers(exercise, run, expected, others), seed
 
 
-@pytest.mark.parametrize("name", ["scaled-rate", "samples-to-target", "amax-history", "delayed-scale"])
+@pytest.mark.parametrize("name", ["scaled-rate", "samples-to-target", "amax-history", "delayed-scale", "translate"])
 def test_no_known_mistake_passes_because_of_the_seed(name):
     exercise = find(name)
     sources = {slip.name: wrong(exercise, slip) for slip in known_mistakes(exercise)}

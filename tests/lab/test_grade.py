@@ -37,7 +37,11 @@ def marks(out: Path) -> dict[str, dict[str, str]]:
     ("ben/01_baseline.ipynb", "ben"), ("ben_01_baseline.ipynb", "ben"), ("ben.ipynb", "ben"),
     ("kurs_24_anna_00_start_here.ipynb", "kurs_24_anna"), ("team_07_x_00_start_here.ipynb", "team_07_x"),
     ("carla_00_Start_Here.ipynb", "carla"), ("dora_00_start_here-Copy1.ipynb", "dora"), ("ben_01_baseline_mine.ipynb", "ben"),
-    ("emil_00_start_here - Kopie.ipynb", "emil"), ("emil_00_start_here - Copy (2).ipynb", "emil"),
+    ("ben_01_baseline_2024_05_03_final.ipynb", "ben"), ("ben_00_start_here_05_may.ipynb", "ben"),
+    ("ben01_baseline.ipynb", "ben"),
+    ("s2023_12_alice_01_baseline.ipynb", "s2023_12_alice"), ("04_mixed_precision_12_anna.ipynb", "04_mixed_precision_12_anna"),
+    ("ben_97_something-1.ipynb", "ben"), ("emil_00_start_here - Kopie.ipynb", "emil"),
+    ("emil_00_start_here - Copy (2).ipynb", "emil"),
     ("Zoe\u0308/00_start_here.ipynb", "Zo\u00eb"), ("01_baseline.ipynb", "01_baseline"),
 ])
 def test_whose_a_file_is(path, learner):

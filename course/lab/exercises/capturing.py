@@ -178,8 +178,7 @@ def replay_training(inputs: Tensors) -> Tensors:
     results, seen = [], []
     warmed: list[float] = []                        # what Python runs meanwhile, in each warm-up
     with (mock.patch.object(tape.Graph, "replay", autospec=True, side_effect=tape.Graph.replay) as replay,
-          mock.patch.object(tape, "warming", watched(warmed, training)),
-          mock.patch.dict(Captured.__call__.__globals__, warming=tape.warming)):
+          mock.patch.object(tape, "nullcontext", watched(warmed, training))):                # which `warming` is on a CPU
         for batch, rate in zip(given, inputs["rates"], strict=True):
             training.rate.copy_(rate)               # from outside, as a schedule does
             loss, norm = returned.pair(captured(batch), "__call__", "(loss, norm), what the step returns")
@@ -192,18 +191,15 @@ def replay_training(inputs: Tensors) -> Tensors:
     refused = torch.tensor([float(refuses(captured, batch)) for batch in others])
     return {"results": torch.stack(seen), "weights": weights, "held": torch.stack([stack(pair) for pair in results]),
             "runs": torch.tensor(runs), "replays": torch.tensor(replays), "kept": torch.tensor(float(kept)), "refused": refused,
-            "after": training.weights(), "warmed": torch.tensor(warmed)}
+            "after": training.weights(), "warmed": torch.tensor(warmed[:int(inputs["warm"])])}
 
 
-def watched(warmed: list[float], training: "Training") -> Callable[[torch.device], AbstractContextManager[None]]:
-    """`warming`, which also notes how often the step runs inside it."""
-    real = tape.warming
-
+def watched(warmed: list[float], training: "Training") -> Callable[[], AbstractContextManager[None]]:
+    """A context that notes how often the step runs inside it."""
     @contextmanager
-    def noted(device: torch.device) -> Iterator[None]:
+    def noted() -> Iterator[None]:
         before = training.runs
-        with real(device):
-            yield
+        yield
         warmed.append(float(training.runs - before))
 
     return noted

@@ -313,9 +313,9 @@ def read_documents(inputs: Tensors) -> Tensors:
         index = Index(kind, lengths.astype("i4"), pointers, documents)
         for i in range(len(documents) - 1):
             each = document(index, tokens.astype(kind), i)
-            if not isinstance(each, np.ndarray) or each.dtype != kind:
+            if not isinstance(each, np.ndarray) or each.dtype.kind not in "iu":
                 told = f"an array of {each.dtype}" if isinstance(each, np.ndarray) else returned.told(each)
-                raise returned.Returned(f"`document` returned {told}; an array of {kind} is wanted, a part of `tokens`",
+                raise returned.Returned(f"`document` returned {told}; an array of whole numbers is wanted, a part of `tokens`",
                                         returned.cure(each, "return tokens[start:stop]"))
             found += [*each.astype(float).tolist(), -1.0]
     return {"documents": torch.tensor(found, dtype=torch.float64)}

@@ -55,10 +55,10 @@ def draw_names(seed: int, hidden: bool) -> Tensors:
 def run_parts(inputs: Tensors) -> Tensors:
     """Parts within parts, one that raises, and one without a GPU, under the profiler and with NVTX listened to."""
     names = [WORDS[i] for i in inputs["names"].tolist()]
-    heard: list[float] = []                          # of NVTX: a name's number, or -1 where a range ends
+    heard: list[float] = []                          # of NVTX: a name's number and a half, or -1 where a range ends
 
     def push(name: str) -> int:
-        heard.append(float(names.index(name)) if name in names else -2.0)
+        heard.append(names.index(name) + 0.5 if name in names else -2.0)
         return 0
 
     def nested(rest: list[str]) -> None:
@@ -80,9 +80,9 @@ def run_parts(inputs: Tensors) -> Tensors:
             except KeyError:
                 raised = 1.0
         there = len(heard)
-        in_use = iter([False])                       # CUDA is first used inside the block
-        with mock.patch.object(torch.cuda, "is_initialized", lambda: next(in_use, True)), entered(names[1]):
-            pass
+        in_use = False                               # CUDA is first used inside the block
+        with mock.patch.object(torch.cuda, "is_initialized", lambda: in_use), entered(names[1]):
+            in_use = True
         begun = len(heard)
         with suppress(RuntimeError), mock.patch.object(torch.cuda, "is_initialized", lambda: False), entered(names[1]):
             pass
@@ -179,8 +179,8 @@ EXERCISES = [
         "quiet": "where CUDA is not in use, NVTX is left alone"},
         flags={"raised": "the exception was swallowed: whoever wrote the block never hears of it",
                "within": "the inner part does not lie within the outer one: the name must last while the block runs"},
-        read_as={-2.0: "opened by another name", -1.0: "closed", 0.0: "the first opened", 1.0: "the second opened",
-                 2.0: "the third opened", 3.0: "the fourth opened"}, points=2),
+        read_as={-2.0: "opened by another name", -1.0: "closed", 0.5: "the first opened", 1.5: "the second opened",
+                 2.5: "the third opened", 3.5: "the fourth opened"}, points=2),
     Exercise("busy-time", "02", (f"{__name__}.busy",), draw_intervals, add_up, {
         "union": "what overlaps counts once",
         "order": "the order of the intervals does not matter",

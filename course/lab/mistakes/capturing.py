@@ -63,7 +63,7 @@ MISTAKES = {
         Mistake("infinity is a number", "loss.isfinite()", "~loss.isnan()",
                 "an infinite loss has no gradient to follow either: isfinite is false for infinity, and for what is no number"),
         Mistake("the graph is kept", "return loss.detach()", "return loss",
-                "the returned loss still refers to the whole graph, so memory grows: loss.detach()"),
+                "the returned loss still refers to its graph, which the step on the host lets go of: loss.detach()"),
         Mistake("a new count", "state.count += 1", "state.count = state.count + 1",
                 "this makes a new tensor in every step, and replays add 1 to the old one: count in place"),
         Mistake("zero times NaN", CHOICE, "state.weight - good * rate * gradient",
