@@ -84,6 +84,8 @@ def outcome(exercise, source, inputs):
             return check.Run((exercise.program(inputs),))
         except Returned as error:
             return check.Run(error=error.text)
+        except Exception as error:                   # a mistake may stop: the right answer does not
+            return check.Run(error=repr(error))
 
 
 def fails(exercise, run, expected):
