@@ -90,7 +90,8 @@ def collect(folder: Path) -> tuple[list[Submission], list[str]]:
         raise CourseError(f"{folder} is not a folder: give the one that holds the submissions")
     notes: list[str] = []
     newest: dict[tuple[str, str], Submission] = {}
-    for path in sorted(notebooks(folder, notes), key=order):
+    paths = sorted(notebooks(folder, notes), key=order)
+    for path in paths:
         name, learner, lesson = path.relative_to(folder), owner(path.relative_to(folder)), lesson_of(path)
         try:
             told = lesson_of(path, cells.load(path))
@@ -112,7 +113,7 @@ def collect(folder: Path) -> tuple[list[Submission], list[str]]:
             notes.append(f"{name} names no learner, and counts as one of that name: call it LEARNER_{name}, or give the folder "
                          "above")
         newest[learner, lesson] = Submission(learner, lesson, path)
-    notes += crowded(folder)
+    notes += crowded(folder, paths)
     came = {learner for learner, _ in newest}
     folders = (path.name for path in sorted(folder.iterdir()) if path.is_dir() and not path.name.startswith((".", "__MACOSX")))
     learners = [owner(Path(name, "any")) for name in folders]
@@ -120,9 +121,9 @@ def collect(folder: Path) -> tuple[list[Submission], list[str]]:
     return sorted(newest.values(), key=lambda s: (s.learner, s.lesson)), notes
 
 
-def crowded(folder: Path) -> list[str]:
+def crowded(folder: Path, files: Sequence[Path]) -> list[str]:
     """A note where one folder holds everything, and folders in it the same lesson: whole classes come so, a level too high."""
-    paths = [path.relative_to(folder).parts for path in notebooks(folder, [])]
+    paths = [path.relative_to(folder).parts for path in files]
     places: dict[str, set[str]] = {}                 # of each lesson the folders in the folder
     for parts in paths:
         if len(parts) > 2 and (lesson := lesson_of(Path(parts[-1]))):

@@ -107,10 +107,11 @@ def draw_work(seed: int, hidden: bool) -> Tensors:
 def send(inputs: Tensors) -> Tensors:
     """The bytes along each axis, for each layout and model."""
     found, kept = [], True
-    for (sizes, _), work in zip(layouts(inputs), inputs["work"].tolist(), strict=True):
-        given = sizes.copy(), dict(zip(WORK, work, strict=True))
+    for (sizes, _), numbers in zip(layouts(inputs), inputs["work"].tolist(), strict=True):
+        work = dict(zip(WORK, numbers, strict=True))
+        given = sizes.copy(), work.copy()
         found.append(returned.named(bytes_sent(*given), "bytes_sent", mesh.AXES))
-        kept = kept and given == (sizes, dict(zip(WORK, work, strict=True)))
+        kept = kept and given == (sizes, work)
     return {axis: torch.tensor([returned.number(sent[axis], "bytes_sent") for sent in found], dtype=torch.float64)
             for axis in mesh.AXES} | {"kept": torch.tensor(float(kept))}
 
