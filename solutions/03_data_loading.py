@@ -615,16 +615,15 @@ rungs = {row["rung"]: row for row in lab.results("vit_h200")["rows"] if "samples
 needs = {"the model in bf16, compiled": rungs["bf16, compiled"]["samples_per_s"],
          "the model in TF32": rungs["tf32, on the device"]["samples_per_s"]}
 lab.picture(figures_loading.against(speeds, {"floor": floors}, needs, "Loaders on an H200's machine, pairs of 41 MB"),
-            "Pairs per second against workers. The floor rises from about 130 with one thread to about 1000 with 16; DALI over "
-            ".npy files and threads lie on it, the latter up to 12; DALI over HDF5 below, at about 250, and the DataLoader "
-            "lowest, at 30 to 60, rising with 16 workers. A horizontal line for the compiled model lies between them, one for "
-            "TF32 below all")
+            "Pairs per second against workers. The floor rises from about 130 with one thread to about 1050 with 16; DALI over "
+            ".npy files and threads lie close to it, the latter up to 12; DALI over HDF5 below, at about 280, and the DataLoader "
+            "lowest, at 25 to 80. A horizontal line for the compiled model lies between them, one for TF32 near the bottom")
 
 # %% [markdown]
 # **What you should see:** three kinds of loader. Those that move each byte once, threads and DALI over `.npy` files, lie on the
 # floor or close to it; but 16 threads on 16 cores are slower than 12. DALI with its processes reaches a quarter to a third of
-# it: what they read has still to come out of their shared memory. The DataLoader hardly gets faster from 1 to 8 workers. With
-# 16 it jumps; why, we have not found out.
+# it: what they read has still to come out of their shared memory. The DataLoader gets half as fast again from 1 to 8
+# workers and twice as fast once more with 12, and stays far below.
 #
 # And two lines for what the model wants. A loader that reads ahead and lies *above* the line costs nothing, however
 # much faster another one is. In TF32 all of them lie above it: there, nothing in this lesson matters but reading ahead.

@@ -235,6 +235,24 @@ def test_what_ran_on_h100s() -> None:
     assert f"DDP takes {ddp['ms']:.1f} ms in {ddp['memory_gb']:.1f} GB and ZeroRedundancyOptimizer {theirs['ms']:.1f} ms" in text
 
 
+def test_loaders_and_their_floor() -> None:
+    found = results("loaders_h200")
+    speeds = {kind: round(found["loaders"][kind]["12"]) for kind in ("threads", "dali", "dali_numpy")}
+    said = "at {threads} a second with `threads`, at {dali} with `dali` and at {dali_numpy} with `dali_numpy`".format(**speeds)
+    floor = found["page cache to memory"]["12"]
+    assert f"{said} (12 workers; the floor is {floor:.0f}, `course bench loaders`, {found['date']})" in " ".join(MEASURED.split())
+
+
+def test_when_a_pipeline_asks_for_messages() -> None:
+    found = results("pp_h200")["receives"]
+    change = {kind: [100 * (r["before the pass"] / r["after the pass"] - 1) for r in found["rows"] if r["case"].startswith(kind)]
+              for kind in ("stack", "gpt")}
+    text = " ".join(MEASURED.partition("A pipeline asks for a message")[2].partition("\n\n")[0].split())
+    assert f"the stack's steps take {min(change['stack']):.0f}% to {max(change['stack']):.0f}% longer" in text
+    assert f"take {-min(change['gpt']):.0f}% less to {max(change['gpt']):.0f}% more" in text
+    assert found["date"] in text and {r["gpus"] for r in found["rows"]} == {2, 4}
+
+
 def test_layers_beside_megatron_cores() -> None:
     """What is said of the grid on one GPU, on two and on four."""
     text = " ".join(MEASURED.partition("Beside megatron-core's layers")[2].partition("\n\n")[0].split())

@@ -160,8 +160,9 @@ def show(found: dict[str, Any], workers: Sequence[int]) -> None:
     """The table, and a sentence for whatever it lacks."""
     table = Table(title=f"pairs of {found['pair_mb']:.3g} MB per second, in batches of {found['batch']}: {found['hardware']}, "
                         f"{found['cores']} cores", box=SIMPLE)
-    for head in ("", *(f"{n} worker{'s' * (n != 1)}" for n in (0, *workers))):
-        table.add_column(head, justify="right" if head else "left", no_wrap=True)
+    table.add_column("workers", no_wrap=True)
+    for n in (0, *workers):
+        table.add_column(str(n), justify="right", no_wrap=True)
     for name, speeds in {"floor: page cache to memory": found["page cache to memory"], **found["loaders"]}.items():
         table.add_row(name, *(f"{speeds[str(n)]:.3g}" if str(n) in speeds else "" for n in (0, *workers)))
     Console().print(table)
