@@ -61,7 +61,6 @@ class World:
     rank: int = 0
     size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    node: int = 0                                  # processes on each node, if a launcher says it; else 0
 
 
 @dataclass(frozen=True)
@@ -125,7 +124,7 @@ def join(device: str = "auto") -> World:
         # PyTorch notes the newest collectives, of gloo and of NCCL: what a stalled run tells of (course/watchdog.py)
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
         dist.init_process_group(backend, rank=rank, world_size=size, device_id=chosen if chosen.type == "cuda" else None)
-    return World(rank, size, chosen, _on_node())
+    return World(rank, size, chosen)
 
 
 def wait_at_most(seconds: float) -> None:
@@ -228,11 +227,8 @@ def build_mesh(parallel: "Parallel", world: World) -> Mesh:
     if world.size == 1:
         return Mesh(world, torch.zeros(1, 1, 1, 1, dtype=torch.long), *(Axis(name) for name in (*AXES, "dp_cp", "all")))
     ranks = lay_out(sizes, parallel.order)
-    nodes = groups(ranks, AXES.index("tp")) // (world.node or world.size)
-    if parallel.symmetric and bool((nodes != nodes[:, :1]).any()):
-        raise CourseError(f"parallel.overlap=symmetric joins GPUs of one node, and with {world.node} processes on each some of "
-                          f"parallel.tp={sizes['tp']} are on two (parallel.order={parallel.order}): start a multiple of "
-                          f"{sizes['tp']} on each node, or use parallel.overlap=nccl")
+    if parallel.symmetric and world.device.type == "cuda":           # elsewhere it is done otherwise
+        check_nodes(groups(ranks, AXES.index("tp")).tolist(), nodes(world.size), parallel.order)
     grid = DeviceMesh(world.device.type, ranks, mesh_dim_names=AXES)
     joint = grid["dp", "cp"]._flatten("dp_cp")
     whole = Axis("all", world.size, world.rank, tuple(range(world.size)), dist.group.WORLD)
@@ -240,17 +236,25 @@ def build_mesh(parallel: "Parallel", world: World) -> Mesh:
     return Mesh(world, ranks, pp, dp, cp, tp, _axis("dp_cp", joint), whole)
 
 
+def nodes(size: int) -> list[str]:
+    """The node of each rank, as they say it: `srun -m cyclic` and its like deal ranks out in any order."""
+    names: list[str] = [""] * size
+    dist.all_gather_object(names, node())
+    return names
+
+
+def check_nodes(together: list[list[int]], names: list[str], order: str) -> None:
+    """Raise `CourseError`, on all ranks alike, if ranks of a tensor-parallel group are on several nodes."""
+    for line in together:
+        if len({names[rank] for rank in line}) > 1:
+            where = ", ".join(f"rank {rank} on {names[rank]}" for rank in line)
+            raise CourseError(f"parallel.overlap=symmetric joins GPUs of one node, and some of parallel.tp={len(line)} are on "
+                              f"several ({where}; parallel.order={order}): start a multiple of {len(line)} on each node, block "
+                              "by block (srun --distribution=block), or use parallel.overlap=nccl")
+
+
 def _axis(name: str, mesh: DeviceMesh) -> Axis:
     return Axis(name, mesh.size(), mesh.get_local_rank(), tuple(mesh.mesh.flatten().tolist()), mesh.get_group())
-
-
-def _on_node() -> int:
-    """How many processes each node has, by torchrun's or srun's variables; 0 if they do not say, or not all have equally many."""
-    env = os.environ
-    if "RANK" in env and "WORLD_SIZE" in env:
-        return int(env.get("LOCAL_WORLD_SIZE", 0))
-    each, _, times = env.get("SLURM_STEP_TASKS_PER_NODE", "").partition("(")            # "8(x2)", of uneven ones "8,4"
-    return int(each) if each.isdigit() and "," not in times else 0
 
 
 def _first_node() -> str:

@@ -1,14 +1,18 @@
 import math
 import os
 from dataclasses import replace
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from course.config import Parallel
 from course.errors import CourseError
+from course.launch import ranks
 from course.models import ViTConfig, build_model
 from course.parallel import Axis, World, build_mesh, join, parallelize, placement
-from course.parallel.mesh import groups, lay_out
+from course.parallel.mesh import check_nodes, groups, lay_out, nodes
 from course.parallel.placement import box_shape
 
 
@@ -65,21 +69,8 @@ def test_ranks_meet_where_rank_0_is_whoever_called_srun(monkeypatch, nodes, know
     assert os.environ["MASTER_ADDR"] == address
 
 
-@pytest.mark.parametrize(("environment", "node"), [
-    ({}, 0), ({"RANK": "0", "WORLD_SIZE": "1"}, 0), ({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, 4),
-    *[({"SLURM_STEP_TASKS_PER_NODE": each}, node) for each, node in (("8(x2)", 8), ("4", 4), ("8,4", 0), ("8(x2),4", 0))]])
-def test_a_launcher_says_how_many_processes_a_node_has(monkeypatch, environment, node):
-    from course.parallel import mesh
-
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_STEP_TASKS_PER_NODE"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    assert mesh._on_node() == node
-
-
 def test_symmetric_memory_is_refused_where_it_would_go_over_nodes(monkeypatch):
-    """12 processes on two nodes of 6: tp=4 has 4, 5 | 6, 7. On one node, or where nobody knows, it is not."""
+    """12 processes on two nodes of 6: tp=4 has 4, 5 | 6, 7; 4 of two dealt out by turns. On one node it is fine."""
     from course.parallel import mesh
 
     class Built(Exception):
@@ -88,16 +79,35 @@ def test_symmetric_memory_is_refused_where_it_would_go_over_nodes(monkeypatch):
     def built(*_, **__):
         raise Built
 
+    def on(each, size, turns=False):
+        names = [f"n{rank % (size // each) if turns else rank // each}" for rank in range(size)]
+        monkeypatch.setattr(mesh, "nodes", lambda size: names)
+        return World(size=size, device=torch.device("cuda"))
+
     monkeypatch.setattr(mesh, "DeviceMesh", built)
     layout = Parallel(tp=4, sp=True, overlap="symmetric")
-    with pytest.raises(CourseError, match=r"with 6 processes on each some of parallel.tp=4 are on two .* multiple of 4 on"):
-        build_mesh(layout, World(size=12, node=6))
+    with pytest.raises(CourseError, match=r"some of parallel.tp=4 are on several \(rank 4 on n0, .*n1, .* multiple of 4"):
+        build_mesh(layout, on(6, 12))
     with pytest.raises(CourseError, match=r"parallel.order=tp-pp-dp-cp"):
-        build_mesh(replace(layout, order="tp-pp-dp-cp"), World(size=8, node=4))
-    for fine, world in ((layout, World(size=12, node=4)), (layout, World(size=12)),
-                        (replace(layout, overlap="nccl"), World(size=12, node=6))):
+        build_mesh(replace(layout, order="tp-pp-dp-cp"), on(4, 8))
+    with pytest.raises(CourseError, match=r"rank 0 on n0, rank 1 on n1, .*--distribution=block"):
+        build_mesh(layout, on(4, 8, turns=True))
+    for fine, each in ((layout, 4), (layout, 12), (replace(layout, overlap="nccl"), 6)):
         with pytest.raises(Built):
-            build_mesh(fine, world)
+            build_mesh(fine, on(each, 12))
+
+
+def refused_by_turns() -> str:
+    """What a rank hears that says it is on a node of its own."""
+    here = dist.get_rank()
+    with mock.patch.dict(os.environ, {"SLURMD_NODENAME": f"n{here}"}), pytest.raises(CourseError) as error:
+        check_nodes([[0, 1]], nodes(2), "pp-dp-cp-tp")
+    return str(error.value)
+
+
+def test_ranks_tell_each_other_where_they_are():
+    first, second = ranks(2)(refused_by_turns)
+    assert first == second and "(rank 0 on n0, rank 1 on n1;" in first
 
 
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
