@@ -69,11 +69,16 @@ def check(config: "Config") -> "Config":
     return config
 
 
+LARGEST = {"model": 2**26}                           # whole numbers of a section; else 2**53, above which doubles leave some out
+
+
 def check_numbers(section: str, values: Any) -> None:
     """Refuse numbers of a section that `NUMBERS` leaves out, NaN among them."""
     for name, least, end in limits(section):
         value = getattr(values, name, ())           # no model has all of a model's
         for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, int) and number > LARGEST.get(section, 2**53):
+                raise CourseError(f"{section}.{name}={number} is more than anybody can compute with: use a smaller number")
             if number < 0 == least:
                 raise CourseError(f"{section}.{name}={number} is negative: use 0 or more")
             if math.isnan(number) or number == math.inf:

@@ -29,7 +29,7 @@ class Report:
         if not speaks:
             return
         folder.mkdir(parents=True, exist_ok=True)
-        drop_after(folder / "metrics.jsonl", start)
+        strange = drop_after(folder / "metrics.jsonl", start)
         # without a buffer, so that a killed run keeps its lines; __exit__ closes it
         self._file = os.open(folder / "metrics.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         if tensorboard:
@@ -38,6 +38,9 @@ class Report:
             self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1, flush_secs=10)
         if interactive():
             self._bar = tqdm(total=steps, initial=start, unit="step", dynamic_ncols=True)
+        if strange:
+            self.say(f"{folder / 'metrics.jsonl'}: lines that are no record of a step: {strange}; left as they are, and out of "
+                     "what is read")
 
     def __enter__(self) -> "Report":
         return self
@@ -136,23 +139,39 @@ def finite(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl; a last line cut off by a crash is left out."""
-    records = []
-    for text in path.read_text().splitlines() if path.is_file() else []:
-        try:
-            records.append(json.loads(text))
-        except ValueError:
-            break
-    return records
+    """The records of a metrics.jsonl; lines that are none, such as a last one cut off by a crash, are left out."""
+    return [record for line in lines_of(path) if (record := record_of(line)) is not None]
 
 
-def drop_after(path: Path, step: int) -> None:
-    """Remove the records of steps that a resumed run will do again."""
-    records = read_metrics(path)
-    kept = [record for record in records if record["step"] <= step]
+def drop_after(path: Path, step: int) -> int:
+    """Remove the records of steps that a resumed run will do again, and a last line that was cut off.
+
+    Returns how many lines are no records: damaged ones, or a user's own, which stay.
+    """
+    there = lines_of(path)
+    records = [record_of(line) for line in there]
+    if there and records[-1] is None and not there[-1].endswith(b"\n"):
+        del there[-1], records[-1]
+    kept = [line.rstrip(b"\r\n") + b"\n" for line, record in zip(there, records, strict=True)
+            if record is None or record["step"] <= step]
     if path.is_file():
         with atomic(path) as temporary:
-            temporary.write_text("".join(json.dumps(record) + "\n" for record in kept))
+            temporary.write_bytes(b"".join(kept))
+    return records.count(None)
+
+
+def lines_of(path: Path) -> list[bytes]:
+    """Those of a file with their ends; none of one that is not there."""
+    return path.read_bytes().splitlines(keepends=True) if path.is_file() else []
+
+
+def record_of(line: bytes) -> dict[str, Any] | None:
+    """The record of a step that a line holds; None if it is something else."""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) and type(found.get("step")) is int else None
 
 
 def memory_gb(device: torch.device) -> float:

@@ -169,6 +169,7 @@ def soak(steps: int, seed: int, folder: Path, layouts: bool, more: list[str]) ->
                 "checkpoint.every=3", "model.dropout=0.1", "train.eval_every=50", "precision=" + ("fp64" if layouts else "fp32"),
                 *more]
     whole, run = (train.run_folder(config.load("vit-demo", [*settings, f"log.name={name}"])) for name in ("whole", "soaked"))
+    folder.mkdir(parents=True, exist_ok=True)
     alone = Ranks([*settings, "log.name=whole"], 2, folder / "whole")
     assert alone.wait(LIMIT + steps) and alone.statuses() == [0, 0], alone.told()
     while last_step(run) < steps or left(run):

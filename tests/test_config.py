@@ -108,6 +108,8 @@ def test_save_and_load_give_the_same(tmp_path, preset):
     ("gpt-demo", "model.kv_heads=2 parallel.tp=2 parallel.cp=2 parallel.context=all_to_all",
      ["parallel.tp=2 times parallel.cp=2 of context=all_to_all does not divide model.kv_heads=2", "parallel.context=ring"]),
     ("gpt-demo", "model.mlp_width=-1", ["model.mlp_width=-1 is negative"]),
+    ("gpt-demo", f"train.steps={10**23}", [f"train.steps={10**23} is more than", "smaller"]),
+    ("vit-demo", f"model.dim={10**400}", ["is more than", "smaller"]),
     ("gpt-demo", "precision=fp8 fp8.by=te model.norm=rms", ["fp8.by=te knows GPT-2's kind of block", "fp8.by=hand"]),
     ("gpt-demo", "model.heads=5", ["model.dim=64 is not divisible by model.heads=5"]),
     ("dit-demo", "model.patch=3", ["latent 8x8", "not divisible by model.patch=3"]),

@@ -96,6 +96,19 @@ def test_resumed_in_mid_epoch_gives_the_same_losses_bit_for_bit(tiny, name):
     assert_same_run(run([*tiny, *extra, "log.name=part"]), whole)
 
 
+def test_metrics_with_lines_that_are_none_lose_nothing(tiny, capfd):
+    """A user's edit, a disk's bytes: the run goes on, such lines stay, and the records around them too."""
+    folder = run([*tiny, "train.steps=6", "checkpoint.every=2", "log.every=1"])
+    file = folder / "metrics.jsonl"
+    written = file.read_bytes().splitlines(keepends=True)
+    strange = [written[1].replace(b",", b";", 1), b"\xff" + written[2], b"null\n", b"{\"loss\": 1}\n", b"[" * 100_000 + b"\n"]
+    file.write_bytes(b"".join([written[0], *strange, *written[3:]]) + b'{"step": 7, "lo')
+    run([*tiny, "train.steps=8", "checkpoint.every=2", "log.every=1"])
+    assert [record["step"] for record in read_metrics(file)] == [1, 4, 5, 6, 7, 8]
+    assert file.read_bytes().splitlines(keepends=True)[1:6] == strange
+    assert f"{file}: lines that are no record of a step: 5; left as they are" in capfd.readouterr().out
+
+
 def test_a_run_of_a_deeper_model_does_not_go_on_in_a_shallower_one(tiny):
     """Every parameter is in the checkpoint, and some of the checkpoint's are nowhere."""
     folder = run([*tiny, "model.depth=2", "train.steps=2", "optim.ema=0.9"])

@@ -123,7 +123,7 @@ CLASSES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM"}
 def config_of(found: Mapping[str, Any]) -> GPTConfig:
     """Our configuration for the values of a config.json. Raises `CourseError` for what a GPT here cannot be."""
     kind = found.get("model_type")
-    if kind not in TABLES:
+    if not isinstance(kind, str) or kind not in TABLES:
         raise CourseError(f"config.json says model_type={kind}, and what can be read is {' and '.join(TABLES)}")
     for key, only in (FIXED[kind] | FOREIGN).items():
         if found.get(key, only) != only and not (key in FOREIGN and found[key] is None):
@@ -141,7 +141,7 @@ def config_of(found: Mapping[str, Any]) -> GPTConfig:
 def of_gpt2(found: Mapping[str, Any]) -> dict[str, Any]:
     """What a GPT-2's config.json says in another way than we do."""
     activation = found.get("activation_function", "gelu_new")
-    if activation not in GELU:
+    if not isinstance(activation, str) or activation not in GELU:
         raise refused("activation_function", activation, " or ".join(GELU))
     return {"mlp": GELU[activation], "mlp_width": found.get("n_inner") or 0}
 
@@ -152,8 +152,8 @@ def of_llama(found: Mapping[str, Any]) -> dict[str, Any]:
     heads, dim, kv_heads = (found.get(key) for key in ("num_attention_heads", "hidden_size", "num_key_value_heads"))
     kv_heads = heads if kv_heads is None else kv_heads
     for key, value in (("num_attention_heads", heads), ("hidden_size", dim), ("num_key_value_heads", kv_heads)):
-        if type(value) is not int or value < 1:
-            raise refused(key, value, "whole numbers from 1 on")
+        if type(value) is not int or not 1 <= value <= limits.LARGEST["model"]:
+            raise refused(key, value, "whole numbers from 1 on that a model can have")
     assert isinstance(heads, int) and isinstance(dim, int)
     if found.get("head_dim") not in (None, dim / heads):
         raise refused("head_dim", found["head_dim"], f"hidden_size / num_attention_heads, {dim / heads:g}")
