@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from course import products
+from course import config, products
+from course.data import layout, weather
+from course.models import build_model
 from course.parallel import overlap
-from course.perf import alignment, recorded
+from course.perf import activations, alignment, blocktime, memory, picture, recorded
 
 ROOT = Path(__file__).parent.parent
-README, MEASURED = ((ROOT / name).read_text() for name in ("README.md", "docs/measured.md"))
+README, MEASURED, USING = ((ROOT / name).read_text() for name in ("README.md", "docs/measured.md", "docs/using.md"))
 RESULTS = ROOT / "course/perf/results"
 NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?![\w.]*\d)")
 ABOUT = ("command", "hardware", "torch", "python", "date")        # what every file says of how it was measured
@@ -474,6 +476,8 @@ def test_the_ladders_measured_again() -> None:
         assert said in text and len(rows) == {"Sixteen": 16, "Seven": 7, "nine": 9}[said.split()[0]]
         assert all(f" {what.format(longer.pop(rung))}" in text for rung, what in hosts.items())
         assert max(abs(percent) for percent in longer.values()) < 1.5
+    assert "whose host was slow, are within 1.5%, but for the two" in text
+    assert '("again" in the files): all within 1.5%,' in text
     first, reading = (results("vit_h200")["again"]["rows"][these] for these in (slice(7), slice(16, None)))
     later = []
     for again in first:
@@ -616,6 +620,261 @@ def test_the_readmes_short_tables(label: str, wanted: list[tuple[str, str, dict[
     values = [row(file, case, **more)[field] * scale.get(field, 1) for file, case, more, field in wanted]
     text = " | ".join(cells(label, "## Measured on NVIDIA H200", README)).replace("GPT-2", "")
     assert differences(text, values) == []
+
+
+# --- the README's sentences, and what stands in none of the tables
+def test_what_the_demo_says() -> None:
+    found = results("demo_cpu")
+    first = {who: hours[0][0] for who, hours in found["scores"]["rmse"].items()}
+    scores = found["scores"]
+    assert (f"{scores['channels'][0]} RMSE {scores['hours'][0]} h: model {first['model']:.2f}, persistence "
+            f"{first['persistence']:.2f}, {100 * scores['better_than_persistence']:.0f}% better\n") in README
+    assert f"neighbouring grid points reaches {first['regression']:.2f} (" in README
+    version = ".".join(found["torch"].split(".")[:2])
+    assert f"({found['seconds']} s on a Linux virtual machine, PyTorch {version}, CPU;" in README
+    model, persistence, climatology = ([lead[0] for lead in scores["rmse"][who]]
+                                       for who in ("model", "persistence", "climatology"))
+    wins = [hours for hours, ours, theirs in zip(scores["hours"], model, climatology, strict=True) if ours < theirs]
+    assert all(ours < theirs for ours, theirs in zip(model, persistence, strict=True)) and wins == [*range(6, 49, 6)]
+    assert "beats persistence throughout, and climatology for two days" in README
+    made = weather.Weather()
+    assert f"from {made.test * made.times * layout.HOURS // 24} simulated days that the model never saw" in README
+
+
+def test_what_a_laptop_learns_of_python() -> None:
+    found = results("gpt_python_cpu")
+    assert config.load("gpt-python").train.steps == found["steps"] == max(map(int, found["valid_loss"]))
+    assert f"({found['steps']} steps, a few minutes on two cores, validation loss {found['valid_loss']['600']:.2f})" in USING
+
+
+def test_what_the_readmes_picture_shows() -> None:
+    ladder, times, shares = picture.ladder(), picture.rivals().values(), picture.four().values()
+    ours, theirs = ([100 * both[which] for both in shares] for which in (0, 1))
+    assert (f"from {ladder['TF32, files read in line']:.0f} samples/s, read in line in TF32, to {ladder['narrow stream']:.0f}, "
+            f"compiled in bf16 with a narrow stream; the library {min(times):.1f} to {max(times):.2f} times as fast as what one "
+            f"would take instead; on four GPUs {min(ours):.0f} to {max(ours):.0f}% efficient, PyTorch's own {min(theirs):.0f} to "
+            f"{max(theirs):.0f}%]") in README
+
+
+def dates(name: str) -> set[str]:
+    """All that a file has, of itself and of its parts."""
+    return set(re.findall(r'"date": "([^"]+)"', (RESULTS / f"{name}.json").read_text()))
+
+
+def test_dates() -> None:
+    """Those in the brackets that name a file, and these."""
+    text, known = " ".join(MEASURED.split()), 0
+    for inside in re.findall(r"\(([^()]*)\)", text):
+        files = re.findall(r"`(\w+)\.json`", inside)
+        for day, *more in re.findall(r"(20\d\d-\d\d-\d\d)(?:(?:, (\d\d))? and (\d\d))?", inside):
+            if files:
+                assert {day, *(f"{day[:8]}{later}" for later in more if later)} <= dates(files[0]), inside
+                known += 1
+    vit, tp, two = results("vit_h200"), results("tp_h200"), row("dp_h200", "bucketed", gpus=2, bucket_mb=25)
+    by_hand_later = row("vit_h200", f"width 1024: fp8, {NARROW.partition(', ')[2]}")["date"]
+    for said in (f"PyTorch {vit['torch'].rpartition('.')[0]}, CUDA {vit['cuda']}, {vit['date']} (the narrow stream "
+                 f"{row('vit_h200', NARROW)['date']}, FP8 by hand {by_hand_later})",
+                 f"by the code of {vit['again']['date']} (\"again\"",
+                 f"again on {results('gpt_h200')['again']['date']}, on one more",
+                 f"four H200s (PyTorch {tp['torch'].rpartition('.')[0]}, {tp['date']}, `bash",
+                 f"H200s of another machine ({two['date']}; efficiency",
+                 f"on four H100s ({results('parity_4xh100')['date']}), products of two axes",
+                 f"what is scattered ({results('parity_2xh200')['ring in float32']['date']}), and",
+                 f"beside slow hosts as well ({results('grid_2xh200')['date']}), ours"):
+        assert said in text, said
+    assert known == 13
+
+
+def test_which_pytorch_these_figures_are_of() -> None:
+    versions = {results(path.stem)["torch"].partition("+")[0] for path in RESULTS.glob("*.json")
+                if "NVIDIA" in results(path.stem).get("hardware", "")}
+    pinned = re.search(r"^torch==(\d+\.\d+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert {version.rpartition(".")[0] for version in versions} == {"2.11"} and pinned
+    assert f"are of PyTorch 2.11, which those machines had; `constraints.txt` pins {pinned[1]}." in MEASURED
+
+
+def test_a_compiled_step_under_the_profiler() -> None:
+    account = results("profile_h200")["accounts"]["16 samples, bf16, compiled"]
+    by_itself = results("beginning_h200")["attention"][0]
+    parts, heads = account["kinds"], by_itself["shape"][-1]
+    text = " ".join(MEASURED.split())
+    assert (f"Of a compiled step's {account['step']:.0f} ms under the profiler attention takes {parts['attention']:.0f} "
+            f"(cuDNN's, by itself {by_itself['cudnn']} TFLOP/s with heads of {heads}), matmuls {parts['matmul']:.0f}, norms, "
+            f"GELU and sums {parts['other']:.0f}.") in text
+    assert f"Pairs of {results('loaders_h200')['pair_mb']:.0f} MB come from the page cache" in text
+
+
+def test_a_stack_in_fp8() -> None:
+    ms = {r["case"]: r["ms"] for r in results("fp8_h200")["rows"]}
+    assert {(r["layers"], r["hidden"]) for r in results("fp8_h200")["rows"]} == {(8, 4096)}
+    assert (f"A stack of hidden 4096, forward and backward with all casts: bf16 {ms['bf16']:.0f} ms (compiled "
+            f"{ms['bf16, compiled']:.0f} ms), FP8 by hand {ms['by hand, delayed']:.0f} ms "
+            f"({ms['by hand, delayed, compiled']:.0f} ms), Transformer Engine {ms['TE, delayed']:.0f} ms (`python"
+            ) in " ".join(MEASURED.split())
+
+
+def test_runs_of_the_first_day() -> None:
+    runs, text = results("foundation_h200")["runs"], " ".join(MEASURED.split())
+    assert f"ends at a validation loss of {runs['short-w8']['valid_loss']:.3f} on the simulated atmosphere in TF32" in text
+    assert f"compiled in bf16 at {runs['opt-w8']['valid_loss']:.3f}." in text
+    assert f"has lesson 08's {len(results('convergence')['runs'])} training curves" in text
+
+
+def test_the_reference_vit_by_hand() -> None:
+    hand, narrow = (row("vit_h200", rung)["samples_per_s"] for rung in (f"{NARROW}, kernels by hand", NARROW))
+    assert (f"The reference ViT gains nothing: {hand:.0f} samples/s by hand, where the compiler's kernels give {narrow:.0f}."
+            in MEASURED)
+
+
+def test_what_the_trial_of_the_heads_algorithms_needs() -> None:
+    """Three results and both factors: memory by its shapes."""
+    found = row("gpt_h200", f"350M: {HAND.replace('bf16', 'fp8')}")
+    c: Any = config.load(found["preset"], found["settings"]).model
+    trial = 2 * (2 * c.loss_chunk * c.vocab + c.vocab * c.dim + c.loss_chunk * c.dim)
+    assert f"({trial / 1e9:.1f} of them are for the trial of the head's algorithms" in MEASURED
+
+
+def test_how_far_the_clock_goes_down() -> None:
+    text, rows = " ".join(MEASURED.split()), results("power_h200")["rows"]
+    free = max(r.get("clock_mhz", 0.0) for r in results("vit_h200")["rows"])
+    held = statistics.mean(r["clock_mhz"] for r in rows)
+    assert {r["power_limit_w"] for r in rows} == {700.0} and "An H200 may draw 700 W, and then its clock goes down" in text
+    assert f"from the {free:.0f} MHz that it promises to about {round(held, -2):.0f}." in text
+
+
+def test_loss_curves_of_number_formats() -> None:
+    text = " ".join(MEASURED.partition("## Loss curves")[2].partition("## In parallel")[0].split())
+    cpu, gpu = results("curves_cpu"), results("curves_h200")
+    off, there = ({name: 100 * gap for name, gap in found["gap"].items()} for found in (cpu, gpu))
+    assert f"Over {cpu['steps']} steps of a small ViT, in means of {cpu['mean of']} losses, on a CPU" in text
+    assert (f"within 6% of bf16: fp32 {off['fp32']:.1f}%, fp16 {off['fp16']:.0f}%, FP8 delayed "
+            f"{off['fp8 by hand, delayed']:.0f}%, current {off['fp8 by hand, current']:.0f}%.") in text
+    wrong = ("fp8 by hand, gradients in E4M3", "fp8 by hand, scales frozen")
+    assert "(both off by more than 100%)" in text and min(off[name] for name in wrong) > 100
+    assert (f"On an H200 the same curves stay within 6% too: by hand, delayed {there['fp8 by hand, delayed']:.1f}%, current "
+            f"{there['fp8 by hand, current']:.1f}%; Transformer Engine, delayed {there['TE, delayed']:.1f}%, current "
+            f"{there['TE, current']:.1f}%, block {there['TE, block']:.1f}% (") in text
+    assert max(gap for found in (off, there) for name, gap in found.items() if name not in wrong) < 6
+
+
+def test_large_models_in_fp8() -> None:
+    text = " ".join(MEASURED.partition("## Loss curves")[2].partition("## In parallel")[0].split())
+    gpt, dit, wide = (results("alignment_h200")["models"][name] for name in ("gpt-1.3b", "dit-xl", "dit-xl-512"))
+    ranges = [[100 * gap for run, gap in model["gap"].items() if run.startswith("fp8") and run != alignment.FROZEN]
+              for model in (gpt, dit, wide)]
+    assert [len(gaps) for gaps in ranges] == [4, 4, 4] and f"GPT 1.3B for {gpt['steps']} steps, all runs" in text
+    (low, high), *dits = [(min(gaps), max(gaps)) for gaps in ranges]
+    assert (f"is {low:.1f} to {high:.1f}% (GPT), {dits[0][0]:.0f} to {dits[0][1]:.0f}% (DiT, 256 px) and {dits[1][0]:.0f} to "
+            f"{dits[1][1]:.0f}% (512 px, {wide['batch']} images a step) from bf16") in text
+    spreads = [100 * model["spread"] for model in (gpt, dit, wide)]
+    assert "seeds scatter by {:.1f}, {:.1f} and {:.0f}%.".format(*spreads) in text
+    frozen = [100 * model["gap"][alignment.FROZEN] for model in (dit, wide)]
+    assert "Frozen scales are off by {:.0f}% and {:.0f}% in DiT.".format(*(round(gap, -1) for gap in frozen)) in text
+    steps = results("alignment_h100")["models"]["gpt-1.3b"]["steps"]
+    assert f"its first step's scales serve for {steps} steps" in text
+    other = [100 * model["gap"]["bf16, flash attention"] for model in (gpt, dit, wide)]
+    assert "makes {:.2f}% in GPT, {:.1f}% in DiT at 256 px and {:.1f}% at 512 px".format(*other) in text
+    cut = [100 * results("alignment_cp_h200")["models"][name]["gap"]["bf16, cp=2"] for name in ("gpt-1.3b", "dit-xl")]
+    assert "cut over two GPUs make {:.2f}% in GPT and {:.0f}% in DiT at 256 px".format(*cut) in text
+
+
+def test_parity_on_h200s() -> None:
+    two, four = (results(name)["rows"] for name in ("parity_2xh200", "parity_h200"))
+    assert f"all are equal on two H200s ({len(two)} comparisons, `course" in MEASURED and not any(r["wrong"] for r in two + four)
+    assert {re.sub(r"\d.*", "", r["layout"]) for r in four} == {"dp", "tp", "sp", "cp", "pp"}
+
+
+def test_what_symmetric_memory_takes_that_pytorch_does_not_count() -> None:
+    """Two places each for what is gathered and what is scattered, by their shapes."""
+    text = " ".join(MEASURED.split())
+    c = recorded.stack(4096, 8, 32, 4096, 4, "stream=narrow", "parallel.dp=1", "parallel.tp=4", *recorded.WAYS["symmetric"])
+    rooms = [activations.foreign(rank) for rank in memory.ranks(c)]
+    assert f"Through memory {max(rooms) / 1e9:.1f} GB more are in use" in text
+    sizes = [4e-3 * row("sp_4xh200", f"{model}, kernels by hand, through memory, in a graph")["sample_mb"]
+             * int(model.split()[-2]) for model in GATHERED]
+    assert {f"{size:.1f}" for size in sizes} == {"0.1", "0.2"}
+    assert f"(with the {min(sizes):.1f} and {max(sizes):.1f} GB that PyTorch does not count)" in text
+
+
+def test_what_is_predicted_of_the_vit_on_four() -> None:
+    (step,) = [step for step in recorded.tensor_vit() if step.name == "tp_vit 4: overlap, compiled"]
+    assert f"(2026-11-27), where {1e3 * step.time.step:.0f} are predicted." in " ".join(MEASURED.split())
+
+
+def test_in_short() -> None:
+    ms = [[row("sp_4xh200", f"{model}, kernels by hand, {way}, in a graph")["ms"] for model in GATHERED]
+          for way in ("through memory", "no sequence parallelism")]
+    longer = [100 * (ours / none - 1) for ours, none in zip(*ms, strict=True)]
+    assert f"and from {max(longer):.0f}% slower to {-min(longer):.0f}% faster on four" in " ".join(MEASURED.split())
+
+
+def test_bytes_by_which_samples_go_as_one() -> None:
+    text = " ".join(MEASURED.partition("In a graph, two parts make")[2].partition("\n\n")[0].split())
+    long = row("sp_2xh100", f"{GATHERED[-1]}, as one")["sample_mb"]
+    assert f"with those of {long:.1f} MB it is one time so" in text
+    short, small = overlap.SHORT / 2**20, overlap.SMALL / 2**20
+    assert f"if each has {short:.0f} MB or more, or the batch {small:.0f}; else as one. The {small:.0f} MB lie between" in text
+    wide = {r["mb"] for r in results("exchange_h200")["rows"] if r["size"] == [16, 2048, 3072]}
+    assert {f"these batches and one of {mb:.0f} MB, 8 layers of width 3072" in text for mb in wide} == {True}
+
+
+def test_sizes_of_what_is_exchanged() -> None:
+    text, sizes = " ".join(MEASURED.split()), {tuple(r["size"]): r["mb"] for r in results("exchange_h200")["rows"]}
+    wide = sizes.pop((16, 2048, 3072))
+    assert f"hidden of gathers up to {max(sizes.values()):.0f} MB, and about a quarter of one of {wide:.0f} MB" in text
+    assert f"Not all is hidden so: at {wide:.0f} MB" in text and "as one all-reduce by NCCL, within 4%, and" in text
+
+
+def test_what_a_dits_modulation_takes() -> None:
+    """By its shapes; and what is predicted of a larger one."""
+    text = " ".join(MEASURED.partition("**Through each other's memory.**")[2].partition("## Predicted")[0].split())
+    with torch.device("meta"):
+        named = dict(build_model(config.load("dit-xl").model).named_parameters())
+    cut = sum(p.numel() for name, p in named.items() if ".ada." in name)
+    assert f"all-reduce of {4e-9 * cut:.1f} GB." in text and 0.3 < cut / sum(p.numel() for p in named.values()) < 0.36
+    larger = config.load("dit-7b", ["model.latent=[4,256,256]", "train.micro_batch=1", "train.global_batch=16", "parallel.dp=1",
+                                    "parallel.tp=8", "parallel.pp=2", "parallel.sp=true"])
+    assert larger.model.tokens == 2**14
+    assert f"with 16k tokens is predicted to need {memory.predict(larger).total / 1e9:.0f} GB.)" in text
+
+
+def test_what_the_performance_model_is_made_of() -> None:
+    text, host = " ".join(MEASURED.split()), results("host_h200")
+    assert "(`host_h200.json`; `course bench host`, four minutes)" in text and round(host["took_s"] / 60) == 4
+    assert f"With the table of hosts of {host['date']} today's" in text
+    assert "in the median of fifty that were timed" in text and "plain_step is the median of the 50 measured" in host["meaning"]
+    assert f"costs them {100 * blocktime.BESIDE:.0f}% of its time" in text
+
+
+def test_the_rest_of_list_4() -> None:
+    """Times and peaks beside what was predicted when they were measured."""
+    text = " ".join(MEASURED.partition("- **List 4**")[2].partition("\n\n")[0].split())
+    found = results("heldout_4_h200")
+    rows, (again,) = {r["name"]: r for r in found["rows"]}, found["again"]["rows"]
+    before = rows[again["name"]]
+    assert f"it took {again['ms']:.0f} ms in place of {before['ms']:.0f}, on another machine" in text
+    assert f"while two other GPUs were in use; there {again['predicted_ms']:.0f} are predicted" in text
+    assert "whose host was faster by an eighth" in text and round(8 * (1 - again["plain_step"] / before["plain_step"])) == 1
+    peaks = sorted(abs(r["predicted_gb"] / r["memory_gb"] - 1) for name, r in rows.items() if name.startswith("2-"))
+    assert f"The peak memory of four was within {100 * peaks[3]:.0f}%, of the others off by" in text
+    assert "of the others off by {:.0f}, {:.0f}, {:.0f} (a softmax".format(*(100 * peak for peak in peaks[4:7])) in text
+    assert f"which the model knows now) and {100 * peaks[7]:.0f}% (its first step needs more)" in text
+    worst = next(r for r in results("heldout_4")["configurations"] if r["name"] == "2-01")
+    assert f"each collective was {config.load(worst['preset'], worst['settings']).train.micro_batch}, one for each" in text
+    long, wide = rows["4-09"], rows["4-06"]
+    assert f"were predicted than the {long['memory_gb']:.1f} GB and {wide['memory_gb']:.1f} that they need" in text
+    assert f"the first step of the former, which needs {long['first_gb']:.1f} GB, is in that" in text
+
+
+def test_the_planners_first_choice() -> None:
+    text, found = " ".join(MEASURED.split()), results("planned_2xh200")
+    of = {model: [r for r in found["rows"] if r["preset"] == model and "ms" in r] for model in ("gpt-1.3b", "dit-xl")}
+    assert found["verdict"] == {"gpt-1.3b": 1.0, "dit-xl": 1.0} and [len(rows) for rows in of.values()] == [7, 7]
+    assert "of seven layouts that were measured of GPT 1.3B and seven of DiT-XL" in text
+    first, through = ([100 * (1 - r["predicted_ms"] / r["ms"]) for rows in of.values() for r in rows if which(r)] for which in (
+        lambda r: r["choice"] == 1, lambda r: "parallel.overlap=symmetric" in r["settings"]))
+    assert len({f"{off:.0f}" for off in first}) == 1 and f"predicted {first[0]:.0f}% too short both times" in text
+    assert "it was too hopeful, by {:.0f}% and by {:.0f}%.".format(*through) in text
 
 
 def lines(after: str, header: str) -> list[str]:
