@@ -74,6 +74,7 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
+        """Whether all facts held; without any, nothing was checked, and it did not pass."""
         return bool(self.facts) and all(fact.held for fact in self.facts)
 
 

@@ -89,6 +89,7 @@ class Cluster:
 
     @property
     def configuration(self) -> Path:
+        """The file that Slurm's programs find this Slurm by, as `SLURM_CONF`."""
         return self.folder / "slurm.conf"
 
     def environment(self, **more: str) -> dict[str, str]:

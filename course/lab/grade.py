@@ -39,6 +39,7 @@ class Graded:
 
     @property
     def points(self) -> int:
+        """The points of the exercises that passed, as the exercises are worth today."""
         return sum(find(verdict.exercise).points for verdict in self.verdicts if verdict.passed)
 
 

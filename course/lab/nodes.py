@@ -57,6 +57,7 @@ class Site(Cluster):
     """The Slurm whose programs this shell finds."""
 
     def environment(self, **more: str) -> dict[str, str]:
+        """That of this shell, job variables and all: its programs know their Slurm. What `more` names comes before."""
         return {**os.environ, **more}
 
 

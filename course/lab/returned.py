@@ -38,6 +38,14 @@ def pair(value: Any, who: str, names: str) -> tuple[Any, Any]:
     return value[0], value[1]
 
 
+def on_ctx(y: Tensor) -> list[int]:
+    """Numbers of elements of the tensors that the `ctx` of an autograd.Function was given, which put out y, beside those that it
+    saves for backward."""
+    there = getattr(y.grad_fn, "__dict__", {}).values()
+    return [one.numel() for value in there for one in (value if isinstance(value, list | tuple) else [value])
+            if isinstance(one, Tensor)]
+
+
 def some(value: Any, who: str, dtype: torch.dtype) -> Tensor:
     """The tensor of this type, of whatever shape, that `who` returned."""
     if not isinstance(value, Tensor):

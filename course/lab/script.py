@@ -47,6 +47,7 @@ class Command(NamedTuple):
 
     @property
     def name(self) -> str:
+        """The program, without its folder; "" of a line that has redirections only."""
         return Path(self.words[0]).name if self.words else ""
 
 
@@ -100,6 +101,7 @@ class Script:
 
     @property
     def sruns(self) -> list[Command]:
+        """The job steps, from first to last, each with its line."""
         return [command for command in self.commands if command.name == "srun"]
 
 

@@ -119,6 +119,7 @@ class Signals:
             signal.signal(number, self.hear)
 
     def hear(self, number: int, frame: object) -> None:
+        """What Python calls for a signal. It only notes which: whoever waits for the ranks passes it on."""
         self.new = number
 
 

@@ -87,7 +87,7 @@ def take_turns(model: nn.Module) -> list[bool]:
 
 
 def everywhere(value: Tensor, over: Mesh) -> Tensor:
-    """The sum over the data-parallel ranks."""
+    """The sum over the data-parallel ranks, in place. Any shape, the same on every rank."""
     if over.dp.size > 1:
         torch.distributed.all_reduce(value, group=over.dp.group)
     return value

@@ -6,13 +6,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Traffic(TorchDispatchMode):
-    """Within this context: `bytes` and `messages` that this rank sends, the names of the `collectives` that it calls, and what it
-    brings to one that gathers."""
+    """Within this context: `bytes` and `messages` that this rank sends, and `to` which ranks of a group, the names of the
+    `collectives` that it calls, and what it brings to one that gathers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.bytes = 0
         self.messages = 0
+        self.to: set[int] = set()
         self.collectives: list[str] = []
         self.gathered = 0                            # the most bytes that it brings to an all-gather
 
@@ -26,6 +27,7 @@ class Traffic(TorchDispatchMode):
             if name == "send":
                 self.bytes += sum(tensor.nbytes for tensor in args[0])
                 self.messages += 1
+                self.to.add(args[2])
             elif not name.startswith("recv"):
                 self.collectives.append(name)
             if "allgather" in name:

@@ -128,6 +128,8 @@ class Watched:
         self.family = {process for process in family if process.is_running()}
 
     def ours(self, process: psutil.Process) -> bool:
+        """Whether a process belongs to the run: it is the run's user's, or has its mark among its environment variables. No,
+        of one that is gone or may not be asked."""
         if self.user and of_user(process, self.user):
             return running(process)                 # the dead may be of this user's last run
         return ask(lambda: bool(process.environ().get(MARK) == self.mark), False)

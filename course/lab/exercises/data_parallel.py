@@ -64,7 +64,8 @@ def go_round(inputs: Tensors) -> Tensors:
     """All-reduce by the learner's ring, and what it sent."""
     axis = tiny.mesh(tiny.settings()).dp
     found: Tensors = {}
-    thrifty = alone = kept = True
+    thrifty = alone = kept = right = True
+    neighbours = {(axis.rank + 1) % axis.size, axis.ranks[(axis.rank + 1) % axis.size]}     # counted in the axis, or in the world
     for name, parts in inputs.items():
         mine = parts[axis.rank].clone()
         with Traffic() as traffic:
@@ -72,12 +73,13 @@ def go_round(inputs: Tensors) -> Tensors:
         found[name] = returned.tensor(total, "ring_all_reduce", tuple(mine.shape), mine.dtype)
         most = 2 * (axis.size - 1) * -(-mine.numel() // axis.size) * mine.element_size()
         thrifty, alone = thrifty and traffic.bytes <= most, alone and not traffic.collectives
+        right = right and traffic.to <= neighbours
         kept = kept and mine.equal(parts[axis.rank])
     pair, parts = in_pairs().dp, inputs["x0"]
     found["pair"] = returned.tensor(ring_all_reduce(parts[pair.ranks[pair.rank]].clone(), pair), "ring_all_reduce",
                                     tuple(parts.shape[1:]), parts.dtype)
     return found | {"thrifty": torch.tensor(float(thrifty)), "alone": torch.tensor(float(alone)),
-                    "kept": torch.tensor(float(kept))}
+                    "right": torch.tensor(float(right)), "kept": torch.tensor(float(kept))}
 
 
 def draw_batches(seed: int, hidden: bool) -> Tensors:
@@ -145,10 +147,15 @@ class Branches(nn.Module):
         return sum((branch(x[:, :branch.in_features]) ** 2 for branch in order), x.new_zeros(())).sum()
 
 
-def branches(inputs: Tensors) -> Tensor:
-    """Gradients, averaged in buckets of one parameter each, of a model whose gradients come in another order on odd ranks."""
+def branches(inputs: Tensors, there: list[int]) -> Tensor:
+    """Gradients, averaged in buckets of one parameter each, of a model whose gradients come in another order on odd ranks.
+
+    there: has one more number whenever one of the four gradients has come.
+    """
     axis = in_pairs().dp
     model = place_serial(Branches(torch.Generator().manual_seed(int(inputs["seed"]))))
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _: there.append(1))        # before the learner's hears of it
     gradients = data.Bucketed(model, axis, 1e-9)
     gradients.begin(1)
     x = inputs["input0"].flatten(1)[:, :5] * (1 + axis.ranks[axis.rank])
@@ -177,15 +184,15 @@ def in_backward() -> bool:
 
 
 @contextmanager
-def watched() -> Iterator[list[tuple[float, float]]]:
-    """In the block, (size, 1 if a backward pass is on) of every all-reduce that is started without waiting for it."""
-    seen: list[tuple[float, float]] = []
+def watched(there: Sequence[int] = ()) -> Iterator[list[tuple[float, float, float]]]:
+    """In the block, (size, 1 if a backward pass is on, how much is `there`) of every all-reduce begun and not waited for."""
+    seen: list[tuple[float, float, float]] = []
     real = dist.all_reduce
 
     def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
         if not async_op:
             return real(tensor, op, group)
-        seen.append((float(tensor.numel()), float(in_backward())))
+        seen.append((float(tensor.numel()), float(in_backward()), float(len(there))))
         total = tensor.clone()
         real(total, op, group)
         return Pending(tensor, total)
@@ -204,23 +211,27 @@ def overlap(inputs: Tensors) -> Tensors:
     for name, more in (("whole", ()), ("micro", ("train.micro_batch=1",))):
         with watched() as seen:
             trained = tiny.train(tiny.batches_of(inputs), int(inputs["seed"]), *BUCKETS, *more)
-        started = torch.tensor(seen).reshape(-1, 2)
+        started = torch.tensor(seen).reshape(-1, 3)
         found |= {f"{name}_{key}": trained[key] for key in ("losses", "weights")}
         found |= {f"{name}_sizes": started[:, 0], f"{name}_beside": started[:, 1]}
-    with watched() as seen:
-        found["branches"] = branches(inputs)
-    return found | {"branches_beside": torch.tensor(seen).reshape(-1, 2)[:, 1], "patient": torch.tensor(float(Pending.patient))}
+    there: list[int] = []
+    with watched(there) as seen:
+        found["branches"] = branches(inputs, there)
+    started = torch.tensor(seen).reshape(-1, 3)
+    return found | {"branches_beside": started[:, 1], "branches_when": started[:, 2],
+                    "patient": torch.tensor(float(Pending.patient))}
 
 
 def draw_buckets(seed: int, hidden: bool) -> Tensors:
     """When buckets are ready, and how long the all-reduce of each takes: now the network is faster, and now backward.
 
-    Two are ready before the one in front of them.
+    Two are ready before the one in front of them, and before the fifth the network has nothing to do.
     """
     generator = torch.Generator().manual_seed(seed)
     many = 17 if hidden else 9
     ready = torch.rand(many, generator=generator, dtype=torch.float64).cumsum(0)
     ready[[0, 1, 5, 6]] = ready[[1, 0, 6, 5]]
+    ready[4:] += 10
     return {"ready": ready, "seconds": 1.2 * torch.rand(many, generator=generator, dtype=torch.float64)}
 
 
@@ -238,9 +249,11 @@ EXERCISES = [
         "x1": "also of a tensor with fewer elements than ranks, or hardly more",
         "pair": "and along an axis of two ranks, which are not neighbours if there are more",
         "alone": "it uses sends and receives alone",
+        "right": "every rank sends to its right neighbour, and to nobody else",
         "thrifty": "no rank sends more than 2 (n - 1) pieces of an n-th of the tensor",
         "kept": "it leaves its input as it is"}, flags={
-            "alone": "a collective is called", "thrifty": "one sends more", "kept": "x is another one afterwards"},
+            "alone": "a collective is called", "right": "one sends to others, too", "thrifty": "one sends more",
+            "kept": "x is another one afterwards"},
         sizes=(2, 4), points=3, limits=RANKS),
     Exercise("average-gradients", "07", ("course.parallel.data.average_gradients",), draw_batches, train, {
         "losses": "the loss of each of two steps is that of the serial run",
@@ -269,6 +282,7 @@ EXERCISES = [
         "micro_beside": "during the last backward pass",
         "branches": "gradients that come in another order on another rank are averaged rightly",
         "branches_beside": "and all buckets that are complete are started at once",
+        "branches_when": "a bucket does not wait for gradients that are none of its own, nor of those before it",
         "patient": "no backward pass waits for an all-reduce"}, flags={
             "patient": "one does: what it waits for is not hidden"}, sizes=(2, 4), points=3, limits=RANKS),
     Exercise("collective-times", "07", (f"{__name__}.collective_times",), draw_buckets, times, {

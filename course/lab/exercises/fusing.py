@@ -167,8 +167,7 @@ def modulate_and_back(inputs: Tensors) -> Tensors:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         y = Modulate.apply(x, shift, scale, float(inputs["eps"]))
     y = returned.tensor(y, "forward", tuple(x.shape), torch.float64)
-    for value in getattr(y.grad_fn, "__dict__", {}).values():           # what `ctx` was given in other ways
-        saved += [one.numel() for one in (value if isinstance(value, list | tuple) else [value]) if isinstance(one, Tensor)]
+    saved += returned.on_ctx(y)
     B, T, D = x.shape
     allowed = B * T * D + 2 * B * T + 2 * B * D      # one of x's size, two numbers a token, two vectors a sample
     grad = inputs["grad"].clone().transpose(1, 2)    # not contiguous
@@ -222,7 +221,9 @@ def watch(inputs: Tensors) -> Tensors:
     with redirect_stdout(printed):
         other, of_other = scaled(-x, sample, limit)
         _, of_infinite = scaled(x.where(sample[:, None, None] >= 0, torch.inf), sample, limit)      # padding holds anything
-    found |= {"large": torch.stack([y.detach(), other]), "largest": torch.stack([largest.detach(), of_other, of_infinite]),
+        _, of_tiny = scaled(x / 1000, sample, limit)                    # less than what may stand in the place of padding
+    found |= {"large": torch.stack([y.detach(), other]),
+              "largest": torch.stack([largest.detach(), of_other, of_infinite, of_tiny]),
               "dx": torch.zeros_like(x) if leaf.grad is None else leaf.grad}
     with redirect_stdout(io.StringIO()):
         found["small"] = scaled(x / 4, sample, limit)[0]

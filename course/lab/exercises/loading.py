@@ -9,6 +9,7 @@ from contextlib import closing
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 
 from course.data import order
@@ -82,8 +83,9 @@ def draw_reads(seed: int, hidden: bool) -> Tensors:
 class Source:
     """Batches that note when they are read, and by whom; as a file is, one that two cannot read at once."""
 
-    def __init__(self, count: int, broken: int = -1):
+    def __init__(self, count: int, broken: int = -1, gate: threading.Event | None = None):
         self.count, self.broken, self.read = count, broken, 0
+        self.gate, self.late = gate, False           # the second read takes until the gate is open; whether that was too long
         self.threads: set[int] = set()
         self.alone = threading.Lock()
 
@@ -102,6 +104,8 @@ class Source:
                 raise OSError(f"batch {self.broken} cannot be read")
             if self.read >= self.count:
                 raise StopIteration
+            if self.gate is not None and self.read == 1:
+                self.late = not self.gate.wait(PATIENCE)
             self.read += 1
             return 10 * (self.read - 1)
         finally:
@@ -144,15 +148,22 @@ def one_run(count: int, depth: int, broken: int) -> Tensors:
                 break
     except OSError:
         told = 1.0
+    slow = Source(count, gate=threading.Event())
+    with closing(generator(slow, depth)) as prompt:
+        next(prompt, None)
+        slow.gate.set()                              # type: ignore[union-attr]
+    arrays = [*islice(generator([np.full(2, i) for i in range(4)], depth), 6)]              # a list, and == of them is no bool
+    first = [float(x[0]) if isinstance(x, np.ndarray) else -1.0 for x in arrays]
     with closing(generator(Source(count), depth)) as early:
         next(early, None)
     time.sleep(0.1)
-    return {"order": torch.tensor(came), "ahead": torch.tensor(further),
+    return {"order": torch.tensor(came), "arrays": torch.tensor(first),
+            "prompt": torch.tensor(float(not slow.late)), "ahead": torch.tensor(further),
             "thread": torch.tensor(float(threading.get_ident() not in source.threads)), "raised": torch.tensor(told),
             "in turn": torch.tensor([float(good)]), "ended": torch.tensor(float(threading.active_count() <= before))}
 
 
-def generator(source: Source, depth: int) -> Any:
+def generator(source: Iterable[Any], depth: int) -> Any:
     """`ahead(source, depth)`, if it is a generator."""
     found = ahead(source, depth)
     if not hasattr(found, "close"):
@@ -169,10 +180,13 @@ EXERCISES = [
         "order": "all batches come, in their order, and nothing after them",
         "thread": "another thread reads",
         "ahead": "while a batch is worked on `depth` more have been read, and not one beyond them",
+        "prompt": "a batch is handed out while the next one is still being read",
+        "arrays": "`batches` may be a list, and a batch an array",
         "raised": "what reading raises comes out",
         "in turn": "when its turn comes: the batches before it are good",
         "ended": "closing it ends the thread"},
         flags={"thread": "the thread that computes reads, too: it waits meanwhile",
+               "prompt": "it waits for a read whose turn has not come",
                "raised": "the error was swallowed: training would end as if all were well",
                "ended": "a thread is left over"}, points=2),
 ]

@@ -38,6 +38,24 @@ MISTAKES = {
         Mistake("positions for ranks", "axis.ranks[(axis.rank + 1) % axis.size], axis.ranks[axis.rank - 1]",
                 "(axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size",
                 "isend and irecv want ranks, axis.ranks[...], not positions along the axis", silent=True, waits=True),
+        Mistake("never waited for",
+                "for work in [dist.isend(pieces[at], right, axis.group), dist.irecv(coming, left, axis.group)]:\n"
+                "            work.wait()",
+                "dist.isend(pieces[at], right, axis.group)\n        dist.irecv(coming, left, axis.group).wait()",
+                "keep what isend returns, and wait for it too: a message that nobody waits for may never leave", silent=True,
+                waits=True),
+        Mistake("no ring", "    for step in range(2 * (axis.size - 1)):",
+                "    others = [(axis.rank + i) % axis.size for i in range(1, axis.size)]\n"
+                "    for there, here in zip(others, others[::-1]):\n        coming = torch.empty_like(pieces[axis.rank])\n"
+                "        works = [dist.isend(pieces[there], axis.ranks[there], axis.group),\n"
+                "                 dist.irecv(coming, axis.ranks[here], axis.group)]\n"
+                "        for work in works:\n            work.wait()\n        pieces[axis.rank].add_(coming)\n"
+                "    for there, here in zip(others, others[::-1]):\n        coming = torch.empty_like(pieces[here])\n"
+                "        works = [dist.isend(pieces[axis.rank], axis.ranks[there], axis.group),\n"
+                "                 dist.irecv(coming, axis.ranks[here], axis.group)]\n"
+                "        for work in works:\n            work.wait()\n        pieces[here].copy_(coming)\n"
+                "    for step in range(0):",
+                "the bytes are as few, but every rank sends to all others: in a ring it knows its two neighbours alone"),
         Mistake("rows for numbers", "total.view(-1).tensor_split", "total.tensor_split",
                 "tensor_split cuts along the first dim, here into unequal pieces: lay the tensor out flat first, .view(-1)"),
     ),
@@ -123,6 +141,13 @@ MISTAKES = {
                 "without async_op=True dist.all_reduce waits until the sum is there, and the backward pass with it"),
         Mistake("divided by the world's size", "divide(bucket.flat, axis)", "bucket.flat.div_(dist.get_world_size())",
                 "the axis has fewer ranks than there are processes: a mean over the axis is divided by axis.size"),
+        Mistake("all with the last",
+                "while ddp.started < len(ddp.early) and not any(ddp.early[ddp.started].waiting):\n"
+                "        ddp.start(ddp.early[ddp.started])\n        ddp.started += 1",
+                "if not any(any(each.waiting) for each in ddp.early):\n        for each in ddp.early:\n"
+                "            ddp.start(each)\n            ddp.started += 1",
+                "all wait for the last gradient, and nothing is left of the backward pass to hide them: start a bucket as soon "
+                "as it and those before it are complete"),
         Mistake("one at a time", "while ddp.started", "if ddp.started",
                 "several buckets may be complete at once, where gradients came out of order: go on while the next one is"),
         Mistake("in the order of arrival", "while ddp.started < len(ddp.early) and not any(ddp.early[ddp.started].waiting):\n"
@@ -134,6 +159,8 @@ MISTAKES = {
                 "an all-reduce begins while the one before is still on: they go one after another"),
         Mistake("before it is ready", "begin = max(at, free)", "begin = free",
                 "a bucket is sent before its gradients are there: wait until it is ready"),
+        Mistake("never idle", "begin = max(at, free)", "begin = free if times else at",
+                "the network may be idle when a bucket becomes ready: take the later of both, for every bucket"),
         Mistake("one after the other", "begin = max(at, free)", "begin = at + free",
                 "the bucket becomes ready and the network free at the same time: take the later, not the sum"),
         Mistake("after backward", "begin = max(at, free)", "begin = max(*ready, free)",

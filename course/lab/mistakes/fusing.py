@@ -100,6 +100,10 @@ MISTAKES = {
         Mistake("zero times infinity, and a gradient", "x.detach().abs().where(real, 0.0)", "(x.abs() * real)",
                 "padding may hold infinities, and 0 times infinity is NaN: choose 0 with torch.where; and detach x first, since "
                 "the factor is a constant"),
+        Mistake("ones for padding", ".where(real, 0.0)", ".where(real, 1.0)",
+                "what stands in padding's place must not be the largest, however small the real numbers are: put 0 there"),
+        Mistake("the limit for padding", ".where(real, 0.0)", ".where(real, limit)",
+                "where all real numbers are within the limit, the limit itself would be the largest: put 0 in padding's place"),
         Mistake("the sample 0 is padding", "sample >= 0", "sample > 0",
                 "a real sample may have the id 0: padding has -1"),
         Mistake("padding is not multiplied", LAST,

@@ -33,7 +33,17 @@ MISTAKES = {
                 "only one is read ahead: submit `depth` reads before the first batch is due"),
         Mistake("asked for too late", "            waiting.append(pool.submit(next, source, END))\n            yield batch",
                 "            yield batch\n            waiting.append(pool.submit(next, source, END))",
-                "ask for the next read before you hand out a batch: after `yield` means when the batch has been worked on"),
+                "ask for the next read before you hand out a batch (after `yield` means when it has been worked on), and for "
+                "`depth` of them at the start"),
+        Mistake("waits for what it asks for",
+                "            waiting.append(pool.submit(next, source, END))\n            yield batch",
+                "            waiting.append(pool.submit(next, source, END))\n            waiting[-1].exception()\n"
+                "            yield batch",
+                "it waits for the read that it has just asked for, so reading and computing take turns again: hand out first"),
+        Mistake("asked like an iterator", "source = iter(batches)", "source = batches",
+                "`batches` may be a list, which `next` cannot ask: take iter(batches) first", silent=True),
+        Mistake("equal to the end", "if batch is END:", "if batch == END:",
+                "`==` may compare an array's numbers one by one: `is END` asks whether it is this object", silent=True),
         Mistake("everything at once", "source = iter(batches)", "source = iter(list(batches))",
                 "list() reads all batches before the first one is handed out"),
         Mistake("the end is handed out", "            if batch is END:\n                return\n", "",

@@ -99,7 +99,7 @@ MISTAKES = {
                 "the forward pass builds a graph, which keeps all activations: compute the block without one there"),
         Mistake("the output is kept too", "ctx.save_for_backward(x)\n        return block(x)",
                 "y = block(x)\n        ctx.save_for_backward(x, y)\n        return y",
-                "the backward pass needs x alone; it computes the output again"),
+                "the backward pass needs x alone, and computes the output again: what is saved, or put on ctx, is kept"),
         Mistake("still part of the graph", "ctx.saved_tensors[0].detach()", "ctx.saved_tensors[0]",
                 "the saved x is still part of the graph that came before, and the gradient runs on into it: cut it off with "
                 "x.detach() first"),

@@ -287,7 +287,28 @@ def eager(model, progress, config, mesh):
     return compute
 '''
 
+ON_CTX = """
+import torch
+
+class Recompute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, block, x):
+        ctx.block = block
+        ctx.save_for_backward(x)
+        y = block(x)
+        ctx.y = y.clone()
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            ctx.block(x).backward(grad)
+        return None, x.grad
+"""
+
 WRONG = [
+    ("recompute", ON_CTX, "put on ctx, is kept"),
     ("zero-optimizer", RIGHT["zero-optimizer"][0].replace(
         "reduce_scatter_single(own, gradient, group=self.axis.group)",
         "whole = gradient.clone()\n        dist.all_reduce(whole, group=self.axis.group)\n"
