@@ -20,7 +20,7 @@
 # |---|---|
 # | you need | a laptop; no GPU |
 # | reading and doing | about 30 minutes |
-# | computing | under 1 minute on two cores |
+# | computing | half a minute on two cores |
 # | you write | two short functions |
 # | you measure | the most arithmetic and the most memory traffic that your machine manages in a second |
 

@@ -587,7 +587,7 @@ lab.recorded("vit_h200", {label: {"samples/s": runs[key]["samples_per_s"], "GB":
 lab.beside("\nvit-short in TF32 on an H200", my_h200, runs[baseline]["samples_per_s"], "samples/s", how="recorded")
 
 # %% [markdown]
-# **What you should see:** 332 TFLOP/s over 23 TFLOPs are 14 steps, 231 samples a second. It did 17, one in fourteen.
+# **What you should see:** 332 TFLOP/s over 23 TFLOPs are 14 steps, 230 samples a second. It did 17, one in fourteen.
 #
 # In the table MFU is against the peak of the data sheet, 495 TFLOP/s in TF32, as is usual for GPUs: the baseline uses **5%**
 # of it. Nothing is broken, the loss goes down, and the units that multiply stand idle most of the time: that is how

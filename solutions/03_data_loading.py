@@ -18,7 +18,7 @@
 # |---|---|
 # | you need | a laptop; no GPU |
 # | reading and doing | about 90 minutes |
-# | computing | 1 minute on two cores |
+# | computing | half a minute on two cores |
 # | you write | a sharded sampler (4 lines), a reader that works ahead (9) |
 # | you measure | loaders on your machine beside the least that reading costs; and read what they do on an H200 |
 #
@@ -145,8 +145,8 @@ lab.recorded("loaders_h200", {name: {"pairs/s": speed, "GB/s": speed * pair_byte
 # > **Question.** The model wants about 180 pairs a second. Which station is in the way?
 #
 # <details><summary>Answer</summary>
-# With one thread that reads, the first; with several, none. Eight threads read four times as much as the model wants,
-# and the link carries seven times as much. So a loader that is slower than this has only itself to blame.
+# With one thread that reads, the way out of the page cache; with several, none. Eight threads read four times as much
+# as the model wants, and the link carries seven times as much. So a loader that is slower than this has only itself to blame.
 # </details>
 #
 # ## Which sample, when, and by whom
@@ -371,7 +371,7 @@ lab.picture(figures.curves({name: (depths, [100 * figures_loading.waited(times, 
 #
 # - `ThreadPoolExecutor(1)` of `concurrent.futures` is one thread with a queue of jobs. `pool.submit(next, source, END)`
 #   asks it to read one more batch, and returns at once with a `Future`, whose `.result()` waits for it. (`next(source,
-#   END)` returns `END` after the last batch.)
+#   END)` returns `END` after the last batch.) `next` asks an iterator: `source = iter(batches)`, since `batches` may be a list.
 # - A `deque` holds the futures of the batches that are on their way, oldest first.
 # - What reading raises must come out of the generator when that batch's turn comes: `.result()` does that by itself.
 # - Leaving a loop early closes the generator: then the thread has to end. A `with` block around the executor sees to

@@ -19,7 +19,7 @@
 # |---|---|
 # | you need | a laptop, if possible with a C++ compiler (`g++` or `clang++`); no GPU |
 # | reading and doing | about 90 minutes |
-# | computing | 1 minute on two cores, a part of it compiling |
+# | computing | half a minute on two cores, a part of it compiling |
 # | you write | bytes of a fused chain (4 lines), kernels of a block (7), a fused modulate (9), code without breaks (3) |
 # | you measure | kernels and time of a block and of a step, uncompiled and compiled; and recorded steps of an H200 |
 #
@@ -143,8 +143,8 @@ def fused_bytes(chain: Sequence[Operator], sizes: Mapping[str, int], kept: Colle
 check("fused-bytes")
 
 # %% [markdown]
-# Now three chains that every transformer has: the modulated norm; the gated residual sum `x + gate * branch`; and GELU as its
-# authors wrote it down,
+# Now three chains: two that a diffusion transformer has in every block, the modulated norm and the gated residual sum
+# `x + gate * branch`; and one that most transformers have, GELU as its authors wrote it down,
 #
 # $$\mathrm{gelu}(x) \approx \tfrac{1}{2}\,x\left(1 + \tanh\left(0.798\,(x + 0.0447\,x^3)\right)\right)$$
 #
@@ -420,6 +420,11 @@ lab.beside("kept by the chain, in units of x", my_kept, kept_apart / x_small.nby
 # Write the modulated norm as one `autograd.Function`, forward and backward: what a fused kernel computes, and what it keeps.
 # It may keep **one** tensor as large as `x`, two numbers a token and two vectors a sample.
 #
+# Such a class has two static methods, and `Modulate.apply(x, shift, scale, eps)` runs them. PyTorch calls `forward` without
+# building a graph of what is in it. What backward will need goes into `ctx.save_for_backward(a, b, ...)`, and comes out of
+# `ctx.saved_tensors` there, in the same order. `backward` gets the gradient of what `forward` returned, and returns one for
+# each of its arguments, in their order; `None` for what needs none.
+#
 # Forward is plain: with mean $\mu$ and variance $\sigma^2$ over the $D$ features of a token (the variance divides by $D$),
 #
 # $$n = r\,(x - \mu),\quad r = 1/\sqrt{\sigma^2 + \varepsilon},\qquad y = n\,(1 + \text{scale}) + \text{shift}.$$
@@ -660,7 +665,7 @@ lab.beside("block by block", my_regional, taken["block by block"], how="counted"
 # kernel. Across the border it is two: one more launch and one more reading of x for each block, against the 11 that you
 # counted. The loss is nothing <i>but</i> a chain: subtract, square, add up, over the whole output, 83 million numbers for 16
 # samples of the reference model. Uncompiled it makes a handful of trips with them. (On an H200 the reference model was not
-# faster compiled as a whole, and its first step came 18 s later.)
+# faster compiled as a whole, and its first step came later.)
 # </details>
 #
 # > **Question.** Stochastic depth drops a branch with a probability that rises from block to block, a Python number in each.

@@ -19,7 +19,7 @@
 # |---|---|
 # | you need | a laptop; no GPU |
 # | reading and doing | about 90 minutes |
-# | computing | 1 minute on two cores |
+# | computing | half a minute on two cores |
 # | you write | when a graph is worth it (6 lines), a step in static buffers (16), a step that decides nothing on the host (10) |
 # | you measure | a step, launched piece by piece and replayed, against its batch |
 #

@@ -251,7 +251,8 @@ slider = widgets.explore(lambda step: figures_data.ring(4, step), step=list(rang
 # %% [markdown]
 # <details><summary>Answer</summary>
 # Piece 1, after three steps: in general rank <i>r</i> completes piece <i>r</i> + 1. In step <i>s</i>, counted from 0, rank
-# <i>r</i> sends piece <i>r</i> − <i>s</i> and receives piece <i>r</i> − <i>s</i> − 1, all modulo <i>n</i>, in both halves.
+# <i>r</i> sends piece <i>r</i> − <i>s</i> and receives piece <i>r</i> − <i>s</i> − 1, all modulo <i>n</i>. In the second half
+# <i>s</i> goes on counting, from <i>n</i> − 1 to 2<i>n</i> − 3.
 # </details>
 #
 # > **Predict.** How many bytes does each of four ranks send for the 3.57 MB?
@@ -264,7 +265,7 @@ my_ring_megabytes = 3.57         # your prediction
 #
 # Write it for any number of ranks, and for tensors of any shape, even if n does not divide their size. `axis` says who
 # you are: `axis.rank` of `axis.size`, and `axis.ranks` are the numbers that `dist.isend` and `dist.irecv` want (their
-# third argument is `axis.group`). `x` stays as it is. Useful: `tensor_split(n)` cuts a tensor into n pieces as equal as
+# third argument is `axis.group`). `x` stays as it is. Useful: `tensor_split(n)` cuts a flat tensor into n pieces as equal as
 # possible, which are *views*: what you write into a piece stands in the tensor. Pieces differ in size, so receive into
 # a tensor of the right size.
 
@@ -322,7 +323,8 @@ print("MB sent by each rank:", [round(count / 1e6, 2) for count in around])
 #
 # From here on `dist.all_reduce(tensor, group=axis.group)` does it: in place, on every rank of the axis. Make the gradient of
 # each parameter its mean over the axis, with **one** all-reduce: lay all gradients end to end in one tensor, and take it
-# apart again afterwards. PyTorch has two functions for that, which the cell imports. Parameters without a gradient
+# apart again afterwards. PyTorch has two functions for that, which the cell imports: `_flatten_dense_tensors(tensors)` makes one
+# of a list, `_unflatten_dense_tensors(flat, tensors)` makes pieces of it in the sizes of the list. Parameters without a gradient
 # (`p.grad is None`) are left out, and along an axis of one rank there is nothing to do.
 
 # %% exercise="average-gradients"
@@ -439,7 +441,8 @@ slider = widgets.explore(overlap_at, bucket_mb=[1300, 400, 100, 25, 5, 1], gigab
 # <details><summary>Answer</summary>
 # One bucket of everything is naive: it exposes the whole 5.2 ms, because nothing can leave before the last gradient is there.
 # With 25 MB less than 0.1 ms is exposed, the last bucket: there is nothing left to hide it behind. (Matrices here are up to
-# 17 MB, so 1 and 5 MB both send one matrix at a time: no parameter is cut.) At 12.5 GB/s all the all-reduces take 145 ms,
+# 17 MB, so 1 and 5 MB both send one matrix at a time, no parameter is cut; and 1 MB exposes as little as 25 MB: what is left is
+# the same last matrix.) At 12.5 GB/s all the all-reduces take 145 ms,
 # longer than backward: the network is the bottleneck, and even the best buckets leave 85 ms exposed. Then one sends less
 # often (accumulation), or fewer bits. PyTorch's default is 25 MB, and this library's too.
 # </details>
@@ -545,11 +548,13 @@ lab.picture(figures_data.timeline(rows, seen.backward, f"{len(seen.spans)} bucke
 
 # %%
 early = sum(begin < seen.backward for begin, _ in seen.spans)
-print(f"{early} of {len(seen.spans)} all-reduces begin before backward ends")
+print(f"{early} of {len(seen.spans)} all-reduces begin before backward ends, when this much of it is done:",
+      ", ".join(f"{begin / seen.backward:.0%}" for begin, _ in seen.spans))
 print(f"backward takes {1e3 * seen.backward:.1f} ms, and {1e3 * (seen.finished - seen.backward):.1f} ms are exposed behind it")
 
 # %% [markdown]
-# **What you should see:** all of them begin before backward ends, the last one just before. How long they are depends on
+# **What you should see:** all of them begin before backward ends, spread over it, the last one just before. (Were they all to
+# begin at the end, they would begin before it, too, and hide nothing.) How long they are depends on
 # your machine: on a CPU the ranks compute and send with the same cores, so sending slows computing down. On GPUs the network has
 # hardware of its own, and yet not quite: NCCL's kernels take a few of the GPU's processors and some of its memory traffic.
 #

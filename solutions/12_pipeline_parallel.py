@@ -474,8 +474,10 @@ print(ranks(2)(neighbours_at_ease))
 
 # %%
 lost = [gpipe(2, 0, 4), [*gpipe(2, 1, 4)[:4], *reversed(gpipe(2, 1, 4)[4:])]]       # rank 1 goes backward in the other order
-print(f"{schedule.crossed(lost)} messages are taken for others; simulated time "
-      f"{max(end for _, end in schedule.timeline(lost).values())}, as if nothing were wrong")
+right = [gpipe(2, rank, 4) for rank in range(2)]
+times = [max(end for _, end in schedule.timeline(each).values()) for each in (right, lost)]
+print(f"{schedule.crossed(lost)} messages are taken for others, and nothing stops: it would take {times[1]:g}, for {times[0]:g} "
+      "in the right order, if each message waited for the pass that it is for")
 
 # %% [markdown]
 # > **Question.** NCCL does the calls of one group strictly one after the other. In 1F1B a rank awaits an activation from one

@@ -18,7 +18,7 @@
 # |---|---|
 # | you need | a laptop; no GPU |
 # | reading and doing | about 90 minutes |
-# | computing | under 1 minute on two cores |
+# | computing | half a minute on two cores |
 # | you write | bytes of a training (8 lines), a ZeRO-1 optimizer (10), a block that is recomputed (9) |
 # | you measure | bytes per parameter and per token; what recomputing costs in FLOPs |
 #
@@ -518,7 +518,8 @@ slider = widgets.explore(figures_memory.explained, size=["7 B", "0.35 B", "1.3 B
 # <details><summary>Answer</summary>
 # The model called 7 B has 6.4 billion parameters in this shape, 13 B has 12.6, and 70 B has 64. At 16 bytes each, 12.6
 # billion need 201 GB, plus activations. ZeRO-1 over 8 ranks brings that to 69 GB, and with 27 GB of activations it fits.
-# 70 billion: weights and gradients in bf16 alone are 258 GB, so stages 1 and 2 do not help; ZeRO-3 over 8 needs 129 GB, and
+# 70 billion: weights and gradients in bf16 alone are 258 GB, so stage 1 does not help; in stage 2 the weights' 129 GB are still
+# whole, and with shares of all else over 8 ranks it is 241; ZeRO-3 over 8 needs 129 GB, and
 # fits only with full recomputing, over 64 ranks with ease. Or one cuts the model by tensor and pipeline parallelism: lesson
 # 17 asks which is faster.
 # </details>

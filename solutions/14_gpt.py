@@ -788,7 +788,7 @@ lab.beside("1x16x1_16_3072x16", my_cliff_ms, cases["1x16x1_16_3072x16"].ms, "ms"
 activations, _ = sent(16, 1, 16, 3072, 16)
 print(f"a GPU sends {activations:.1f} GB; one of each node sends them over the network: {activations / 12.5:.1f} s at 100 Gb/s")
 lab.picture(figures_gpt.grid([case for case in CASES if case.layout[1] >= 8 and case.layout[2] == 1]),
-            "Five cases. TFLOP/s of a GPU: 22 for 1x8x1, 18 and 15 with dp over nodes, but 5 and 2 where tp goes over nodes")
+            "Five cases. TFLOP/s of a GPU: 22 for 1x8x1, 17 and 15 with dp over nodes, but 5 and 2 where tp goes over nodes")
 
 # %% [markdown]
 # A cliff: 5610 ms, 4.7 TFLOP/s of a GPU where there were 22. A ring over two nodes is as fast as the network between
@@ -962,7 +962,7 @@ lab.beside("GB that chunks save", my_gb_saved, saved, "GB", "recorded")
 # times all logits, as on the CPU above, because the compiler fuses the softmax, so that no copy in 32 bits is ever
 # written.
 #
-# And chunks are 3% *faster*. That is not a law: as the compiler wrote them, they were 4% slower. Now a kernel of the library's
+# And chunks are 3% *faster*. That is not a law: as the compiler wrote them, they were slower. Now a kernel of the library's
 # (`course/loss_kernel.py`, 60 lines of Triton) reads a chunk's logits from memory once and writes their gradient in their
 # place, and the matrix multiplication of the weight's gradient adds to what is there, in float32, instead of writing a product
 # that another kernel adds. Hugging Face's model, compiled, is 18% slower than ours by the same compiler, and takes 15 GB more.

@@ -662,7 +662,7 @@ print(f"compiled {min(gains):.1f} to {max(gains):.1f} times as fast as eager; by
 # %% [markdown]
 # (More than 2.4 is no contradiction: backward has passes of its own to save.) Each step is replayed from a CUDA graph, in
 # which the host has no part (lesson 06). Called one by one, the smallest would show what the host takes to call a compiled
-# function forward and backward, a fifth of a millisecond, and nothing of its kernels.
+# function forward and backward, and nothing of its kernels.
 #
 # TB/s are those of the bytes that *have* to move. The third step compiled reaches 3.6 to 3.8, near the 4.3 of a copy on this
 # GPU, and by hand nothing is left to gain. In the first two, the compiler's kernels are not the last word: for a width that is

@@ -18,7 +18,7 @@
 # |---|---|
 # | you need | a laptop; no GPU |
 # | reading and doing | about 2 hours |
-# | computing | 1 minute on two cores, half of it in checks |
+# | computing | half a minute on two cores, half of it in checks |
 # | you write | what two boxes share (6 lines), a tensor from pieces (6), a save (8), a converter both ways (9) |
 # | you measure | equality, bit for bit, after each; memory while resharding; a loss curve in another library |
 #
