@@ -45,7 +45,11 @@ def adam(weight, grad, first, second, average, copy, step, rate, scale, found, r
 def update(weight: Tensor, grad: Tensor, first: Tensor, second: Tensor, average: Tensor | None, copy: Tensor | None,
            step: Tensor, rate: Tensor, scale: Tensor, found: Tensor, betas: tuple[float, float], eps: float, decay: float,
            follow: float) -> None:
-    """One step of a parameter in place, and of its average, if any, by `follow` of the way; `copy` gets it, rounded."""
+    """One step of a parameter in place, and of its average, if any, by `follow` of the way; `copy` gets it, rounded.
+
+    weight, grad, first, second, average, copy: of one shape, any, and contiguous. step, rate, scale, found: () in float32, as in
+    PyTorch's fused Adam: steps, this one among them, learning rate, what the gradient is divided by, 1 if nothing is to change.
+    """
     count, rests = weight.numel(), [1 - beta for beta in betas]
     logs = [math.log(beta) if beta else -math.inf for beta in betas]
     adam[(triton.cdiv(count, BLOCK),)](

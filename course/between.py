@@ -77,7 +77,7 @@ def add_norm_backward_plain(dz: Tensor | None, dn: Tensor | None, z: Tensor | No
     return dx, dy, torch.stack(sums)                                                    # (1 to 4, B or 1, D)
 
 
-def gated(gate: Tensor | None, wide: torch.dtype) -> Any:
+def gated(gate: Tensor | None, wide: torch.dtype) -> Any:               # (B, D)
     """What to multiply each token of a sample with."""
     return 1 if gate is None else gate[:, None].to(wide)                                # (B, 1, D)
 

@@ -190,7 +190,7 @@ def gelu_gradient(x, dy, dx, parts, rows, width, tanh: tl.constexpr, tile: tl.co
 
 
 def gelu(x: Tensor, tanh: bool) -> Tensor:
-    """GELU(x), on a GPU."""
+    """GELU(x), on a GPU. Any shape."""
     x = x.contiguous()
     y = torch.empty_like(x)
     gelu_forward[(triton.cdiv(x.numel(), 2048),)](x, y, x.numel(), tanh, 2048, num_warps=4)
@@ -231,5 +231,5 @@ def last(x: Tensor) -> Tensor:
 
 
 def step(x: Tensor | None) -> int:
-    """How far apart the rows of two samples are: 0 where all have one."""
+    """How many numbers apart the rows of two samples are in x, (B or 1, D): 0 where all have one."""
     return 0 if x is None or len(x) == 1 else x.stride(0)

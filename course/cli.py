@@ -156,8 +156,8 @@ def reshard(run: Annotated[Path, typer.Argument(help="the folder of a run, such 
 @app.command(no_args_is_help=True)
 def convert(source: Annotated[Path, typer.Argument(help="the folder of a run; or a Hugging Face folder, a DiT's file, or a "
                                                         "state dict of Transformer Engine's layers")],
-            target: Annotated[Path, typer.Argument(help="the folder of a run, such as runs/gpt/mine; or a folder, or a file "
-                                                        ".safetensors")],
+            target: Annotated[Path, typer.Argument(help="the folder of a run, such as runs/gpt/mine; or a folder, or (dit, "
+                                                        "te) a file .safetensors")],
             settings: Annotated[list[str] | None, typer.Argument(metavar=KEYS, help="of the run that is made, such as "
                                                                  "precision=fp8 parallel.tp=2")] = None,
             to: Annotated[str, typer.Option(help="hf (GPT-2 or Llama), dit or te; else what fits the model")] = "",

@@ -99,12 +99,13 @@ operator("quantize", "(Tensor x, Tensor scale, Tensor(a!) amax, ScalarType kind,
 
 
 def amax_of(x: Tensor) -> Tensor:
-    """The largest magnitude, a scalar in float32; one kernel, no copy of x."""
+    """The largest magnitude in x, of any shape: a scalar in float32; one kernel, no copy of x."""
     return torch.linalg.vector_norm(x, float("inf")).float()
 
 
 def scale_for(amax: Tensor, largest: float | Tensor, margin: int) -> Tensor:
-    """What to multiply with so that `amax` becomes the format's largest number, or 2^-margin of it. 1 where amax is 0."""
+    """What to multiply with so that `amax`, of any shape, becomes the format's largest number, or 2^-margin of it. 1 where
+    amax is 0."""
     top = torch.ones_like(amax) * (largest / 2**margin)                     # number / tensor would round twice
     scale = (top / amax).clamp(max=2.0**100)                                # a tiny amax would give an infinite one
     return scale.where(amax > 0, 1.0)
@@ -172,7 +173,7 @@ class Noted(Function):
     """identity | identity, and a gradient's amax is noted."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, amax: Tensor) -> Tensor:
+    def forward(ctx: Any, y: Tensor, amax: Tensor) -> Tensor:           # any shape, ()
         ctx.amax = amax                             # not saved as a result of this pass: other passes change it meanwhile
         return y.view_as(y)
 
@@ -184,7 +185,7 @@ class Noted(Function):
 
 def cast(x: Tensor, kind: torch.dtype, how: How, both: bool, scale: Tensor | None, inverse: Tensor | None,
          amax: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """(x in FP8, the same transposed, the inverse of its scale)."""
+    """(x in FP8, the same transposed, the inverse of its scale): (M, K) -> (M, K), (K, M padded) as `quantize` has it, ()."""
     if scale is None or inverse is None or amax is None:                    # current: first look, then cast
         amax = largest_over(amax_of(x), how.axis)
         scale = scale_for(amax, LARGEST[kind], how.margin)
@@ -193,7 +194,7 @@ def cast(x: Tensor, kind: torch.dtype, how: How, both: bool, scale: Tensor | Non
 
 
 def largest_over(amax: Tensor, axis: Axis | None) -> Tensor:
-    """The maximum over the ranks of an axis."""
+    """The maximum over the ranks of an axis, in place, of any shape; without an axis there is one rank."""
     if axis is not None and axis.size > 1:
         dist.all_reduce(amax, dist.ReduceOp.MAX, group=axis.group)
     return amax
@@ -221,7 +222,7 @@ class Matmul(nn.Module):
         """The format of each role."""
         return E4M3, E4M3, self.gradients
 
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # (..., K), (N, K), (N,) -> (..., N)
         if not self.known:
             return self.watch(x, weight, bias)
         backward = torch.is_grad_enabled()

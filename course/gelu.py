@@ -32,7 +32,7 @@ from course.products import times
 
 
 def gelu_plain(x: Tensor, tanh: bool) -> Tensor:
-    """GELU, exact or its approximation through tanh."""
+    """GELU of each number, exact or its approximation through tanh. Any shape."""
     return F.gelu(x, approximate="tanh" if tanh else "none").contiguous()
 
 

@@ -95,7 +95,7 @@ def check(model: Any, length: int, count: int, temperature: float, top_k: int) -
                           "probable token, and all tokens")
 
 
-def as_batch(model: Any, tokens: Tensor, known: int) -> dict[str, Tensor]:
+def as_batch(model: Any, tokens: Tensor, known: int) -> dict[str, Tensor]:        # (B, T) -> values (B, T - known)
     """The tokens from number `known` on, as the model takes them."""
     samples, length = tokens.shape
     position = torch.arange(known, length, device=tokens.device).expand(samples, length - known)

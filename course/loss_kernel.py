@@ -40,7 +40,7 @@ def summary(logits, columns, block: tl.constexpr, each: tl.constexpr):          
 
 @triton.jit
 def differentiate(logits, aim, by, log, columns, block: tl.constexpr):            # type: ignore[no-untyped-def]
-    """A token's logits become by · (exp(logit - log) - 1 at the target `aim`)."""
+    """A token's logits, (columns,), become by · (exp(logit - log) - 1 at the target `aim`), where aim < 0 is not among them."""
     per_bit: tl.constexpr = 1.4426950408889634
     wanted = tl.load(logits + aim, mask=aim >= 0, other=0.0).to(tl.float32)
     low = log * per_bit

@@ -51,7 +51,7 @@ def attention_backward_plain(dy: Tensor, qkv: Tensor, y: Tensor, lse: Tensor, ca
 
 
 def wide(x: Tensor) -> Tensor:
-    """In float32 at least."""
+    """In float32 at least. Any shape."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -102,7 +102,7 @@ def packed_attention(qkv: Tensor, bias: Tensor | None, causal: bool) -> Tensor:
 
 
 def unpacked(qkv: Tensor, bias: Tensor | None, causal: bool) -> Tensor:
-    """The same by PyTorch, which never has all scores in memory."""
+    """The same by PyTorch, which never has all scores in memory: (B, T, 3, h, d), (3 * h * d,) -> (B, T, h, d)."""
     if bias is not None:                            # it is in qkv already: what is added is 0, and has its gradient
         qkv = qkv + (bias - bias.detach()).to(qkv.dtype).view(qkv.shape[2:])            # (B, T, 3, h, d)
     q, k, v = qkv.permute(2, 0, 3, 1, 4)                                # 3 x (B, h, T, d)

@@ -192,6 +192,7 @@ class Stopwatch:
         self.restart()
 
     def restart(self) -> None:
+        """Begin to measure anew, from now."""
         self._begin, self._steps = time.perf_counter(), 0
 
     def tick(self) -> None:

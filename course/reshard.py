@@ -68,6 +68,9 @@ def go_on(run: Path, settings: Config, step: int) -> str:
     ranks = ranks_of(settings)
     course = "course" if ranks == 1 else f"torchrun --standalone --nproc-per-node={ranks} -m course.cli"
     more = f" train.steps={2 * step}" if 0 < settings.train.steps <= step else ""
+    p, share = settings.parallel, settings.train.global_batch // max(settings.parallel.dp, 1)
+    if p.chunks > 1 and share < (settings.train.micro_batch or share) * p.pp and share >= p.pp:
+        more += f" train.micro_batch={share // p.pp}"               # interleaved, each rank has a micro-batch in a round
     return f"{course} train {shlex.quote(str(run / 'config.yaml'))}{more}"
 
 

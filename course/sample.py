@@ -28,13 +28,13 @@ def main(run: Path, prompt: str, count: int, temperature: float, top_k: int, see
     if not is_text(prompt):
         raise CourseError("the prompt is no text in UTF-8: give one that is")
     model, step = load_model(run, settings, device_of(settings))
-    known = words.encode(prompt).ids
+    known = bpe.ids(words, prompt)
     if max(known, default=0) >= settings.model.words:
         raise CourseError(f"the prompt has token {max(known)}, and the model knows {settings.model.words}: the tokenizer is not "
                           "its own; give that with --tokenizer FILE")
     tokens = torch.tensor([known] * samples, device=next(model.parameters()).device).view(samples, len(known))
     written = generate(model, tokens, count, temperature, top_k, seed)
-    texts = [words.decode(to_the_end(row, len(known), words.token_to_id(bpe.END))) for row in written.tolist()]
+    texts = [bpe.text(words, to_the_end(row, len(known), words.token_to_id(bpe.END))) for row in written.tolist()]
     for number, text in enumerate(texts, 1):
         say(f"--- {run}, step {step}, sample {number} of {samples}\n{text}")
     return texts

@@ -189,12 +189,12 @@ def norms(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def clip_factor(norm: Tensor, most: float) -> Tensor:
-    """What to multiply the gradients with so that their norm is at most `most` (0: any)."""
+    """What to multiply the gradients with so that their norm, (), is at most `most` (0: any)."""
     return (most / (norm + 1e-6)).clamp(max=1.0) if most else torch.ones_like(norm)
 
 
 def anywhere(flags: Tensor, everyone: Axis) -> Tensor:
-    """For each flag 1.0 if it is set on any rank, else 0.0, the same on all."""
+    """For each flag, of any shape, 1.0 if it is set on any rank, else 0.0, the same on all, in float32."""
     value = flags.float()
     if everyone.size > 1:
         dist.all_reduce(value, dist.ReduceOp.MAX, group=everyone.group)

@@ -286,7 +286,10 @@ def compare_files(config: Config, before: dict[str, int]) -> None:
 
 def measure(number: int, samples: int, loss: Tensor, norm: Tensor, seconds: float, progress: Progress, config: Config,
             mesh: Mesh) -> dict[str, Any]:
-    """One record of metrics.jsonl; the loss is the mean over the global batch of the last step."""
+    """One record of metrics.jsonl; the loss is the mean over the global batch of the last step. All ranks call it.
+
+    loss: the rank's share, (); norm: of the gradients, (); seconds: of one step.
+    """
     loss = global_loss(loss, mesh)
     batch = config.train.global_batch
     tflops = flops.step(config.model, batch) / seconds / mesh.world.size / 1e12
@@ -299,7 +302,8 @@ def measure(number: int, samples: int, loss: Tensor, norm: Tensor, seconds: floa
 
 
 def global_loss(loss: Tensor, mesh: Mesh) -> Tensor:
-    """The mean over the global batch, from the ranks' shares; the last stage of a pipeline has them, the others 0."""
+    """The mean over the global batch, (), from the ranks' shares, (); the last stage of a pipeline has them, the others 0.
+    All ranks call it."""
     loss = loss.clone()
     for axis in (mesh.dp, mesh.pp):
         if axis.size > 1:

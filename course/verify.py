@@ -47,10 +47,12 @@ class Gap:
 
     @property
     def judged(self) -> bool:
+        """Whether the bound is low enough for a mistake to show above it."""
         return self.bound <= MOST
 
     @property
     def wrong(self) -> bool:
+        """Whether the layout differs by more than rounding explains; a NaN is wrong, judged or not."""
         return math.isnan(self.size) or (self.judged and self.size > self.bound)
 
 
@@ -185,7 +187,7 @@ def shared(value: Any, everyone: Axis) -> Any:
 
 
 def change(now: Tensor, start: Tensor) -> float:
-    """The largest change of a parameter since the start; 1 if it never moved."""
+    """The largest change of a parameter, of any shape, since the start; 1 if it never moved."""
     return (now.double() - start.double()).abs().max().item() or 1.0
 
 
@@ -198,7 +200,7 @@ def resolution(now: Tensor, start: Tensor) -> float:
 
 
 def gap(a: Tensor, b: Tensor, scale: float) -> float:
-    """The largest difference, relative to `scale`."""
+    """The largest difference between two tensors of one shape, relative to `scale`, in the tensors' unit."""
     return (a.double() - b.double()).abs().max().item() / scale
 
 

@@ -188,12 +188,41 @@ def test_the_site_builds_without_a_warning_and_without_answers(tmp_path):
 
 
 def test_every_public_name_says_what_it_is():
-    """Functions and classes of all modules; what stands inside of them speaks through these."""
+    """Functions and classes of all modules."""
     silent = []
     for file in sorted((ROOT / "course").rglob("*.py")):
         tree = ast.parse(file.read_text())
         named = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name[0] != "_"]
         silent += [f"{file}: {getattr(node, 'name', '')}" for node in (tree, *named) if not ast.get_docstring(node)]
+    assert not silent
+
+
+# these mean what PyTorch means by them; shapes stand at the ends of their lines
+KNOWN = {"forward", "backward"}
+# answers of learners, whose docstrings are their tasks
+TASKS = ("lab/exercises/", "lab/mistakes")
+
+
+def shown() -> set[str]:
+    """What lessons show: has to fit on a screen, and speaks through its own docstring and that of its module."""
+    sources = "".join("".join(cell["source"]) for path in NOTEBOOKS for cell in json.loads(path.read_text())["cells"])
+    return set(re.findall(r'\bshow\("([\w.]+)"\)', sources))
+
+
+def test_every_public_method_says_what_its_caller_needs():
+    """Methods and properties of public classes, also those that override others; not what `KNOWN`, `TASKS` and `shown` name."""
+    silent, on_screen = [], shown()
+    assert "course.parallel.data.Bucketed" in on_screen
+    for file in sorted((ROOT / "course").rglob("*.py")):
+        name = str(file.relative_to(ROOT / "course"))
+        if name.startswith(TASKS):
+            continue
+        module = "course." + name.removesuffix(".py").replace("/", ".")
+        for each in ast.parse(file.read_text()).body:
+            if isinstance(each, ast.ClassDef) and each.name[0] != "_" and f"{module}.{each.name}" not in on_screen:
+                silent += [f"{name}: {each.name}.{node.name}" for node in each.body
+                           if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name[0] != "_"
+                           and node.name not in KNOWN and not ast.get_docstring(node)]
     assert not silent
 
 

@@ -12,28 +12,38 @@ import json
 import lzma
 import math
 import os
+import shutil
 import signal
 import string
 import tarfile
+import warnings
+import zipfile
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import h5py
 import numpy as np
 import pytest
+import safetensors.torch
+import torch
 import yaml
 import zstandard
 
-from course import config, schema
-from course.data import Latents, indexed, layout, texts
+from course import checkpoint, config, random, report, schema
+from course.convert import command, dit, huggingface
+from course.data import Latents, bpe, indexed, layout, texts
 from course.data.pairs import Pairs
+from course.data.tokens import Sequences
 from course.errors import CourseError
 from course.files import sha256
 from course.lab import cells, sbatch, scale
 from course.lab.check import Fact, Verdict
 from course.lab.submissions import of_lesson
+from course.models import DiTConfig, ViTConfig, build_model
+from course.parallel import Axis, World, place_serial
 from course.perf import comms, hardware, host, kernels
 
 hypothesis = pytest.importorskip("hypothesis")
@@ -52,7 +62,7 @@ def fuzz(**drawn):
         @functools.wraps(test)
         def watched(*arguments, **values):
             def hangs(*_):
-                raise AssertionError(f"a file takes more than {PATIENCE} s")
+                pytest.fail(f"a file takes more than {PATIENCE} s")     # no Exception, which a reader may catch
             before = signal.signal(signal.SIGVTALRM, hangs)
             signal.setitimer(signal.ITIMER_VIRTUAL, PATIENCE)
             try:
@@ -282,9 +292,10 @@ SUMMARY = {"latent": [2, 4, 4], "classes": 3, "scale": 1.0, "shards": {"train/00
 def hdf5(whole):
     """A damaged HDF5 file, every other time in its first 2 kB, where all is that is not numbers.
 
-    Attributes of texts are not read here: in one such file of 2,000 HDF5 2.0.0 looks for theirs without an end, in C, where
-    neither Python nor Ctrl-C is heard. Only another process could be ended. The course starts none to look at every file, on
-    every rank, at every start: these are a few bytes of a file of gigabytes, and what is damaged elsewhere is a sentence.
+    Attributes of texts of any length are not among it: these lie in a heap, and where that is damaged (an object of 0 bytes),
+    HDF5 2.0.0 looks for the next without an end, in C, where neither Python nor Ctrl-C is heard. The names of channels in files
+    that the course makes are of one length, and have no heap. Those of others' files are read as they are: only another process
+    could be ended, and the course starts none to look at every file, on every rank, at every start.
     """
     return damaged(whole) | damaged(whole[:2048]).map(lambda head: head + whole[2048:]) | st.binary(max_size=64)
 
@@ -298,9 +309,9 @@ def read_year(place, raw):
     return Pairs(str(place), "train", 2, (4, 8)).__getitems__([0, 1])["input"]
 
 
-def read_shard(place, raw):
+def read_shard(place, raw, summary=None):
     (place / "latents" / "train").mkdir(exist_ok=True, parents=True)
-    (place / "latents" / "latents.json").write_text(json.dumps(SUMMARY))
+    (place / "latents" / "latents.json").write_bytes(as_json(SUMMARY) if summary is None else summary)
     (place / "latents" / "train" / "00000.h5").write_bytes(raw)
     return Latents(str(place / "latents"), "train", (2, 4, 4), 3).__getitems__([0, 2])["latent"]
 
@@ -314,12 +325,29 @@ def test_what_is_damaged_below_is_read_when_it_is_whole(place, read, whole):
 def test_weather_files(place, raw):
     with suppress(CourseError):
         assert read_year(place, raw).shape == (2, 2, 4, 8)
+    with suppress(CourseError):
+        assert [len(layout.channel_names(year)) for year in layout.find_years(place, "train")] == [2]
+    with suppress(CourseError):
+        assert [len(layout.grid_latitudes(year)) for year in layout.find_years(place, "train")] == [4]
 
 
 @fuzz(raw=hdf5(SHARD))
 def test_latent_files(place, raw):
     with suppress(CourseError):
         assert read_shard(place, raw).shape == (2, 2, 4, 4)
+
+
+@pytest.mark.parametrize("names", [["u10", "v10"], [b"u10", b"v10"]])
+def test_names_of_channels_are_read_whatever_their_kind(place, names):
+    (place / "train").mkdir(exist_ok=True)
+    (place / "train" / "1979.h5").write_bytes(YEAR)
+    with h5py.File(place / "train" / "1979.h5", "a") as file:
+        file.attrs["channels"] = names
+    assert layout.channel_names(*layout.find_years(place, "train")) == ["u10", "v10"]
+
+
+def test_names_of_channels_lie_in_no_heap():
+    assert b"GCOL" not in YEAR
 
 
 PICKLE = b"\x93NUMPY\x01\x00v\x00{'descr': '|O', 'fortran_order': False, 'shape': (1,), }".ljust(127) + b"\n\x80\x04."
@@ -362,6 +390,303 @@ def test_texts(place, raw):
     for item in texts.items(place / "texts"):
         for text in texts.read(item, "text"):
             assert text.bad or text.text.encode() == text.data != b""
+
+
+META = {"vocab": 1000, "end": 0, "splits": {"train": {"documents": 3, "tokens": 14}}}
+
+
+@example(raw=b'{"vocab": Infinity}')
+@example(raw=b"[" * 9000)
+@fuzz(raw=damaged(as_json(META)) | replaced(META).map(as_json) | VALUES.map(as_json) | st.binary(max_size=64))
+def test_what_is_said_of_tokens(place, raw):
+    (place / "tokens").mkdir(exist_ok=True)
+    with indexed.writing(place / "tokens" / "train", 1000) as writer:
+        writer.add(np.arange(14))
+    (place / "tokens" / "meta.json").write_bytes(raw)
+    with suppress(CourseError):
+        assert Sequences(str(place / "tokens"), "train", 4, 1000).__getitems__([0])["tokens"].shape == (1, 5)
+
+
+@example(raw=as_json(SUMMARY | {"scale": math.inf}))
+@fuzz(raw=damaged(as_json(SUMMARY)) | replaced(SUMMARY).map(as_json) | VALUES.map(as_json) | st.binary(max_size=64))
+def test_what_is_said_of_latents(place, raw):
+    with suppress(CourseError):
+        assert read_shard(place, SHARD, raw).shape == (2, 2, 4, 4)
+
+
+# ---- checkpoints, and what `course convert` and `course sample` read
+
+def saved_model() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """A small ViT and its optimizer, after a step."""
+    model = place_serial(build_model(ViTConfig(grid=(4, 4), channels=1, patch=2, dim=4, depth=1, heads=2)))
+    random.initialize(model, 0, torch.device("cpu"))
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return model, optimizer
+
+
+@pytest.fixture(scope="module")
+def saved(place):
+    """A checkpoint, and what it was of."""
+    model, optimizer = saved_model()
+    return checkpoint.save(place / "whole", optimizer, {"step": 7, "samples": 28}, {"a": 1}, Axis("all")), model, optimizer
+
+
+def header_of(whole: bytes) -> int:
+    """Bytes of a safetensors file before its numbers."""
+    return 8 + int.from_bytes(whole[:8], "little")
+
+
+def tensor_file(whole: bytes):
+    """A damaged safetensors file, every other time in its header."""
+    size = header_of(whole)
+    return damaged(whole) | damaged(whole[:size]).map(lambda head: head + whole[size:]) | st.binary(max_size=64)
+
+
+@fuzz(data=st.data())
+def test_checkpoints(saved, data):
+    """What has a checksum is found by it, so it is taken away: older ones have none. What is seen late is a sentence, too."""
+    path, model, optimizer = saved
+    index = json.loads((path / "index.json").read_bytes())
+    del index["sha256"]
+
+    def of_tensors(found: Any) -> bytes:
+        return as_json(index | {"tensors": found})
+
+    numbers = (path / "rank00000.safetensors").read_bytes()
+    folder = path.parents[1] / "mine" / path.name
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "index.json").write_bytes(data.draw(st.just(as_json(index)) | damaged(as_json(index)) | replaced(index).map(as_json)
+                                                  | replaced(index["tensors"]).map(of_tensors) | VALUES.map(as_json)))
+    (folder / "rank00000.safetensors").write_bytes(data.draw(st.just(numbers) | tensor_file(numbers)))
+    with suppress(CourseError), mock.patch.object(checkpoint, "check_file", lambda *_: None):
+        found, read = checkpoint.newest(folder.parent, lambda text: None)
+        assert found == folder
+        checkpoint.load(folder, read, model, optimizer)
+        checkpoint.read_more(folder, read, list(read["tensors"]))
+
+
+@fuzz(data=st.data())
+def test_checkpoints_that_have_their_checksums(saved, data):
+    """They are what was written, or a sentence."""
+    path, *_ = saved
+    good = checkpoint.read_index(path)
+    folder = path.parents[1] / "mine" / path.name
+    folder.mkdir(parents=True, exist_ok=True)
+    whole = {name: (path / name).read_bytes() for name in ("index.json", "rank00000.safetensors")}
+    which = data.draw(st.sampled_from(sorted(whole)))
+    for name, content in whole.items():
+        (folder / name).write_bytes(data.draw(damaged(content)) if name == which else content)
+    with suppress(CourseError):
+        assert {**checkpoint.read_index(folder), "sha256": ""} == {**good, "sha256": ""}
+
+
+def converted(place, path, *given):
+    """Make a run of weights; what there is of it then."""
+    shutil.rmtree(place / "runs", ignore_errors=True)
+    with suppress(CourseError), mock.patch("builtins.print"):
+        command.convert(World(), path, place / "runs" / "mine" / "run", given)
+        assert (place / "runs/mine/run/config.yaml").is_file()
+    assert not list((place / "runs").glob("*/.*"))   # of one that failed nothing stays
+    return (place / "runs/mine/run").is_dir()
+
+
+GPT2 = {"model_type": "gpt2", "vocab_size": 16, "n_positions": 4, "n_embd": 8, "n_layer": 1, "n_head": 2,
+        "layer_norm_epsilon": 1e-5}
+LLAMA = {"model_type": "llama", "vocab_size": 16, "max_position_embeddings": 4, "hidden_size": 8, "intermediate_size": 8,
+         "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+         "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                          "original_max_position_embeddings": 64}}
+WORDS_FILE = bpe.train(iter(["one two three"]), 260).to_str().encode()
+OF_WORDS = json.loads(WORDS_FILE)
+
+
+@pytest.fixture(scope="module")
+def hugging_face(place):
+    """A GPT-2 as transformers writes it: the bytes of its weights and its config.json."""
+    c = huggingface.config_of(GPT2)
+    model = place_serial(build_model(c))
+    random.initialize(model, 0, torch.device("cpu"))
+    huggingface.write(place / "gpt2", c, [(name, p.detach()) for name, p in huggingface.serial(model)])
+    return {name: (place / "gpt2" / name).read_bytes() for name in ("model.safetensors", "config.json")}
+
+
+def test_what_is_converted_below_is_converted_when_it_is_whole(place, hugging_face):
+    assert converted(place, place / "gpt2")
+    (place / "dit.pt").write_bytes(DIT_FILE)
+    assert converted(place, place / "dit.pt", "model.heads=2")
+
+
+def odd_tensors() -> list[torch.Tensor]:
+    """What nobody expects where a weight should be."""
+    return [torch.zeros(shape) for shape in [(), 0, (1, 0, 3), 8, (2, 8), (1, 2, 3, 4), (8, 1, 2, 2)]] + [
+        torch.full((8,), math.nan),
+        *(torch.zeros(8, 8).to(kind) for kind in (torch.int8, torch.bool, torch.complex64, torch.float8_e4m3fn))]
+
+
+def odder() -> list[Any]:
+    """What a pickle can hold besides, in part no tensors as we know them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")              # some are in beta, or on their way out
+        return [*odd_tensors(), torch.eye(8).to_sparse(), torch.eye(8).to_sparse_csr(), torch.zeros(8, device="meta"),
+                torch.zeros(1).expand(2**40), torch.zeros(1).expand(8, 1, 2, 2),
+                torch.quantize_per_tensor(torch.zeros(8), 1.0, 0, torch.qint8),
+                torch.nested.nested_tensor([torch.zeros(1), torch.zeros(2)]), 3, None, "x", [1], {}]
+
+
+CHANGES = st.lists(st.tuples(st.integers(0, 99), st.sampled_from(["replace", "replace", "remove", "rename"]), st.integers(0, 99),
+                             WORDS), min_size=1, max_size=3)
+
+
+def changed(state, changes, odd):
+    """Tensors by name, some of them others, gone, or under other names."""
+    state = dict(state)
+    for which, what, other, word in changes:
+        name = sorted(state, key=str)[which % len(state)]
+        if what == "replace":
+            state[name] = odd[other % len(odd)]
+        elif what == "rename":
+            state[word or other] = state.pop(name)
+        elif len(state) > 1:
+            del state[name]
+    return state
+
+
+@fuzz(data=st.data())
+def test_weights_of_hugging_face(place, hugging_face, data):
+    weights, said = (hugging_face[name] for name in ("model.safetensors", "config.json"))
+    folder = place / "theirs"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    (folder / "config.json").write_bytes(said)
+    state = safetensors.torch.load(weights)
+    where = {"metadata": {}, "weight_map": dict.fromkeys(state, "a.safetensors")}
+    index = damaged(as_json(where)) | replaced(where).map(as_json) | VALUES.map(as_json)
+    for name, content in data.draw(st.sampled_from([
+            {"model.safetensors": tensor_file(weights)},
+            {"model.safetensors": CHANGES.map(lambda changes: safetensors.torch.save(
+                {str(name): x.clone().contiguous() for name, x in changed(state, changes, odd_tensors()).items()}))},
+            {"model.safetensors": st.just(weights), "tokenizer.json": damaged(WORDS_FILE)},
+            {"model.safetensors.index.json": index, "a.safetensors": st.just(weights)}])).items():
+        (folder / name).write_bytes(data.draw(content))
+    converted(place, folder)
+
+
+def test_a_tokenizer_that_is_no_text_is_a_sentence(place, hugging_face):
+    (place / "gpt2" / "tokenizer.json").write_bytes(b"\xff")
+    with pytest.raises(CourseError, match=r"tokenizer.json cannot be read as text"):
+        command.convert(World(), place / "gpt2", place / "runs" / "mine" / "other")
+    (place / "gpt2" / "tokenizer.json").unlink()
+
+
+@fuzz(raw=damaged(as_json(GPT2)) | replaced(GPT2).map(as_json) | replaced(LLAMA).map(as_json) | st.binary(max_size=64))
+def test_configurations_of_hugging_face(place, hugging_face, raw):
+    folder = place / "theirs"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    (folder / "config.json").write_bytes(raw)
+    (folder / "model.safetensors").write_bytes(hugging_face["model.safetensors"])
+    converted(place, folder)
+
+
+def dit_state() -> dict[str, torch.Tensor]:
+    """A small DiT by facebookresearch/DiT's names."""
+    c = DiTConfig(latent=(1, 4, 4), patch=2, dim=8, depth=1, heads=2, mlp_ratio=2.0, classes=3)
+    model = place_serial(build_model(c))
+    random.initialize(model, 0, torch.device("cpu"))
+    return dit.to_theirs({name: p.detach() for name, p in model.named_parameters()}, c)
+
+
+def pickle_file(state) -> bytes:
+    """A file of PyTorch's."""
+    held = io.BytesIO()
+    torch.save(state, held)
+    return held.getvalue()
+
+
+def repacked(whole: bytes, instructions: bytes) -> bytes:
+    """A file of PyTorch's with other instructions for making what is in it."""
+    held = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(whole)) as old, zipfile.ZipFile(held, "w") as new:
+        for name in old.namelist():
+            new.writestr(name, instructions if name.endswith("data.pkl") else old.read(name))
+    return held.getvalue()
+
+
+DIT = dit_state()
+DIT_FILE = pickle_file({"ema": DIT})
+with zipfile.ZipFile(io.BytesIO(DIT_FILE)) as opened:
+    INSTRUCTIONS = opened.read(next(name for name in opened.namelist() if name.endswith("data.pkl")))
+BOMB = b"\x80\x02cposix\nsystem\nX\x09\0\0\0touch RAN\x85R."
+
+
+ODD_PICKLES = CHANGES.map(lambda changes: pickle_file(changed(DIT, changes, odder())))
+
+
+@example(raw=pickle_file(DIT | {3: torch.zeros(1)}))
+@example(raw=pickle_file(DIT | {"blocks.0.mlp.fc1.weight": DIT["blocks.0.mlp.fc1.weight"].to_sparse()}))
+@example(raw=pickle_file(DIT | {"blocks.0.mlp.fc1.weight": torch.zeros(16, 1)}))
+@example(raw=pickle_file(DIT | {"pos_embed": torch.zeros(())}))
+@example(raw=BOMB)
+@example(raw=repacked(DIT_FILE, BOMB))
+@fuzz(raw=damaged(DIT_FILE) | damaged(INSTRUCTIONS).map(functools.partial(repacked, DIT_FILE))
+      | ODD_PICKLES | ODD_PICKLES | st.binary(max_size=64))
+def test_weights_of_dit(place, raw):
+    (place / "dit.pt").write_bytes(raw)
+    converted(place, place / "dit.pt", "model.heads=2")
+
+
+# files that the package's Rust panics over, in reading and in use, and tokenizers that do not know every text
+PANICS = [{"model": OF_WORDS["model"] | {"continuing_subword_prefix": "#" * 9}},
+          {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAAAA=="}},
+          {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
+          {"decoder": {"type": "Strip", "content": "n", "start": 1, "stop": 1}},
+          {"added_tokens": [], "model": {"type": "WordLevel", "vocab": {}, "unk_token": "?"}},
+          {"added_tokens": [], "model": {"type": "Unigram", "vocab": [["a", -1.0]], "unk_id": None}}]
+
+
+def panics(test):
+    """Run a test on all of `PANICS`, too."""
+    for change in PANICS:
+        test = example(raw=as_json(OF_WORDS | change))(test)
+    return test
+
+
+@panics
+@fuzz(raw=damaged(WORDS_FILE) | replaced(OF_WORDS).map(as_json) | st.binary(max_size=64))
+def test_tokenizers(place, raw):
+    (place / "tokenizer.json").write_bytes(raw)
+    with suppress(CourseError):
+        words = bpe.load(place / "tokenizer.json")
+        assert isinstance(bpe.text(words, bpe.ids(words, "one two")), str)
+        end = bpe.end_token(words)
+        assert 0 <= end < bpe.size(words)
+        known = bpe.encode(words, ["one two"], end)[0]
+        assert known.max() < bpe.size(words)
+
+
+
+RECORDS = [{"step": step, "loss": 3.5, "lr": 1e-3, "valid_loss": "nan"} for step in (5, 10, 15)]
+NEXT = {"step": 11, "loss": 3.0, "lr": 1e-3, "grad_norm": 1.0, "step_ms": 9.0, "samples_per_s": 9.0, "skipped_steps": 0}
+
+
+def in_lines(values) -> bytes:
+    return b"".join(as_json(value) + b"\n" for value in values)
+
+
+@fuzz(raw=damaged(in_lines(RECORDS)) | replaced(RECORDS).map(in_lines) | st.lists(VALUES, max_size=3).map(in_lines)
+      | st.binary(max_size=64))
+def test_records_of_a_run(place, raw):
+    """What is no record of a step stays in its file, left out of what is read; a run that goes on at step 10 adds its own."""
+    file = place / "metrics.jsonl"
+    file.write_bytes(raw)
+    before = report.read_metrics(file)
+    with mock.patch("builtins.print"), report.Report(place, 20, 10, True, False) as told:
+        told.log(NEXT)
+    kept = [record for record in before if record["step"] <= 10]
+    assert str(report.read_metrics(file)) == str([*kept, NEXT])             # as text: nan is not nan
 
 
 # ---- what learners and instructors bring

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -284,6 +285,13 @@ def test_the_command_that_is_said_goes_on_in_the_new_layout(serial):
     assert len((run.parent / "alone" / "metrics.jsonl").read_text().splitlines()) == 4
     for name in ("alone", "pair"):
         shutil.rmtree(run.parent / name)
+
+
+def test_an_interleaved_layout_is_said_with_the_micro_batches_that_it_needs():
+    asked = ["parallel.pp=2", "parallel.schedule=interleaved", "parallel.chunks=2", "train.global_batch=6"]
+    for more, words in (([], " train.micro_batch=3"), (["parallel.dp=2"], " train.micro_batch=1"), (["train.micro_batch=2"], "")):
+        command = reshard.go_on(Path("r"), config.load("gpt-demo", [*asked, "parallel.dp=1", *more]), 0)
+        assert command.endswith(f"r/config.yaml{words}")
 
 
 @pytest.mark.parametrize("name", ["../../escaped", "a/b", "..", ".", ""])

@@ -33,6 +33,7 @@ from course.config import Config, Parallel
 from course.convert import dit, huggingface, te, weights
 from course.convert.library import Rule, Source, entries, fill
 from course.data import bpe, train_loader
+from course.data.layout import first_line
 from course.errors import CourseError
 from course.evaluate import read_config
 from course.files import flush, remove
@@ -149,11 +150,20 @@ def next_steps(run: Path, settings: Config, words: bool) -> list[str]:
 def tokenizer_of(folder: Path) -> str:
     """The text of the tokenizer.json of a folder, or of what its vocab.json and merges.txt make; "" if it has neither."""
     if (folder / WORDS).is_file():
-        return (folder / WORDS).read_text(encoding="utf-8")
+        return text_of(folder / WORDS)
     vocabulary, merges = folder / "vocab.json", folder / "merges.txt"
     if not (vocabulary.is_file() and merges.is_file()):
         return ""
     return str(bpe.gpt2(vocabulary, merges).to_str(pretty=True))
+
+
+def text_of(file: Path) -> str:
+    """The text of a tokenizer's file; `CourseError` if it is none."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CourseError(f"{file} cannot be read as text ({first_line(error)}): download it again, or move it away and give "
+                          "`course sample` another") from error
 
 
 def clear(partial: Path, everyone: Axis) -> None:
@@ -318,6 +328,9 @@ def from_run(run: Path, target: Path, given: list[str], to: str, rows: str, aver
         raise CourseError(f"{folder} lacks {missing}: " + ("train with optim.ema=0.9999 for a moving average" if average
                                                            else "it is of another model than the run's config.yaml"))
     single = target.suffix == ".safetensors"
+    if single and (to or default_of(settings)) == "hf":
+        raise CourseError(f"{target}: without a config.json beside them, Hugging Face's weights say too little: give the name of "
+                          "a folder, in which both will be")
     listed = [*entries(plan.c, plan.rule, ours),
               *(weights.Entry(name, x.dtype, tuple(x.shape), name, 0) for name, x in plan.extra.items())]
     files = weights.divide(listed, 2**63 if single else shard)
@@ -364,7 +377,7 @@ def its_tokenizer(run: Path, settings: Config) -> dict[str, str]:
     there = next((file for file in places if file.is_file()), None)
     if there is None or settings.model.kind != "gpt":
         return {}
-    return {WORDS: there.read_text(encoding="utf-8"),
+    return {WORDS: text_of(there),
             "tokenizer_config.json": json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}, indent=1) + "\n"}
 
 

@@ -56,7 +56,8 @@ def names(depth: int) -> Iterator[tuple[str, str, str]]:
 
 
 def turned(x: Tensor, side: str, dim: int) -> Tensor:
-    """Reverse the quarters of the residual stream of `dim` features on a side of a weight; twice is nothing."""
+    """Reverse the quarters of the residual stream of `dim` features on a side of a weight, (k * dim, ...) for "rows" or (n, dim)
+    for "columns"; at any other side nothing is. Twice is nothing."""
     if side == "rows":
         return x.unflatten(0, (-1, 4, dim // 4)).flip(1).flatten(0, 2)
     return x.unflatten(1, (4, dim // 4)).flip(1).flatten(1, 2) if side == "columns" else x
@@ -70,14 +71,14 @@ def settings(state: State, heads: int = 0) -> DiTConfig:
         depth = sum(name.endswith("attn.qkv.weight") for name in state)
         classes = len(state["y_embedder.embedding_table.weight"]) - 1
         hidden = len(state["blocks.0.mlp.fc1.weight"])
-    except (KeyError, ValueError) as error:
+        ratio = hidden / dim                         # 1952 / 448, rounded, times 448 is less than 1952
+    except (KeyError, ValueError, IndexError, TypeError, ZeroDivisionError) as error:   # of odd shapes
         raise CourseError(f"this is no checkpoint with the names of facebookresearch/DiT ({error}): give one of its .pt "
                           "files") from error
     heads = heads or HEADS.get(dim, 0)
     if not heads:
         raise CourseError(f"a DiT of width {dim} is none of the published ones, and nothing in the file shows its heads: "
                           "give their number as model.heads=6, say, or --like a preset of this width")
-    ratio = hidden / dim                             # 1952 / 448, rounded, times 448 is less than 1952
     return DiTConfig(latent=(channels, side, side), patch=patch, dim=dim, depth=depth, heads=heads,
                      mlp_ratio=ratio if int(dim * ratio) == hidden else math.nextafter(ratio, math.inf), classes=classes)
 
@@ -123,7 +124,7 @@ def source(path: Path, heads: int = 0, state: State | None = None, like: DiTConf
     state = read(path) if state is None else state
     header = model_in(path, state.about()) if isinstance(state, Weights) else None
     c = completed(state, heads, header, like)
-    if "pos_embed" in state and not same(state["pos_embed"].double(), positions(c)):
+    if "pos_embed" in state and not same(state["pos_embed"], positions(c)):
         raise CourseError("the positions (pos_embed) in this checkpoint are not the fixed waves of DiT: it is of another model")
     return Source(path, c, state, lambda ours: rule(c, ours), f"a DiT of {c.depth} layers",
                   "its header says" if header else "its shapes say",
@@ -132,7 +133,7 @@ def source(path: Path, heads: int = 0, state: State | None = None, like: DiTConf
 
 def same(a: Tensor, b: Tensor) -> bool:
     """Whether two tables of positions are one, to float32's rounding."""
-    return a.shape == b.shape and torch.allclose(a, b, atol=1e-5)
+    return a.shape == b.shape and not a.is_complex() and torch.allclose(a.double(), b.double(), atol=1e-5)
 
 
 def from_theirs(state: State, c: DiTConfig) -> dict[str, Tensor]:
@@ -160,7 +161,8 @@ def positions(c: DiTConfig) -> Tensor:
 
 
 def read(path: Path) -> Weights:
-    """The tensors of a .pt or .safetensors file, each read when it is asked for; of a training checkpoint the moving average."""
-    if not path.is_file():
+    """The tensors of a .pt or .safetensors file, or of a folder that we wrote, each read when it is asked for; of a training
+    checkpoint the moving average."""
+    if not path.exists():
         raise CourseError(f"there is no file {path}: give a checkpoint of facebookresearch/DiT")
     return Weights(path)

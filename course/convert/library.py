@@ -62,7 +62,13 @@ class Source:
         for name in names:
             if name not in self.tensors:
                 raise CourseError(f"{self.where} lacks the tensor {name}, for {ours}: it is not {self.what}")
-        return layout.ours(self.c, tuple(self.tensors[name] for name in names))
+        theirs = tuple(self.tensors[name] for name in names)
+        try:
+            return layout.ours(self.c, theirs)
+        except (RuntimeError, IndexError, TypeError, ValueError) as error:     # rows of no whole heads, dims that are not there
+            told = ", ".join(f"{name} as {list(x.shape)}" for name, x in zip(names, theirs, strict=True))
+            raise CourseError(f"{self.where} has {told}, of which no {ours} can be made: it is not {self.what}, or the settings "
+                              "are those of another") from error
 
     def check(self, ours: Iterable[str]) -> None:
         """Raise `CourseError` if there is a tensor that none of our names stands for."""

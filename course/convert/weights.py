@@ -51,7 +51,11 @@ class Weights(Mapping[str, Tensor]):
                 return tensors.get_tensor(name)
         if name not in self._pickled(file):
             raise CourseError(f"{file} lacks {name}, which its index says it has: download both again")
-        return self._pickled(file)[name]
+        found = self._pickled(file)[name]
+        if found.layout != torch.strided or found.is_meta or found.is_quantized or found.is_nested:
+            raise CourseError(f"{file} has {name} as numbers that are not laid out one after another (sparse, quantized, nested "
+                              "or left out): save plain tensors there")
+        return found
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.where)
@@ -124,7 +128,7 @@ def read_pickled(file: Path) -> Mapping[str, Tensor]:
     for part in ("ema", "model"):
         if isinstance(found.get(part), Mapping):
             found = found[part]
-    return {name: x for name, x in found.items() if isinstance(x, Tensor)}
+    return {name: x for name, x in found.items() if isinstance(name, str) and isinstance(x, Tensor)}
 
 
 def find(folder: Path, names: Any) -> dict[str, str]:

@@ -37,12 +37,17 @@ def open_data(config: "Config", split: str) -> Any:
 
 
 def has_validation(config: "Config") -> bool:
-    """Whether there is anything to watch while training: tokens and latents can be made with valid=0."""
+    """Whether there is anything to watch while training: tokens and latents can be made with valid=0, and Megatron's are a pair
+    alone."""
     if config.data.source == "mock":
         return False
     if config.model.kind == "dit":
         return any(name.startswith("valid/") for name in read_summary(Path(config.data.path))["shards"])
-    return config.model.kind != "gpt" or len(Documents(Path(config.data.path) / "valid").tokens) > 0
+    if config.model.kind != "gpt":
+        return True
+    valid = Path(config.data.path) / "valid"
+    there = any(valid.with_name(f"valid.{ending}").exists() for ending in ("bin", "idx"))
+    return there and len(Documents(valid).tokens) > 0
 
 
 def data_files(config: "Config") -> dict[str, int]:

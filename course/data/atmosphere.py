@@ -65,7 +65,8 @@ class Physics:
 
 
 def bumps(shapes: tuple[tuple[float, float, float, float], ...], lat: Tensor, lon: Tensor) -> Tensor:
-    """A sum of Gaussian bumps (latitude, longitude, radius in degrees, height) at points in degrees."""
+    """A sum of Gaussian bumps (latitude, longitude, radius in degrees, height) at latitudes (lat, 1) and longitudes (lon,) in
+    degrees: (lat, lon), in the heights' unit."""
     total = torch.zeros_like(lat + lon)
     lat = torch.deg2rad(lat)
     for north, east, radius, height in shapes:

@@ -6,6 +6,7 @@ neighbours that is most frequent in a sample becomes one token more, and so on u
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from course.errors import CourseError
 
 END = "<|endoftext|>"                                # closes each document
+OTHER = "give another tokenizer.json, one that knows every text, such as those of bytes do"
 
 
 def train(texts: Iterator[str], vocab: int) -> Tokenizer:
@@ -27,13 +29,25 @@ def train(texts: Iterator[str], vocab: int) -> Tokenizer:
     return tokenizer
 
 
+@contextmanager
+def working(fails: str, cure: str) -> Iterator[None]:
+    """Around what the package does: whatever it raises is a `CourseError` that says what `fails`, why, and the cure.
+
+    It raises the plainest kind of exception and, where its Rust panics, as over some damaged files, one that is no Exception.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise                                    # Ctrl-C, say
+        raise CourseError(f"{fails} ({error}): {cure}") from error
+
+
 def gpt2(vocab: Path, merges: Path) -> Tokenizer:
     """GPT-2's tokenizer from its two files, vocab.json and merges.txt."""
-    try:
+    with working(f"{vocab} and {merges} cannot be read as GPT-2's vocabulary and merges",
+                 "give vocab.json and merges.txt of one model"):
         tokenizer = byte_level(models.BPE.from_file(str(vocab), str(merges)))
-    except Exception as error:                       # the package raises the plainest kind
-        raise CourseError(f"{vocab} and {merges} cannot be read as GPT-2's vocabulary and merges ({error}): "
-                          "give vocab.json and merges.txt of one model") from error
     if tokenizer.token_to_id(END) is not None:
         tokenizer.add_special_tokens([END])          # one that is there gets no new number
     return tokenizer
@@ -49,11 +63,9 @@ def byte_level(model: models.BPE) -> Tokenizer:
 
 def load(path: Path) -> Tokenizer:
     """The tokenizer of a tokenizer.json, which gives all tokens of a text and no others: some files say to cut or to fill up."""
-    try:
+    with working(f"{path} cannot be read as a tokenizer",
+                 "give a tokenizer.json of the tokenizers package, such as Hugging Face models have"):
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:                       # the package raises the plainest kind
-        raise CourseError(f"{path} cannot be read as a tokenizer ({error}): give a tokenizer.json of the tokenizers package, "
-                          "such as Hugging Face models have") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
@@ -68,10 +80,26 @@ def end_token(tokenizer: Tokenizer, end: str = END) -> int:
 
 def size(tokenizer: Tokenizer) -> int:
     """How many numbers a model has to know: the largest of a token, and one."""
-    return 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
+    numbers = tokenizer.get_vocab(with_added_tokens=True).values()
+    if not numbers:
+        raise CourseError("the tokenizer has no tokens at all: give a tokenizer.json that has")
+    return 1 + max(numbers)
 
 
 def encode(tokenizer: Tokenizer, texts: Sequence[str], end: int) -> list[np.ndarray]:
     """The tokens of each text and `end` after them, (length,) int64; what looks like a special token is text as well."""
     tokenizer.encode_special_tokens = True
-    return [np.array([*found.ids, end]) for found in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+    with working("the tokenizer cannot turn a text into tokens", OTHER):
+        return [np.array([*found.ids, end]) for found in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
+
+def ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """The tokens of a prompt, special ones that it names or the tokenizer adds among them. `CourseError` where it fails."""
+    with working("the tokenizer cannot turn the prompt into tokens", OTHER):
+        return list(tokenizer.encode(prompt).ids)
+
+
+def text(tokenizer: Tokenizer, tokens: list[int]) -> str:
+    """The text of tokens, without special ones; `CourseError` where its rules for that fail."""
+    with working("the tokenizer cannot turn tokens into text", OTHER):
+        return str(tokenizer.decode(tokens))

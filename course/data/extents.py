@@ -61,6 +61,7 @@ class File:
         self.handle = os.open(path, os.O_RDONLY)
 
     def close(self) -> None:
+        """Close both ways into the file; nobody may be reading, and nothing can be read afterwards."""
         self.fields.file.close()
         os.close(self.handle)
 

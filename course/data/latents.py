@@ -8,6 +8,7 @@
 """
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -80,13 +81,22 @@ def read_summary(path: Path) -> dict[str, Any]:
     """latents.json, which is there when all shards are."""
     try:
         made = json.loads((path / "latents.json").read_text())
-        _ = made["latent"], made["classes"], made["shards"], made["scale"]
+        if not sound(made):
+            raise ValueError("not what was written")
         return dict(made)
     except FileNotFoundError as error:
         what = "is not packed to its end" if path.is_dir() else "does not exist"
         raise CourseError(f"the data folder {path} {what} (no latents.json): {AGAIN}, or set data.path") from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise CourseError(f"{path}/latents.json is damaged: remove it, and {AGAIN} again") from error
+
+
+def sound(made: dict[str, Any]) -> bool:
+    """Whether a latents.json can be what was written. Where values are of the wrong type it may raise what Python does."""
+    counts, shards = [*made["latent"], made["classes"], *made["shards"].values()], [Path(name) for name in made["shards"]]
+    return (len(made["latent"]) == 3 and all(type(count) is int and 0 < count < 2**62 for count in counts)
+            and math.isfinite(made["scale"]) and math.isfinite(made.get("shift", 0.0))
+            and all(str(one) == f"{one.parent.name}/{one.name}" for one in shards))
 
 
 def inspect(file: Path, shape: tuple[int, ...]) -> None:

@@ -63,7 +63,8 @@ def create_year(file: h5py.File, times: int, channels: Iterable[str], lat: np.nd
     """
     names = list(channels)
     fields = file.create_dataset("fields", (times, len(names), len(lat), len(lon)), "float32")
-    file.attrs["channels"] = names
+    # of one length each: texts of any length lie in the file's heap, and HDF5 2.0 reads a damaged heap without an end, in C
+    file.attrs["channels"] = np.array([name.encode() for name in names])
     file.attrs["latitude"] = np.asarray(lat, "float64")
     file.attrs["longitude"] = np.asarray(lon, "float64")
     file.attrs["hours"] = HOURS
@@ -147,10 +148,17 @@ def readable(say: Callable[[str], CourseError]) -> Iterator[None]:
 
 
 def channel_names(year: Year) -> list[str]:
-    """The file's channel names, or those of the standard twenty where it names none."""
+    """The file's channel names, or those of the standard twenty where it names none. `CourseError` for more or fewer than it has.
+
+    They are texts of one length, or, in files that others made or this course made before, of any.
+    """
     with data_file(year.path) as file:
         if "channels" in file.attrs:
-            return [str(name) for name in file.attrs["channels"]]
+            names = [name.decode() if isinstance(name, bytes) else str(name) for name in file.attrs["channels"]]
+            if len(names) != year.shape[1]:
+                raise CourseError(f"{year.path} names {len(names)} channels and has {year.shape[1]}: make or copy it again, or "
+                                  "remove its attribute `channels`")
+            return names
     if year.shape[1] == len(CHANNELS):
         return list(CHANNELS)
     return [f"channel{i}" for i in range(year.shape[1])]
@@ -160,7 +168,13 @@ def grid_latitudes(year: Year) -> np.ndarray:
     """The file's latitudes in degrees, north to south; equal bands where it states none."""
     with data_file(year.path) as file:
         stated = file.attrs.get("latitude")
-        return latitudes(year.shape[2]) if stated is None else np.asarray(stated)
+        if stated is None:
+            return latitudes(year.shape[2])
+        found = np.asarray(stated)
+        if found.shape != (year.shape[2],) or found.dtype.kind not in "fiu" or not (np.abs(found) <= 90).all():
+            raise CourseError(f"{year.path} states latitudes that are not one of -90 to 90 degrees for each of its "
+                              f"{year.shape[2]} rows: make or copy it again, or remove its attribute `latitude`")
+        return found
 
 
 def write_statistics(path: Path, years: list[Year]) -> None:

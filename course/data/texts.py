@@ -113,6 +113,7 @@ class Member(tarfile.TarInfo):
 
     @classmethod
     def fromtarfile(cls, archive: tarfile.TarFile) -> "Member":
+        """The archive's next member. Raises `tarfile.ReadError` for a damaged header, and for an end without its mark."""
         try:
             return super().fromtarfile(archive)
         except (tarfile.InvalidHeaderError, tarfile.TruncatedHeaderError, tarfile.EmptyHeaderError) as error:     # type: ignore[attr-defined]
@@ -209,9 +210,12 @@ class Frames(io.RawIOBase):
         self.rest, self.out = b"", memoryview(b"")   # not yet unpacked, not yet read
 
     def readable(self) -> bool:
+        """Always: what `io.BufferedReader` asks before it reads."""
         return True
 
     def readinto(self, buffer: Any) -> int:
+        """Fill some of a buffer with unpacked bytes; how many, 0 at the end. Raises `EOFError` where the file ends within a
+        frame, and the packages' own errors where a frame is damaged."""
         while not self.out:
             block = self.rest or self.file.read(4096)                   # little: it may unpack to 30,000 times as much
             if not block:

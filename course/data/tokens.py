@@ -47,7 +47,7 @@ class Sequences(Dataset[Batch]):
         meta = path / "meta.json"
         try:
             size = int(json.loads(meta.read_text())["vocab"]) if meta.is_file() else 0
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise CourseError(f"{meta} is damaged, or of another program: remove that file, which may be missing, or make the "
                               "data again with `course data tokens` or `course data jsonl`") from error
         if size > self.vocab:

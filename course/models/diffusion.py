@@ -36,7 +36,7 @@ FIRST_BETA, LAST_BETA = 1e-4, 0.02                  # the variance of that noise
 
 
 def times(objective: str, uniform: Tensor) -> Tensor:
-    """The times that numbers from 0 to 1 stand for: whole ones, int64, for epsilon; any in (0, STEPS) for flow."""
+    """The times that numbers from 0 to 1, (B,), stand for: whole ones, int64, for epsilon; any in (0, STEPS) for flow."""
     return uniform * STEPS if objective == "flow" else (uniform * STEPS).long()
 
 

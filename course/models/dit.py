@@ -43,6 +43,7 @@ class DiTConfig:
 
     @property
     def tokens(self) -> int:
+        """T, the patches of a latent."""
         return self.latent[1] * self.latent[2] // self.patch**2
 
 
@@ -91,7 +92,7 @@ class Embed(nn.Module):
         self.time = Time(c.dim)
         self.label = nn.Embedding(c.classes + 1, c.dim)                 # the last: class unknown
 
-    def forward(self, batch: Batch) -> Pair:
+    def forward(self, batch: Batch) -> Pair:                            # -> (B, T, D), (B, D)
         x = self.proj(batch["input"])                                   # (B, T, D)
         x = x + places(batch["position"][0], self.columns, x.shape[-1]).to(x.dtype)     # (B, T, D)
         return x, self.time(batch["time"]) + self.label(batch["label"])                 # (B, D)

@@ -185,7 +185,7 @@ class ChunkedLoss(Function):
         return dx.to(to_x) * grad, dw.mul_(grad).to(to_weight), None, None, None, None, None
 
 
-def add_product(sums: Tensor, a: Tensor, b: Tensor) -> None:
+def add_product(sums: Tensor, a: Tensor, b: Tensor) -> None:            # (M, N), (M, K), (K, N)
     """sums += a @ b, in the format of the sums, which is wider. On a GPU by the matmul itself, which then rounds nothing."""
     if sums.is_cuda and sums.dtype != a.dtype:
         torch.addmm(sums, a, b, out_dtype=sums.dtype, out=sums)
@@ -252,7 +252,7 @@ class Enter(nn.Module):
 
     seam = "enter"
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:                             # (..., D)
         return x
 
 

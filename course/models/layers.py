@@ -249,7 +249,7 @@ class Total(nn.Module):
 
     seam = "total"
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:                             # any shape
         return x
 
 

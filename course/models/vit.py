@@ -32,6 +32,7 @@ class ViTConfig:
 
     @property
     def tokens(self) -> int:
+        """T, the patches of a field."""
         return self.grid[0] * self.grid[1] // self.patch**2
 
 

@@ -27,7 +27,7 @@ Grads = tuple[Tensor, Tensor, Tensor]
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """(out, lse) of the queries for these keys; lse in float32 or float64."""
+    """(out, lse) of the queries for these keys, (B, h, T, d) and (B, h, T); lse in float32 or float64."""
     kind = kernel(q)
     k, v = spread(k, q.shape[1]), spread(v, q.shape[1])                 # (B, h, S, d)
     if kind == "cudnn":
@@ -45,7 +45,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tens
 
 
 def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool) -> Grads:
-    """(dq, dk, dv) by way of these keys, given the answer and log-sum-exp for all keys."""
+    """(dq, dk, dv), as q, k and v are, by way of these keys, given the answer and log-sum-exp for all keys."""
     kind, groups = kernel(q), k.shape[1]
     if groups != q.shape[1]:                                            # each head's own, added up over the queries it serves
         dq, dk, dv = backward(grad, q, spread(k, q.shape[1]), spread(v, q.shape[1]), out, lse, causal)
@@ -69,7 +69,7 @@ def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Te
     return ds @ k, ds.mT @ q, p.mT @ g
 
 
-def scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
+def scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:               # (..., T, d), (..., S, d) -> (..., T, S)
     """q k' / sqrt(d) in float32 or float64, -inf where a query may not look."""
     s = (q @ k.mT).to(torch.float64 if q.dtype == torch.float64 else torch.float32) / math.sqrt(q.shape[-1])
     if causal:

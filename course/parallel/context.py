@@ -47,7 +47,7 @@ def gather_in_order(pairs: Tensor, tokens: SplitTokens) -> Tensor:
 
 
 @mappings.uncompiled                                 # which cannot make this mask
-def look_back(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def look_back(q: Tensor, k: Tensor, v: Tensor) -> Tensor:               # (B, h, T, d), 2 x (B, g, S, d), S >= T
     """Attention in which the last query sees all keys and each one before it one key less; no kernel need build the mask."""
     from torch.nn.attention.bias import causal_lower_right  # imports the compiler: a second, only where it is needed
 

@@ -10,6 +10,10 @@ Four ways behind one interface, `parallel.data`:
 
 `begin(passes)` comes before the backward passes of a step (one for each micro-batch; only the last one communicates),
 `finish()` after them, `updated()` after the optimizer. ZeRO-1 is in `course/parallel/zero.py`.
+
+`Bucketed` has three seams for it: `make_bucket(parameters)`, which have one format; `start(bucket)`, which begins the collective
+of a bucket that holds all its gradients, and does not wait; `complete(bucket)`, after which `bucket.result` is the mean. On every
+rank the buckets come in the same order to both.
 """
 
 import copy
@@ -107,6 +111,7 @@ class Off(Naive):
     """No averaging."""
 
     def finish(self) -> None:
+        """Zeros where a member has no gradient, and sums of what is partial; data-parallel ranks' gradients stay different."""
         count_as_zero(self.members)
         add_partial_gradients(self.members)
 
@@ -123,6 +128,8 @@ class DDP(Naive):
         self.passes = 1
 
     def begin(self, passes: int) -> None:
+        """Forget gradients. Of so many forward passes that have a gradient, DDP communicates in the last one's backward; so there
+        must be no more and no fewer."""
         super().begin(passes)
         self.passes = passes
 
@@ -134,6 +141,8 @@ class DDP(Naive):
         return self.ddp.module(*inputs)
 
     def finish(self) -> None:
+        """Sums of what is partial; DDP has averaged in the last backward pass. Raises `CourseError` if that gave a member no
+        gradient."""
         try:
             self.ddp._check_reducer_finalized()
         except RuntimeError as error:
@@ -237,7 +246,7 @@ def arrived(ddp: Bucketed, bucket: Bucket, index: int) -> None:
 
 
 def add_up(bucket: Bucket, parts: Axis) -> None:
-    """The sum of a bucket's means over the axis whose ranks have parts of them."""
+    """The sum of a bucket's means, (numel,), over the axis whose ranks have parts of them, in place; it waits."""
     dist.all_reduce(bucket.result, group=parts.group)
 
 
@@ -253,12 +262,12 @@ def finish_mean(bucket: Bucket, axis: Axis) -> None:
 
 
 def mean(x: Tensor) -> dist.ReduceOp:
-    """What a collective does on the way to a mean: NCCL can average, gloo only add."""
+    """What a collective on such a tensor, of any shape, does on the way to a mean: NCCL can average, gloo only add."""
     return dist.ReduceOp.AVG if x.is_cuda else dist.ReduceOp.SUM        # type: ignore[return-value]
 
 
 def divide(x: Tensor, axis: Axis) -> None:
-    """What is left to do then."""
+    """What is left to do then, in place: after gloo's sum, x over the axis's size."""
     if not x.is_cuda:
         x /= axis.size
 

@@ -45,7 +45,7 @@ def lengths(n: int, size: int) -> list[int]:
 
 
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
-    """The sum over the axis, in new memory."""
+    """The sum over the axis, in new memory. Any shape, the same on every rank."""
     x = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(x, group=axis.group)
     # a view: what a function's forward changes in place and then returns has, compiled by PyTorch 2.11, gradients that are wrong
@@ -53,7 +53,7 @@ def all_reduce(x: Tensor, axis: Axis) -> Tensor:
     return x.view_as(x)
 
 
-def all_gather(x: Tensor, dim: int, axis: Axis, n: int) -> Tensor:
+def all_gather(x: Tensor, dim: int, axis: Axis, n: int) -> Tensor:      # (..., n / size, ...) -> (..., n, ...)
     """The pieces of all ranks, put together along `dim`, which then has n rows."""
     most = -(-n // axis.size)
     piece = _padded(x.movedim(dim, 0), most)                            # (most, ...)
@@ -65,7 +65,7 @@ def all_gather(x: Tensor, dim: int, axis: Axis, n: int) -> Tensor:
     return pieces.movedim(0, dim)                                       # n rows
 
 
-def reduce_scatter(x: Tensor, dim: int, axis: Axis) -> Tensor:
+def reduce_scatter(x: Tensor, dim: int, axis: Axis) -> Tensor:          # (..., n, ...) -> (..., n / size, ...)
     """This rank's piece, along `dim`, of the sum over the axis."""
     n, most = x.shape[dim], -(-x.shape[dim] // axis.size)
     rows = x.movedim(dim, 0)                                            # (n, ...)
@@ -77,7 +77,8 @@ def reduce_scatter(x: Tensor, dim: int, axis: Axis) -> Tensor:
 
 
 def exchange(x: Tensor, split: int, join: int, axis: Axis, n: int) -> Tensor:
-    """Cut `split` in pieces, send one to each rank, put what comes together along `join`, which then has n rows."""
+    """Cut `split` in pieces, send one to each rank, put what comes together along `join`, which then has n rows:
+    (..., m, ..., n / size, ...) -> (..., m / size, ..., n, ...)."""
     parts = x.tensor_split(axis.size, split)
     shape = list(parts[axis.rank].shape)
     shapes = [[rows if dim == join % x.dim() else size for dim, size in enumerate(shape)] for rows in lengths(n, axis.size)]

@@ -46,6 +46,7 @@ class Masters(Naive):
         self.members = [p for p in self.members if p not in of]
 
     def begin(self, passes: int) -> None:
+        """Forget gradients. Of one pass a copy's gradient stays in 16 bits; of several the master adds them up, in float32."""
         super().begin(passes)
         self.passes = passes
 
@@ -59,11 +60,13 @@ class Masters(Naive):
                 master.grad, copy.grad = copy.grad if AS_IT_IS else copy.grad.float(), None
 
     def clear(self) -> None:
+        """Forget the gradients of members, masters and copies."""
         super().clear()
         for master, copy in self.copies.items():
             master.grad = copy.grad = None
 
     def values(self) -> dict[nn.Parameter, Tensor]:
+        """The model's 16-bit weight -> its float32 master, of the same shape: a view that the optimizer goes on changing."""
         return {copy: master.detach() for master, copy in self.copies.items()}
 
 

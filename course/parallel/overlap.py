@@ -300,7 +300,7 @@ def linear_scatter(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, c
         return LinearScatter.apply(x, weight, bias, group_of(axis).group_name, chosen, direct)
 
 
-def cast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+def cast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:        # (..., K), (N, K), (N,)
     """What autocast does to the arguments of F.linear."""
     dtype = format_of_matmuls(x)
     return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)

@@ -169,7 +169,8 @@ class Homewards:
 
 
 def pass_on(out: Tensor, into: Tensor, axis: Axis) -> list[Any]:
-    """Send to the next rank of the ring and receive from the one before; returns what to wait for."""
+    """Send `out` to the next rank of the ring and receive `into`, of the shape of what comes, from the one before; returns
+    what to wait for, until when `out` may not change."""
     after, before = axis.ranks[(axis.rank + 1) % axis.size], axis.ranks[(axis.rank - 1) % axis.size]
     return dist.batch_isend_irecv([dist.P2POp(dist.isend, out.contiguous(), after, axis.group),
                                    dist.P2POp(dist.irecv, into, before, axis.group)])

@@ -43,6 +43,10 @@ class SplitTokens(nn.Module):
         self.here = 0                               # of these, on this context-parallel rank
 
     def cut(self, batch: Batch) -> Batch:
+        """This rank's tokens of a batch: of what `plan` names, (B, T, ...) -> (B, T / cp, ...), a "sequence"
+        (B, T / (cp * tp), ...); the rest as it is. T, which `lengths` and `order` are of from now on, is that of `position`.
+
+        Raises `CourseError` for a tensor of other than T tokens, and where tokens must be padded that attention would see."""
         self.total = batch["position"].shape[1]
         self.here = self.lengths()[self.cp.rank]
         for name, x in batch.items():
@@ -96,7 +100,7 @@ class Permute(Function):
     """x.index_select(dim, order) | the gradient's rows put back where they were: `order` has every index once."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, order: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, dim: int, order: Tensor) -> Tensor:    # (..., n, ...), (n,)
         ctx.save_for_backward(order)
         ctx.dim = dim
         return x.index_select(dim, order)
@@ -175,8 +179,9 @@ def matmul_of(linear: nn.Module, axis: Axis) -> Callable[..., Tensor]:
     return matmul
 
 
-def enter(x: Tensor, axis: Axis, tokens: SplitTokens | None) -> Tensor:
-    """Where each rank begins to compute a part: everyone's tokens, which with sequence parallelism have to be gathered."""
+def enter(x: Tensor, axis: Axis, tokens: SplitTokens | None) -> Tensor:        # (B, T / tp, ...) -> (B, T, ...)
+    """Where each rank begins to compute a part: everyone's tokens, which with sequence parallelism (`tokens` given) have to be
+    gathered; else x as it is."""
     return mappings.copy(x, axis) if tokens is None else mappings.gather(whole_samples(x), 1, axis, tokens.here)
 
 
@@ -188,8 +193,8 @@ def whole_samples(x: Tensor) -> Tensor:
     return x
 
 
-def leave(x: Tensor, axis: Axis, tokens: SplitTokens | None) -> Tensor:
-    """Where the parts are added up: for all tokens, or with sequence parallelism for this rank's own."""
+def leave(x: Tensor, axis: Axis, tokens: SplitTokens | None) -> Tensor:        # (B, T, ...) -> (B, T / tp, ...)
+    """Where the parts are added up: for all tokens, in the same shape, or with sequence parallelism for this rank's own."""
     return mappings.reduce(x, axis) if tokens is None else mappings.scatter(x, 1, axis)
 
 

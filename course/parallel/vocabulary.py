@@ -93,7 +93,7 @@ class CrossEntropy(Function):
     """log(sum exp s) - s[target], the same on every rank | softmax(s) minus 1 at the target, each rank's own columns."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, axis: Axis) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, target: Tensor, axis: Axis) -> Tensor:    # (..., V / tp), (...) -> (...)
         column, here = own(target, logits.shape[-1], axis)              # 2 x (B, T)
         losses, softmax = losses_and_softmax(logits, column, here, axis)
         ctx.save_for_backward(softmax, column, here)
@@ -136,8 +136,8 @@ def own(tokens: Tensor, rows: int, axis: Axis) -> tuple[Tensor, Tensor]:
     return row.where(here, 0), here
 
 
-def cut_vocabulary(weight: Tensor, axis: Axis) -> nn.Parameter:
-    """This rank's rows, (V / tp, D)."""
+def cut_vocabulary(weight: Tensor, axis: Axis) -> nn.Parameter:         # (V, D)
+    """This rank's rows, (V / tp, D). Raises `CourseError` if the axis does not divide V."""
     vocab = placement(weight).global_shape[0]
     if vocab % axis.size:
         raise CourseError(f"parallel.{axis.name}={axis.size} does not divide the vocabulary of {vocab} tokens: pad it, with "

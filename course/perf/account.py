@@ -56,6 +56,7 @@ class Account:
 
     @property
     def hidden(self) -> float:
+        """Milliseconds of communication beside computation, which the step does not wait for."""
         return max(0.0, self.communication - self.time["communication"])
 
 

@@ -77,14 +77,14 @@ def windows(losses: Tensor, length: int) -> Tensor:
     return losses[:len(losses) // length * length].view(-1, length).mean(1)
 
 
-def gap(curve: Tensor, reference: Tensor) -> float:
+def gap(curve: Tensor, reference: Tensor) -> float:                     # 2 x (windows,)
     """How far a curve's windows are from another's, in the mean, relative to these; infinite if one is not a number."""
     found = (curve / reference - 1).abs().mean().item()
     return found if math.isfinite(found) else math.inf
 
 
-def spread(curves: Tensor) -> float:
-    """The standard deviation over curves (seeds, windows), relative to the first, in the mean over the windows."""
+def spread(curves: Tensor) -> float:                                    # (seeds, windows)
+    """The standard deviation over curves, relative to the first, in the mean over the windows."""
     return (curves.std(0) / curves[0]).mean().item()
 
 

@@ -70,6 +70,7 @@ class Run:
 
     @property
     def name(self) -> str:
+        """The run's folder below `runs`: all that tells the runs of the grid apart."""
         return f"b{self.batch:03}-lr{self.lr:.1e}-warmup{self.warmup}-{self.schedule}"
 
     def overrides(self, c: Convergence) -> list[str]:

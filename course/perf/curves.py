@@ -74,12 +74,12 @@ def losses(overrides: tuple[str, ...], device: torch.device, steps: int = STEPS,
     return torch.stack(found[1:]).cpu()
 
 
-def means(curve: Tensor) -> Tensor:
+def means(curve: Tensor) -> Tensor:                                     # (steps,) -> (steps // 20,)
     """A curve in means of 20 losses: single ones are noise."""
     return curve.unfold(0, MEAN, MEAN).mean(1)
 
 
-def gap(curve: Tensor, reference: Tensor) -> float:
+def gap(curve: Tensor, reference: Tensor) -> float:                     # 2 x (steps,)
     """How far the means of a curve are from those of another at most, relative."""
     return (means(curve) / means(reference) - 1).abs().max().item()
 

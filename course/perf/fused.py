@@ -77,7 +77,7 @@ def timed(run: Callable[[], object], device: torch.device) -> float:
 
 
 def both_ways(step: Step, inputs: list[Tensor]) -> Callable[[], object]:
-    """Forward and backward of a step."""
+    """Forward and backward of a step: to call without arguments, for `inputs` and random gradients of its outputs."""
     grads = [torch.randn_like(out) for out in step(*inputs)]
     wanted = [x for x in inputs if x.requires_grad]
 

@@ -42,6 +42,7 @@ class Case:
 
     @property
     def gpus(self) -> int:
+        """dp * tp * pp: there is no context parallelism."""
         dp, tp, pp = self.layout
         return dp * tp * pp
 

@@ -28,7 +28,7 @@ PROFILE = "--profile"                                # on the command line: kern
 class Pick(nn.Module):
     """The embedding of a stack: the input as it is."""
 
-    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:              # (B, T, D)
         return batch["input"]
 
 
@@ -39,10 +39,11 @@ class MeanSquare(nn.Module):
         super().__init__()
         self.total = Total()                        # which surgery asks for; nothing passes through, to keep it so cheap
 
-    def forward(self, output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def forward(self, output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:   # (B, T, D) -> () twice
         return output.float().square().mean(), self.weight(batch).sum()
 
     def weight(self, batch: dict[str, Tensor]) -> Tensor:
+        """(B,): 1.0 for each sample, 0.0 for those that only fill a batch up."""
         return (batch["sample"] >= 0).float()
 
 
@@ -166,7 +167,8 @@ def measure(case: str, run: Callable[[], object], world: World, laps: int = LAPS
         profile(case if world.rank == 0 else "", run)
     row = {"case": case, "gpus": world.size, "ms": ms, "memory_gb": memory, **more}
     if world.rank == 0:
-        print(f"{case:40s} {world.size} GPUs  {ms:9.2f} ms  {memory:6.2f} GB  {more or ''}", flush=True)
+        told = ", ".join(f"{name} {value}" for name, value in more.items())
+        print(f"{case:40s} {world.size} GPUs  {ms:9.2f} ms  {memory:6.2f} GB  {told}", flush=True)
     return row
 
 

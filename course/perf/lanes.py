@@ -93,6 +93,7 @@ class Rows:
         self.rows: list[Row] = []
 
     def add(self, row: Row) -> None:
+        """Put a row in its place and write the file anew. Raises `ValueError` if its key is none of `order`."""
         self.rows.append(row)
         self.rows.sort(key=lambda row: self.order.index(row[self.key]))
         with atomic(self.file) as temporary:

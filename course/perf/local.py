@@ -49,10 +49,12 @@ class Local:
 
     @property
     def p(self) -> Parallel:
+        """The layout."""
         return self.config.parallel
 
     @property
     def m(self) -> Model:
+        """The model's configuration."""
         return self.config.model
 
     @property
@@ -140,6 +142,7 @@ class Local:
 
     @property
     def bias(self) -> bool:
+        """Whether linears have one: the other models always."""
         return self.m.bias if isinstance(self.m, GPTConfig) else True
 
     def precision_of(self, name: str) -> str:

@@ -12,10 +12,12 @@ class Sixteen(Local):
 
     @property
     def wide(self) -> int:
+        """Two bytes: norms read and write 16 bits, too."""
         return self.low
 
     @property
     def casts(self) -> bool:
+        """Never: weights are in 16 bits."""
         return False
 
 
@@ -25,14 +27,17 @@ class Megatron(Sixteen):
 
     @property
     def message(self) -> float:
+        """Bytes of each tensor-parallel rank's part."""
         return super().message / self.p.tp
 
     @property
     def gradient(self) -> int:
+        """Two bytes: gradients are averaged in 16 bits."""
         return 2
 
     @property
     def backend(self) -> str:
+        """The name in tables of kernels of attention by two matmuls, between which a kernel takes the softmax."""
         return "unfused"
 
 

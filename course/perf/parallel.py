@@ -312,7 +312,8 @@ def everywhere(kind: str, file: Path, small: bool, profile: bool) -> None:
     for row in found["rows"]:
         told = row.get("error") or f"{row['ms']:9.2f} ms"
         share = f"  {row['efficiency']:4.0%} efficient" if "efficiency" in row else ""
-        print(f"{row['gpus']} x {row['case']:40s} {row.get('by', '')} {told}{share}")
+        grid = f", micro-batch {row['micro_batch']}, {row['mib']:,.0f} MiB, {row['tflops']:.0f} TFLOP/s" if "mib" in row else ""
+        print(f"{row['gpus']} x {row['case']:40s} {row.get('by', '')} {told}{grid}{share}")
     print(f"wrote {file}")
 
 

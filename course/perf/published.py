@@ -30,6 +30,7 @@ class Published:
 
     @property
     def config(self) -> Config:
+        """The preset with these settings. Raises `CourseError` if one of them is no longer right."""
         return load(self.preset, list(self.settings))
 
     @property

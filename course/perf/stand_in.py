@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 @torch.library.custom_op("course::stand_in", mutates_args=())
 def stand_in(x: Tensor) -> Tensor:
-    """What a matmul would put out, for which nothing is computed: memory that nobody wrote. Its gradient is no better."""
+    """What a matmul would put out, in the shape of x, for which nothing is computed: memory that nobody wrote. Its gradient is no
+    better."""
     return torch.empty_like(x)
 
 

@@ -68,6 +68,7 @@ class Time:
 
     @property
     def samples_per_s(self) -> float:
+        """Of the whole job: samples of a global batch over the step's seconds."""
         return self.samples / self.step
 
 

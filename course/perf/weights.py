@@ -27,10 +27,12 @@ class Rank:
 
     @property
     def first(self) -> bool:
+        """Whether the embedding is here."""
         return self.stage == 0
 
     @property
     def last(self) -> bool:
+        """Whether head and loss are here."""
         return self.stage == self.config.parallel.pp - 1
 
     @property
@@ -45,6 +47,7 @@ class Rank:
 
     @property
     def blocks(self) -> int:
+        """How many of the model's blocks are here, of all chunks."""
         return sum(self.shares)
 
     @cached_property

@@ -212,6 +212,9 @@ def test_a_dit_comes_back_as_the_model_that_it_was(flow, tmp_path):
     torch.save(state, tmp_path / "dit.pt")
     convert(tmp_path / "dit.safetensors", here / "again")
     assert read_config(here / "again").model == read_config(flow).model     # the file says all
+    convert(flow, tmp_path / "folder")
+    convert(tmp_path / "folder", here / "from folder")                  # what is larger than --shard has no other form
+    assert all(torch.equal(weights_of(here / "from folder")[name], value) for name, value in weights_of(flow).items())
     with pytest.raises(CourseError, match="width 24 is none of the published ones"):
         convert(tmp_path / "dit.pt", here / "bad", like="dit-digits")       # that one's heads are of another width
     for setting in ("model=dit", "model.heads=three"):

@@ -95,7 +95,7 @@ def check(path, derived=False, exact=True):
     np.testing.assert_array_equal(grid_latitudes(year), [90, 45, 0, -45])
     with h5py.File(year.path) as file:
         np.testing.assert_array_equal(file.attrs["longitude"], LON[::2])
-        assert list(file.attrs["channels"]) == list(CHANNELS)
+        assert [name.decode() for name in file.attrs["channels"]] == list(CHANNELS)
     means, stds = read_statistics(path, year.shape[1:])
     want = fields(path, "train", 2015).astype("float64")
     np.testing.assert_allclose(means.ravel(), want.mean((0, 2, 3)), rtol=1e-6)

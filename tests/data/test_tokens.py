@@ -1,13 +1,14 @@
 import json
 import pickle
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from course import config
-from course.data import indexed, native, open_data, order
+from course import config, train
+from course.data import has_validation, indexed, native, open_data, order
 from course.data.tokens import Sequences
 from course.errors import CourseError
 
@@ -108,3 +109,17 @@ def test_no_tokens_at_all(folder, tmp_path):
         pass
     with pytest.raises(CourseError, match=r"test\.bin has 0 tokens"):
         Sequences(folder, "test", 4, 100)
+
+
+def test_a_pair_alone_trains_without_validation(folder, tmp_path, capfd):
+    """As Megatron's own preparation leaves it: no valid.bin and .idx, and no notes of ours."""
+    data = tmp_path / "pair"
+    data.mkdir()
+    for ending in ("bin", "idx"):
+        (data / f"train.{ending}").write_bytes(Path(folder, f"train.{ending}").read_bytes())
+    train.main(config.load("gpt-demo", [f"data.path={data}", "model.context=8", "model.dim=16", "model.depth=1", "model.heads=2",
+                                        "train.steps=1", "train.global_batch=2", "train.device=cpu", f"log.dir={tmp_path}"]))
+    assert f"{data} has no validation data: this run trains without validation" in capfd.readouterr().out
+    (data / "valid.bin").write_bytes(b"")
+    with pytest.raises(CourseError, match=r"valid.idx cannot be read"):
+        has_validation(config.load("gpt-demo", [f"data.path={data}"]))
