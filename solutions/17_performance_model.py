@@ -375,7 +375,7 @@ lab.beside("bucketed", my_bucketed, steps[buckets].ms, "ms", "recorded")
 # Now it lets what is hidden cost 74% of its time, the mean of six such pairs of steps there. Of the same six here it was 85%:
 # machines differ, and one number from one of them is no law. It is the only number in the library's model that was taken from
 # whole steps; the six that it was taken from prove nothing. What proves something are overlapped tensor parallelism (lesson 10)
-# and the ring of lesson 11, from which it was *not* taken: with the guess they are off by 8% in the median, with the 74% by 4%.
+# and the ring of lesson 11, from which it was *not* taken: with the guess they are off by 9% in the median, with the 74% by 4%.
 # Remember this: *overlap is where performance models are too optimistic*.
 #
 # ## The bubble
@@ -568,8 +568,8 @@ for step in off[:8]:
 
 # %% [markdown]
 # **What you should see:** a median of about 2.4%, and a tail with reasons. Attention of 16,000 tokens over four ranks has
-# kernels so short that the GPU waits for the host. The ViT whose 4050 tokens four ranks cannot cut evenly takes 138 ms with
-# communication overlapped where 101 are predicted; left to its host, that is: in a graph it loses nothing, and no term here
+# kernels so short that the GPU waits for the host. The ViT whose 4050 tokens four ranks cannot cut evenly takes 122 ms with
+# communication overlapped where 101 are predicted; left to its host, that is: in a graph it takes 111, and no term here
 # counts the copies of uneven tokens. "Read by the training process" waits for files, which the model takes as free with no
 # loader at all. Steps of 3 or 4 ms consist of kernels so small that their time is not bytes over bandwidth any more. PyTorch's
 # DDP, compiled, cuts the graph at every bucket, which no term here knows either. All of them are *overheads*: what a model

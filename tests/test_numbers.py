@@ -510,9 +510,10 @@ def test_a_vit_whose_tokens_four_ranks_do_not_cut_evenly() -> None:
     assert said.format(*ms) in text
     copies = next(r for r in results("sp_2xh100")["copies"] if (r["samples"], r["tokens"], r["width"]) == (8, 4050, 1024))
     assert f"takes {copies['cat_us']:.0f} us" in text and f"in one go, takes {copies['rank_by_rank_us']:.0f}" in text
-    graph = [row("tp_vit_h100", f"{way}, in a graph", gpus=4)["ms"] for way in ("overlap", "sequence", "plain")]
-    assert "{:.1f} ms overlapped, {:.1f} with nothing overlapped, {:.1f} without".format(*graph) in text
-    assert graph == sorted(graph)
+    for name in ("tp_vit_h200", "tp_vit_h100"):
+        graph = [row(name, f"{way}, in a graph", gpus=4)["ms"] for way in ("overlap", "sequence", "plain")]
+        assert "{:.1f} ms overlapped, {:.1f} with nothing overlapped, {:.1f} without".format(*graph) in text
+        assert graph[0] == min(graph)
     ours, theirs = (row("tp_h200", f"{case}, compiled", gpus=4)["ms"] for case in ("overlap", "DTensor sequence parallel"))
     assert f"tp=4 takes {ours:.1f} ms, where DTensor takes {theirs:.1f}" in text
 

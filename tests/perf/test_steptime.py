@@ -210,7 +210,6 @@ def test_ten_thousands_of_gpus_take_a_millisecond():
 
 # of those that are 25% off or more, and why
 KNOWN = {
-    "tp_vit_: tp_vit 4: overlap, compiled": "uneven tokens: left to its host it is 21% slower than none, in a graph 3% faster",
     "cp_: cp 4: 16k causal ring": "10 ms of 4 ranks that wait for each other's hosts; it was 8.7 on another machine",
 }
 
