@@ -320,6 +320,22 @@ def test_a_shift_is_taken_off_before_the_scale_and_kept_with_the_data(pictures, 
     torch.testing.assert_close(mean, (torch.tensor([-1.0, 1.0]) - 0.5) * (scale or 0.25), rtol=0, atol=1e-3)
 
 
+def test_a_vae_of_diffusers_itself(pictures, tmp_path, monkeypatch):
+    """Where the package is installed: pip install diffusers."""
+    monkeypatch.delitem(sys.modules, "diffusers")
+    diffusers = pytest.importorskip("diffusers")
+    torch.manual_seed(0)
+    vae = diffusers.AutoencoderKL(block_out_channels=(8, 8), norm_num_groups=4, down_block_types=2 * ("DownEncoderBlock2D",),
+                                  up_block_types=2 * ("UpDecoderBlock2D",), scaling_factor=0.5).eval()
+    vae.save_pretrained(tmp_path / "vae")
+    made = pack(pictures, scale=None, valid=0, vae=str(tmp_path / "vae"), pixels=16)
+    assert (made["latent"], made["scale"], made["shift"], made["damaged"]) == ([4, 8, 8], 0.5, 0.0, 1)
+    found = Latents(str(pictures.parent / "out"), "train", (4, 8, 8), 2).__getitems__([0, 5])["latent"]
+    with torch.no_grad():
+        said = vae.encode(torch.tensor([-1.0, 1.0]).view(2, 1, 1, 1).expand(2, 3, 16, 16)).latent_dist
+    assert ((found / 0.5 - said.mean).abs() < 6 * said.std).all() and not torch.equal(found / 0.5, said.mean)
+
+
 def test_latents_that_no_patches_cover_are_refused(pictures):
     with pytest.raises(CourseError, match="--pixels 24 gives latents of 3x3, which no patches of 2 cover"):
         pack(pictures, valid=0, vae="some-vae", pixels=24)
