@@ -232,6 +232,26 @@ def test_one_that_was_passed_over_takes_no_whole_ones_place(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000008", "step_000015.damaged"]
 
 
+def test_one_that_is_removed_is_none_from_the_start(tmp_path, monkeypatch):
+    """Whoever is killed while it removes an old one leaves whole ones under their names, and the next one clears up."""
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+
+    def killed(path):
+        if path.is_dir():
+            next(path.iterdir()).unlink()
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "remove", killed)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoint.prune(tmp_path, 2)
+    left = checkpoint.steps(tmp_path)
+    assert len(left) == 2 and all(checkpoint.read_index(one) for one in left)
+    checkpoint.prune(tmp_path, 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [one.name for one in left]
+
+
 def test_one_of_another_version_keeps_its_name(tmp_path):
     save(tmp_path, 5)
     edit_index(save(tmp_path, 10)[0], '"format": 2', '"format": 9')
