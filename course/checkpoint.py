@@ -186,8 +186,7 @@ def prune(folder: Path, keep: int, saved: Path | None = None) -> None:
     found = [one for one in steps(folder) if one == saved or format_of(one) == FORMAT]
     for old in (found[:found.index(saved) + 1] if saved in found else found)[:-keep]:
         remove(temporary(old))
-        old.rename(temporary(old))                   # who is killed meanwhile leaves no half of one under its name
-        remove(temporary(old))
+        old.rename(temporary(old))                   # and removed below: who is killed there leaves no half of one under its name
     for old in steps(folder, DAMAGED)[:-1]:
         remove(old)
     for unfinished in folder.glob(".step_*.partial"):

@@ -28,6 +28,7 @@ from course.evaluate import read_config
 from course.files import atomic
 from course.models import build_model
 from course.parallel import Mesh, Placement, World, build_mesh, data_parallel, parallelize, placement
+from course.perf.layouts import micro_batches
 from course.pieces import Piece, read_placed, write_pieces
 from course.precision import working_dtype
 from course.train import run_folder
@@ -69,7 +70,7 @@ def go_on(run: Path, settings: Config, step: int) -> str:
     course = "course" if ranks == 1 else f"torchrun --standalone --nproc-per-node={ranks} -m course.cli"
     more = f" train.steps={2 * step}" if 0 < settings.train.steps <= step else ""
     p, share = settings.parallel, settings.train.global_batch // max(settings.parallel.dp, 1)
-    if p.chunks > 1 and share < (settings.train.micro_batch or share) * p.pp and share >= p.pp:
+    if p.chunks > 1 and micro_batches(settings) < p.pp <= share:
         more += f" train.micro_batch={share // p.pp}"               # interleaved, each rank has a micro-batch in a round
     return f"{course} train {shlex.quote(str(run / 'config.yaml'))}{more}"
 

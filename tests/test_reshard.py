@@ -289,7 +289,8 @@ def test_the_command_that_is_said_goes_on_in_the_new_layout(serial):
 
 def test_an_interleaved_layout_is_said_with_the_micro_batches_that_it_needs():
     asked = ["parallel.pp=2", "parallel.schedule=interleaved", "parallel.chunks=2", "train.global_batch=6"]
-    for more, words in (([], " train.micro_batch=3"), (["parallel.dp=2"], " train.micro_batch=1"), (["train.micro_batch=2"], "")):
+    for more, words in (([], " train.micro_batch=3"), (["parallel.dp=2"], " train.micro_batch=1"), (["train.micro_batch=2"], ""),
+                        (["train.micro_batch=4"], "")):     # two, of four samples and of two
         command = reshard.go_on(Path("r"), config.load("gpt-demo", [*asked, "parallel.dp=1", *more]), 0)
         assert command.endswith(f"r/config.yaml{words}")
 

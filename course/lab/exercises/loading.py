@@ -148,10 +148,11 @@ def one_run(count: int, depth: int, broken: int) -> Tensors:
                 break
     except OSError:
         told = 1.0
-    slow = Source(count, gate=threading.Event())
+    gate = threading.Event()
+    slow = Source(count, gate=gate)
     with closing(generator(slow, depth)) as prompt:
         next(prompt, None)
-        slow.gate.set()                              # type: ignore[union-attr]
+        gate.set()
     arrays = [*islice(generator([np.full(2, i) for i in range(4)], depth), 6)]              # a list, and == of them is no bool
     first = [float(x[0]) if isinstance(x, np.ndarray) else -1.0 for x in arrays]
     with closing(generator(Source(count), depth)) as early:
