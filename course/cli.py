@@ -38,11 +38,14 @@ def train(preset: Preset, settings: Overrides = None) -> None:
 
 
 @app.command(context_settings=SETTINGS, no_args_is_help=True)
-def verify(preset: Preset, settings: Overrides = None) -> None:
+def verify(preset: Preset, settings: Overrides = None,
+           thorough: Annotated[bool, typer.Option("--thorough", help="with settings that show more mistakes: dropout, clipping, "
+                                                  "uneven batches, a moving average, Adam, an overflow; takes several times as "
+                                                  "long")] = False) -> None:
     """Compare a layout (parallel.tp=2 ...) with one process, parameter by parameter. Starts CPU ranks itself, or use torchrun."""
     from course import verify as comparison
 
-    raise typer.Exit(0 if comparison.main(preset, settings or []) else 1)
+    raise typer.Exit(0 if comparison.main(preset, settings or [], thorough) else 1)
 
 
 @app.command(no_args_is_help=True)

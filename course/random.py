@@ -78,12 +78,14 @@ def element_index(shape: tuple[int, ...], box: tuple[tuple[int, int], ...], devi
     return index
 
 
-def initialize(model: nn.Module, seed: int, device: torch.device, dtype: torch.dtype = torch.float32) -> nn.Module:
+def initialize(model: nn.Module, seed: int, device: torch.device, dtype: torch.dtype = torch.float32,
+               noise: float = 0.0) -> nn.Module:
     """Give every parameter of a model built on the meta device its memory and its first value.
 
     The model's `init_plan()` maps patterns of serial names to a standard deviation, "ones" or "zeros";
-    the first pattern that fits counts. A parameter's `placement` says which box of it is here. Raises `CourseError` for a
-    parameter without a rule, and for buffers, which no layout and no checkpoint knows.
+    the first pattern that fits counts. noise: a standard deviation in the place of "zeros". A parameter's `placement` says which
+    box of it is here. Raises `CourseError` for a parameter without a rule, and for buffers, which no layout and no checkpoint
+    knows.
     """
     for name, _ in model.named_buffers():
         raise CourseError(f"{type(model).__name__} has a buffer, {name}, and layouts know parameters alone: compute it in "
@@ -98,6 +100,7 @@ def initialize(model: nn.Module, seed: int, device: torch.device, dtype: torch.d
                 if rule is None:
                     raise CourseError(f"no rule in {type(model).__name__}.init_plan() fits parameter {place.name}: add one, "
                                       f"such as '{place.name}': 0.02")
+                rule = noise if noise and rule == "zeros" else rule
                 value = _first_value(rule, key(seed, "weights", place.name), place, device)
                 made[old] = nn.Parameter(value.view(old.shape).to(dtype), old.requires_grad)
                 made[old].placement = place        # type: ignore[attr-defined]

@@ -80,14 +80,17 @@ def train(config: Config) -> tuple[Path, bool]:
     return run, stopped
 
 
-def assemble(config: Config, mesh: Mesh) -> Training:
-    """Build the serial model, cut it for the mesh, give each rank its part of the weights, and put the step around it."""
+def assemble(config: Config, mesh: Mesh, noise: float = 0.0) -> Training:
+    """Build the serial model, cut it for the mesh, give each rank its part of the weights, and put the step around it.
+
+    noise: the standard deviation of weights that would start at zero.
+    """
     set_matmul(config.precision)
     attention.choose(config.attention, config.model.dim // config.model.heads, config.precision, mesh.world.device)
     model = build_model(config.model, config.train.seed)
     scaling = fp8.convert(model, config, mesh)
     model = fp8.prepare(parallelize(model, mesh, config.parallel), scaling)
-    random.initialize(model, config.train.seed, mesh.world.device, parameter_dtype(config.precision))
+    random.initialize(model, config.train.seed, mesh.world.device, parameter_dtype(config.precision), noise)
     te.convert(model, config, mesh)
     if config.stream == "narrow":
         narrow(model, config.precision)

@@ -346,10 +346,11 @@ class GPT(nn.Module):
         """A loader's batch, `tokens` (B, T + 1), as the model takes it: `tokens`, `target` and `position`, (B, T) each.
 
         With rotary positions also `seen`, `position` again, of the tokens that attention sees: sequence parallelism does not
-        cut these. In training with dropout also `keys`, one random key for each sample, (B,). Raises `CourseError` if T is more
-        than the context.
+        cut these. In training with dropout also `keys`, one random key for each sample, (B,). A batch may bring its own `target`,
+        (B, T), with -1 for tokens that nobody is to learn. Raises `CourseError` if T is more than the context.
         """
-        sample, tokens, target = batch["sample"], batch["tokens"][:, :-1], batch["tokens"][:, 1:]
+        sample, tokens = batch["sample"], batch["tokens"][:, :-1]
+        target = batch["target"] if "target" in batch else batch["tokens"][:, 1:]
         T = tokens.shape[1]
         if self.c.context < T:
             raise CourseError(f"a sample of {T} tokens is longer than model.context={self.c.context}: "

@@ -138,7 +138,12 @@ def wait_at_most(seconds: float) -> None:
 
 def launched() -> bool:
     """Whether torchrun or srun, or `ranks` of a notebook, started this process as one of several."""
-    return _identity()[1] > 1
+    return world_size() > 1
+
+
+def world_size() -> int:
+    """How many processes torchrun, srun or `ranks` started; 1 if none of them did."""
+    return _identity()[1]
 
 
 def by_torchrun() -> bool:
