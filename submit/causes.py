@@ -6,6 +6,7 @@ each rank that only lost the connection.
 Needs no more than Python 3.6 and reads only its standard input.
 """
 
+import io
 import os
 import re
 import select
@@ -92,7 +93,8 @@ def numbers(text):
 def main():
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):      # the ranks are stopped, and still have something to say:
         signal.signal(number, signal.SIG_IGN)                           # it ends when there is no more to read
-    causes, rest = Causes(sys.stdout), b""
+    # bytes that are no text, and text that the locale has no letters for, go through as they are
+    causes, rest = Causes(io.TextIOWrapper(sys.stdout.buffer, encoding="utf-8", errors="surrogateescape", newline="")), b""
     while True:
         if select.select([0], [], [], 1.0)[0]:
             data = os.read(0, 1 << 16)
@@ -100,11 +102,11 @@ def main():
                 break
             *lines, rest = (rest + data).split(b"\n")
             for line in lines:
-                causes.take(line.decode(errors="replace") + "\n")
+                causes.take(line.decode("utf-8", "surrogateescape") + "\n")
         if causes.late():
             causes.release()
     if rest:
-        causes.take(rest.decode(errors="replace") + "\n")
+        causes.take(rest.decode("utf-8", "surrogateescape") + "\n")
     causes.release()
 
 

@@ -1,7 +1,7 @@
 # What the scripts of this folder share; they source it. It knows of no site: what differs between sites is in sites/NAME.sh.
 #
-# Sets: root (the course), gpus and tasks (of a node), nodes, cpus (of a task), python, before and srun_options (what a container
-# needs), and gives: fail SENTENCE, course_on_ranks COMMAND ARGUMENT..., to_be_continued.
+# Sets: root (the course), gpus and tasks (of a node, at most), nodes, ranks (of the job), cpus (of a task), python, before and
+# srun_options (what a container needs), and gives: fail SENTENCE, course_on_ranks COMMAND ARGUMENT..., to_be_continued.
 set -euo pipefail
 
 fail() {
@@ -27,7 +27,7 @@ site_settings=()                                     # settings that all runs of
 COURSE_CONTAINER=${COURSE_CONTAINER:-none}
 site=$(site_file)
 [ -f "$site" ] || fail "there is no site ${COURSE_SITE:-$site}: COURSE_SITE names one of" \
-    "$(cd "$root/submit/sites" && echo *.sh | sed 's/\.sh//g'), or the path of a file (submit/README.md says how to write one)"
+    "$(cd "$root/submit/sites" && basename -a -s .sh -- *.sh | tr '\n' ' '), or the path of a file (submit/README.md says how to write one)"
 # shellcheck disable=SC1090
 source "$site"
 set +u                                               # modules and conda's hooks look at what may not be set
@@ -35,22 +35,64 @@ site_prepare
 set -u
 
 # --- the resources: as many tasks on a node as it has GPUs; without GPUs as many as were asked for
+count() {  # GPUs, as Slurm writes them: 4, a100:4, gpu:a100:4, a100:2,h100:2 -> how many
+    local part total=0
+    for part in ${1//,/ }; do
+        part=${part%%(*}                             # gpu:4(IDX:0-3)
+        case ${part##*:} in *[!0-9]* | '') total=$((total + 1)) ;; *) total=$((total + ${part##*:})) ;; esac
+    done
+    echo "$total"
+}
+
+spread() {  # numbers of several nodes, as Slurm writes them: 2(x3),1 -> 2 2 2 1
+    local part times
+    for part in ${1//,/ }; do
+        times=1
+        case $part in *"(x"*) times=${part#*"(x"} times=${times%)} ;; esac
+        for ((; times > 0; times--)); do printf '%s ' "${part%%(*}"; done
+    done
+}
+
+each=()
 if [ -n "${SLURM_JOB_ID:-}" ]; then
+    [ "${SLURM_HET_SIZE:-1}" -le 1 ] || fail "this is a heterogeneous job, of which only the first component would train:" \
+        "submit a job of one kind of nodes, without \`#SBATCH hetjob\` and without \` : \` among sbatch's options"
     nodes=${SLURM_JOB_NUM_NODES:-1}
-    gpus=${SLURM_GPUS_ON_NODE:-0}
-    tasks=${SLURM_NTASKS_PER_NODE:-}
-    if [ -z "$tasks" ] && [ -n "${SLURM_NTASKS:-}" ]; then tasks=$((SLURM_NTASKS / nodes)); fi
-    if [ -z "$tasks" ]; then tasks=$((gpus > 0 ? gpus : 1)); fi
-    if [ "$gpus" -gt 0 ] && [ "$tasks" -ne "$gpus" ]; then
-        fail "a node of this job has $gpus GPUs and $tasks tasks, and each GPU needs one:" \
+    gpus=$(count "${SLURM_GPUS_ON_NODE:-${SLURM_GPUS_PER_NODE:-0}}")             # of this node, the first one
+    tasks=${SLURM_NTASKS_PER_NODE:-$((gpus > 0 ? gpus : 1))}
+    ranks=${SLURM_NTASKS:-$((nodes * tasks))}        # beside --ntasks the number on a node is the most that it may have
+    if [ -n "${SLURM_NTASKS:-}" ]; then read -r -a each <<< "$(spread "${SLURM_TASKS_PER_NODE:-}")"; fi
+    if [ ${#each[@]} != "$nodes" ] || [ $((0$(printf '+%s' ${each[@]+"${each[@]}"}))) != "$ranks" ]; then
+        each=()                                      # it does not say, or speaks of something else: evenly, the first have more
+        for ((node = 0; node < nodes; node++)); do each+=($(((ranks + nodes - 1 - node) / nodes))); done
+    fi
+    tasks=${each[0]} same=yes
+    for number in "${each[@]}"; do
+        [ "$number" = "${each[0]}" ] || same=
+        if [ "$number" -gt "$tasks" ]; then tasks=$number; fi
+    done
+    if [ "$gpus" -gt 0 ] && [ "${each[0]}" -ne "$gpus" ]; then
+        fail "a node of this job has $gpus GPUs and ${each[0]} tasks, and each GPU needs one:" \
             "sbatch --gpus-per-node=$gpus --ntasks-per-node=$gpus"
     fi
-    if [ "${SLURM_CPUS_ON_NODE:-$tasks}" -lt "$tasks" ]; then
-        fail "a node of this job has $SLURM_CPUS_ON_NODE CPUs for $tasks tasks: ask for them, too," \
-            "sbatch --ntasks-per-node=$tasks --cpus-per-task=NUMBER"
+    if [ "$gpus" -gt 0 ] && [ -z "$same" ] && [ "${SLURM_GPUS_PER_TASK:-}" != 1 ] && [ "$(count "${SLURM_GPUS:-0}")" != "$ranks" ]; then
+        fail "the tasks of this job are spread unevenly over its nodes (${each[*]}), so that some have others than GPUs:" \
+            "sbatch --nodes=$nodes --gpus-per-node=$gpus --ntasks-per-node=$gpus"
     fi
-    cpus=${SLURM_CPUS_PER_TASK:-$((${SLURM_CPUS_ON_NODE:-$tasks} / tasks))}
-    echo "job $SLURM_JOB_ID: nodes ${SLURM_JOB_NODELIST:-unknown}, tasks on each: $tasks"
+    read -r -a on_node <<< "$(spread "${SLURM_JOB_CPUS_PER_NODE:-}")"
+    [ ${#on_node[@]} = "$nodes" ] || on_node=("${SLURM_CPUS_ON_NODE:-$tasks}")   # of this node alone: the others may have other
+    cpus=
+    for node in "${!on_node[@]}"; do
+        if [ "${on_node[node]}" -lt "${each[node]}" ]; then
+            fail "a node of this job has ${on_node[node]} CPUs for ${each[node]} tasks: ask for them, too," \
+                "sbatch --ntasks-per-node=$tasks --cpus-per-task=NUMBER"
+        fi
+        share=$((on_node[node] / (each[node] > 0 ? each[node] : 1)))
+        if [ -z "$cpus" ] || [ "$share" -lt "$cpus" ]; then cpus=$share; fi      # as many as every task can have
+    done
+    cpus=${SLURM_CPUS_PER_TASK:-$cpus}
+    if [ "$same" ]; then shown=$tasks; else shown=$(IFS=,; echo "${each[*]}"); fi
+    echo "job $SLURM_JOB_ID: nodes ${SLURM_JOB_NODELIST:-unknown}, tasks on each: $shown"
 else
     nodes=1
     gpus=${GPUS:-$({ nvidia-smi -L 2> /dev/null || true; } | wc -l)}
@@ -126,20 +168,20 @@ course_on_ranks() {
     while (: > "/dev/tcp/127.0.0.1/$MASTER_PORT") 2> /dev/null; do MASTER_PORT=$((MASTER_PORT + 1)); done    # somebody listens
     export MASTER_ADDR MASTER_PORT
     [ "$gpus" = 0 ] || srun_options+=(--gpu-bind=none)                           # ranks of a node reach each other's GPUs
-    local ranks filter told status
+    local step filter told status
     told=$(command -v python3 || echo "$python")
     exec 3> >(exec "$told" "$root/submit/causes.py")                             # of several tracebacks, first the cause
     filter=$!
-    srun --kill-on-bad-exit=1 --label --export=ALL --nodes="$nodes" --ntasks=$((nodes * tasks)) --ntasks-per-node="$tasks" \
+    srun --kill-on-bad-exit=1 --label --export=ALL --nodes="$nodes" --ntasks="$ranks" --ntasks-per-node="$tasks" \
         --cpus-per-task="$cpus" --cpu-bind=cores ${srun_options[@]+"${srun_options[@]}"} \
         ${before[@]+"${before[@]}"} ${tool[@]+"${tool[@]}"} "$python" -m course.cli "$@" >&3 2>&3 &
-    ranks=$!
+    step=$!
     exec 3>&-
     # Slurm warns this shell (--signal=B:USR1@...), and srun passes the signal on to all ranks, which save and end
-    trap 'again=yes; kill -USR1 "$ranks" || true' USR1
+    trap 'again=yes; kill -USR1 "$step" || true' USR1
     while :; do
         again= status=0
-        wait "$ranks" || status=$?
+        wait "$step" || status=$?
         [ -n "$again" ] || break                     # else it was the signal that ended the wait
     done
     trap '' USR1

@@ -15,7 +15,8 @@ set -euo pipefail
 
 # Slurm runs a copy of this file: the others lie where sbatch was called, or where it found this one
 called=$(scontrol show job "${SLURM_JOB_ID:-none}" 2> /dev/null | sed -n 's/^ *Command=//p' || true)
-for folder in "$(dirname "${BASH_SOURCE[0]}")" "${SLURM_SUBMIT_DIR:-.}"{/submit,} "$(dirname "${called%%.sh*}")"; do
+while [[ $called == *.sh* && ! -f $(dirname "${called%.sh*}")/common.sh ]]; do called=${called%.sh*}; done       # its path, then words
+for folder in "$(dirname "${BASH_SOURCE[0]}")" "${SLURM_SUBMIT_DIR:-.}"{/submit,} "$(dirname "${called%.sh*}")"; do
     [ ! -f "$folder/common.sh" ] || break
 done
 source "$folder/common.sh"
@@ -24,7 +25,7 @@ preset=${1:?"which preset? \`course presets\` lists them: sbatch submit/profile.
 shift
 if ${before[@]+"${before[@]}"} sh -c 'command -v nsys' > /dev/null; then
     mkdir -p runs/nsys
-    report=runs/nsys/$preset${SLURM_JOB_ID:+-$SLURM_JOB_ID-rank}
+    report=$(basename "$preset" .yaml) report=runs/nsys/${report//%/_}${SLURM_JOB_ID:+-$SLURM_JOB_ID-rank}
     tool=(nsys profile -s none -t nvtx,cuda --force-overwrite=true -o "$report${SLURM_JOB_ID:+%q{SLURM_PROCID\}}")
     name=nsys-${SLURM_JOB_ID:+$SLURM_JOB_ID-}$(date +%Y%m%d-%H%M%S)            # of a run of its own each time
     course_on_ranks train "$preset" train.steps=20 "log.name=$name" checkpoint.resume=false \

@@ -17,7 +17,8 @@ set -euo pipefail
 
 # Slurm runs a copy of this file: the others lie where sbatch was called, or where it found this one
 called=$(scontrol show job "${SLURM_JOB_ID:-none}" 2> /dev/null | sed -n 's/^ *Command=//p' || true)
-for folder in "$(dirname "${BASH_SOURCE[0]}")" "${SLURM_SUBMIT_DIR:-.}"{/submit,} "$(dirname "${called%%.sh*}")"; do
+while [[ $called == *.sh* && ! -f $(dirname "${called%.sh*}")/common.sh ]]; do called=${called%.sh*}; done       # its path, then words
+for folder in "$(dirname "${BASH_SOURCE[0]}")" "${SLURM_SUBMIT_DIR:-.}"{/submit,} "$(dirname "${called%.sh*}")"; do
     [ ! -f "$folder/common.sh" ] || break
 done
 source "$folder/common.sh"

@@ -168,6 +168,81 @@ def test_in_a_job_each_rank_has_an_nsys_report_of_its_own(tmp_path):
     assert words.index(sys.executable) > nsys and words[-1] == "log.name=a b"
 
 
+def asked(tmp_path, **environment: str) -> tuple[list[str], str]:
+    """The words of srun in a job of that environment, and what the script says."""
+    for name, line in {"srun": f"printf '%s\\n' \"$@\" > {tmp_path}/words", "scontrol": "echo n1", "getent": "exit 0",
+                       "nvidia-smi": "exit 1"}.items():
+        (tmp_path / "bin").mkdir(exist_ok=True)
+        (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{line}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    job = {"SLURM_JOB_ID": "4", "SLURM_JOB_NODELIST": "n[1-9]", "SLURM_CPUS_ON_NODE": "8", "COURSE_PYTHON": sys.executable,
+           "PATH": f"{tmp_path}/bin:/usr/bin:/bin", **environment}
+    done = subprocess.run(["bash", SUBMIT / "train.sh", "vit-demo"], cwd=tmp_path, env=job, capture_output=True, text=True)
+    words = tmp_path / "words"
+    return words.read_text().splitlines() if words.exists() else [], done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("environment, words", [
+    ("NTASKS=3 TASKS_PER_NODE=2,1", "nodes=2 ntasks=3 ntasks-per-node=2 cpus-per-task=4"),
+    ("NTASKS=3", "nodes=2 ntasks=3 ntasks-per-node=2 cpus-per-task=4"),
+    ("NTASKS=3 NTASKS_PER_NODE=2 TASKS_PER_NODE=2,1", "nodes=2 ntasks=3 ntasks-per-node=2 cpus-per-task=4"),
+    ("NTASKS=7 TASKS_PER_NODE=2(x3),1 JOB_NUM_NODES=4", "nodes=4 ntasks=7 ntasks-per-node=2"),
+    ("NTASKS=5 TASKS_PER_NODE=1,4 JOB_CPUS_PER_NODE=8,4", "nodes=2 ntasks=5 ntasks-per-node=4 cpus-per-task=1"),
+    ("NTASKS=4 TASKS_PER_NODE=2(x2) JOB_CPUS_PER_NODE=16(x2)", "nodes=2 ntasks=4 ntasks-per-node=2 cpus-per-task=8"),
+    ("TASKS_PER_NODE=8(x2)", "nodes=2 ntasks=2 ntasks-per-node=1"),              # of CPUs: no tasks were asked for
+    ("NTASKS_PER_NODE=4 TASKS_PER_NODE=4(x2)", "nodes=2 ntasks=8 ntasks-per-node=4 cpus-per-task=2"),
+    ("GPUS_ON_NODE=4", "nodes=2 ntasks=8 ntasks-per-node=4 gpu-bind=none"),
+    ("GPUS_ON_NODE=4 GPUS_PER_NODE=a100:4 NTASKS=8 TASKS_PER_NODE=4(x2)", "nodes=2 ntasks=8 ntasks-per-node=4"),
+    ("GPUS_PER_NODE=a100:4", "nodes=2 ntasks=8 ntasks-per-node=4"),
+    ("GPUS_PER_NODE=a100:2,h100:2", "nodes=2 ntasks=8 ntasks-per-node=4"),
+    ("GPUS_ON_NODE=gpu:a100:2(IDX:0-1)", "nodes=2 ntasks=4 ntasks-per-node=2"),
+    ("GPUS=a100:3 GPUS_ON_NODE=2 NTASKS=3 TASKS_PER_NODE=2,1", "nodes=2 ntasks=3 ntasks-per-node=2"),
+    ("GPUS_PER_TASK=1 GPUS_ON_NODE=2 NTASKS=3 TASKS_PER_NODE=2,1", "nodes=2 ntasks=3 ntasks-per-node=2"),
+])
+def test_as_many_ranks_as_were_asked_for(tmp_path, environment, words):
+    given = dict(word.split("=") for word in environment.split())
+    found, said = asked(tmp_path, **{"SLURM_JOB_NUM_NODES": "2"} | {f"SLURM_{name}": value for name, value in given.items()})
+    assert {f"--{word}" for word in words.split()} <= set(found), said
+
+
+@pytest.mark.parametrize("environment, says", [
+    ("NTASKS=3 TASKS_PER_NODE=2,1 GPUS_ON_NODE=2", "spread unevenly over its nodes (2 1)"),
+    ("NTASKS=4 TASKS_PER_NODE=1,3 GPUS_ON_NODE=2", "has 2 GPUs and 1 tasks"),
+    ("NTASKS=4 TASKS_PER_NODE=1,3 JOB_CPUS_PER_NODE=4,2", "has 2 CPUs for 3 tasks"),
+    ("HET_SIZE=2 NTASKS=4", "heterogeneous job"),
+])
+def test_what_cannot_be_as_asked_for_is_refused(tmp_path, environment, says):
+    given = dict(word.split("=") for word in environment.split())
+    found, said = asked(tmp_path, **{"SLURM_JOB_NUM_NODES": "2"} | {f"SLURM_{name}": value for name, value in given.items()})
+    assert says in said and not found
+
+
+@pytest.mark.parametrize("place", ["my.share", "a.sh.d", "x.sh/y.sh", "Übung 1", "a [b] *.sh"])
+@pytest.mark.parametrize("words", ["vit-demo", "vit-demo data.path=/data/of.sh/x log.dir=a.sh"])
+def test_the_scripts_find_each_other_in_a_folder_of_any_name(tmp_path, place, words):
+    """Slurm runs a copy in its spool, and tells the command that was submitted as one line."""
+    submit = tmp_path / place / "submit"
+    submit.mkdir(parents=True)
+    (submit / "common.sh").write_text('echo "found ${BASH_SOURCE[0]}"; course_on_ranks() { :; }; to_be_continued() { :; }\n')
+    (tmp_path / "scontrol").write_text(f"#!/bin/bash\necho '   Command={submit}/train.sh {words}'\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    spool = tmp_path / "spool" / "slurm_script"
+    spool.parent.mkdir()
+    for name in ("train", "check", "lab", "sweep", "profile"):
+        spool.write_text((SUBMIT / f"{name}.sh").read_text())
+        done = subprocess.run(["bash", spool, *words.split()], capture_output=True, text=True, cwd=tmp_path,
+                              env={"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "1", "HOME": str(tmp_path)})
+        assert f"found {submit}/common.sh" in done.stdout, (name, done.stderr)
+
+
+@pytest.mark.parametrize("locale", ["C", "POSIX", "C.UTF-8"])
+def test_what_ranks_print_is_passed_on_byte_for_byte(locale):
+    text = "0: Übung → 李\n".encode() + b"0: caf\xe9\n1: Traceback (most recent call last)\n1: ValueError: \xfc\n"
+    done = subprocess.run([sys.executable, SUBMIT / "causes.py"], input=text, capture_output=True,
+                          env={"LC_ALL": locale, "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"})
+    assert done.returncode == 0 and set(text.splitlines()) <= set(done.stdout.splitlines()), done.stderr
+
+
 CONTAINERS = {
     "apptainer": ["apptainer", "exec", "--pwd", "{cwd}", "--bind", "{root}", "--bind", "{cwd}", "--bind", "/data", "--nv",
                   "an image"],
