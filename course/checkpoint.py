@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from course.average import average_of
 from course.errors import CourseError
-from course.files import atomic, flush, free_bytes, remove, sha256
+from course.files import atomic, flush, free_bytes, read_file, remove, sha256
 from course.parallel.mesh import Axis
 from course.parallel.placement import Placement, placement
 from course.pieces import (
@@ -167,7 +167,7 @@ def clear(final: Path) -> None:
 def format_of(checkpoint: Path) -> int:
     """Of which version its index is; of this one, if it cannot be read."""
     try:
-        return int(json.loads((checkpoint / "index.json").read_text())["format"])
+        return int(json.loads(read_file(checkpoint / "index.json"))["format"])
     except (OSError, *MALFORMED):
         return FORMAT
 
@@ -229,7 +229,7 @@ def read_index(checkpoint: Path, everyone: Axis | None = None) -> dict[str, Any]
 def check_files(checkpoint: Path, rank: int, size: int) -> dict[str, Any]:
     """The index, and of every `size`-th of its files, from the `rank`-th on, whether it is what was written."""
     try:
-        index: dict[str, Any] = json.loads((checkpoint / "index.json").read_text())
+        index: dict[str, Any] = json.loads(read_file(checkpoint / "index.json"))
         if index["format"] != FORMAT:
             raise OtherFormat(f"{checkpoint} is of format {index['format']}, this version reads {FORMAT}: read it with the "
                               "version that wrote it")

@@ -4,8 +4,9 @@ import errno
 import hashlib
 import os
 import shutil
+import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from course.errors import CourseError
@@ -88,7 +89,35 @@ def remove(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
-        path.unlink(missing_ok=True)
+        with suppress(FileNotFoundError, NotADirectoryError):           # the latter: the path leads through a file
+            path.unlink()
+
+
+def read_file(path: Path) -> bytes:
+    """The bytes of an ordinary file; `OSError` if it is anything else: opening a named pipe would wait for somebody to write."""
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "it is no ordinary file", str(path))
+        return file.read()
+
+
+def check_kind(path: Path, folder: bool = False) -> None:
+    """Raise `CourseError` if what stands at `path` is not a file, or not a folder: a named pipe, a socket, a link to nowhere."""
+    try:
+        kind = path.stat().st_mode
+    except FileNotFoundError:
+        if not path.is_symlink():
+            return                                   # there is nothing
+        kind = 0
+    except OSError:
+        return                                       # whoever opens it will say why it cannot
+    if not (stat.S_ISDIR(kind) if folder else stat.S_ISREG(kind)):
+        what = KINDS.get(stat.S_IFMT(kind), "a link to nothing")
+        raise CourseError(f"{path} is {what}, and {'a folder' if folder else 'an ordinary file'} is to be there: move it away")
+
+
+KINDS = {stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a folder", stat.S_IFREG: "a file",
+         stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 
 
 def sha256(path: Path) -> str:

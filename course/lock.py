@@ -25,7 +25,7 @@ import psutil
 
 from course.checkpoint import together
 from course.errors import CourseError
-from course.files import begin
+from course.files import begin, check_kind, read_file
 from course.parallel.mesh import Axis, job
 
 BEAT, SILENT = 3.0, 20.0                             # seconds between signs of life; without one, after which a holder is dead
@@ -99,6 +99,7 @@ class Lock:
     def __init__(self, folder: Path, patient: bool = False):
         self.folder, self.patient, self.path, self.me = folder, patient, folder / ".writer", myself()
         self._over = threading.Event()
+        self._thread = threading.Thread(target=self._live, name="lock", daemon=True)
 
     def take(self) -> str:
         """Returns our token; raises `CourseError`, which names who writes the folder, if somebody does and we are not patient."""
@@ -110,12 +111,14 @@ class Lock:
             self._take_over()
             if read(self.path) == self.me:
                 break
-        threading.Thread(target=self._live, name="lock", daemon=True).start()
+        self._thread.start()
         return self.me.token
 
     def release(self) -> None:
         """Let others write it."""
         self._over.set()
+        if self._thread.is_alive():
+            self._thread.join(BEAT)                  # or it might write the file once more
         with suppress(OSError):
             if self.held():
                 self.path.unlink()
@@ -132,6 +135,7 @@ class Lock:
         try:
             self._put(self.path)
         except FileExistsError:
+            check_kind(self.path)                    # nobody could ever write a name into a named pipe, or give up a folder
             return False
         return True
 
@@ -183,9 +187,11 @@ class Lock:
     def _live(self) -> None:
         """The life of the thread: a sign every few seconds, as long as it is ours."""
         while not self._over.wait(BEAT):
-            with suppress(OSError):
+            with suppress(OSError, CourseError):
                 if self.held():
                     os.utime(self.path)
+                elif not self.path.exists():         # somebody has removed or renamed the folder: whoever comes must find a writer
+                    self._create()
                 elif (other := read(self.path)) and "ipykernel" not in sys.modules:     # a notebook's process is not ours to end
                     print(f"course: {self.folder} has been taken over by {other.name}, because this process gave no sign of life "
                           f"for {SILENT:g} s: it ends", file=sys.stderr, flush=True)
@@ -216,16 +222,17 @@ def process_space() -> str:
 def read(path: Path) -> Writer | None:
     """Who stands in a file; None if there is none, or it is not complete."""
     try:
-        return Writer(**json.loads(path.read_text()))
+        return Writer(**json.loads(read_file(path)))
     except (OSError, ValueError, TypeError):
         return None
 
 
 def changed(path: Path) -> int | None:
     """When a file was last changed, as its server says; None if there is none. Opened, because that makes NFS ask the server."""
+    with suppress(OSError):                          # one that only its owner may read has a time, too
+        os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
     try:
-        with open(path) as opened:
-            return os.fstat(opened.fileno()).st_mtime_ns
+        return path.stat().st_mtime_ns
     except OSError:
         return None
 

@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,49 +12,146 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tqdm.auto import tqdm
 
-from course.files import atomic
+from course.errors import CourseError
+from course.files import atomic, read_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure  # half a second, which every rank would take
 
 
-class Report:
-    """Use as a context: `log` writes one record of scalars, `say` a line of text, `picture` a figure."""
+class Lines:
+    """A file that grows by lines, without a buffer, so that a killed run keeps them.
 
-    def __init__(self, folder: Path, steps: int, start: int, speaks: bool, tensorboard: bool):
-        self.folder, self.steps, self.start, self.speaks = folder, steps, start, speaks
+    All lines are also kept in memory: those that a full disk does not take wait for room, and those that somebody removes while
+    it is open are written again.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.text = bytearray(b"".join(lines_of(path)))
+        self.written = len(self.text)
+        self.file = self._open()
+
+    def _open(self) -> int:
+        return os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+    def add(self, text: str = "") -> None:
+        """Write text, after whatever waits; raises `OSError` if not all of it can be."""
+        self.text += text.encode()
+        while self.written < len(self.text):
+            self.written += os.write(self.file, self.text[self.written:])
+
+    def restore(self) -> bool:
+        """Put back what is not in the file any more; whether anything was missing. Another file of that name gets what it lacks."""
+        with suppress(FileNotFoundError):
+            there = self.path.stat()
+            if os.path.samestat(there, os.fstat(self.file)) and there.st_size >= self.written:
+                return False
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        lines = lines_of(self.path)
+        new = self._open()
+        os.close(self.file)
+        there_now, known = b"".join(lines), set(lines)
+        lacking = [line for line in bytes(self.text[:self.written]).splitlines(keepends=True) if line not in known]
+        between = b"\n" if there_now and not there_now.endswith(b"\n") else b""
+        waiting = self.text[self.written:]
+        self.file, self.written = new, len(there_now)
+        self.text = bytearray(there_now + between + b"".join(lacking)) + waiting
+        self.add()
+        return bool(lacking)
+
+    def close(self) -> None:
+        """Done."""
+        os.close(self.file)
+
+
+class Report:
+    """Use as a context: `log` writes one record of scalars, `say` a line of text, `picture` a figure.
+
+    every: how many steps lie between two records. configure: writes the run's configuration.
+    """
+
+    def __init__(self, folder: Path, steps: int, start: int, speaks: bool, tensorboard: bool, every: int = 1,
+                 configure: Callable[[], None] | None = None):
+        self.folder, self.steps, self.start, self.speaks, self.configure = folder, steps, start, speaks, configure
         self._bar: Any = None
-        self._file: int | None = None
-        self._left = b""                             # of metrics.jsonl, not yet written
+        self._lines: Lines | None = None             # of metrics.jsonl
         self._board: Any = None
+        self.saved: Path | None = None               # the newest checkpoint of this start
         if not speaks:
             return
         folder.mkdir(parents=True, exist_ok=True)
-        strange = drop_after(folder / "metrics.jsonl", start)
-        # without a buffer, so that a killed run keeps its lines; __exit__ closes it
-        self._file = os.open(folder / "metrics.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        strange, last = drop_after(folder / "metrics.jsonl", start)
+        self._lines = Lines(folder / "metrics.jsonl")
+        if configure:
+            configure()
         if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter  # slow to import: only where wanted
-
-            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1, flush_secs=10)
+            self._board = self._new_board()
         if interactive():
             self._bar = tqdm(total=steps, initial=start, unit="step", dynamic_ncols=True)
         if strange:
             self.say(f"{folder / 'metrics.jsonl'}: lines that are no record of a step: {strange}; left as they are, and out of "
                      "what is read")
+        if start and (not last or 0 < every <= start - last):
+            self.say(f"{folder / 'metrics.jsonl'} has no record of the steps {last + 1} to {start}, which are done: it goes on "
+                     f"with step {start + 1}")
+
+    def _new_board(self) -> Any:
+        from torch.utils.tensorboard import SummaryWriter  # slow to import: only where wanted
+
+        return SummaryWriter(str(self.folder / "tensorboard"), purge_step=self.start + 1, flush_secs=10)
 
     def __enter__(self) -> "Report":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        if self._file is not None:
-            self._write("")                          # there may be room by now
-            os.close(self._file)
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
         if self._bar is not None:
             self._bar.close()
+        if self._lines is None:
+            return
+        failed = self._restore() or self._write()    # there may be room by now
+        self._lines.close()
         if self._board is not None:
             with suppress(OSError):
                 self._board.close()
+        if failed and error is None:
+            raise CourseError(f"{failed}: the same command goes on from what is still there")
+
+    def restore(self) -> None:
+        """Write again what somebody has removed of the run, or renamed, since the last time."""
+        if self._lines is not None and (failed := self._restore()):
+            self.say(f"WARNING: {failed}: the next checkpoint, or the next line, makes up for it")
+
+    def _restore(self) -> str:
+        """The same; returns what cannot be written, and why."""
+        assert self._lines is not None
+        gone = []
+        try:
+            if self.configure and not (self.folder / "config.yaml").is_file():
+                self.configure()
+                gone.append("config.yaml")
+            if self._lines.restore():
+                gone.append("metrics.jsonl")
+            if self._board is not None and not any((self.folder / "tensorboard").glob("events*")):
+                self._draw_again()
+                gone.append("tensorboard")
+        except (OSError, CourseError) as error:
+            return f"{self.folder} was removed or renamed, and cannot be written again ({getattr(error, 'strerror', error)})"
+        if gone:
+            self.say(f"WARNING: removed or renamed while training, and written again in {self.folder}: {', '.join(gone)}")
+        if self.saved is not None and not self.saved.exists():
+            lost, self.saved = self.saved, None
+            return f"{lost} was removed or renamed while training, and is the newest checkpoint"
+        return ""
+
+    def _draw_again(self) -> None:
+        """A TensorBoard folder anew, with all scalars of this run."""
+        (self.folder / "tensorboard").mkdir(parents=True, exist_ok=True)        # else the old one ends with a traceback
+        with suppress(OSError):
+            self._board.close()
+        self._board = self._new_board()
+        for record in read_metrics(self.folder / "metrics.jsonl"):
+            self._draw(record)
 
     def say(self, text: str) -> None:
         """One line of text that does not break the progress bar."""
@@ -63,9 +161,10 @@ class Report:
 
     def log(self, record: dict[str, Any]) -> None:
         """One line of metrics.jsonl; its numbers go to TensorBoard, a few of them to the terminal."""
-        if not self.speaks or self._file is None:
+        if self._lines is None:
             return
-        self._write(json.dumps(finite(record)) + "\n")
+        if failed := self._write(json.dumps(finite(record)) + "\n"):
+            self.say(f"WARNING: {failed}: its lines wait until it can")
         self._draw(record)
         if self._bar is None:
             self.say(line(record, self.steps))
@@ -75,15 +174,14 @@ class Report:
             if "valid_loss" in record:
                 self.say(line(record, self.steps))
 
-    def _write(self, text: str) -> None:
-        """To metrics.jsonl. What a full disk does not take is kept, and written before the next line."""
-        assert self._file is not None
-        self._left += text.encode()
+    def _write(self, text: str = "") -> str:
+        """Add to metrics.jsonl; returns what cannot be written, and why. It is kept, and written before the next line."""
+        assert self._lines is not None
         try:
-            while self._left:
-                self._left = self._left[os.write(self._file, self._left):]
+            self._lines.add(text)
         except OSError as error:
-            self.say(f"WARNING: {self.folder}/metrics.jsonl cannot be written ({error.strerror}): its lines wait until it can")
+            return f"{self.folder}/metrics.jsonl cannot be written ({error.strerror})"
+        return ""
 
     def _draw(self, record: dict[str, Any]) -> None:
         """Give the numbers to TensorBoard; it does not recover from a full disk, and training does not end for it."""
@@ -143,10 +241,10 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [record for line in lines_of(path) if (record := record_of(line)) is not None]
 
 
-def drop_after(path: Path, step: int) -> int:
+def drop_after(path: Path, step: int) -> tuple[int, int]:
     """Remove the records of steps that a resumed run will do again, and a last line that was cut off.
 
-    Returns how many lines are no records: damaged ones, or a user's own, which stay.
+    Returns how many lines are no records (damaged ones, or a user's own, which stay), and the last step that has a record, or 0.
     """
     there = lines_of(path)
     records = [record_of(line) for line in there]
@@ -157,12 +255,12 @@ def drop_after(path: Path, step: int) -> int:
     if path.is_file():
         with atomic(path) as temporary:
             temporary.write_bytes(b"".join(kept))
-    return records.count(None)
+    return records.count(None), max((record["step"] for record in records if record and record["step"] <= step), default=0)
 
 
 def lines_of(path: Path) -> list[bytes]:
     """Those of a file with their ends; none of one that is not there."""
-    return path.read_bytes().splitlines(keepends=True) if path.is_file() else []
+    return read_file(path).splitlines(keepends=True) if path.is_file() else []
 
 
 def record_of(line: bytes) -> dict[str, Any] | None:

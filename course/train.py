@@ -19,6 +19,7 @@ from course.compilation import compile_parts, compile_within, compiled_inside
 from course.config import Config
 from course.data import data_files, train_loader
 from course.errors import CourseError
+from course.files import check_kind
 from course.graphs import graphed
 from course.lock import only_writer
 from course.models import build_model
@@ -122,6 +123,7 @@ def fit(training: Training, watchdog: Watchdog | None = None) -> bool:
     config, mesh, model, progress = training.config, training.mesh, training.model, training.progress
     t, run = config.train, run_folder(config)
     watchdog = watchdog or Watchdog(run, mesh.world, 0.0)
+    checkpoint.together(mesh.all, lambda: check_places(run) if mesh.world.rank == 0 else None)
     start, samples = resume(run, training)
     if start >= t.steps:
         fewer = f", and train.steps={t.steps} asks for fewer" if start > t.steps else ""
@@ -133,10 +135,9 @@ def fit(training: Training, watchdog: Watchdog | None = None) -> bool:
     validation = Validation.of(config, mesh)
     watch, pace = Stopwatch(mesh.world.device), Pace(mesh.world.device)
     look = Look(config.profile, start, run / "profile", mesh.world.rank, mesh.world.device)
-    with (Report(run, t.steps, start, mesh.world.rank == 0, config.log.tensorboard) as report, Stop(mesh.all) as stop,
-          closing(batches), look.open):
-        if mesh.world.rank == 0:                    # now that its data can be read: a run that is refused leaves no trace
-            configuration.save(config, run / "config.yaml")
+    with (Report(run, t.steps, start, mesh.world.rank == 0, config.log.tensorboard, config.log.every,
+                 lambda: configuration.save(config, run / "config.yaml")) as report, Stop(mesh.all) as stop,
+          closing(batches), look.open):              # now that its data can be read: a run that is refused leaves no trace
         report.say(opening(config, mesh, run) + idle(config, mesh))
         for number in range(start + 1, t.steps + 1):
             look.before(number)
@@ -159,12 +160,13 @@ def fit(training: Training, watchdog: Watchdog | None = None) -> bool:
                 if validate and validation is not None:
                     watchdog.at(number, "validating", slow=True)
                     record |= validation.run(model, report, number)
+                report.restore()
                 report.log(record)
                 give_up_if_hopeless(progress, run)
                 watch.restart()
             if due(number, config.checkpoint.every, last or stopping):
                 watchdog.at(number, "saving", slow=True)
-                saved = save(training, samples, files, last or stopping, report)
+                saved = report.saved = save(training, samples, files, last or stopping, report)
                 watch.restart()
             if stopping:
                 report.say(f"stopped by {stop.name or 'a signal to another rank'} at step {number}, saved {saved}: "
@@ -222,6 +224,14 @@ def due(number: int, every: int, anyway: bool) -> bool:
 def run_folder(config: Config) -> Path:
     """Where a run writes: `runs/<preset>/<name>`."""
     return Path(config.log.dir) / config.preset / config.log.name
+
+
+def check_places(run: Path) -> None:
+    """Raise `CourseError` if something else stands where a run reads or writes a file or a folder: before the first step."""
+    for name in ("config.yaml", "metrics.jsonl"):
+        check_kind(run / name)
+    for name in ("checkpoints", "tensorboard", "profile"):
+        check_kind(run / name, folder=True)
 
 
 def resume(run: Path, training: Training) -> tuple[int, int]:

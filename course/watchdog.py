@@ -27,6 +27,7 @@ import torch
 
 from course.checkpoint import steps
 from course.errors import CourseError
+from course.files import check_kind, read_file
 from course.lock import ended, process_space
 from course.meet import lost, name
 from course.parallel.mesh import World, fail, node
@@ -100,11 +101,14 @@ class Watchdog:
     def __enter__(self) -> "Watchdog":
         if self.watching():
             self._main = threading.get_ident()
-            file(self.run, self.world.rank).parent.mkdir(parents=True, exist_ok=True)
+            mine = file(self.run, self.world.rank)
+            mine.parent.mkdir(parents=True, exist_ok=True)
+            check_kind(mine)
+            check_kind(Path(f"{mine}.stack"))
             self._write()
             if self.world.rank == 0:
                 forget(self.run, self.world.size)
-            self._dump = open(f"{file(self.run, self.world.rank)}.stack", "a")
+            self._dump = open(f"{mine}.stack", "a")
             self._thread.start()
         return self
 
@@ -149,8 +153,10 @@ class Watchdog:
         self.record = replace(self.record, beat=self.record.beat + 1, time=time.time(), step=step, doing=doing, since=since,
                               **plight)
         path = file(self.run, self.world.rank)
-        with suppress(OSError), os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, 0o644), "wb") as out:
-            out.write(packed(self.record).ljust(SHORT if short else SIZE))
+        with suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)              # somebody may have removed or renamed the run's folder
+            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, 0o644), "wb") as out:
+                out.write(packed(self.record).ljust(SHORT if short else SIZE))
 
     def _plight(self) -> dict[str, Any]:
         """Where the training thread is, and in which collective."""
@@ -281,7 +287,7 @@ def file(run: Path, rank: int) -> Path:
 def read(run: Path, rank: int) -> Record | None:
     """A rank's record; None if there is none, or it is being written."""
     try:
-        return Record(**json.loads(file(run, rank).read_bytes()))
+        return Record(**json.loads(read_file(file(run, rank))))
     except (OSError, ValueError, TypeError):
         return None
 
@@ -300,7 +306,7 @@ def packed(record: Record) -> bytes:
 def stacks(run: Path, rank: int) -> str:
     """What `faulthandler` has written of a rank whose threads could not run; "" if it has not."""
     with suppress(OSError):
-        return Path(f"{file(run, rank)}.stack").read_text(errors="replace").rstrip()
+        return read_file(Path(f"{file(run, rank)}.stack")).decode(errors="replace").rstrip()
     return ""
 
 
