@@ -43,6 +43,10 @@ def lint(script: Script) -> list[Finding]:
 @rule
 def shebang(script: Script) -> Iterator[Finding]:
     """sbatch refuses a script whose first line does not name a shell."""
+    if script.mark:
+        cure = "sed -i '1s/^\\xef\\xbb\\xbf//'" if script.mark == "UTF-8" else "iconv -f UTF-16 -t UTF-8 -o NEW.sh"
+        yield Finding(1, "shebang", f"the file begins with a mark of its encoding ({script.mark}), in front of #!, so that it names "
+                      f"no shell and sbatch refuses it: {cure} {script.path}")
     if not script.text.startswith("#!"):
         yield Finding(1, "shebang", "the first line names no shell, and sbatch refuses such a script: begin with "
                       "#!/usr/bin/env bash")
@@ -78,6 +82,14 @@ def unknown(script: Script) -> Iterator[Finding]:
 
 
 @rule
+def het(script: Script) -> Iterator[Finding]:
+    """The components of a heterogeneous job have options of their own, and srun starts ranks in the first alone."""
+    if script.het is not None:
+        yield Finding(script.het, "het", "a heterogeneous job: these rules read the options of its first component alone, where "
+                      "srun without --het-group starts all ranks; course_on_ranks refuses such jobs: ask for nodes of one kind")
+
+
+@rule
 def dos(script: Script) -> Iterator[Finding]:
     """sbatch refuses a script whose lines end as an editor on Windows ends them."""
     if script.dos:
@@ -88,7 +100,7 @@ def dos(script: Script) -> Iterator[Finding]:
 COUNT, POSITIVE = re.compile(r"[0-9]+[kKmM]?([-,:][0-9]+[kKmM]?)*"), re.compile(r"0*[1-9][0-9]*")
 TIME = re.compile(r"[0-9]+(:[0-9]+){0,2}|[0-9]+-[0-9]*(:[0-9]+){0,2}|-1|infinite|unlimited", re.IGNORECASE)
 TASKS = ("ntasks", "ntasks-per-node", "ntasks-per-socket", "ntasks-per-core", "cpus-per-task", "cpus-per-gpu")
-GPUS = re.compile(r"([A-Za-z][\w.-]*:)?[0-9]+[kKmM]?(,([A-Za-z][\w.-]*:)?[0-9]+[kKmM]?)*")
+GPUS = re.compile(r"([\w.-]+:)?[0-9]+[kKmM]?(,([\w.-]+:)?[0-9]+[kKmM]?)*")        # a100:4, 1g.10gb:2, a100:2,h100:2
 MEMORY = re.compile(r"[0-9]+([kmgt]b?)?", re.IGNORECASE)
 # option: what Slurm takes, and in words
 FORMS = {"nodes": (COUNT, "a number of nodes, such as 2 or 2-4"),
@@ -211,7 +223,10 @@ def ranks(script: Script) -> Iterator[Finding]:
         if not (kind := launched(command)) or not own.gpus or uncertain:
             continue
         tasks = own.tasks or 1
-        if kind == "python" and tasks != own.gpus:
+        if kind == "python" and own.uneven:
+            yield Finding(command.line, "tasks", f"{own.number('ntasks')} tasks do not divide over {own.nodes} nodes, of which each "
+                          f"has {own.gpus} GPUs: ask for --ntasks-per-node={own.gpus}")
+        elif kind == "python" and tasks != own.gpus:
             yield Finding(command.line, "tasks", f"{own.gpus} GPUs and {tasks} {'task' if tasks == 1 else 'tasks'} on a node: "
                           f"each GPU needs a process of its own; ask for --ntasks-per-node={own.gpus}")
         per_node = re.search(r"--nproc[-_]per[-_]node[= ]([0-9]{1,9})\b", " ".join(command.words))
@@ -231,7 +246,10 @@ def helped(script: Script) -> Iterator[Finding]:
         if command.name != "course_on_ranks" or len(command.words) == 1 or not gpus:      # one word: where it is defined
             continue
         enough = {"exclusive", "cpus-per-gpu"} & set(script.options)                     # of CPUs, without tasks
-        if tasks != gpus and not (tasks is None and (gpus == 1 or enough)):
+        if script.uneven and script.number("ntasks-per-node") is None:
+            yield Finding(command.line, "tasks", f"{script.number('ntasks')} tasks do not divide over {script.nodes} nodes: "
+                          f"course_on_ranks would end the job; ask for --ntasks-per-node={gpus}")
+        elif tasks != gpus and not (tasks is None and (gpus == 1 or enough)):
             words = "no word of tasks" if tasks is None else f"{tasks} {'task' if tasks == 1 else 'tasks'}"
             yield Finding(command.line, "tasks", f"{gpus} GPUs and {words} on a node: course_on_ranks would end the job, since "
                           f"each GPU needs a task and its CPUs; ask for --ntasks-per-node={gpus}")

@@ -5,6 +5,7 @@ with it. Nothing is executed. What a variable holds is known where the script it
 srun(1) of Slurm 22.05 and 23.11, bash(1).
 """
 
+import codecs
 import os
 import re
 import shlex
@@ -58,6 +59,9 @@ class Script:
     path: Path
     text: str                                                    # with line ends as Unix has them
     dos: int = 0                                                 # the first line that ends as on DOS; 0: none does
+    mark: str = ""                                               # the encoding that its first bytes name; "": they are its text
+    het: int | None = None                                       # the line from which on options are of another component of a
+                                                                 # heterogeneous job; 0: on the command line
     options: dict[str, str] = field(default_factory=dict)        # sbatch's, by their long names; the last one counts
     lines: dict[str, int] = field(default_factory=dict)          # where they stand; 0: on the command line
     late: list[int] = field(default_factory=list)                # lines of #SBATCH that sbatch does not read
@@ -78,26 +82,31 @@ class Script:
     @property
     def gpus(self) -> int | None:
         """GPUs of a node; 0 if none are asked for, None if it cannot be known."""
-        gres = re.search(r"\bgpu(?::[A-Za-z]\w*)?(?::([0-9]{1,9}))?", self.options.get("gres", ""))
-        if gres:
-            return int(gres[1] or 1)
-        names = [name for name in ("gpus-per-node", "gpus", "gpus-per-task") if name in self.options]
-        counts = {name: self.options[name].split(":")[-1] for name in names}
-        if not counts:
+        if gpus := [item for item in self.options.get("gres", "").split(",") if re.match(r"(gres[/:])?gpu(:|=|$)", item)]:
+            return count(gpus)
+        name = next((name for name in ("gpus-per-node", "gpus", "gpus-per-task") if name in self.options), None)
+        if name is None:
             return 0
-        name, count = next(iter(counts.items()))
-        if not WHOLE.fullmatch(count):
-            return None
-        tasks = self.tasks or 1
-        return {"gpus-per-node": int(count), "gpus": int(count) // self.nodes, "gpus-per-task": int(count) * tasks}[name]
+        found = count(self.options[name].split(","))
+        if found is None or name == "gpus-per-node":
+            return found
+        if name == "gpus-per-task":
+            return found * (self.tasks or 1)
+        return None if found % self.nodes else found // self.nodes
 
     @property
     def tasks(self) -> int | None:
-        """Tasks of a node; None if it does not say."""
+        """Tasks of a node, of those that have most; None if it does not say."""
         if (each := self.number("ntasks-per-node")) is not None:
             return each
         every = self.number("ntasks")
-        return None if every is None else max(1, every // self.nodes)
+        return None if every is None else max(1, -(-every // self.nodes))
+
+    @property
+    def uneven(self) -> bool:
+        """Whether some nodes have fewer tasks than others."""
+        every = self.number("ntasks")
+        return every is not None and every % self.nodes > 0
 
     @property
     def sruns(self) -> list[Command]:
@@ -108,24 +117,57 @@ class Script:
 def read(path: Path, options: Sequence[str] = ()) -> Script:
     """Read a script and the options that will be given to sbatch with it. Raises `CourseError` if it cannot be read."""
     try:
-        raw = path.read_bytes().decode()
-    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raw, mark = decoded(path.read_bytes())
+    except (OSError, ValueError) as error:
         raise CourseError(f"cannot read {path}: {getattr(error, 'strerror', None) or 'it is no text'}; "
                           "give the file that you would give to sbatch") from error
-    script = Script(path, raw.replace("\r\n", "\n"), dos=raw[:raw.find("\r\n")].count("\n") + 1 if "\r\n" in raw else 0)
+    dos = raw[:raw.find("\r")].count("\n") + 1 if "\r" in raw else 0
+    script = Script(path, raw.replace("\r\n", "\n").replace("\r", "\n"), dos, mark)
     text = script.text
     script.code = follow(path, text)
     lines = text.split("\n")
     first = next((number for number, _ in logical_lines(text)), len(lines) + 1)
     for number, line in enumerate(lines, 1):
         if line.startswith("#SBATCH") and number < first:
-            take(script, words_of(line[7:]), number)
+            if words_of(line[7:])[:1] in (["hetjob"], ["packjob"]) and script.het is None:
+                script.het = number
+            if script.het is None:
+                take(script, words_of(line[7:]), number)
         elif line.startswith("#SBATCH") and not inside(text, number):
             script.late.append(number)
-    take(script, list(options), 0)
+    given = list(options)
+    if ":" in given:                                 # sbatch OPTIONS : OPTIONS
+        script.het, given = script.het or 0, given[:given.index(":")]
+    take(script, given, 0)
     for number, code in script.code:
         collect(script, number, code)
     return script
+
+
+def decoded(data: bytes) -> tuple[str, str]:
+    """Text, and the encoding that its mark at the beginning names, or "". sbatch minds no letters in comments, whatever their
+    encoding, so that bytes which are not UTF-8 are read as Latin-1; zeros are in no text (`ValueError`)."""
+    marks = {codecs.BOM_UTF8: "UTF-8", codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16"}
+    mark = next((name for bytes_, name in marks.items() if data.startswith(bytes_)), "")
+    if mark:
+        return data.decode("utf-8-sig" if mark == "UTF-8" else "utf-16"), mark
+    if b"\0" in data:
+        raise ValueError("no text")
+    try:
+        return data.decode(), ""
+    except UnicodeDecodeError:
+        return data.decode("latin-1"), ""
+
+
+def count(items: Sequence[str]) -> int | None:
+    """How many GPUs: 4, a100:4, gpu:1g.10gb:2, gpu (one), one of each type; None if one says no number that can be known."""
+    found = 0
+    for item in items:
+        last = re.split(r"[:=]", item.partition("(")[0])[-1]
+        if not WHOLE.fullmatch(last) and not item.startswith(("gpu", "gres")):
+            return None
+        found += int(last) if WHOLE.fullmatch(last) else 1
+    return found
 
 
 def take(script: Script, words: Sequence[str], number: int) -> None:
@@ -177,7 +219,7 @@ def follow(path: Path, text: str, seen: tuple[Path, ...] = ()) -> list[tuple[int
         for word in re.findall(r"(?:^|[;&|]\s*)(?:source|\.)\s+(\S+)", code.strip()):
             other = path.parent / Path(word.strip("\"'")).name
             if os.path.isfile(other) and other not in (*seen, path):
-                found += [(number, inner) for _, inner in follow(other, other.read_text(errors="replace"), (*seen, path))]
+                found += [(number, inner) for _, inner in follow(other, other.read_text(encoding="utf-8", errors="replace"), (*seen, path))]
     return found
 
 

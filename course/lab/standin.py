@@ -43,14 +43,20 @@ def allocation(script: Script, job: int, names: Sequence[str]) -> dict[str, str]
     """The variables that Slurm sets for a batch script, of what its directives ask for, on nodes of these names."""
     tasks, cpus = script.number("ntasks-per-node"), script.number("cpus-per-task")
     every = script.number("ntasks") or (tasks and tasks * len(names))
+    each = spread(every or len(names), len(names))
     found: dict[str, Any] = {
         "SLURM_JOB_ID": job, "SLURM_JOBID": job, "SLURM_JOB_NAME": script.options.get("job-name", script.path.name),
         "SLURM_JOB_NUM_NODES": len(names), "SLURM_NNODES": len(names), "SLURM_JOB_NODELIST": folded(names),
         "SLURM_NODELIST": folded(names), "SLURMD_NODENAME": names[0], "SLURM_NODEID": 0, "SLURM_PROCID": 0, "SLURM_LOCALID": 0,
         "SLURM_SUBMIT_DIR": os.getcwd(), "SLURM_NTASKS_PER_NODE": tasks, "SLURM_NTASKS": every, "SLURM_NPROCS": every,
-        "SLURM_TASKS_PER_NODE": f"{script.tasks or 1}(x{len(names)})", "SLURM_CPUS_PER_TASK": cpus,
-        "SLURM_CPUS_ON_NODE": (cpus or 1) * (script.tasks or 1), "SLURM_GPUS_ON_NODE": script.gpus or None}
+        "SLURM_TASKS_PER_NODE": ",".join(f"{many}(x{each.count(many)})" for many in dict.fromkeys(each)),
+        "SLURM_CPUS_PER_TASK": cpus, "SLURM_CPUS_ON_NODE": (cpus or 1) * each[0], "SLURM_GPUS_ON_NODE": script.gpus or None}
     return {name: str(value) for name, value in found.items() if value is not None}
+
+
+def spread(tasks: int, nodes: int) -> list[int]:
+    """How many tasks each node has: as evenly as can be, the first have more."""
+    return [(tasks + nodes - 1 - node) // nodes for node in range(nodes)]
 
 
 def folded(names: Sequence[str]) -> str:
@@ -76,10 +82,9 @@ def ranks(options: Mapping[str, str], environ: Mapping[str, str]) -> Iterator[di
     names = names[:int(options.get("nodes", len(names)))]
     each = options.get("ntasks-per-node", environ.get("SLURM_NTASKS_PER_NODE", ""))
     every = int(options.get("ntasks", int(each) * len(names) if each else environ.get("SLURM_NTASKS", len(names))))
-    per_node = -(-every // len(names))
-    for rank in range(every):
-        node = rank // per_node
-        yield {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank % per_node), "SLURM_NODEID": str(node),
+    places = [(node, local) for node, many in enumerate(spread(every, len(names))) for local in range(many)]
+    for rank, (node, local) in enumerate(places):
+        yield {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(local), "SLURM_NODEID": str(node),
                "SLURM_NTASKS": str(every), "SLURM_STEP_NUM_TASKS": str(every), "SLURMD_NODENAME": names[node]}
 
 

@@ -70,6 +70,11 @@ WRONG = [
     ("tasks", "python -m course.cli", f"torchrun {MEET} --nproc-per-node=4 -m course.cli"),
     ("tasks", "python -m course.cli", f"bash -c 'source env.sh; python -m torch.distributed.run {MEET} train.py'"),
     ("dos", "\n", "\r\n"),
+    ("dos", "\n", "\r"),
+    ("shebang", "#!", "\ufeff#!"),
+    ("het", "set -euo pipefail", "#SBATCH hetjob\n#SBATCH --nodes=1 --ntasks-per-node=1 --gpus-per-node=0\nset -euo pipefail"),
+    ("het", "set -euo pipefail", "#SBATCH packjob\n#SBATCH --nodes=1\nset -euo pipefail"),
+    ("tasks", "--ntasks-per-node 4", "--ntasks=7"),
     ("value", "#SBATCH -N 2", "#SBATCH -N two"),
     ("value", "-t 01:00:00", "-t 2d"),
     ("value", "-t 01:00:00", "--time=90m"),
@@ -223,6 +228,32 @@ def test_what_is_no_script_is_refused_in_a_sentence(tmp_path):
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(CourseError, match="no text"):
         sbatch.read(tmp_path / "binary")
+
+
+@pytest.mark.parametrize("encoding, rules", [("utf-8", set()), ("utf-8-sig", {"shebang"}), ("utf-16", {"shebang"}),
+                                             ("latin-1", set())])
+def test_a_script_is_read_in_any_encoding_and_told_if_sbatch_refuses_it(tmp_path, encoding, rules):
+    path = tmp_path / "mine.sh"
+    path.write_bytes(GOOD.replace("set -euo pipefail", "# für alle\nset -euo pipefail").encode(encoding))
+    findings = sbatch.lint(sbatch.read(path))
+    assert {finding.rule for finding in findings} == rules
+    assert all("mark of its encoding" in finding.text for finding in findings)
+
+
+@pytest.mark.parametrize("words", ["--gpus-per-node=a100:4", "--gpus-per-node a100-sxm4-80gb:4", "--gres=gpu:a100_80gb:4,nvme:1",
+                                   "--gres=gpu:a100-sxm4:4", "--gres=nvme:1,gpu:1g.10gb:4", "--gpus-per-node=a100:2,h100:2",
+                                   "--gres=gpu:a100:2,gpu:h100:2", "--gpus=8", "--gpus=a100:8", "--gpus-per-node=1g.10gb:4"])
+def test_typed_gpus_are_counted(tmp_path, words):
+    path = tmp_path / "mine.sh"
+    path.write_text(GOOD.replace("--gpus-per-node=4", words))
+    script = sbatch.read(path)
+    assert script.gpus == 4 and not sbatch.lint(script)
+
+
+def test_components_of_the_command_line_are_a_heterogeneous_job(tmp_path):
+    assert found(tmp_path, GOOD, "--nodes=2", ":", "--nodes=1", "--ntasks-per-node=1") == {"het"}
+    path = tmp_path / "mine.sh"
+    assert sbatch.read(path, ["--nodes=3", ":", "--nodes=1"]).nodes == 3
 
 
 def test_the_shell_is_read_as_the_shell_reads_it():
