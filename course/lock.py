@@ -190,7 +190,7 @@ class Lock:
             with suppress(OSError, CourseError):
                 if self.held():
                     os.utime(self.path)
-                elif not self.path.exists():         # somebody has removed or renamed the folder: whoever comes must find a writer
+                elif not self.path.exists():         # somebody removed or renamed the folder: who comes must find a writer
                     self._create()
                 elif (other := read(self.path)) and "ipykernel" not in sys.modules:     # a notebook's process is not ours to end
                     print(f"course: {self.folder} has been taken over by {other.name}, because this process gave no sign of life "

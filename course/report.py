@@ -42,7 +42,8 @@ class Lines:
             self.written += os.write(self.file, self.text[self.written:])
 
     def restore(self) -> bool:
-        """Put back what is not in the file any more; whether anything was missing. Another file of that name gets what it lacks."""
+        """Put back what is not in the file any more; whether anything was missing. Another file of that name gets what it lacks.
+        """
         with suppress(FileNotFoundError):
             there = self.path.stat()
             if os.path.samestat(there, os.fstat(self.file)) and there.st_size >= self.written:

@@ -73,7 +73,7 @@ def test_a_run_whose_folder_cannot_be_written_again_fails(tiny, monkeypatch):
         folder.parent.write_text("")                 # in the way
 
     befall(monkeypatch, 12, action)
-    with pytest.raises(CourseError, match="was removed or renamed|was not written"):
+    with pytest.raises(CourseError, match=r"was removed or renamed|was not written"):
         run(tiny)
 
 

@@ -128,11 +128,16 @@ def replaced(new: Graded, kept: Kept | None) -> str:
 
 def outdated(submission: Submission, out: Path) -> str:
     """Why a notebook does not count: an earlier run graded a newer one; "" if it counts."""
-    kept, date = result(kept_at(submission, out)), submission.path.stat().st_mtime
+    kept, date = result(kept_at(submission, out)), dated(submission)
     if not kept or date >= kept[0]["date"] or kept[0]["notebook"] == sha256(submission.path):
         return ""
     return (f"{submission.learner}, lesson {submission.lesson}: {submission.path.name} of {day(date)} is left out, since an "
             f"earlier run graded one of {day(kept[0]['date'])}; to let it count, delete {kept_at(submission, out)}")
+
+
+def dated(submission: Submission) -> float:
+    """When it was handed in: as the platform's name for it says, else as the file does."""
+    return submission.date or submission.path.stat().st_mtime
 
 
 def day(date: float) -> str:
@@ -213,7 +218,7 @@ def keep_seed(out: Path, seed: int) -> None:
 def grade(submission: Submission, out: Path, seed: int) -> Graded:
     """Grade one submission and keep the result."""
     verdicts = tuple(safely(exercise, submission, seed) for exercise in of_lesson(submission.lesson))
-    record = {**key(submission, seed), "date": submission.path.stat().st_mtime,
+    record = {**key(submission, seed), "date": dated(submission),
               "verdicts": [asdict(verdict) for verdict in verdicts]}
     with atomic(kept_at(submission, out)) as temporary:
         temporary.write_text(json.dumps(record, indent=1))

@@ -45,8 +45,8 @@ def shebang(script: Script) -> Iterator[Finding]:
     """sbatch refuses a script whose first line does not name a shell."""
     if script.mark:
         cure = "sed -i '1s/^\\xef\\xbb\\xbf//'" if script.mark == "UTF-8" else "iconv -f UTF-16 -t UTF-8 -o NEW.sh"
-        yield Finding(1, "shebang", f"the file begins with a mark of its encoding ({script.mark}), in front of #!, so that it names "
-                      f"no shell and sbatch refuses it: {cure} {script.path}")
+        yield Finding(1, "shebang", f"the file begins with a mark of its encoding ({script.mark}), in front of #!, so that it "
+                      f"names no shell and sbatch refuses it: {cure} {script.path}")
     if not script.text.startswith("#!"):
         yield Finding(1, "shebang", "the first line names no shell, and sbatch refuses such a script: begin with "
                       "#!/usr/bin/env bash")
@@ -224,8 +224,8 @@ def ranks(script: Script) -> Iterator[Finding]:
             continue
         tasks = own.tasks or 1
         if kind == "python" and own.uneven:
-            yield Finding(command.line, "tasks", f"{own.number('ntasks')} tasks do not divide over {own.nodes} nodes, of which each "
-                          f"has {own.gpus} GPUs: ask for --ntasks-per-node={own.gpus}")
+            yield Finding(command.line, "tasks", f"{own.number('ntasks')} tasks do not divide over {own.nodes} nodes, of which "
+                          f"each has {own.gpus} GPUs: ask for --ntasks-per-node={own.gpus}")
         elif kind == "python" and tasks != own.gpus:
             yield Finding(command.line, "tasks", f"{own.gpus} GPUs and {tasks} {'task' if tasks == 1 else 'tasks'} on a node: "
                           f"each GPU needs a process of its own; ask for --ntasks-per-node={own.gpus}")

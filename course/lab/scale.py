@@ -30,6 +30,7 @@ from course.lab import cells, child, evidence
 from course.lab.check import Fact, Verdict, against, finding
 from course.lab.cluster import fields
 from course.lab.exercise import Exercise, find
+from course.lab.platforms import Platform
 from course.lab.present import MARKS, outcome
 from course.lab.submissions import lesson_of, of_lesson, owner
 from course.meet import lost
@@ -241,10 +242,10 @@ class Claim:
 
 def result_files(folder: Path, learner: str, lesson: str) -> list[Path]:
     """A learner's result files of a lesson below the folder of submissions, the last one last."""
-    found = []
+    found, platform = [], Platform.of(folder, lesson_of)
     for path in sorted(folder.rglob(f"*{SUFFIX}")):
         named = path.with_name(path.name.removesuffix(SUFFIX) + ".ipynb").relative_to(folder)
-        if path.is_file() and not path.is_symlink() and owner(named) == learner and lesson_of(named) == lesson:
+        if path.is_file() and not path.is_symlink() and owner(named, platform) == learner and lesson_of(named) == lesson:
             found.append(path)
     return sorted(found, key=lambda path: path.stat().st_mtime)
 

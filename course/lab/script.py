@@ -219,7 +219,8 @@ def follow(path: Path, text: str, seen: tuple[Path, ...] = ()) -> list[tuple[int
         for word in re.findall(r"(?:^|[;&|]\s*)(?:source|\.)\s+(\S+)", code.strip()):
             other = path.parent / Path(word.strip("\"'")).name
             if os.path.isfile(other) and other not in (*seen, path):
-                found += [(number, inner) for _, inner in follow(other, other.read_text(encoding="utf-8", errors="replace"), (*seen, path))]
+                inside = other.read_text(encoding="utf-8", errors="replace")
+                found += [(number, code) for _, code in follow(other, inside, (*seen, path))]
     return found
 
 

@@ -1,9 +1,12 @@
-"""Whose notebook is which: the folders that nbgrader, Canvas and Moodle hand to an instructor, and what is in a notebook."""
+"""Whose notebook is which: the folders that learning platforms hand to an instructor, and what is in a notebook."""
 
+import os
 import re
 import unicodedata
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,12 +16,11 @@ from course.lab import cells, lessons
 from course.lab import exercise as exercises
 from course.lab.check import Verdict, examine, unread
 from course.lab.exercise import Exercise
+from course.lab.platforms import BLACKBOARD, GRADESCOPE, METADATA, Platform, likeness
 
 NAMED = re.compile(r"(?P<owner>.*?)[_ -]?(?P<lesson>\d\d)_[A-Za-z][\w -]*?(?:-Copy\d+| \(\d+\)|-\d+)?$")     # LEARNER_01_baseline
 COUNTER = re.compile(r"(?:-| ?\()(\d+)\)?$")        # of Canvas and of browsers: name-1, name (1)
 COPY = re.compile(r"-Copy\d+$| - \w+(?: \(\d+\))?$")                               # of JupyterLab and desktops: no counters
-CANVAS = re.compile(r"(?P<name>[^_]+)_(?:LATE_)?(?P<user>\d+)_(?P<submission>\d+)_(?P<file>.+)")
-MOODLE = re.compile(r"(?P<name>.+)_(?P<user>\d+)_assignsubmission_(?:file|onlinetext)_?(?P<file>.*)")
 # what to do about an answer that cannot be run: for whoever checks a file, and for whoever is graded; by whether a cell is broken
 LEARNER = {True: "mend that line, run the cell again, save, and check again",
            False: "write the exercise's cell, run it, save, and check again"}
@@ -34,6 +36,7 @@ class Submission:
     learner: str
     lesson: str                                      # "01"; empty if neither its name nor its metadata say
     path: Path
+    date: float = field(default=0.0, compare=False)  # when it was handed in, as its name says; 0: as the file does
 
 
 def check_file(path: Path, names: Sequence[str], seed: int | None, tell: Callable[[Verdict], None]) -> list[Verdict]:
@@ -90,9 +93,11 @@ def collect(folder: Path) -> tuple[list[Submission], list[str]]:
         raise CourseError(f"{folder} is not a folder: give the one that holds the submissions")
     notes: list[str] = []
     newest: dict[tuple[str, str], Submission] = {}
-    paths = sorted(notebooks(folder, notes), key=order)
+    platform = Platform.of(folder, lesson_of)
+    paths = sorted(notebooks(folder, notes), key=lambda path: order(path, folder, platform))
     for path in paths:
-        name, learner, lesson = path.relative_to(folder), owner(path.relative_to(folder)), lesson_of(path)
+        name, lesson = path.relative_to(folder), lesson_of(path)
+        learner = owner(name, platform)
         try:
             told = lesson_of(path, cells.load(path))
         except CourseError:
@@ -112,13 +117,27 @@ def collect(folder: Path) -> tuple[list[Submission], list[str]]:
         if len(name.parts) == 1 and learner == normal(path.stem) and parts_of(path.stem)[1]:
             notes.append(f"{name} names no learner, and counts as one of that name: call it LEARNER_{name}, or give the folder "
                          "above")
-        newest[learner, lesson] = Submission(learner, lesson, path)
+        if GRADESCOPE.fullmatch(name.parts[0]) and learner == name.parts[0]:
+            notes.append(f"{learner} names no learner, and counts as one of that name: put Gradescope's {METADATA} beside it")
+        newest[learner, lesson] = Submission(learner, lesson, path, platform.attempt(normal_path(name)).moment)
+    notes += alike(folder, newest.values(), platform)
     notes += crowded(folder, paths)
     came = {learner for learner, _ in newest}
     folders = (path.name for path in sorted(folder.iterdir()) if path.is_dir() and not path.name.startswith((".", "__MACOSX")))
-    learners = [owner(Path(name, "any")) for name in folders]
+    learners = list(dict.fromkeys(owner(Path(name, "any"), platform) for name in folders))
     notes += [f"{learner}: no notebook of a lesson" for learner in learners if learner not in came]
     return sorted(newest.values(), key=lambda s: (s.learner, s.lesson)), notes
+
+
+def alike(folder: Path, submissions: Iterable[Submission], platform: Platform) -> list[str]:
+    """A note on learners of one lesson whose names differ as those of two attempts do. They may be two, and stay two."""
+    same: dict[tuple[str, tuple[str, ...]], list[str]] = defaultdict(list)
+    for one in submissions:
+        told = platform.attempt(normal_path(one.path.relative_to(folder)))
+        if words := likeness(told.name or one.learner):
+            same[one.lesson, words].append(one.learner)
+    return [f"{' and '.join(sorted(learners))} have all handed in lesson {lesson} and look like attempts of one learner: if they "
+            "are, leave out the earlier ones" for (lesson, _), learners in same.items() if len(learners) > 1]
 
 
 def crowded(folder: Path, files: Sequence[Path]) -> list[str]:
@@ -142,7 +161,8 @@ def notebooks(folder: Path, notes: list[str]) -> Iterator[Path]:
         if any(part.startswith(".") or part == "__MACOSX" for part in parts):
             continue
         if path.suffix.lower() not in (".ipynb", ".py"):
-            if len(parts) == 1 and path.is_file() and not path.name.endswith(".result.json"):
+            platforms = path.name in (METADATA, "index.html") or (path.suffix == ".txt" and BLACKBOARD.fullmatch(path.name))
+            if len(parts) == 1 and path.is_file() and not path.name.endswith(".result.json") and not platforms:
                 notes.append(f"{path.name} is no notebook: left out")
             continue
         if any(above.is_symlink() for above in [path, *path.parents[:len(parts) - 1]]):
@@ -151,28 +171,21 @@ def notebooks(folder: Path, notes: list[str]) -> Iterator[Path]:
             yield path
 
 
-def order(path: Path) -> tuple[int, float, str]:
-    """Later submissions come later: by Canvas's and browsers' counters (name-1, name (1)), then by date."""
+def order(path: Path, folder: Path, platform: Platform) -> tuple[float, int, int, float, str]:
+    """Later submissions come later: by the platform's date, its number, counters (name-1, name (1)), then the file's date."""
     counted = COUNTER.search(path.stem) if not COPY.search(path.stem) else None
-    return int(counted[1]) if counted else 0, path.stat().st_mtime, str(path)
+    told = platform.attempt(normal_path(path.relative_to(folder)))
+    return told.moment, told.number, int(counted[1]) if counted else 0, path.stat().st_mtime, str(path)
 
 
-def owner(path: Path) -> str:
+def owner(path: Path, platform: Platform | None = None) -> str:
     """Whose a file is, from its path below the folder of submissions.
 
-    nbgrader: `student/assignment/file`; Moodle: `Name_123_assignsubmission_file/file`, or that and the file's name in one;
-    Canvas: `name_123_456_file`; else the first folder, or the file's name without the lesson's. An umlaut is the same however it
-    is encoded: macOS takes it apart.
+    As the platform says; nbgrader: `student/assignment/file`; else the first folder, or the file's name without the lesson's. An
+    umlaut is the same however it is encoded: macOS takes it apart.
     """
-    path = Path(normal(str(path)))
-    moodle = MOODLE.fullmatch(path.parts[0])
-    if moodle and (len(path.parts) == 1 or not moodle["file"]):
-        return f"{moodle['name']}_{moodle['user']}"
-    if len(path.parts) > 1:
-        return path.parts[0]
-    if canvas := CANVAS.fullmatch(path.name):
-        return f"{canvas['name']}_{canvas['user']}"
-    return parts_of(path.stem)[0] or path.stem
+    path = normal_path(path)
+    return (platform or Platform()).attempt(path).learner or parts_of(path.stem)[0] or path.stem
 
 
 def parts_of(stem: str) -> tuple[str, str]:
@@ -194,5 +207,14 @@ def names() -> list[str]:
 
 
 def normal(text: str) -> str:
-    """With umlauts in one piece each."""
-    return unicodedata.normalize("NFC", text)
+    """A name of the file system's with umlauts in one piece each, whatever the locale and the encoding of whoever packed it."""
+    raw = os.fsencode(text)
+    for encoding in ("utf-8", "cp1252", "latin-1"):
+        with suppress(UnicodeDecodeError):
+            return unicodedata.normalize("NFC", raw.decode(encoding))
+    return text
+
+
+def normal_path(path: Path) -> Path:
+    """The same of all names of a path."""
+    return Path(normal(str(path)))

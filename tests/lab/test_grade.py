@@ -42,6 +42,10 @@ def marks(out: Path) -> dict[str, dict[str, str]]:
     ("s2023_12_alice_01_baseline.ipynb", "s2023_12_alice"), ("04_mixed_precision_12_anna.ipynb", "04_mixed_precision_12_anna"),
     ("ben_97_something-1.ipynb", "ben"), ("emil_00_start_here - Kopie.ipynb", "emil"),
     ("emil_00_start_here - Copy (2).ipynb", "emil"),
+    ("bitdiddleben_late_4711_815_01_baseline.ipynb", "bitdiddleben_4711"),
+    ("anon_a1B2c_815_01_baseline.ipynb", "anon_a1B2c"), ("anon_LATE_a1B2c_816_01_baseline-1.ipynb", "anon_a1B2c"),
+    ("Lab 1_bbitdiddle_attempt_2026-03-03-10-15-00_01_baseline.ipynb", "bbitdiddle"),
+    ("11-22 - Ben Bitdiddle - 3 March, 2026 1015 AM/01_baseline.ipynb", "Ben Bitdiddle"),
     ("Zoe\u0308/00_start_here.ipynb", "Zo\u00eb"), ("01_baseline.ipynb", "01_baseline"),
 ])
 def test_whose_a_file_is(path, learner):

@@ -1,0 +1,131 @@
+"""Two attempts are one learner's, and two learners stay two, as each learning platform names them."""
+
+import os
+from datetime import datetime
+
+import pytest
+
+from course.lab import platforms
+from course.lab.submissions import collect
+from tests.lab import classroom
+
+FILE = "00_start_here.ipynb"
+
+
+def collected(folder, *paths, dates=()):
+    """(learner, path of what counts) of each, and the notes. The dates of the files say the opposite of the names."""
+    for number, path in enumerate(paths):
+        file = classroom.hand_in(folder / path, classroom.notebook("00"))
+        date = dates[number] if dates else 2e9 - number
+        os.utime(file, (date, date))
+    found, notes = collect(folder)
+    return {one.learner: str(one.path.relative_to(folder)) for one in found}, "\n".join(notes)
+
+
+ATTEMPTS = {
+    "brightspace": ["11-222 - Mia Muster - 3 March, 2026 1015 AM/" + FILE, "11-222 - Mia Muster - 5 March, 2026 430 PM/" + FILE],
+    "brightspace, short months": ["11-222 - Mia Muster - Mar 9, 2026 1159 AM/" + FILE,
+                                  "11-222 - Mia Muster - Mar 9, 2026 1205 PM/" + FILE],
+    "brightspace, Dutch": ["11-222 - Mia van der Muster - 28 februari, 2026 0930/" + FILE,
+                           "11-222 - Mia van der Muster - 1 maart, 2026 0815/" + FILE],
+    "brightspace, a hyphen": ["11-222 - Mia - Maria Muster-Klein - 2 Jan, 2026 900 AM/" + FILE,
+                              "11-222 - Mia - Maria Muster-Klein - 10 Jan, 2026 100 AM/" + FILE],
+    "brightspace, without folders": ["11-222 - Mia Muster - 3 March, 2026 1015 AM - " + FILE,
+                                     "11-222 - Mia Muster - 5 March, 2026 430 PM - " + FILE],
+    "blackboard": ["Lab 0_mmuster_attempt_2026-03-03-10-15-00_" + FILE, "Lab 0_mmuster_attempt_2026-03-05-16-30-00_" + FILE],
+    "blackboard, underscores": ["Lab_0_x_mmuster_attempt_2026-03-03-10-15-00_" + FILE,
+                                "Lab_0_x_mmuster_attempt_2026-03-03-10-15-01_work.ipynb"],
+    "canvas": ["mustermia_4711_9_" + FILE, "mustermia_LATE_4711_10_00_start_here-1.ipynb"],
+    "canvas, another name": ["mustermia_4711_9_00_start_here-3.ipynb", "mustermia_4711_10_" + FILE],
+    "canvas, anonymous": ["anon_aB3dE_9_" + FILE, "anon_LATE_aB3dE_10_" + FILE],
+    "teams": ["Mia Muster/Lab 0/Version 2/" + FILE, "Mia Muster/Lab 0/Version 10/" + FILE],
+}
+
+
+@pytest.mark.parametrize("name", ATTEMPTS)
+def test_of_two_attempts_the_later_counts_and_the_earlier_is_named(tmp_path, name):
+    earlier, later = ATTEMPTS[name]
+    found, notes = collected(tmp_path, earlier, later)
+    assert list(found.values()) == [later] and f"{earlier} is replaced by the later {later}" in notes
+    assert "look like" not in notes
+
+
+def test_gradescope_says_in_a_file_who_handed_in_what(tmp_path):
+    (tmp_path / "submission_metadata.yml").write_text("""---
+submission_11:
+  :submitters:
+  - :name: Mia Muster
+    :sid: '4711'
+    :email: mia@example.org
+  :created_at: 2026-03-05 16:30:00.000000000 Z
+submission_12:
+  :submitters:
+  - :name: Mia Muster
+    :sid: '4711'
+  :created_at: 2026-03-03 10:15:00.000000000 Z
+submission_13:
+  :submitters:
+  - :name: Mia Muster
+    :sid: '4712'
+  - :name: Ben Bitdiddle
+    :email: ben@example.org
+  :created_at: 2026-03-03 10:15:00.000000000 Z
+""")
+    found, notes = collected(tmp_path, *(f"submission_{number}/{FILE}" for number in (12, 11, 13, 14)))
+    assert found == {"Mia Muster_4711": f"submission_11/{FILE}", "Mia Muster_4712, Ben Bitdiddle_ben@example.org":
+                     f"submission_13/{FILE}", "submission_14": f"submission_14/{FILE}"}
+    assert "submission_14 names no learner" in notes and "no notebook: left out" not in notes
+
+
+@pytest.mark.parametrize("paths", [
+    ["11-222 - Mia Muster - 3 March, 2026 1015 AM/" + FILE, "33-222 - Mia Muster - 5 March, 2026 430 PM/" + FILE],
+    ["Lab_0_a_muster_attempt_2026-03-03-10-15-00_" + FILE, "Lab_0_b_muster_attempt_2026-03-05-16-30-00_" + FILE],
+    ["mustermia_4711_9_" + FILE, "mustermia_4712_10_" + FILE],
+    ["Mia Muster_12_assignsubmission_file_/" + FILE, "Mia Muster_13_assignsubmission_file_/" + FILE],
+    ["student_1/" + FILE, "student_2/" + FILE], ["mia/" + FILE, "mia2/" + FILE],
+])
+def test_two_learners_are_never_joined(tmp_path, paths):
+    assert sorted(collected(tmp_path, *paths)[0].values()) == sorted(paths)
+
+
+def test_a_number_that_all_share_is_the_assignments(tmp_path):
+    """The learner is the same in the next lesson, where the assignment has another number."""
+    found, _ = collected(tmp_path / "a", *(f"3970-2557 - {name} - Sep 24, 2024 926 PM/{FILE}" for name in ("Mia M", "Ben B")))
+    assert sorted(found) == ["Ben B", "Mia M"]
+    found, _ = collected(tmp_path / "b", f"1-9 - Mia M - Sep 24, 2024 926 PM/{FILE}", f"2-9 - Ben B - Sep 24, 2024 926 PM/{FILE}")
+    assert sorted(found) == ["Ben B_2", "Mia M_1"]
+    found, _ = collected(tmp_path / "c", f"9-1 - Mia M - Sep 24, 2024 926 PM/{FILE}", f"9-2 - Ben B - Sep 24, 2024 926 PM/{FILE}")
+    assert sorted(found) == ["Ben B_2", "Mia M_1"]
+
+
+@pytest.mark.parametrize("one, other", [
+    ("mia", "mia_v2"), ("mia", "mia (1)"), ("Mia Muster", "Muster, Mia"), ("mia_muster", "Mia Muster - late"),
+    ("Müller", "muller"),
+    ("mia attempt 1", "mia attempt 2"), ("mia_2026-03-03", "mia_2026-03-05-10-15-00"), ("mia", "mia-Copy1"),
+    ("11-222 - Mia Muster - 3 March, 2026 1015 AM", "33-222 - Mia Muster - 5 March, 2026 430 PM"),
+])
+def test_names_that_look_like_attempts_of_one_are_told_and_stay_two(tmp_path, one, other):
+    found, notes = collected(tmp_path, f"{one}/{FILE}", f"{other}/{FILE}")
+    assert len(found) == 2 and "look like attempts of one learner" in notes
+
+
+@pytest.mark.parametrize("one, other", [("student_1", "student_2"), ("mia", "mio"), ("anna_k", "anna_m"), ("s23_12", "s23_13")])
+def test_names_that_do_not_are_not(tmp_path, one, other):
+    assert "look like" not in collected(tmp_path, f"{one}/{FILE}", f"{other}/{FILE}")[1]
+
+
+@pytest.mark.parametrize("text, expected", [
+    ("3 March, 2026 1015 AM", (2026, 3, 3, 10, 15)), ("Mar 3, 2026 10:15 PM", (2026, 3, 3, 22, 15)),
+    ("2026-03-03-10-15-59", (2026, 3, 3, 10, 15, 59)), ("14 september, 2020 1219 PM", (2020, 9, 14, 12, 19)),
+    ("1 July, 2026 1200 AM", (2026, 7, 1, 0, 0)), ("1 juin 2026 0905", (2026, 6, 1, 9, 5)),
+    ("2. März 2026 14:07", (2026, 3, 2, 14, 7)),
+    ("2026-03-03 10:15:00.000000000 Z", (2026, 3, 3, 10, 15)),
+    ("sometime in 2026", None), ("31 February, 2026 1015 AM", None), ("", None)])
+def test_dates_are_read(text, expected):
+    assert platforms.moment(text) == (datetime(*expected).timestamp() if expected else 0.0)
+
+
+def test_the_date_in_a_name_counts_between_runs_too(tmp_path):
+    """Whatever the dates of the unpacked files are."""
+    found, _ = collect(tmp_path) if classroom.hand_in(tmp_path / ATTEMPTS["brightspace"][1], classroom.notebook("00")) else (0, 0)
+    assert found[0].date == datetime(2026, 3, 5, 16, 30).timestamp()
