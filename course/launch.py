@@ -33,9 +33,12 @@ import cloudpickle
 
 from course import seed
 from course.errors import ending
+from course.machine import load
 from course.meet import DISAGREE, explain, name
+from course.parallel.meeting import telling_after
 from course.seed import FORKS, START
 
+LONG = 20.0                                          # seconds after which it says that ranks take long to start
 GRACE = 2.0                                          # seconds that the others have left when one has failed
 COMMAND = "import sys; from course.worker import nursery; nursery(sys.argv[1], *map(int, sys.argv[2:]))"
 
@@ -240,12 +243,23 @@ class Pool:
             self.workers.append(worker)
             self.sources |= {worker.control: worker.listen, worker.printed: worker.echo}
         together = self.n if FORKS else 1
-        for first in range(0, self.n, together):
-            nursery = Nursery(self.workers[first:first + together], self.n, self.imports)
-            self.nurseries.append(nursery)
-            self.sources[nursery.news] = nursery.listen
-        if not self.until(lambda: "starting" not in self.states(), START) or self.failures():
-            raise self.error("The ranks did not start.", "")
+        with telling_after(LONG, lambda: f"starting {self.n} ranks takes more than {LONG:g} s: {load()}"):
+            for first in range(0, self.n, together):
+                nursery = Nursery(self.workers[first:first + together], self.n, self.imports)
+                self.nurseries.append(nursery)
+                self.sources[nursery.news] = nursery.listen
+            begun = self.until(lambda: "starting" not in self.states(), START)
+        if not begun or self.failures():
+            raise self.error(self.unstarted(), "")
+
+    def unstarted(self) -> str:
+        """Why ranks did not start, as far as can be known, and what to do."""
+        late = [worker.rank for worker in self.workers if worker.state == "starting"]
+        why = f": after {START:g} s {name(late)} had not imported PyTorch" if late else ""
+        if not all(nursery.pid for nursery in self.nurseries):
+            why = f": the process that they are forked from did not answer within {START:g} s, or was killed"
+        return (f"The ranks did not start{why}; {load()}. What they printed stands above. If it says nothing, end other "
+                "programs, or wait until the machine has less to do, and call again, or ask for fewer ranks.")
 
     def states(self) -> list[str]:
         """What each rank is at."""

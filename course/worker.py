@@ -6,6 +6,7 @@ import linecache
 import os
 import pickle
 import queue
+import select
 import shutil
 import signal
 import sys
@@ -26,7 +27,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import _rendezvous_handlers
 
-from course.launch import Failure
+from course.launch import GRACE, Failure
+from course.machine import end_with_parent
 from course.meet import lost
 from course.parallel.trace import LIBRARIES, Trace, where
 from course.seed import FORKS
@@ -57,9 +59,37 @@ def nursery(imports: str, news: int, first: int, *pipes: int) -> None:
         os.close(end)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)     # who reads what ranks print waits for all who could
     os.dup2(1, 2)
+    tend(told, born)
+
+
+def tend(told: Connection, born: dict[int, int]) -> None:
+    """Tell of each rank that ends. When the caller is gone, kill those that do not end by themselves: stopped ones, say.
+
+    The kernel tells that: nobody is left to read `told`.
+    """
+    awake, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)   # it only has to wake this process
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    watch, end = select.poll(), None
+    watch.register(awake, select.POLLIN)
+    watch.register(told, 0)                          # an error comes unasked
     while born:
-        pid, status = os.wait()
-        told.send((born.pop(pid), {"code": os.waitstatus_to_exitcode(status)}))
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid:
+            with suppress(OSError):
+                told.send((born.pop(pid), {"code": os.waitstatus_to_exitcode(status)}))
+            continue
+        if end is not None and time.monotonic() > end:
+            for rank in born:
+                with suppress(ProcessLookupError):
+                    os.killpg(rank, signal.SIGKILL)
+        for fd, _ in watch.poll(100 if end is not None else None):
+            if fd == awake:
+                os.read(awake, 4096)
+            elif end is None:
+                watch.unregister(told)
+                end = time.monotonic() + GRACE
 
 
 def begin(rank: int, n: int, ends: tuple[int, int], inherited: set[int]) -> None:
@@ -67,6 +97,7 @@ def begin(rank: int, n: int, ends: tuple[int, int], inherited: set[int]) -> None
     control, out = ends
     if os.getsid(0) != os.getpid():
         os.setsid()                                  # its own children die with it
+        end_with_parent()
     os.dup2(out, 1)
     os.dup2(out, 2)
     for fd in inherited - {control}:
@@ -99,7 +130,8 @@ def work(fd: int, rank: int, n: int) -> None:
             shutil.rmtree(folder, ignore_errors=True)
         os.killpg(0, signal.SIGKILL)
 
-    sys.stdout.reconfigure(line_buffering=True)      # type: ignore[union-attr]
+    sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)      # type: ignore[union-attr]
+    sys.stderr.reconfigure(encoding="utf-8", errors="backslashreplace")                           # type: ignore[union-attr]
     torch.set_num_threads(max(1, torch.get_num_threads() // n))
     threading.Thread(target=listen, daemon=True).start()
     send(state="ready")

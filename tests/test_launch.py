@@ -18,6 +18,7 @@ from torch.distributed.nn import functional as differentiable
 from course.config import Parallel
 from course.launch import RankError, close, ranks
 from course.parallel import build_mesh, join, leave
+from course.seed import FORKS
 
 CELL = '''\
 import torch
@@ -450,17 +451,19 @@ def test_groups_of_a_call_that_is_over_leave_no_threads():
         assert few <= many - 10
 
 
-def test_ranks_and_their_children_end_with_their_caller(tmp_path):
+@pytest.mark.parametrize("doing", ["child.wait()", "os.kill(os.getpid(), signal.SIGSTOP)", "re.match('(a+)+$', 'a' * 60 + 'b')"])
+def test_ranks_and_their_children_end_with_their_caller(tmp_path, doing):
+    """Also those that are stopped, or hold Python's lock, and so cannot see that it is gone."""
     program = tmp_path / "caller.py"
     program.write_text(f'''\
-import os, subprocess, sys
+import os, re, signal, subprocess, sys
 sys.path.insert(0, {os.getcwd()!r})
 from course.launch import ranks
 
 def work():
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
     print(os.getpid(), child.pid)
-    child.wait()
+    {doing}
 
 ranks(2, timeout=100)(work)
 ''')
@@ -475,4 +478,20 @@ ranks(2, timeout=100)(work)
     while any(map(alive, pids)) and time.monotonic() < end:
         time.sleep(0.1)
     assert not any(map(alive, pids))
-    assert not list(tmp_path.glob("ranks-*"))
+    assert doing != "child.wait()" or not list(tmp_path.glob("ranks-*"))
+
+
+def test_ranks_that_do_not_start_say_why_and_what_to_do(monkeypatch, capsys):
+    """A machine with too much to do; a process that cannot be asked for forks."""
+    close()
+    monkeypatch.setattr("course.launch.START", 0.0)
+    monkeypatch.setattr("course.launch.LONG", 0.0)
+    with pytest.raises(RankError, match=r"did not start: after 0 s ranks 0 and 1 had not .*; this machine has a load of \d+\.\d "
+                                        r"on \d+ cores, and .* GB of memory are free.* call again, or ask for fewer ranks"):
+        ranks(2)(int)
+    assert "starting 2 ranks takes more than 0 s: this machine has a load of" in capsys.readouterr().err
+    monkeypatch.setattr("course.launch.START", 60.0)
+    monkeypatch.setattr("course.seed.ask", lambda *_: (_ for _ in ()).throw(TimeoutError()))
+    if FORKS:
+        with pytest.raises(RankError, match=r"forked from did not answer within 60 s, or was killed; this machine"):
+            ranks(2)(int)

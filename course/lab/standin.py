@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from course.lab.sbatch import Script, options_of
+from course.machine import end_with_parent
 
 MINE = 'exec {python} -S -m course.lab.standin {name} "$@"'
 REAL = """case " $* " in *" course.cli "*) echo "{name} $*" >> "$STANDIN/calls" ;; *) exec {python} "$@" ;; esac"""
@@ -35,7 +36,7 @@ def programs(folder: Path, lines: Mapping[str, str]) -> None:
     """Write stand-ins to a folder, name -> what the shell does."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, line in lines.items():
-        (folder / name).write_text(f"#!/bin/sh\n{line.format(name=name, python=shlex.quote(sys.executable))}\n")
+        (folder / name).write_text(f"#!/bin/sh\n{line.format(name=name, python=shlex.quote(sys.executable))}\n", encoding="utf-8")
         (folder / name).chmod(0o755)
 
 
@@ -99,7 +100,7 @@ def srun(folder: Path, arguments: Sequence[str]) -> int:
     if act := os.environ.get("STANDIN_ACT"):
         return play(folder, act, told)
     kills = options.get("kill-on-bad-exit", os.environ.get("SLURM_KILL_BAD_EXIT", "0")) in ("", "1")
-    processes = [subprocess.Popen(words, env=os.environ | own) for own in started]
+    processes = [subprocess.Popen(words, env=os.environ | own, preexec_fn=end_with_parent) for own in started]
     write(folder / "ranks.json", [[process.pid, own["SLURMD_NODENAME"]] for process, own in
                                   zip(processes, started, strict=True)])
     ends = 0.0                                       # when those that are left are killed
@@ -168,14 +169,14 @@ def scontrol(folder: Path, arguments: Sequence[str]) -> int:
 
 def append(path: Path, line: str) -> None:
     """Add a line to a file."""
-    with open(path, "a") as file:
+    with open(path, "a", encoding="utf-8") as file:
         file.write(f"{line}\n")
 
 
 def write(path: Path, content: Any) -> None:
     """JSON under this name, whole or not at all."""
     partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(content))
+    partial.write_text(json.dumps(content), encoding="utf-8")
     partial.rename(path)
 
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,8 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from course.errors import CourseError
+from course.machine import end_with_parent
+from course.parallel.meeting import telling
 
 if TYPE_CHECKING:
     from course.config import Parallel
@@ -104,6 +107,7 @@ def join(device: str = "auto") -> World:
     Raises `CourseError` where there is no GPU for it.
     """
     rank, size, local = _identity()
+    end_with_torchrun()
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
@@ -123,7 +127,8 @@ def join(device: str = "auto") -> World:
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
         # PyTorch notes the newest collectives, of gloo and of NCCL: what a stalled run tells of (course/watchdog.py)
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
-        dist.init_process_group(backend, rank=rank, world_size=size, device_id=chosen if chosen.type == "cuda" else None)
+        with telling(rank, size, launcher()):
+            dist.init_process_group(backend, rank=rank, world_size=size, device_id=chosen if chosen.type == "cuda" else None)
     return World(rank, size, chosen)
 
 
@@ -149,6 +154,25 @@ def world_size() -> int:
 def by_torchrun() -> bool:
     """Whether torchrun started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def launcher() -> str:
+    """Who started this process as one of several: torchrun, slurm, pty (a shell of `srun --pty`), or "": somebody by hand."""
+    if by_torchrun():
+        return "torchrun"
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        return ""
+    return "pty" if "SLURM_PTY_PORT" in os.environ or "SLURM_PTY_WIN_COL" in os.environ else "slurm"
+
+
+def end_with_torchrun() -> None:
+    """End this process with the torchrun that started it, however that ends: killed, it could not stop its ranks any more.
+
+    What is started through something else, such as a profiler or a container, has that for its parent, which may end early.
+    """
+    with suppress(OSError):
+        if by_torchrun() and re.search(rb"torchrun|torch\.distributed", Path(f"/proc/{os.getppid()}/cmdline").read_bytes()):
+            end_with_parent()
 
 
 def node() -> str:
@@ -283,6 +307,7 @@ def _identity() -> tuple[int, int, int]:
     # SLURM_STEP_NUM_TASKS is set by srun alone; SLURM_NTASKS also in the batch script, which is one process
     if int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
         env.setdefault("MASTER_ADDR", _first_node())
-        env.setdefault("MASTER_PORT", str(20000 + int(env["SLURM_JOB_ID"]) % 12000))     # below the ports that systems give away
+        # below the ports that systems give away
+        env.setdefault("MASTER_PORT", str(20000 + int(env.get("SLURM_JOB_ID", 0)) % 12000))
         return int(env["SLURM_PROCID"]), int(env["SLURM_STEP_NUM_TASKS"]), int(env["SLURM_LOCALID"])
     return 0, 1, 0
