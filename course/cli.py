@@ -1,5 +1,6 @@
 """The `course` command: a thin door to the functions of the library. `course COMMAND --help` explains each."""
 
+import io
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -313,7 +314,11 @@ def release(out: Annotated[Path, typer.Option(help="a folder that does not exist
 
 
 def main() -> None:
-    """Run the command; a `CourseError` becomes one sentence and exit status 1."""
+    r"""Run the command; a `CourseError` becomes one sentence and exit status 1. What the terminal's locale has no letters for is
+    printed as \u2713."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         app()
     except CourseError as error:

@@ -83,7 +83,7 @@ def record(found: dict[str, Any], out: Path | None) -> None:
 
     if out:
         with atomic(out) as temporary:
-            temporary.write_text(json.dumps(found, indent=1) + "\n")
+            temporary.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 MODELS = {"vit": "the weather ViT", "gpt": "GPT-2's architecture, 124M to 1.3B", "dit": "DiT-XL/2 at 256 and 512 pixels"}

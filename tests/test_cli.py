@@ -177,3 +177,28 @@ def test_help_names_every_setting(monkeypatch, capsys, command):
     assert status == 0
     for field in fields({"weather": Weather, "era5": Era5}[command]):
         assert f"{field.name}=" in text or field.name == "source", field.name
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "ascii", "utf-8"])
+def test_what_the_locale_has_no_letters_for_is_printed_all_the_same(tmp_path, encoding):
+    """Learners' names, the marks of a verdict, a name of bytes that are no UTF-8: in commands, and on ranks."""
+    code = ("import sys; from course import cli; cli.app = lambda: print('M\u00fcller \u674e \u2713 \udcfc', file=sys.stderr) or "
+            "print('M\u00fcller \u674e \u2713 \udcfc'); cli.main()")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=os.environ | {"PYTHONIOENCODING": encoding})
+    assert done.returncode == 0, done.stderr
+    for printed in (done.stdout, done.stderr):
+        assert "ller" in printed.decode(encoding) and printed.decode(encoding).rstrip().endswith("\\udcfc")
+
+
+def test_ranks_print_any_letters_in_any_locale(capsys, monkeypatch):
+    from course.launch import close, ranks
+
+    monkeypatch.setenv("PYTHONIOENCODING", "latin-1")
+    close()
+
+    def speak():
+        print("Müller 李 ✓")
+
+    ranks(1)(speak)
+    close()
+    assert "[rank 0] Müller 李 ✓" in capsys.readouterr().out

@@ -47,7 +47,7 @@ def find(dotted: str) -> Object:
     if spec is None or spec.origin is None:
         raise CourseError(f"{dotted}: the library has no module {module}")
     file = Path(spec.origin)
-    text = file.read_text()
+    text = file.read_text(encoding="utf-8")
     tree = ast.parse(text)
     for node in tree.body:
         if isinstance(node, Function | ast.ClassDef) and node.name == name:
@@ -167,5 +167,5 @@ def build(objects: Sequence[str], folder: Path) -> Path:
         lines = group[0].text.splitlines()
         for start, end, indent in sorted((body for found in group for body in bodies(found.node)), reverse=True):
             lines[start - 1:end] = [indent + STUB]
-        (target / file.relative_to(PACKAGE)).write_text("\n".join(lines) + "\n")
+        (target / file.relative_to(PACKAGE)).write_text("\n".join(lines) + "\n", encoding="utf-8")
     return folder

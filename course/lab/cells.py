@@ -1,12 +1,16 @@
 """What a learner wrote: the code cells of a notebook, a script or the running kernel, and the definitions in them."""
 
 import ast
+import codecs
 import dis
 import inspect
+import io
 import json
 import re
+import tokenize
 import warnings
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType
@@ -58,27 +62,61 @@ def load(path: Path) -> Any:
 
     if path.suffix.lower() not in (".ipynb", ".py"):
         raise CourseError(f"{path}: give a notebook (.ipynb) or a script in percent format (.py)")
-    warnings.filterwarnings("ignore", category=nbformat.warnings.MissingIDFieldWarning)     # other programs write no ids of cells
+    for category in (nbformat.warnings.MissingIDFieldWarning, nbformat.warnings.DuplicateCellId):
+        warnings.filterwarnings("ignore", category=category)            # ids of cells, of which nothing here depends
     try:
         if not path.is_file():
             there = [file.name for file in path.parent.glob(f"*{path.suffix}")]
             raise CourseError(f"{path}: there is no such file{nearest(path.name, there)}")
         if path.stat().st_size > LARGEST:
             raise CourseError(f"{path} has more than {LARGEST // 1_000_000} MB: clear its outputs and save it again")
-        text = path.read_text(encoding="utf-8")
+        text = text_of(path.read_bytes())
         notebook = (nbformat.reads(text, as_version=4) if path.suffix.lower() == ".ipynb" else
                     jupytext.reads(text, fmt="py:percent"))
         for cell in notebook.cells:
             if not isinstance(cell.source, str) or not isinstance(cell.cell_type, str):
                 raise ValueError("a cell without text")
+            cell.source = unix(cell.source).removeprefix("\ufeff")
         if sum(map(len, code(notebook))) > MOST_CODE:
             raise CourseError(f"{path} has more than {MOST_CODE // 1_000_000} MB of code: put long data into a file")
     except CourseError:
         raise
     except Exception as error:                       # whatever the parsers meet in a damaged or hostile file
-        raise CourseError(f"{path} cannot be read as a notebook ({type(error).__name__}): open it in JupyterLab and save it "
-                          "again") from error
+        raise CourseError(f"{path} cannot be read as a notebook ({type(error).__name__}): {cure(path)}") from error
     return notebook
+
+
+def cure(path: Path) -> str:
+    """What to do about a notebook that cannot be read."""
+    try:
+        raw = path.read_bytes()
+        json.loads(text_of(raw))
+    except OSError:
+        return "see whether you may read it"
+    except (ValueError, RecursionError):             # JupyterLab would not open it either
+        if any(line.strip().startswith((b"<<<<<<< ", b">>>>>>> ")) for line in raw.splitlines()):
+            return "it holds a conflict of git's, between <<<<<<< and >>>>>>>: settle it there, or take either version whole"
+        return "it is empty, cut off, or was changed by another program: take an earlier copy, or write it anew from the lesson's"
+    return "open it in JupyterLab and save it again"
+
+
+def text_of(data: bytes) -> str:
+    """The text of a notebook or script, in whatever encoding a program on its way has saved it, with Unix's line ends."""
+    marks = [(codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32"),
+             (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16")]
+    named = [encoding for mark, encoding in marks if data.startswith(mark)][:1]
+    named = named or [json.detect_encoding(data)]    # UTF-16 and UTF-32 without a mark have zeros at its beginning
+    with suppress(SyntaxError):                      # a line such as # -*- coding: latin-1 -*-
+        named.append(tokenize.detect_encoding(io.BytesIO(data).readline)[0])
+    for encoding in (*named, "cp1252"):
+        with suppress(UnicodeDecodeError, LookupError):
+            return unix(data.decode(encoding))
+    return unix(data.decode("latin-1"))              # which takes every byte
+
+
+def unix(text: str) -> str:
+    """Text whose lines end as Unix has them."""
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def new_metadata(course: dict[str, Any]) -> Any:

@@ -326,10 +326,10 @@ def execute(exercise: Exercise, answers: Sequence[tuple[Sequence[Piece], Tensors
     with workspace() as folder:
         job = {"exercise": exercise.name, "module": exercise.program.__module__, "answers": len(answers), "ranks": size,
                "seconds": RANK_SECONDS}
-        (folder / "job.json").write_text(json.dumps(job))
+        (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
         for number, (pieces, inputs) in enumerate(answers):
             save_file({name: tensor.contiguous() for name, tensor in inputs.items()}, folder / f"inputs-{number}.safetensors")
-            (folder / f"answer-{number}.json").write_text(json.dumps(list(map(astuple, pieces))))
+            (folder / f"answer-{number}.json").write_text(json.dumps(list(map(astuple, pieces))), encoding="utf-8")
         package = blanked(exercise.objects)
         ended = sandbox.run([sys.executable, "-m", "course.lab.child", str(folder)], folder, [package],
                             {"PYTHONPATH": str(package)}, limits, layers, [f"began-{rank}" for rank in range(size)])

@@ -30,7 +30,7 @@ NOT_YOURS = ("no line of yours raised this, but the library could not go on with
 
 def main(folder: Path) -> None:
     """Run every answer of the job, on one rank or several."""
-    job = json.loads((folder / "job.json").read_text())
+    job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
     for number in range(job["answers"]):
         if job["ranks"] > 1:
             on_ranks(job, folder, number)
@@ -49,7 +49,7 @@ def on_ranks(job: dict[str, Any], folder: Path, number: int) -> None:
         call = ranks(job["ranks"], timeout=job["seconds"], imports=job["module"])
         call(on_rank, str(folder), number, job["module"], job["exercise"])
     except RankError as error:
-        said = {rank: json.loads(file.read_text()) for rank in range(job["ranks"])
+        said = {rank: json.loads(file.read_text(encoding="utf-8")) for rank in range(job["ranks"])
                 if (file := folder / f"error-{number}-{rank}.json").exists()}
         if error.unmet:
             told = {"kind": "ranks", "text": error.unmet, "cure": ""}
@@ -106,7 +106,7 @@ def load(path: Path, names: tuple[str, ...]) -> dict[str, Any]:
     module = types.ModuleType("answer")
     sys.modules["answer"] = module
     future = 0
-    for cell, line, text in json.loads(path.read_text()):
+    for cell, line, text in json.loads(path.read_text(encoding="utf-8")):
         remember(cell, line, text)
         code = compile("\n" * (line - 1) + text, cell, "exec", future, dont_inherit=True)
         future |= code.co_flags & __future__.annotations.compiler_flag          # which all that follows is to have
@@ -166,7 +166,7 @@ def owner(error: BaseException) -> str:
 
 def write(path: Path, told: dict[str, str]) -> None:
     """Write down what went wrong; of a long text the end."""
-    path.write_text(json.dumps(told | {"text": told["text"][-8000:]}))
+    path.write_text(json.dumps(told | {"text": told["text"][-8000:]}), encoding="utf-8")
 
 
 if __name__ == "__main__":

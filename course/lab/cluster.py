@@ -107,7 +107,7 @@ class Cluster:
         """
         try:
             done = subprocess.run(list(map(str, command)), cwd=cwd, env=self.environment(**environment), capture_output=True,
-                                  text=True, timeout=seconds, restore_signals=False)
+                                  text=True, encoding="utf-8", errors="replace", timeout=seconds, restore_signals=False)
         except subprocess.TimeoutExpired as error:
             raise CourseError(f"{command[0]} did not answer in {seconds:g} s: see whether this Slurm still runs; {self.folder} "
                               "has the daemons' logs") from error
@@ -139,7 +139,7 @@ class Cluster:
     def log(self, job: int) -> str:
         """What a job has printed so far; its standard output, and its errors if they are in the same file."""
         path = Path(self.describe(job)["StdOut"])
-        return path.read_text(errors="replace") if path.is_file() else ""
+        return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
     def nodes(self) -> dict[str, str]:
         """Each node's state: idle, mixed, allocated, down ... A mark is appended if it does not answer (`idle*`)."""
@@ -152,7 +152,7 @@ class Cluster:
 
     def kill_node(self, name: str) -> None:
         """Kill a node's slurmd, as a crash would. What its jobs started goes on; after SlurmdTimeout the node counts as lost."""
-        os.kill(int((self.folder / f"{name}.pid").read_text()), signal.SIGKILL)
+        os.kill(int((self.folder / f"{name}.pid").read_text(encoding="utf-8")), signal.SIGKILL)
 
     def stop(self) -> None:
         """End all jobs and daemons of this Slurm, and remove its folder; none of it has to answer."""
@@ -202,7 +202,8 @@ def start(folder: Path, nodes: int = 2, cpus: int = 8, gpus: int = 0, timeout: i
         for name in names:
             cluster.start_node(name)
         if not until(lambda: idle(cluster, names), START):
-            logs = "\n".join(path.read_text(errors="replace")[-1000:] for path in sorted(cluster.folder.glob("*.log")))
+            files = sorted(cluster.folder.glob("*.log"))
+            logs = "\n".join(file.read_text(encoding="utf-8", errors="replace")[-1000:] for file in files)
             raise CourseError(f"Slurm's nodes are not idle after {START:g} s; the ends of its logs:\n{logs}")
     except BaseException:
         stop(cluster.folder)
@@ -223,9 +224,9 @@ def prepare(cluster: Cluster, nodes: int, cpus: int, gpus: int, timeout: int, pa
     devices = [folder / f"gpu{i}" for i in range(gpus)]
     for device in devices:
         device.touch()
-    (folder / "gres.conf").write_text("".join(f"Name=gpu File={device}\n" for device in devices))
+    (folder / "gres.conf").write_text("".join(f"Name=gpu File={device}\n" for device in devices), encoding="utf-8")
     if newer_than_22():                              # 22.05 refuses this word, and later versions look for systemd without it
-        (folder / "cgroup.conf").write_text("CgroupPlugin=disabled\n")
+        (folder / "cgroup.conf").write_text("CgroupPlugin=disabled\n", encoding="utf-8")
     cluster.configuration.write_text(CONFIGURATION.format(
         host=socket.gethostname().split(".")[0], user=psutil.Process().username(), folder=folder, controller=controller,
         ports=f"{first}-{first + nodes - 1}", nodes=nodes, cpus=cpus, gres=f"Gres=gpu:{gpus}" if gpus else "", timeout=timeout,

@@ -43,7 +43,7 @@ def collectives(function: Callable[[], Any]) -> tuple[Any, list[Collective]]:
         with Trace(folder, rank):
             result = function()
         file = trace_file(folder, rank)
-        records = [json.loads(line) for line in file.read_text().splitlines()] if os.path.exists(file) else []
+        records = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if os.path.exists(file) else []
     return result, [Collective(record["op"], tuple(record["ranks"]), size(record)) for record in records
                     if not record["op"].startswith("new_group")]
 

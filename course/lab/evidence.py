@@ -34,7 +34,7 @@ def gather(report: Mapping[str, Any], base: Path) -> dict[str, Any]:
 def recorded(run: Path) -> dict[str, Any] | None:
     """Which job wrote a run; None if nothing says so."""
     try:
-        found = json.loads((run / RECORD).read_text())
+        found = json.loads((run / RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None

@@ -60,7 +60,7 @@ class Exercise:
     @property
     def version(self) -> str:
         """Changes when the check or the answer does: 12 hexadecimal digits."""
-        definition = Path(str(sys.modules[self.program.__module__].__file__)).read_text()
+        definition = Path(str(sys.modules[self.program.__module__].__file__)).read_text(encoding="utf-8")
         text = definition + "".join(map(blank.answer, self.objects))
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 

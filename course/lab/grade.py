@@ -159,12 +159,12 @@ def take_in(folder: Path, graded: Sequence[Graded], out: Path) -> list[scale.Cla
             continue
         claim = scale.lasting(scale.judge(found[-1], s.learner, s.lesson, s.path, one.verdicts), claimed(kept))
         with atomic(kept) as temporary:
-            temporary.write_text(json.dumps(asdict(claim), indent=1))
+            temporary.write_text(json.dumps(asdict(claim), indent=1), encoding="utf-8")
     claims = list(filter(None, map(claimed, sorted((out / "claims").glob("*.json")))))
     (out / "claims.csv").unlink(missing_ok=True)     # written below, if there are any
     if claims:
         heads = ["learner", "lesson", "file", "taken", "job", "speed", "hardware", "numbers", "note", "runs"]
-        with atomic(out / "claims.csv") as temporary, open(temporary, "w", newline="") as file:
+        with atomic(out / "claims.csv") as temporary, open(temporary, "w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
             writer.writerow(heads)
             for claim in claims:
@@ -183,7 +183,7 @@ def take_in(folder: Path, graded: Sequence[Graded], out: Path) -> list[scale.Cla
 def claimed(path: Path) -> scale.Claim | None:
     """A kept claim; None if it is damaged, or of another version of the course."""
     try:
-        return scale.Claim(**json.loads(path.read_text()))
+        return scale.Claim(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
 
@@ -204,15 +204,15 @@ def note(claim: scale.Claim) -> str:
 def settle_seed(out: Path, seed: int | None) -> int:
     """The seed of the hidden inputs: as given, or that of the run which this one goes on with, or a new one."""
     path = out / "seed"
-    if seed is None and path.is_file() and path.read_text().strip().isdigit():
-        return int(path.read_text())
+    if seed is None and path.is_file() and path.read_text(encoding="utf-8").strip().isdigit():
+        return int(path.read_text(encoding="utf-8"))
     return secrets.randbits(31) if seed is None else seed
 
 
 def keep_seed(out: Path, seed: int) -> None:
     """Write the seed down for the runs that go on with this one."""
     with atomic(out / "seed") as temporary:
-        temporary.write_text(f"{seed}\n")
+        temporary.write_text(f"{seed}\n", encoding="utf-8")
 
 
 def grade(submission: Submission, out: Path, seed: int) -> Graded:
@@ -221,7 +221,7 @@ def grade(submission: Submission, out: Path, seed: int) -> Graded:
     record = {**key(submission, seed), "date": dated(submission),
               "verdicts": [asdict(verdict) for verdict in verdicts]}
     with atomic(kept_at(submission, out)) as temporary:
-        temporary.write_text(json.dumps(record, indent=1))
+        temporary.write_text(json.dumps(record, indent=1), encoding="utf-8")
     return Graded(submission, verdicts)
 
 
@@ -259,7 +259,7 @@ def earlier(out: Path, submissions: Sequence[Submission]) -> list[Graded]:
 def result(path: Path) -> Kept | None:
     """A kept result, whole, with its verdicts; None if it is missing or damaged."""
     try:
-        kept = json.loads(path.read_text())
+        kept = json.loads(path.read_text(encoding="utf-8"))
         verdicts = tuple(Verdict(**{**v, "facts": tuple(Fact(**fact) for fact in v["facts"])}) for v in kept["verdicts"])
         told = {"learner": str(kept["learner"]), "lesson": str(kept["lesson"]), "notebook": str(kept.get("notebook", "")),
                 "date": float(kept.get("date", 0))}

@@ -159,10 +159,10 @@ def grading(name: str, solution: bool) -> dict[str, Any]:
 
 def digest(master: Path) -> str:
     """Of all that a lesson shows: its master, answers, library objects, the recorded results that it names; and this builder."""
-    text = master.read_text()
+    text = master.read_text(encoding="utf-8")
     marked = [exercises.find(name).objects for name in re.findall(r'^# %%.*exercise="([\w-]+)"', text, re.MULTILINE)]
     shown = sorted({dotted for objects in marked for dotted in objects} | set(SHOW.findall(text)))
-    recorded = (path.read_text() for path in sorted(RESULTS.glob("*.json")) if f'"{path.stem}"' in text)
+    recorded = (path.read_text(encoding="utf-8") for path in sorted(RESULTS.glob("*.json")) if f'"{path.stem}"' in text)
     parts = [EDITION, text, *(blank.shown(dotted) for dotted in shown), *recorded]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
@@ -258,6 +258,6 @@ def write(notebook: Any, path: Path) -> None:
     import nbformat
 
     text = nbformat.writes(notebook) + "\n"
-    if not path.is_file() or path.read_text() != text:
+    if not path.is_file() or path.read_text(encoding="utf-8") != text:
         with atomic(path) as temporary:
-            temporary.write_text(text)
+            temporary.write_text(text, encoding="utf-8")

@@ -151,7 +151,7 @@ class Pretended:
             self.jobs[job] = [start(restarts), start, restarts]
             process = self.jobs[job][0]
         state = {None: "RUNNING", 0: "COMPLETED"}.get(process.poll(), "FAILED")
-        log = (place / "log").read_text(errors="replace")
+        log = (place / "log").read_text(encoding="utf-8", errors="replace")
         return Job(job, state, restarts, "two pretended nodes", getpass.getuser(), "", log)
 
     def wait(self, job: int) -> Job:
@@ -166,7 +166,7 @@ class Pretended:
 
     def lose(self, job: int) -> None:
         """Kill the ranks of the second node."""
-        for pid, node in json.loads((self.folder / str(job) / "ranks.json").read_text()):
+        for pid, node in json.loads((self.folder / str(job) / "ranks.json").read_text(encoding="utf-8")):
             if node == self.NAMES[1]:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -229,4 +229,5 @@ def reached(run: Path, step: int, nodes: Slurm | Pretended, job: int) -> int:
 def keep(run: Path, job: Job) -> None:
     """Note beside a run which job wrote it: for the report."""
     with atomic(run / RECORD) as temporary:
-        temporary.write_text(json.dumps({name: value for name, value in asdict(job).items() if name != "log"}, indent=1) + "\n")
+        told = {name: value for name, value in asdict(job).items() if name != "log"}
+        temporary.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")

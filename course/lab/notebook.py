@@ -178,7 +178,7 @@ def results(name: str) -> dict[str, Any]:
     if not path.is_file():
         there_are = ", ".join(sorted(file.stem for file in RESULTS.glob("*.json")))
         raise CourseError(f"there is no recorded result {name}; there are {there_are}")
-    found: dict[str, Any] = json.loads(path.read_text())
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return found
 
 

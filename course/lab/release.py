@@ -38,7 +38,7 @@ def main(out: Path, root: Path = lessons.ROOT) -> None:
                 shutil.copy2(source, target)
         ignored = temporary / ".gitignore"
         if (temporary / "submit" / "site").exists() and ignored.is_file():      # it goes into whatever repository this becomes
-            ignored.write_text(ignored.read_text().replace("submit/site\n", ""))
+            ignored.write_text(ignored.read_text(encoding="utf-8").replace("submit/site\n", ""))
     print(f"wrote {out}: {len(notebooks)} blank notebooks and the library. The library is public: it holds the answers to those "
           "exercises that are objects of it, and the known mistakes from which checks draw their hints")
 
@@ -49,5 +49,5 @@ def dangling(root: Path) -> list[str]:
     pages = [root / "README.md", *sorted(root.glob("docs/*.md")), *sorted(root.glob("submit/*.md")), *lessons.masters([], root)]
     return [f"{page.relative_to(root)}, line {number}: there is no lesson {name}: take the line out, or bring its master back"
             for page in pages if page.is_file()
-            for number, line in enumerate(page.read_text().splitlines(), 1)
+            for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1)
             for name in LINK.findall(line) if name not in there]

@@ -75,14 +75,14 @@ def on_ranks(path: Path, name: str, folder: Path) -> None:
         except Exception as error:
             if not lost(error):
                 with atomic(folder / f"{name}.{world.rank}.error") as temporary:           # several ranks may fail at once
-                    temporary.write_text(f"rank {world.rank}: {child.complaint(error)['text']}"[:4000])
+                    temporary.write_text(f"rank {world.rank}: {child.complaint(error)['text']}"[:4000], encoding="utf-8")
             abandon(world)
             raise
     passed = bool(found["facts"]) and all(fact["held"] for fact in found["facts"])
     if world.rank == 0:
         record = {"exercise": name, "version": exercise.version, "seed": seed, "ranks": world.size, "passed": passed, **found}
         with atomic(folder / f"{name}.json") as temporary:
-            temporary.write_text(json.dumps(record, indent=1))
+            temporary.write_text(json.dumps(record, indent=1), encoding="utf-8")
         print("\n".join([f"{name}, {world.size} ranks: {'passed' if passed else 'not yet'}",
                          *(f"  {MARKS[outcome(Fact(**fact))][0]} {fact['text']}" for fact in found["facts"])]), flush=True)
     leave()
@@ -101,7 +101,7 @@ def compared(exercise: Exercise, pieces: Sequence[tuple[str, int, str]], seed: i
     device, expected, reference = trusted(exercise, seed, world.device)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "answer.json")
-        file.write_text(json.dumps(pieces))
+        file.write_text(json.dumps(pieces), encoding="utf-8")
         with child.installed(exercise.objects, child.load(file, exercise.names)):
             got, seconds = timed(exercise, seed, device)
     host = {key: value.cpu() for key, value in got.items()}
@@ -148,8 +148,8 @@ def device_name(device: torch.device) -> str:
     """What computes: the GPU's name or the processor's."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    with open("/proc/cpuinfo") if Path("/proc/cpuinfo").exists() else open(os.devnull) as file:
-        found = re.search(r"model name\s*: (.+)", file.read())
+    about = Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*: (.+)", about.read_text(encoding="utf-8", errors="replace") if about.exists() else "")
     return found[1] if found else platform.machine()
 
 
@@ -161,9 +161,10 @@ def finish(path: Path, folder: Path, verdicts: Sequence[Verdict]) -> Path:
                                        "facts": [asdict(fact) for fact in verdict.facts], "seconds": verdict.seconds}
     for name in with_ranks(path):
         file, stopped = folder / f"{name}.json", sorted(folder.glob(f"{name}.*.error"))
-        why = stopped[0].read_text() if stopped else "its step of the job ended without a result: the job's log says why"
+        why = "its step of the job ended without a result: the job's log says why"
+        why = stopped[0].read_text(encoding="utf-8") if stopped else why
         missing = {"version": find(name).version, "passed": False, "facts": [asdict(Fact(False, why))]}
-        exercises[name] = json.loads(file.read_text()) if file.is_file() else missing
+        exercises[name] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else missing
     result = {"schema": SCHEMA, "lesson": lesson_of(path, cells.load(path)), "notebook": sha256(path), "file": path.name,
               "checked": datetime.now().strftime(STAMP), "exercises": exercises, "measured": measured(path), "job": job(),
               "runs": evidence.gather(assigned(path, "report"), path.resolve().parent.parent),
@@ -171,7 +172,7 @@ def finish(path: Path, folder: Path, verdicts: Sequence[Verdict]) -> Path:
                            "torch": torch.__version__, "python": platform.python_version()}}
     out = path.with_name(path.stem + SUFFIX)
     with atomic(out) as temporary:
-        temporary.write_text(json.dumps(result, indent=1) + "\n")
+        temporary.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return out
 
 
@@ -262,7 +263,7 @@ def judge(path: Path, learner: str, lesson: str, notebook: Path, verdicts: Seque
     try:
         if path.stat().st_size > LARGEST:
             return refused(f"it has more than {LARGEST // 1000} kB")
-        result = json.loads(path.read_text())
+        result = json.loads(path.read_bytes())       # in whatever encoding a tool on the way has saved it
         if result["schema"] != SCHEMA:
             return refused(f"its schema is {str(result['schema'])[:20]}, not {SCHEMA}: check the notebook again with this course")
         if result["notebook"] != sha256(notebook):
@@ -363,7 +364,7 @@ def said(*command: str) -> str:
 def lines(*command: str) -> list[str]:
     """All lines that it prints, or none."""
     try:
-        asked = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        asked = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=60)
     except (OSError, subprocess.SubprocessError):
         return []
     return asked.stdout.strip().splitlines() if asked.returncode == 0 else []

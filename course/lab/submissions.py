@@ -102,7 +102,7 @@ def collect(folder: Path) -> tuple[list[Submission], list[str]]:
             told = lesson_of(path, cells.load(path))
         except CourseError:
             told = lesson
-            notes.append(f"{name} cannot be read" + (": all its exercises fail" if lesson else
+            notes.append(f"{name} cannot be read" + (f": all its exercises fail; {cells.cure(path)}" if lesson else
                                                      ", and its name says no lesson: left out"))
             if not lesson:
                 continue

@@ -139,3 +139,63 @@ def test_cells_without_ids_are_read_without_a_warning(tmp_path):
         warnings.simplefilter("always")
         assert cells.code(cells.load(file)) == ["x = 1"]
     assert not told
+
+
+WINDOWS = {
+    "a mark": lambda text: text.encode("utf-8-sig"), "CRLF": lambda text: text.replace("\n", "\r\n").encode(),
+    "old line ends": lambda text: text.replace("\n", "\r").encode(), "UTF-16": lambda text: text.encode("utf-16"),
+    "UTF-16 without a mark": lambda text: text.encode("utf-16-le"), "UTF-16, the other order": lambda text:
+    b"\xfe\xff" + text.encode("utf-16-be"), "UTF-32": lambda text: text.encode("utf-32"),
+    "Windows' own": lambda text: text.replace("李", "ß").encode("cp1252"),
+    "a mark and CRLF": lambda text: text.replace("\n", "\r\n").encode("utf-8-sig"),
+}
+ANSWER = "# größer → 李\ndef f(x):\n    return 'ü' * x\n"
+
+
+@pytest.mark.parametrize("suffix", [".ipynb", ".py"])
+@pytest.mark.parametrize("how", WINDOWS)
+def test_a_file_is_read_however_a_program_on_windows_saves_it(tmp_path, how, suffix):
+    path = tmp_path / f"01_baseline{suffix}"
+    answer = ANSWER if how != "Windows' own" else ANSWER.replace("→", "-")
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell("# Übung"), nbformat.v4.new_code_cell(answer)])
+    text = f"# %% [markdown]\n# # Übung\n\n# %%\n{answer}"
+    text = json.dumps(notebook, ensure_ascii=False, indent=1) if suffix == ".ipynb" else text
+    path.write_bytes(WINDOWS[how](text))
+    read = cells.load(path)
+    assert read.cells[0].source.rstrip("\n") == "# Übung"
+    space, _ = run(cells.code(read), "f")
+    assert space["f"](2) == "üü" and "\r" not in "".join(cells.code(read))
+
+
+def test_a_script_that_names_its_encoding_is_read_in_it(tmp_path):
+    path = tmp_path / "01_baseline.py"
+    path.write_bytes("# -*- coding: koi8-r -*-\n# %%\nanswer = 'привет'\n".encode("koi8-r"))
+    assert "привет" in "".join(cells.code(cells.load(path)))
+
+
+def test_line_ends_and_marks_inside_cells_are_no_part_of_them(tmp_path):
+    path = tmp_path / "01_baseline.ipynb"
+    nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("\ufeffdef f(x):\r\n    return x\r\n")]), path)
+    assert cells.code(cells.load(path)) == ["def f(x):\n    return x\n"]
+
+
+@pytest.mark.parametrize("text, says", [
+    ('{\n  <<<<<<< HEAD\n "cells": [],\n=======\n "cells": 1,\n>>>>>>> other\n}', "conflict of git's"), ('{"cells": [', "cut off"),
+    ("", "empty"), ('{"cells": [], "metadata": {}, "nbformat": 9}', "open it in JupyterLab")])
+def test_the_cure_is_one_that_helps(tmp_path, text, says):
+    path = tmp_path / "01_baseline.ipynb"
+    path.write_text(text)
+    with pytest.raises(CourseError) as caught:
+        cells.load(path)
+    assert says in str(caught.value) and ("JupyterLab" in str(caught.value)) == ("JupyterLab" in says)
+
+
+def test_ids_of_cells_that_are_there_twice_or_not_say_nothing(tmp_path, recwarn):
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(f"x = {i}") for i in range(4)])
+    for cell in notebook.cells:
+        cell["id"] = "same"
+    notebook.cells[3].pop("id")
+    path = tmp_path / "01_baseline.ipynb"
+    path.write_text(json.dumps(notebook))
+    warnings.simplefilter("always")
+    assert len(cells.load(path).cells) == 4 and not recwarn.list
