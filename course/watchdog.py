@@ -12,6 +12,7 @@ longer, excuses those that wait for it. Which collective a rank waits in comes f
 import faulthandler
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -23,6 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, NoReturn
 
+import psutil
 import torch
 
 from course.checkpoint import steps
@@ -38,6 +40,7 @@ SLOW, LEAST = 6.0, 60.0                              # how many times stall_s st
 BEAT = 2.0                                           # seconds between two records of a rank, of few ranks
 MISSED = 3                                           # records that a rank may miss before it counts as silent
 GRACE = 2.0                                          # seconds for the one that tells, before the others end
+NEAR = 16                                            # ranks on either side that one looks after: those of its node are next to it
 SIZE, SHORT = 16_384, 1024                           # bytes of a record: taken at once, so that a full disk loses none; of
                                                      # which so many are written as long as there is no stack to tell
 PARTS = ("starting", "waiting for data", "in its step", "validating", "saving")      # of a step, in order
@@ -120,6 +123,8 @@ class Watchdog:
         faulthandler.cancel_dump_traceback_later()
         self._dump.close()
         refused = isinstance(error, CourseError) and self._now[2] == 0      # before its first step: leaves no trace
+        if error is not None:
+            self.end_silent()
         if error is None or refused or self.world.size == 1:
             self._tidy()
         elif not lost(error):
@@ -185,6 +190,7 @@ class Watchdog:
             if answers:
                 if found is not None and found.end:
                     time.sleep(GRACE)
+                    self.end_silent()
                     os._exit(1)
                 return
         looks = {rank: self._look(rank) for rank in range(self.world.size) if rank != self.world.rank}
@@ -209,7 +215,18 @@ class Watchdog:
         self._write(end="told that the run cannot go on")
         threading.Thread(target=fail, args=(self.world,), daemon=True).start()      # may hang where the store is kept
         time.sleep(min(GRACE, self.period))
+        self.end_silent()
         os._exit(1)
+
+    def end_silent(self) -> None:
+        """Kill ranks of this node that cannot end by themselves, now that the run has failed: stopped ones, and those that have
+        long been silent. They would hold the job until its launcher gives up. Of many ranks each looks after those next to it.
+        """
+        for rank in range(max(0, self.world.rank - NEAR), min(self.world.size, self.world.rank + NEAR + 1)):
+            found, answers = self._look(rank)
+            if rank != self.world.rank and found and not found.end and is_here(found) and (not answers or is_stopped(found.pid)):
+                with suppress(OSError):
+                    os.kill(found.pid, signal.SIGKILL)
 
     def _mourn(self, error: BaseException) -> None:
         """Another rank is gone. The lowest of those left finds out who, and says so; the others end without a word."""
@@ -312,7 +329,20 @@ def stacks(run: Path, rank: int) -> str:
 
 def is_dead(record: Record) -> bool:
     """Whether a rank's process, if it is one of this node, is no more."""
-    return (record.host, record.space) == (node(), process_space()) and ended(record.pid)
+    return is_here(record) and ended(record.pid)
+
+
+def is_here(record: Record) -> bool:
+    """Whether a rank's process is one of this node, and its number means something here."""
+    return (record.host, record.space) == (node(), process_space())
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process of this node is stopped (SIGSTOP)."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_STOPPED
+    except psutil.Error:
+        return False
 
 
 def first_line(error: BaseException) -> str:

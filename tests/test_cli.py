@@ -181,9 +181,9 @@ def test_help_names_every_setting(monkeypatch, capsys, command):
 
 @pytest.mark.parametrize("encoding", ["latin-1", "ascii", "utf-8"])
 def test_what_the_locale_has_no_letters_for_is_printed_all_the_same(tmp_path, encoding):
-    """Learners' names, the marks of a verdict, a name of bytes that are no UTF-8: in commands, and on ranks."""
-    code = ("import sys; from course import cli; cli.app = lambda: print('M\u00fcller \u674e \u2713 \udcfc', file=sys.stderr) or "
-            "print('M\u00fcller \u674e \u2713 \udcfc'); cli.main()")
+    """Learners' names, the marks of a verdict, a name of bytes that are no UTF-8."""
+    code = (r"import sys; from course import cli; text = 'M\u00fcller \u674e \u2713 \udcfc'; "
+            "cli.app = lambda: print(text, file=sys.stderr) or print(text); cli.main()")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=os.environ | {"PYTHONIOENCODING": encoding})
     assert done.returncode == 0, done.stderr
     for printed in (done.stdout, done.stderr):

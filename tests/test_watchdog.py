@@ -1,6 +1,7 @@
 """A run in which a rank stalls or dies ends by itself, and says who it was."""
 
 import json
+import signal
 import subprocess
 import sys
 import threading
@@ -350,6 +351,28 @@ def test_a_rank_that_stalls_ends_the_run_which_names_it(small_data, tmp_path, fa
     assert "goes on from" in lines[2] and "step_000003" in lines[2]
     wanted = {"loop": "in suffer", "hold": "in suffer"}.get(fault)
     assert wanted is None or any(wanted in line for line in lines[3:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fault", "stall_s", "ranks"), [("stop", 2, 2), ("hold", 2, 2), ("stop", 600, 3)])
+def test_a_stopped_rank_ends_with_the_run_whoever_started_it(small_data, tmp_path, fault, stall_s, ranks):
+    """With no launcher above them. Of three, one is killed while another one is stopped: nobody waits for it any more."""
+    settings = [*tiny_settings(small_data, tmp_path), "train.steps=400", "data.workers=0", "train.global_batch=6",
+                f"train.stall_s={stall_s}"]
+    processes = start(["tests.faults", fault, "1", "4", *settings], ranks)
+    try:
+        if ranks == 3:
+            end = time.monotonic() + 60
+            while not watchdog.is_stopped(processes[1].pid):
+                assert time.monotonic() < end
+                time.sleep(0.1)
+            processes[2].kill()
+        assert processes[1].wait(timeout=90) == -signal.SIGKILL
+        assert processes[0].wait(timeout=30) == 1
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from course.errors import CourseError, nearest
 from course.meet import CELL
 
 LARGEST = 50_000_000                                 # bytes of a notebook, outputs and all, that anybody has a reason to hand in
+COOKIE = re.compile(r"\A((?:[^\n]*\n)?[ \t\f]*#.*?coding[:=][ \t]*)[-\w.]+")        # Python's: in the first or second line
 MOST_CODE = 1_000_000                                # characters of code in it
 
 
@@ -72,7 +73,7 @@ def load(path: Path) -> Any:
             raise CourseError(f"{path} has more than {LARGEST // 1_000_000} MB: clear its outputs and save it again")
         text = text_of(path.read_bytes())
         notebook = (nbformat.reads(text, as_version=4) if path.suffix.lower() == ".ipynb" else
-                    jupytext.reads(text, fmt="py:percent"))
+                    jupytext.reads(COOKIE.sub(r"\1utf-8", text, count=1), fmt="py:percent"))       # it takes no other
         for cell in notebook.cells:
             if not isinstance(cell.source, str) or not isinstance(cell.cell_type, str):
                 raise ValueError("a cell without text")
@@ -88,6 +89,8 @@ def load(path: Path) -> Any:
 
 def cure(path: Path) -> str:
     """What to do about a notebook that cannot be read."""
+    if path.suffix.lower() == ".py":
+        return "save it as text, in percent format"
     try:
         raw = path.read_bytes()
         json.loads(text_of(raw))

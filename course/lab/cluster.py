@@ -35,6 +35,7 @@ DAEMONS = ("munged", "slurmctld", "slurmscriptd", "slurmd", "slurmstepd")
 ELSEWHERE = os.pathsep.join(["/usr/local/sbin", "/usr/sbin", "/sbin"])          # where daemons lie, outside a user's PATH
 START, PATIENCE = 60.0, 240.0                        # seconds that the nodes may take to come up; that a job may take
 ANSWER = 10.0                                        # seconds in which a controller that lives tells its jobs
+LONG = 15.0                                          # seconds after which it says what a job waits for
 LOOK = 0.2                                           # seconds between two looks
 OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "BOOT_FAIL", "DEADLINE")
 
@@ -130,11 +131,16 @@ class Cluster:
 
     def wait(self, job: int, states: Sequence[str] = OVER, seconds: float = PATIENCE) -> str:
         """Wait until a job is in one of these states, which is returned; a `CourseError` with its log if that takes too long."""
-        if not until(lambda: self.state(job) in states, seconds):
+        if not until(lambda: self.state(job) in states, seconds, lambda: self.queued(job)):
             told = self.describe(job)
             raise CourseError(f"job {job} is {told['JobState']} ({told.get('Reason', '')}) after {seconds:g} s, not yet "
                               f"{' or '.join(states)}; the end of its log:\n{self.log(job)[-3000:]}")
         return self.state(job)
+
+    def queued(self, job: int) -> str:
+        """A sentence on a job that waits for its turn; "" of one that does not."""
+        told = self.describe(job)
+        return f"job {job} waits in the queue ({told.get('Reason', 'no reason given')})" if told["JobState"] == "PENDING" else ""
 
     def log(self, job: int) -> str:
         """What a job has printed so far; its standard output, and its errors if they are in the same file."""
@@ -259,12 +265,18 @@ def idle(cluster: Cluster, names: Sequence[str]) -> bool:
         return False
 
 
-def until(done: Callable[[], bool], seconds: float) -> bool:
-    """Look again and again whether something is so; False if it is not after so many seconds."""
-    end = time.monotonic() + seconds
+def until(done: Callable[[], bool], seconds: float, tell: Callable[[], str] = str) -> bool:
+    """Look again and again whether something is so; False if it is not after so many seconds. tell: what to say, if anything,
+    when that has taken a while."""
+    begin, silent = time.monotonic(), True
     while not done():
-        if time.monotonic() > end:
+        passed = time.monotonic() - begin
+        if passed > seconds:
             return False
+        if silent and passed > LONG:
+            silent = False
+            if sentence := tell():
+                print(sentence, flush=True)
         time.sleep(LOOK)
     return True
 

@@ -32,7 +32,7 @@ from course.lab.cluster import fields
 from course.lab.exercise import Exercise, find
 from course.lab.platforms import Platform
 from course.lab.present import MARKS, outcome
-from course.lab.submissions import lesson_of, of_lesson, owner
+from course.lab.submissions import lesson_of, normal_path, of_lesson, owner
 from course.meet import lost
 from course.parallel.mesh import World, abandon, join, leave
 
@@ -247,8 +247,9 @@ def result_files(folder: Path, learner: str, lesson: str) -> list[Path]:
     for path in sorted(folder.rglob(f"*{SUFFIX}")):
         named = path.with_name(path.name.removesuffix(SUFFIX) + ".ipynb").relative_to(folder)
         if path.is_file() and not path.is_symlink() and owner(named, platform) == learner and lesson_of(named) == lesson:
-            found.append(path)
-    return sorted(found, key=lambda path: path.stat().st_mtime)
+            told = platform.attempt(normal_path(named))
+            found.append(((told.moment, told.number, path.stat().st_mtime), path))
+    return [path for _, path in sorted(found)]
 
 
 def judge(path: Path, learner: str, lesson: str, notebook: Path, verdicts: Sequence[Verdict],

@@ -180,8 +180,8 @@ def test_line_ends_and_marks_inside_cells_are_no_part_of_them(tmp_path):
 
 
 @pytest.mark.parametrize("text, says", [
-    ('{\n  <<<<<<< HEAD\n "cells": [],\n=======\n "cells": 1,\n>>>>>>> other\n}', "conflict of git's"), ('{"cells": [', "cut off"),
-    ("", "empty"), ('{"cells": [], "metadata": {}, "nbformat": 9}', "open it in JupyterLab")])
+    ('{\n  <<<<<<< HEAD\n "cells": [],\n=======\n "cells": 1,\n>>>>>>> other\n}', "conflict of git's"),
+    ('{"cells": [', "cut off"), ("", "empty"), ('{"cells": [], "metadata": {}, "nbformat": 9}', "open it in JupyterLab")])
 def test_the_cure_is_one_that_helps(tmp_path, text, says):
     path = tmp_path / "01_baseline.ipynb"
     path.write_text(text)

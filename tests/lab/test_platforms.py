@@ -1,11 +1,13 @@
 """Two attempts are one learner's, and two learners stay two, as each learning platform names them."""
 
 import os
+import subprocess
+import sys
 from datetime import datetime
 
 import pytest
 
-from course.lab import platforms
+from course.lab import platforms, scale
 from course.lab.submissions import collect
 from tests.lab import classroom
 
@@ -129,3 +131,28 @@ def test_the_date_in_a_name_counts_between_runs_too(tmp_path):
     """Whatever the dates of the unpacked files are."""
     found, _ = collect(tmp_path) if classroom.hand_in(tmp_path / ATTEMPTS["brightspace"][1], classroom.notebook("00")) else (0, 0)
     assert found[0].date == datetime(2026, 3, 5, 16, 30).timestamp()
+
+
+@pytest.mark.parametrize("name", ["brightspace", "blackboard", "canvas"])
+def test_the_result_file_that_counts_is_that_of_the_later_attempt(tmp_path, name):
+    learner, = collected(tmp_path, *ATTEMPTS[name])[0]
+    paths = [tmp_path / path.replace(".ipynb", ".result.json") for path in ATTEMPTS[name]]
+    for number, path in enumerate(paths):
+        path.write_text("{}")
+        os.utime(path, (2e9 - number, 2e9 - number))
+    assert scale.result_files(tmp_path, learner, "00") == paths
+
+
+def test_names_of_any_encoding_are_right_in_the_gradebook(tmp_path):
+    """Folders as unpacked by tools of Linux, Windows and macOS; a locale without the letters."""
+    raw = os.fsencode(tmp_path)
+    for name in ("M\u00fcller".encode(), "Stra\u00dfe".encode("latin-1"), "Zoe\u0308".encode(), "\u674e".encode()):
+        os.mkdir(raw + b"/" + name)
+        with open(raw + b"/" + name + b"/" + FILE.encode(), "w", encoding="utf-8") as file:
+            file.write(classroom.nbformat.writes(classroom.notebook("00")))
+    assert sorted(one.learner for one in collect(tmp_path)[0]) == ["M\u00fcller", "Stra\u00dfe", "Zo\u00eb", "\u674e"]
+    code = ("import sys, pathlib; from course.lab.submissions import collect; "
+            "print(ascii(sorted(one.learner for one in collect(pathlib.Path(sys.argv[1]))[0])))")
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, env=os.environ | locale)
+    assert done.stdout.strip() == ascii(["M\u00fcller", "Stra\u00dfe", "Zo\u00eb", "\u674e"]), done.stderr

@@ -15,7 +15,7 @@ from course.errors import CourseError
 from course.parallel import meeting, mesh
 
 JOIN = "from course.parallel.mesh import join; join('cpu'); print('joined')"
-STEP = {"SLURM_JOB_ID": "4711", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0",
+STEP = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0",
         "SLURM_STEP_NODELIST": "n1"}
 
 
@@ -42,7 +42,7 @@ def told(process: "subprocess.Popen[str]") -> str:
 
 @pytest.mark.parametrize("pty", [True, False])
 def test_a_task_of_slurm_that_is_alone_says_so(pty):
-    port = 20000 + 4711 % 12000
+    port = 20000 + os.getpid() % 12000
     more = {"SLURM_PTY_PORT": "40000"} if pty else {}
     sentence = told(joining(**STEP, **more))
     assert sentence.startswith(f"course: rank 0 waits at 127.0.0.1:{port} for rank 1 of 2. They are tasks of the same Slurm step")
