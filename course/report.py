@@ -74,7 +74,8 @@ class Report:
 
     def __init__(self, folder: Path, steps: int, start: int, speaks: bool, tensorboard: bool, every: int = 1,
                  configure: Callable[[], None] | None = None):
-        self.folder, self.steps, self.start, self.speaks, self.configure = folder, steps, start, speaks, configure
+        self.folder, self.steps, self.start, self.speaks = folder, steps, start, speaks
+        self.tensorboard, self.configure = tensorboard, configure
         self._bar: Any = None
         self._lines: Lines | None = None             # of metrics.jsonl
         self._board: Any = None
@@ -110,7 +111,7 @@ class Report:
             self._bar.close()
         if self._lines is None:
             return
-        failed = self._restore() or self._write()    # there may be room by now
+        failed = " and ".join(filter(None, [self._restore(), self._write()]))    # there may be room by now
         self._lines.close()
         if self._board is not None:
             with suppress(OSError):
@@ -133,7 +134,7 @@ class Report:
                 gone.append("config.yaml")
             if self._lines.restore():
                 gone.append("metrics.jsonl")
-            if self._board is not None and not any((self.folder / "tensorboard").glob("events*")):
+            if self.tensorboard and not any((self.folder / "tensorboard").glob("events*")):
                 self._draw_again()
                 gone.append("tensorboard")
         except (OSError, CourseError) as error:
@@ -148,8 +149,9 @@ class Report:
     def _draw_again(self) -> None:
         """A TensorBoard folder anew, with all scalars of this run."""
         (self.folder / "tensorboard").mkdir(parents=True, exist_ok=True)        # else the old one ends with a traceback
-        with suppress(OSError):
-            self._board.close()
+        if self._board is not None:                  # it may have failed since
+            with suppress(OSError):
+                self._board.close()
         self._board = self._new_board()
         for record in read_metrics(self.folder / "metrics.jsonl"):
             self._draw(record)

@@ -201,9 +201,14 @@ class Watchdog:
             self._end("\n".join(account(self.run, records, silent, self.stall_s)))
 
     def _look_beside(self) -> None:
-        """Is the next rank, if it is of this machine, dead without a word? NCCL would let its peers wait for it."""
-        rank = (self.world.rank + 1) % self.world.size
-        found = self._read(rank) if rank != self.world.rank else None
+        """Is the next rank, if it is of this machine, dead without a word? NCCL would let its peers wait for it. One that is
+        stopped looks at nobody, so that this rank looks further."""
+        found = None
+        for step in range(1, min(NEAR, self.world.size - 1) + 1):
+            rank = (self.world.rank + step) % self.world.size
+            found = self._read(rank)
+            if not (found and is_here(found) and is_stopped(found.pid)):
+                break
         if found and is_dead(found) and not self._over.wait(GRACE):
             again = self._read(rank)
             if again and not again.end:
