@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from course.average import average_of
 from course.errors import CourseError
-from course.files import atomic, flush, free_bytes, read_file, remove, sha256
+from course.files import atomic, flush, free_bytes, read_file, remedy, remove, sha256
 from course.parallel.mesh import Axis
 from course.parallel.placement import Placement, placement
 from course.pieces import (
@@ -208,16 +208,17 @@ def set_aside(checkpoints: list[Path]) -> None:
 
 
 def read_index(checkpoint: Path, everyone: Axis | None = None) -> dict[str, Any]:
-    """The index of a checkpoint whose files are whole; raises `Damaged` with the reason otherwise.
+    """The index of a checkpoint whose files are whole; raises `Damaged` with the reason otherwise, and `CourseError` where they
+    cannot be reached: nothing is known of them then.
 
     everyone: ranks that read it together. Each adds up the bytes of its share of the files, and all hear what any has found.
     """
     rank, size = (everyone.rank, everyone.size) if everyone else (0, 1)
     index: dict[str, Any] = {}
-    damages: list[Damaged | None] = [None] * size
+    damages: list[CourseError | None] = [None] * size
     try:
         index = check_files(checkpoint, rank, size)
-    except Damaged as damage:
+    except CourseError as damage:
         damages[rank] = damage.with_traceback(None)
     if everyone and size > 1:
         dist.all_gather_object(damages, damages[rank], group=everyone.group)
@@ -236,8 +237,10 @@ def check_files(checkpoint: Path, rank: int, size: int) -> dict[str, Any]:
         check_index(index)
         for name, found in list(index["files"].items())[rank::size]:
             check_file(checkpoint, name, found["bytes"], found["sha256"])
-    except (OSError, *MALFORMED) as error:
-        raise Damaged(f"{checkpoint}/index.json is missing or damaged: remove {checkpoint}") from error
+    except (FileNotFoundError, *MALFORMED) as error:
+        raise Damaged(f"{checkpoint}/index.json is missing or damaged: restore it, or move {checkpoint} away") from error
+    except OSError as error:
+        raise unreachable(checkpoint / "index.json", error) from error
     return index
 
 
@@ -266,13 +269,19 @@ def check_file(checkpoint: Path, name: str, size: int, digest: str) -> None:
     """Raise `Damaged` if a file is not what was written."""
     file = checkpoint / name
     if Path(name).name != name or not file.is_file():
-        raise Damaged(f"{checkpoint} lacks {name}: restore it, or remove {checkpoint}")
+        raise Damaged(f"{checkpoint} lacks {name}: restore it, or move {checkpoint} away")
     try:
         good = file.stat().st_size == size and sha256(file) == digest
     except OSError as error:
-        raise Damaged(f"{file} cannot be read ({error.strerror}): restore it, or remove {checkpoint}") from error
+        raise unreachable(file, error) from error
     if not good:
-        raise Damaged(f"{file} is damaged (its checksum does not match): remove {checkpoint}")
+        raise Damaged(f"{file} is damaged (its checksum does not match): restore it, or move {checkpoint} away")
+
+
+def unreachable(file: Path, error: OSError) -> CourseError:
+    """What to say of a file that may be good: a run that went on without it would go back to an older checkpoint."""
+    return CourseError(f"{file} cannot be read ({error.strerror}), whether it is good or not: "
+                       f"{remedy(error, 'run again')}; to go on from an older checkpoint, move {file.parent} away")
 
 
 def newest(folder: Path, say: Callable[[str], None], everyone: Axis | None = None,

@@ -1,8 +1,10 @@
 """Files that are either whole or absent: written under a temporary name, flushed, renamed."""
 
+import codecs
 import errno
 import hashlib
 import os
+import re
 import shutil
 import stat
 from collections.abc import Iterator
@@ -124,3 +126,52 @@ def sha256(path: Path) -> str:
     """The SHA-256 of a file's bytes, in hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_text(path: Path) -> str:
+    """The text of a file in UTF-8, whatever the locale, or in UTF-16 if it says so; a byte-order mark is no part of it.
+
+    Editors of Windows put marks there, and PowerShell writes UTF-16. Raises `UnicodeDecodeError`, a ValueError, for other bytes.
+    """
+    raw = path.read_bytes()
+    return raw.decode("utf-16" if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig")
+
+
+# What to do about a reason of the operating system. None of these says anything against what is in the file.
+REMEDIES = {
+    (errno.EACCES, errno.EPERM): "this user may not read or write it: ask its owner to permit that (chmod), or work on a copy",
+    (errno.EMFILE, errno.ENFILE): "too many files are open: raise the limit (ulimit -n 65536), or use fewer data.workers",
+    (errno.ESTALE,): "the file server has lost sight of it: run again, on another node or when it is mounted anew",
+    (errno.EIO, errno.EREMOTEIO, errno.ENXIO): "the disk or its server fails: run again, and if it stays so tell whoever runs "
+                                               "that disk",
+    (errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENOTCONN, errno.ECONNREFUSED, errno.ESHUTDOWN):
+        "its file server does not answer: run again when it does",
+    (errno.ENOSPC, errno.EDQUOT): "the disk is full: free space there and run again",
+    (errno.EROFS,): "that disk is read-only: work in another folder",
+    (errno.ENOMEM,): "there is no memory left: end other programs, or ask for more",
+    (errno.ENOENT, errno.ENOTDIR): "it is not there: mind its name, or restore the file and run again",
+    (errno.ELOOP, errno.ENAMETOOLONG): "its path leads nowhere: give another one",
+    (errno.EBUSY, errno.ETXTBSY, errno.EINTR): "it is in use: run again",
+}
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)       # of a file system that keeps none: NFS, Lustre without flock
+TAKEN = (errno.EAGAIN, errno.EACCES)                            # of a lock that another process has
+
+
+def reason_of(error: BaseException) -> int:
+    """The operating system's number for what went wrong; 0 if there is none. HDF5 and NetCDF may say it in their text alone."""
+    named = re.search(r"\berrno(?: =)? (\d+)", str(error), re.IGNORECASE)
+    return getattr(error, "errno", None) or (int(named[1]) if named else 0)
+
+
+def remedy(error: BaseException, otherwise: str) -> str:
+    """What to do about a file that cannot be opened, read or written, by the reason that the system gives; else `otherwise`.
+
+    Never to remove it: a file that cannot be reached is as good as ever.
+    """
+    number = reason_of(error)
+    if number == errno.ENOLCK or ("unable to lock" in str(error) and number in (*NO_LOCKS, *TAKEN)):
+        if number in TAKEN:
+            return ("another process is writing it: wait until that is done; if none is, set HDF5_USE_FILE_LOCKING=FALSE in the "
+                    "environment and run again")
+        return "its file system keeps no locks: set HDF5_USE_FILE_LOCKING=FALSE in the environment and run again"
+    return next((cure for numbers, cure in REMEDIES.items() if number in numbers), otherwise)

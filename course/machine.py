@@ -1,8 +1,16 @@
 """This machine, as its processes see it."""
 
 import os
+import shutil
 import sys
+import tempfile
 from contextlib import suppress
+from multiprocessing import process, util
+
+from course.errors import CourseError
+
+SOCKET_NAME = 100                                    # bytes of a UNIX socket's path that every system takes
+IN_IT = len("/pymp-12345678/listener-12345678")      # what `multiprocessing` adds to the folder for temporary files
 
 
 def cores() -> int:
@@ -26,3 +34,21 @@ def end_with_parent() -> None:
 
         with suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)   # PR_SET_PDEATHSIG, SIGKILL
+
+
+def short_sockets() -> None:
+    """Let `multiprocessing` put its sockets where their names are short enough, if TMPDIR, such as a Slurm job's, is long.
+
+    Call it before processes are started that pass each other memory. Raises `CourseError` where no such folder can be written to.
+    """
+    settings = process.current_process()._config     # type: ignore[attr-defined]  # it has no other way to say so
+    if settings.get("tempdir") or len(os.fsencode(tempfile.gettempdir())) + IN_IT <= SOCKET_NAME:
+        return
+    for place in ("/tmp", "/var/tmp", "/dev/shm"):
+        if os.path.isdir(place) and os.access(place, os.W_OK | os.X_OK):
+            folder = tempfile.mkdtemp(prefix="pymp-", dir=place)
+            util.Finalize(None, shutil.rmtree, args=[folder, True], exitpriority=-100)
+            settings["tempdir"] = folder
+            return
+    raise CourseError(f"TMPDIR={tempfile.gettempdir()} is too long for the sockets through which processes pass each other "
+                      "memory, and /tmp cannot be written to: set TMPDIR to a folder whose name has fewer than 70 characters")

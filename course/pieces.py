@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from course.errors import CourseError
-from course.files import atomic, sha256
+from course.files import atomic, remedy, sha256
 from course.parallel.placement import Box, Placement, box_shape, placement
 from course.streaming import stream
 
@@ -131,9 +131,10 @@ def read_box(checkpoint: Path, index: dict[str, Any], name: str, box: Box) -> Te
                 with safe_open(checkpoint / piece["file"], "pt") as file:
                     numbers += fill(whole, box, file, piece)
     except (SafetensorError, OSError, RuntimeError, *MALFORMED) as error:
-        raise Damaged(f"{checkpoint} does not hold {name} as its index says ({error}): remove {checkpoint}") from error
+        cure = remedy(error, f"restore it, or move {checkpoint} away")
+        raise Damaged(f"{checkpoint} does not hold {name} as its index says ({error}): {cure}") from error
     if numbers != whole.numel():
-        raise Damaged(f"{checkpoint} has {numbers} of {whole.numel()} numbers of {name}: remove {checkpoint}")
+        raise Damaged(f"{checkpoint} has {numbers} of {whole.numel()} numbers of {name}: restore it, or move {checkpoint} away")
     return whole
 
 

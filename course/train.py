@@ -18,6 +18,7 @@ from course import config as configuration
 from course.compilation import compile_parts, compile_within, compiled_inside
 from course.config import Config
 from course.data import data_files, train_loader
+from course.data.watched import Watched
 from course.errors import CourseError
 from course.files import check_kind
 from course.graphs import graphed
@@ -131,6 +132,7 @@ def fit(training: Training, watchdog: Watchdog | None = None) -> bool:
         return False
     # as they are now: a checkpoint says of which files its samples' numbers are, whatever is written over them meanwhile
     files = checkpoint.together(mesh.all, lambda: data_files(config) if mesh.world.rank == 0 else {})[0]
+    watched = checkpoint.together(mesh.all, lambda: Watched(config) if mesh.world.rank == 0 else None)[0]
     batches = train_loader(config, mesh.dp, mesh.world.device, samples, model.example)   # type: ignore[arg-type]
     validation = Validation.of(config, mesh)
     watch, pace = Stopwatch(mesh.world.device), Pace(mesh.world.device)
@@ -166,6 +168,7 @@ def fit(training: Training, watchdog: Watchdog | None = None) -> bool:
                 watch.restart()
             if due(number, config.checkpoint.every, last or stopping):
                 watchdog.at(number, "saving", slow=True)
+                checkpoint.together(mesh.all, watched.check if mesh.world.rank == 0 else lambda: None)
                 saved = report.saved = save(training, samples, files, last or stopping, report)
                 watch.restart()
             if stopping:

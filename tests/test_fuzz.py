@@ -267,7 +267,7 @@ def year_file() -> bytes:
     held = io.BytesIO()
     with h5py.File(held, "w") as file:
         fields = layout.create_year(file, 3, ["u10", "v10"], layout.latitudes(4), layout.longitudes(8))
-        fields[:] = np.full((3, 2, 4, 8), 2)         # 1, once it is normalised by the statistics below: so they match
+        fields[:] = 2 + np.arange(8) % 2 / 2         # about 1, once it is normalised by the statistics below: so they match
     return held.getvalue()
 
 
@@ -318,7 +318,7 @@ def read_shard(place, raw, summary=None):
 
 @pytest.mark.parametrize(("read", "whole"), [(read_year, YEAR), (read_shard, SHARD)])
 def test_what_is_damaged_below_is_read_when_it_is_whole(place, read, whole):
-    assert (read(place, whole) == 1).all()
+    assert ((read(place, whole) == 1) | (read(place, whole) == 1.5)).all()
 
 
 @fuzz(raw=hdf5(YEAR))

@@ -33,7 +33,7 @@ from course.config import Config, Parallel
 from course.convert import dit, huggingface, te, weights
 from course.convert.library import Rule, Source, entries, fill
 from course.data import bpe, train_loader
-from course.data.layout import first_line
+from course.data.storage import first_line
 from course.errors import CourseError
 from course.evaluate import read_config
 from course.files import flush, remove

@@ -50,10 +50,10 @@ def has_validation(config: "Config") -> bool:
     return there and len(Documents(valid).tokens) > 0
 
 
-def data_files(config: "Config") -> dict[str, int]:
-    """The files of the training data, by name under data.path, and their bytes; of random data none."""
+def data_files(config: "Config", split: str = "train") -> dict[str, int]:
+    """The files of the training data, or another split's, by name under data.path, and their bytes; of random data none."""
     path, kinds = Path(config.data.path), (".h5", ".bin", ".idx")
-    found = [*path.glob("train/*"), *path.glob("train.*")] if config.data.source == "files" else []
+    found = [*path.glob(f"{split}/*"), *path.glob(f"{split}.*")] if config.data.source == "files" else []
     return {str(file.relative_to(path)): file.stat().st_size for file in sorted(found) if file.suffix in kinds}
 
 

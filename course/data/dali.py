@@ -24,6 +24,7 @@ from course.data import numpy_files
 from course.data.extents import States
 from course.data.pairs import Batch, Pairs, sample_ids
 from course.errors import CourseError
+from course.machine import short_sockets
 
 if TYPE_CHECKING:
     from course.data import Ids
@@ -44,6 +45,7 @@ def loader(pairs: Pairs, ids: "Ids", workers: int, ahead: int, device: torch.dev
 
 def hdf5_pipeline(pairs: Pairs, ids: "Ids", workers: int, ahead: int, device: torch.device) -> Any:
     """The pipeline of `loader`, its workers started."""
+    short_sockets()
     pipe = pipeline(len(next(ids())), workers, ahead, device, py_num_workers=workers, py_start_method="spawn")
     from nvidia.dali import fn, types
 

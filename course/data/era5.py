@@ -19,9 +19,11 @@ import h5py
 import numpy as np
 
 from course.data import layout
-from course.data.layout import CHANNELS, HOURS, SPLITS, first_line
+from course.data.layout import CHANNELS, HOURS, SPLITS
+from course.data.plausible import Plausible
+from course.data.storage import first_line, opened
 from course.errors import CourseError
-from course.files import atomic, flush
+from course.files import atomic, flush, remedy
 from course.lock import make_once, only_maker
 
 if TYPE_CHECKING:
@@ -39,6 +41,8 @@ DIMS = {"time": ("time", "valid_time"), "level": ("level", "pressure_level"),
         "latitude": ("latitude", "lat"), "longitude": ("longitude", "lon")}
 INDEX = {name: i for i, name in enumerate(CHANNELS)}
 STEP = np.timedelta64(HOURS, "h")
+ERA5 = Plausible.of(list(CHANNELS))
+DAMAGED = ("truncated file", "signature not found")             # what HDF5 says of a file whose writer was killed in its header
 
 
 @dataclass(frozen=True)
@@ -69,8 +73,9 @@ class Piece:
         try:
             values = self.array.isel(time=places).transpose("time", ..., "latitude", "longitude").to_numpy()
         except Exception as error:          # each backend has its own kinds
-            raise CourseError(f"{self.file} cannot be read ({first_line(error)}): it is damaged; copy it again and "
-                              "run again, the conversion goes on where it stopped") from error
+            cure = cure_of(error, self.file, "it is damaged; copy it again")
+            raise CourseError(f"{self.file} cannot be read ({first_line(error)}): {cure} and run again, the conversion goes on "
+                              "where it stopped") from error
         # WeatherBench2 derives relative humidity as a fraction and states no units; the Data Store's is in percent
         units = self.array.attrs.get("units", "%" if self.array.name == "r" else "1")
         factor = 100 if self.stem == "r" and units != "%" else 1
@@ -81,15 +86,16 @@ def convert(config: Era5, say: Callable[[str], None] = print) -> None:
     """Write the years of `config` that the source has, one file each, and the statistics of the training years.
 
     Only `config.chunk` times are in memory at once. Run again after an interruption: it goes on where it stopped.
-    Raises `CourseError` for a bad request, a source that lacks something, gaps in time and missing values.
+    Raises `CourseError` for a bad request, a source that lacks something, gaps in time, missing values and such as no atmosphere
+    has.
     """
     splits = parse_splits(config)
     if config.chunk < 1:
         raise CourseError(f"chunk={config.chunk} times in memory at once cannot be: set chunk=1 or more")
-    with ExitStack() as opened:
-        files = {name: opened.enter_context(data) for name, data in open_source(config.source).items()}
+    with ExitStack() as stack:
+        files = {name: stack.enter_context(data) for name, data in open_source(config.source).items()}
         # one file open at a time: an open one caches up to 33 MB of each variable, and months of files add up
-        opened.enter_context(import_module("xarray").set_options(file_cache_maxsize=1))
+        stack.enter_context(import_module("xarray").set_options(file_cache_maxsize=1))
         pieces = find_pieces(files, config)
         plan = plan_years(pieces, splits, config.source, say)
         for year, times in plan.items():
@@ -125,25 +131,45 @@ def open_source(source: str) -> dict[str, "Dataset"]:
     path = Path(source).expanduser()
     if "://" in source or path.suffix == ".zarr" or any((path / name).exists() for name in ("zarr.json", ".zgroup")):
         return {source: open_file(source if "://" in source else str(path), "zarr")}
-    found = path.glob("*.nc") if source and path.is_dir() else map(Path, glob.glob(str(path)))
-    files = sorted(str(file) for file in found if file.is_file())
+    if path.is_file():
+        files = [str(path)]
+    else:
+        found = path.glob("*.nc") if source and path.is_dir() else map(Path, glob.glob(pattern(path)))
+        files = sorted(str(file) for file in found if file.is_file())
     if not files:
         raise CourseError(f"source={source!r} matches no .nc file: give a .nc file, a folder or a quoted glob of .nc "
                           "files, or a .zarr store")
     return {file: open_file(file, "netcdf4") for file in files}
 
 
+def pattern(path: Path) -> str:
+    """A glob in which the folders that exist by their names are no pattern, whatever their characters: `[raw] ERA5/*.nc`."""
+    folder = next((above for above in path.parents if above.is_dir()), Path())
+    return os.path.join(glob.escape(str(folder)), *path.parts[len(folder.parts):])
+
+
+def cure_of(error: Exception, name: str, otherwise: str) -> str:
+    """What to do about a file that cannot be read. NetCDF does not say why HDF5 failed: h5py does, of the same file."""
+    if "HDF error" in str(error):
+        try:
+            h5py.File(name, "r").close()
+        except OSError as reason:
+            error = reason
+    return remedy(error, otherwise)
+
+
 def open_file(name: str, engine: str) -> "Dataset":
     """One NetCDF file or Zarr store, opened but not read, its dimensions renamed to the keys of `DIMS`."""
     try:
-        xr, _ = import_module("xarray"), import_module("zarr" if engine == "zarr" else "netCDF4")
+        for package in ("xarray", "zarr" if engine == "zarr" else "netCDF4"):
+            import_module(package)
     except ImportError as error:
         raise CourseError(f'{error.name}, which reads ERA5, is not installed: pip install "course[era5]"') from error
     try:                                    # no chunks: no dask; no cache: what was read is not needed again
-        data = xr.open_dataset(name, engine=engine, chunks=None, cache=False)
+        data = open_zarr(name) if engine == "zarr" else open_netcdf(name)
     except Exception as error:              # each backend has its own kinds
-        raise CourseError(f"{name} is missing, or damaged, or not {engine} ({first_line(error)}): give .nc files or a "
-                          ".zarr store; convert GRIB to NetCDF and unpack archives first") from error
+        cure = cure_of(error, name, "give .nc files or a .zarr store; convert GRIB to NetCDF and unpack archives first")
+        raise CourseError(f"{name} is missing, or damaged, or not {engine} ({first_line(error)}): {cure}") from error
     for standard, names in DIMS.items():
         found = next((dim for dim in names if dim in data.dims and dim in data.coords), None)
         if found is None and standard != "level":
@@ -152,6 +178,25 @@ def open_file(name: str, engine: str) -> "Dataset":
         if found not in (None, standard):
             data = data.drop_vars(standard, errors="ignore").rename({found: standard})
     return data.squeeze([dim for dim in data.dims if dim not in DIMS and data.sizes[dim] == 1])
+
+
+def open_netcdf(name: str) -> "Dataset":
+    """A NetCDF file. What was never written in it is NaN, also where a variable has no attribute that says its fill value."""
+    xr, fills = import_module("xarray"), import_module("netCDF4").default_fillvals
+    data = xr.open_dataset(name, engine="netcdf4", chunks=None, cache=False, decode_cf=False)
+    for variable in data.data_vars.values():
+        kind = f"{variable.dtype.kind}{variable.dtype.itemsize}"
+        if variable.ndim > 1 and kind in fills and variable.dtype.itemsize > 1 and "_FillValue" not in variable.attrs:
+            variable.attrs["_FillValue"] = variable.dtype.type(fills[kind])
+    return xr.decode_cf(data)
+
+
+def open_zarr(name: str) -> "Dataset":
+    """A Zarr store. What it lacks is NaN, whatever fill value it states: many state 0."""
+    xr, zarr = import_module("xarray"), import_module("zarr")
+    from course.data.gaps import showing_gaps  # needs zarr
+
+    return xr.open_dataset(showing_gaps(zarr.open_group(name, mode="r").store), engine="zarr", chunks=None, cache=False)
 
 
 def find_pieces(files: dict[str, "Dataset"], config: Era5) -> list[Piece]:
@@ -299,8 +344,8 @@ def fill_year(path: Path, times: np.ndarray, pieces: list[Piece], config: Era5, 
                 file.attrs.modify("done", start + len(block))
                 file.flush()
     except (OSError, RuntimeError) as error:                    # HDF5 raises either where the disk is full
-        raise CourseError(f"cannot write {part} ({first_line(error)}): free space, or end the process that writes it, "
-                          "or choose another path, and run again; it goes on where it stopped") from error
+        cure = remedy(error, "free space, or end the process that writes it, or choose another path, and run again")
+        raise CourseError(f"cannot write {part} ({first_line(error)}): {cure}; it goes on where it stopped") from error
     with atomic(path) as temporary:
         os.replace(part, temporary)
 
@@ -311,15 +356,14 @@ def open_part(part: Path, times: np.ndarray, array: "DataArray", source: str) ->
     marks = {"source": source, "times": f"{times[0]} to {times[-1]}", "grid": f"{len(lat)}x{len(lon)}"}
     part.parent.mkdir(parents=True, exist_ok=True)
     try:
-        file = h5py.File(part, "r+")
+        file = opened(part, "r+")
         if all(file.attrs.get(key) == value for key, value in marks.items()):
             return file
         file.close()
-    except BlockingIOError:                 # another process is writing it
-        raise
-    except OSError:                         # there is none, or its writer was killed in its header
-        pass
-    file = h5py.File(part, "w")
+    except OSError as error:                # there is none, or its writer was killed in its header: begun anew, else never
+        if not isinstance(error, FileNotFoundError) and not any(text in str(error) for text in DAMAGED):
+            raise
+    file = opened(part, "w")
     layout.create_year(file, len(times), CHANNELS, lat, lon)
     file.attrs.update({"done": 0, **marks})
     return file
@@ -339,9 +383,14 @@ def read_block(pieces: list[Piece], times: np.ndarray, shape: tuple[int, ...]) -
         if not np.isnan(mean := humidity.mean()) and not 1.5 < mean < 150:
             raise CourseError(f"r{level} has a mean of {mean:g} % at {times[0]} UTC: mend the units of the "
                               "source, q in kg/kg, r in '%' or '1' with its attribute `units` saying so")
-    for time, channel in np.argwhere(~np.isfinite(block).all((2, 3))):
-        raise CourseError(f"{list(CHANNELS)[channel]} at {times[time]} UTC has missing values (NaN): download that "
-                          "time again, or leave its year out of train, valid and test")
+    again = "download that time again, or leave its year out of train, valid and test"
+    for time, channel in np.argwhere(np.isnan(block).any((2, 3))):
+        raise CourseError(f"{list(CHANNELS)[channel]} at {times[time]} UTC has missing values (NaN, or storage that was never "
+                          f"written): {again}")
+    for time, state in zip(times, block, strict=True):
+        if what := ERA5.whole(state):
+            raise CourseError(f"{what} at {time} UTC, which is no weather: it was never written, or is a fill value, or in other "
+                              f"units than {CHANNELS[what.split()[0]]}; {again}")
     return block
 
 

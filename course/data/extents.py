@@ -13,8 +13,9 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-from course.data.layout import first_line
-from course.data.pairs import Pairs, open_fields, reading, unreadable
+from course.data.pairs import RESTORE, Pairs, open_fields, reading, unreadable
+from course.data.storage import check_size, first_line
+from course.files import remedy
 
 Read = Callable[[], None]                        # does one part of the reading, in whichever thread calls it
 BYTES = 4                                        # of a float32
@@ -42,6 +43,7 @@ class States:
         into = np.empty(self.pairs.shape, np.float32)
         for read in self.reads(sample, ahead, into, into.nbytes):
             read()
+        self.pairs.check_states([(sample, ahead)], into[None])
         return into
 
     def close(self) -> None:
@@ -91,7 +93,7 @@ class File:
             try:
                 count = os.preadv(self.handle, [view], offset)
             except OSError as error:
-                raise unreadable(self.path, entry, first_line(error)) from error
+                raise unreadable(self.path, entry, first_line(error), remedy(error, RESTORE)) from error
             if not count:
                 raise unreadable(self.path, entry, "the file ends before it: it is truncated")
             view, offset = view[count:], offset + count
@@ -105,6 +107,7 @@ class File:
     def _ask_hdf5(self, entry: int, into: np.ndarray) -> None:
         with reading(self.path, entry):
             self.fields.read_direct(into, np.s_[entry])
+            check_size(self.fields)
 
 
 def locate(fields: h5py.Dataset) -> tuple[tuple[int, ...], np.ndarray | None]:

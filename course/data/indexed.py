@@ -14,8 +14,10 @@ All little-endian (megatron-core 0.16, core/datasets/indexed_dataset.py; multimo
 not read). Our makers write one sequence a document. Nothing is read before it is needed: both files are memory-mapped.
 """
 
+import os
 import shutil
 import struct
+import weakref
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,11 +26,13 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
+from course.data.storage import holes
 from course.errors import CourseError
-from course.files import atomic
+from course.files import atomic, remedy
 
 HEADER = struct.Struct("<9sQBQQ")                    # magic, version, code, S, D: 34 bytes, nothing between them
 MAGIC, VERSION = b"MMIDIDX\0\0", 1
+PAGE, PLACES = 4096, 64                              # bytes of a look at a .bin, and how many looks there are
 DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}       # 6 and 7 are fractions: no tokens
 
 
@@ -65,6 +69,7 @@ class Documents:
         check_pair(self.index, Path(f"{prefix}.idx"), self.bin)
         empty = not self.index.lengths.any()         # nothing cannot be mapped
         self.tokens = np.empty(0, self.index.dtype) if empty else np.memmap(self.bin, self.index.dtype, "r")
+        self._handle: int | None = None              # of the .bin, once `read` has opened it
 
     def __len__(self) -> int:
         return len(self.index.documents) - 1
@@ -73,6 +78,39 @@ class Documents:
         first, last = self.index.documents[range(len(self))[i]:][:2]    # its sequences; no document i: IndexError
         begin = self.index.pointers[first] // self.index.dtype.itemsize if first < last else 0
         return self.tokens[begin:begin + self.index.lengths[first:last].sum(dtype=np.int64)]
+
+    def read(self, begin: int, count: int) -> np.ndarray:
+        """So many tokens from the given one on, as `tokens[begin:begin + count]`, of a file that may change meanwhile.
+
+        Raises `CourseError` where the file has become shorter: of a mapped one, the system would end the process, or give zeros.
+        """
+        try:
+            if self._handle is None:
+                self._handle = os.open(self.bin, os.O_RDONLY)
+                weakref.finalize(self, os.close, self._handle)
+            size = self.index.dtype.itemsize
+            found, now = os.pread(self._handle, count * size, begin * size), os.fstat(self._handle).st_size
+        except OSError as error:
+            cure = remedy(error, "restore it and run again")
+            raise CourseError(f"{self.bin} cannot be read ({error.strerror}): {cure}") from error
+        if now < self.tokens.nbytes or len(found) < count * size:
+            raise CourseError(f"{self.bin} is truncated: it had {self.tokens.nbytes} bytes when it was opened and has {now}; "
+                              "restore it and run again")
+        return np.frombuffer(found, self.index.dtype)
+
+    def check_written(self) -> None:
+        """Raise `CourseError` for parts that were never written: a hole of the file, or nothing but 0 where one looks."""
+        with open(self.bin, "rb") as file:
+            size = self.tokens.nbytes
+            gaps = [(begin, end) for begin, end in holes(file.fileno(), 0, size) if end - begin >= PAGE]
+            for place in range(PLACES if size >= 2 * PAGE else 0):
+                begin = (size - PAGE) * place // (PLACES - 1)
+                if not any(os.pread(file.fileno(), PAGE, begin)):
+                    gaps.append((begin, begin + PAGE))
+        if gaps:
+            begin, end = gaps[0]
+            raise CourseError(f"{self.bin} was never written from byte {begin} to {end}, where it reads as token 0: copy or make "
+                              "it again")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Documents, (self.prefix,)
@@ -84,8 +122,10 @@ def check_header(path: Path) -> None:
         with open(path, "rb") as file:
             start, size = file.read(HEADER.size), path.stat().st_size
     except OSError as error:
-        raise CourseError(f"{path} cannot be read ({error.strerror}): give the name of a .bin and .idx without its ending, "
-                          "or make them with `course data tokens` or `course data jsonl`") from error
+        cure = ("give the name of a .bin and .idx without its ending, or make them with `course data tokens` or "
+                "`course data jsonl`")
+        absent = isinstance(error, FileNotFoundError)
+        raise CourseError(f"{path} cannot be read ({error.strerror}): {cure if absent else remedy(error, cure)}") from error
     if not start.startswith(MAGIC):
         raise CourseError(f"{path} is not an index of tokens: it does not begin with MMIDIDX; give one that Megatron's tools, "
                           "`course data tokens` or `course data jsonl` made")

@@ -34,7 +34,7 @@ from course.data.layout import SPLITS
 from course.errors import CourseError
 from course.files import atomic, remove, sha256
 from course.lock import make_once
-from course.machine import cores
+from course.machine import cores, short_sockets
 
 CHUNK = 1 << 20                                      # bytes that a process encodes at once
 PART = 8 << 20                                       # bytes, as they come from the reader, of a part: seconds of work are lost
@@ -287,6 +287,7 @@ def in_order(work: Callable[[Chunk], Encoded], chunks: Iterable[Chunk], jobs: in
     if jobs == 1:
         yield from map(work, chunks)
         return
+    short_sockets()
     context = multiprocessing.get_context("forkserver")                 # a fork of this process would lose its threads
     context.set_forkserver_preload(["course.data.jsonl"])               # imported once for all of them
     pool = ProcessPoolExecutor(jobs, context, begin_worker)

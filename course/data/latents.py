@@ -19,10 +19,12 @@ from torch.utils.data import Dataset
 
 from course.data.layout import data_file
 from course.data.pairs import Batch, reading
+from course.data.storage import AGAIN, check_size, check_written, opened
 from course.errors import CourseError
+from course.files import read_text, remedy
 
 SPLITS = ("train", "valid")
-AGAIN = "make it with `course data latents` or `course data digits`"
+MAKE = "make it with `course data latents` or `course data digits`"
 
 
 class Latents(Dataset[Batch]):
@@ -45,7 +47,7 @@ class Latents(Dataset[Batch]):
         self.files = [Path(path) / name for name in made["shards"] if name.startswith(f"{split}/")]
         counts = [made["shards"][f"{split}/{file.name}"] for file in self.files]
         for file, count in zip(self.files, counts, strict=True):
-            inspect(file, (count, *self.shape))
+            inspect(file, (count, *self.shape), made["classes"])
         self.first = np.concatenate([[0], np.cumsum(counts)]).astype(int)               # number of each shard's first sample
         self.size = min(limit or self.first[-1], self.first[-1])
         if not self.size:
@@ -72,23 +74,31 @@ class Latents(Dataset[Batch]):
         """Read a latent; its label."""
         with reading(self.files[number], entry):
             if number not in self._open:
-                self._open[number] = h5py.File(self.files[number], "r")
-            self._open[number]["latents"].read_direct(into, np.s_[entry])
-            return int(self._open[number]["labels"][entry])
+                self._open[number] = opened(self.files[number])
+            shard = self._open[number]
+            shard["latents"].read_direct(into, np.s_[entry])
+            label = int(shard["labels"][entry])
+            check_size(shard["latents"])
+        if not into.any():
+            raise CourseError(f"{self.files[number]}: the latent of entry {entry} is nothing but zeros: it was never written; "
+                              f"{AGAIN}")
+        return label
 
 
 def read_summary(path: Path) -> dict[str, Any]:
     """latents.json, which is there when all shards are."""
     try:
-        made = json.loads((path / "latents.json").read_text())
+        made = json.loads(read_text(path / "latents.json"))
         if not sound(made):
             raise ValueError("not what was written")
         return dict(made)
     except FileNotFoundError as error:
         what = "is not packed to its end" if path.is_dir() else "does not exist"
-        raise CourseError(f"the data folder {path} {what} (no latents.json): {AGAIN}, or set data.path") from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise CourseError(f"{path}/latents.json is damaged: remove it, and {AGAIN} again") from error
+        raise CourseError(f"the data folder {path} {what} (no latents.json): {MAKE}, or set data.path") from error
+    except OSError as error:
+        raise CourseError(f"{path}/latents.json cannot be read ({error.strerror}): {remedy(error, 'run again')}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise CourseError(f"{path}/latents.json is damaged: remove it, and {MAKE} again") from error
 
 
 def sound(made: dict[str, Any]) -> bool:
@@ -99,11 +109,16 @@ def sound(made: dict[str, Any]) -> bool:
             and all(str(one) == f"{one.parent.name}/{one.name}" for one in shards))
 
 
-def inspect(file: Path, shape: tuple[int, ...]) -> None:
-    """Raise `CourseError` unless a shard can be read to its end and holds latents of this shape, (N, C, H, W)."""
-    cure = f"remove it, and {AGAIN} again"
-    with data_file(file, cure) as shard:
+def inspect(file: Path, shape: tuple[int, ...], classes: float = math.inf) -> None:
+    """Raise `CourseError` unless a shard is whole, of latents of this shape, (N, C, H, W), with labels of so many classes."""
+    cure = f"move it away, and {MAKE} again"
+    with data_file(file) as shard:
         found = shard["latents"].shape, shard["labels"].shape
         if found != (shape, shape[:1]):
             raise CourseError(f"{file} holds latents {found[0]} and labels {found[1]}, not {shape}: {cure}")
+        for name in ("latents", "labels"):
+            check_written(shard[name])
         shard["latents"][-1, -1, -1, -1]             # the last bytes are there
+        labels = shard["labels"][:]
+        if labels.min() < 0 or labels.max() >= classes:
+            raise CourseError(f"{file} has labels from {labels.min()} to {labels.max()} for {classes} classes: {cure}")

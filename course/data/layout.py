@@ -13,7 +13,7 @@ below on an equally spaced grid are meant.
 
 import math
 import shlex
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +21,11 @@ from pathlib import Path
 import h5py
 import numpy as np
 
+from course.data.plausible import HUGE, Plausible
+from course.data.storage import AGAIN, check_written, first_line, opened, readable
 from course.errors import CourseError
-from course.files import atomic
+from course.files import atomic, remedy
+from course.lock import only_maker
 
 HOURS = 6                                        # between two entries of a file
 SPLITS = ("train", "valid", "test")
@@ -77,7 +80,7 @@ def find_years(path: Path, split: str, grid: tuple[int, int] | None = None) -> l
     Where there are none, the error's cure names the `grid` that the caller needs.
 
     Raises `CourseError` for a missing folder, a file that is truncated or not HDF5, one without
-    `fields`, or files that differ in channels or grid.
+    `fields` or with parts that were never written, or files that differ in channels or grid.
     """
     folder = path / split
     files = sorted(folder.glob("*.h5"))
@@ -90,7 +93,7 @@ def find_years(path: Path, split: str, grid: tuple[int, int] | None = None) -> l
     for year in years:
         if year.shape[1:] != years[0].shape[1:]:
             raise CourseError(f"{year.path} has (channel, lat, lon) {year.shape[1:]} but {years[0].path} has "
-                              f"{years[0].shape[1:]}: all files of a data set must agree; remove or remake one")
+                              f"{years[0].shape[1:]}: all files of a data set must agree; move one away or remake it")
     return years
 
 
@@ -122,29 +125,23 @@ def inspect_year(file: Path) -> Year:
         if fields.ndim != 4 or fields.shape[0] < 2 or fields.dtype != np.float32:
             raise CourseError(f"{file}: `fields` is {fields.dtype} {fields.shape}, but float32 "
                               "(time, channel, latitude, longitude) with at least 2 times is needed")
+        check_written(fields)
         fields[-1, -1, -1, -1]                   # the last bytes are there
         return Year(file, fields.shape)
 
 
 @contextmanager
-def data_file(file: Path, cure: str = "it is truncated or not HDF5; remove it and make or copy it again") -> Iterator[h5py.File]:
-    """A data file to read from in the block, which does no more than that: what it raises is a `CourseError` with the cure."""
-    with readable(lambda why: CourseError(f"{file} cannot be read ({why}): {cure}")), h5py.File(file, "r") as found:
+def data_file(file: Path, cure: str = "") -> Iterator[h5py.File]:
+    """A data file to read from in the block, which does no more than that: what it raises is a `CourseError` whose cure follows
+    the reason; `cure`: that of damage."""
+    with readable(f"{file} cannot be read", cure), opened(file) as found:
         yield found
 
 
-@contextmanager
-def readable(say: Callable[[str], CourseError]) -> Iterator[None]:
-    """Around reading HDF5: what goes wrong is what `say` makes of the first line of its reason.
-
-    h5py has no one kind for a damaged file: OSError, KeyError, RuntimeError, ValueError, TypeError and IndexError were seen.
-    """
-    try:
-        yield
-    except CourseError:
-        raise
-    except Exception as error:
-        raise say(first_line(error)) from error
+def complain(file: Path, entry: int, what: str) -> CourseError:
+    """What to say of a state with numbers that no atmosphere has."""
+    return CourseError(f"{file}: entry {entry} holds what no atmosphere has: {what}; it was never written there, or holds a fill "
+                       f"value: {AGAIN}")
 
 
 def channel_names(year: Year) -> list[str]:
@@ -180,14 +177,18 @@ def grid_latitudes(year: Year) -> np.ndarray:
 def write_statistics(path: Path, years: list[Year]) -> None:
     """Means and standard deviations per channel, and the time mean per grid point, of the given years.
 
-    Every point of the grid counts alike, as in the ERA5 course data. One pass, a few samples in memory.
+    Every point of the grid counts alike, as in the ERA5 course data. One pass, a few samples in memory. It looks at every entry:
+    raises `CourseError` for one with numbers that no atmosphere has, or missing ones.
     """
     count = 0
     total = np.zeros(years[0].shape[1:])
     squares = np.zeros(years[0].shape[1])
     shift: np.ndarray | None = None              # subtract a first guess: z50 is 200,000 ± 1,000
+    plausible: Plausible | None = None
     for year in years:
-        for block in blocks(year, 8):
+        for start, block in blocks(year, 8):
+            plausible = plausible or Plausible.of(channel_names(year), np.nanmedian(block, (0, 2, 3)))
+            check_entries(year.path, start, block, plausible)
             if shift is None:
                 shift = block.mean((0, 2, 3))
             block -= shift[:, None, None]
@@ -206,11 +207,39 @@ def write_statistics(path: Path, years: list[Year]) -> None:
             np.save(file, value.astype("float32"))
 
 
-def blocks(year: Year, entries: int) -> Iterator[np.ndarray]:
-    """So many states of a file at a time, in order: float64 (at most `entries`, channel, latitude, longitude)."""
+def remake_statistics(path: Path) -> None:
+    """Write the statistics of a data set's training years anew, and look at every entry of its other years as well."""
+    years = find_years(path, "train")
+    with only_maker(path):
+        write_statistics(path, years)
+    check_splits(path, [split for split in SPLITS if split != "train"])
+
+
+def blocks(year: Year, entries: int) -> Iterator[tuple[int, np.ndarray]]:
+    """So many states of a file at a time, in order: the first one's number, float64 (at most `entries`, channel, lat, lon)."""
     with data_file(year.path) as file:
         for start in range(0, year.shape[0], entries):
-            yield file["fields"][start:start + entries].astype("float64")
+            yield start, file["fields"][start:start + entries].astype("float64")
+
+
+def check_entries(file: Path, first: int, states: np.ndarray, plausible: Plausible) -> None:
+    """Raise `CourseError` for numbers that no atmosphere has in states (N, C, H, W), a file's entries from the `first` on."""
+    for entry, state in enumerate(states, first):
+        if what := plausible.whole(state):
+            raise complain(file, entry, what)
+        if not (finite := np.isfinite(state).all((1, 2))).all():
+            name = plausible.names[int(np.argmin(finite))]
+            raise CourseError(f"{file}: entry {entry} has missing values (NaN) in {name}: {AGAIN}")
+
+
+def check_splits(path: Path, splits: Iterable[str]) -> None:
+    """Look at every entry of the files of some splits, as `write_statistics` does at those for training."""
+    for file in (file for split in splits for file in sorted((path / split).glob("*.h5"))):
+        year = inspect_year(file)
+        plausible: Plausible | None = None
+        for start, block in blocks(year, 8):
+            plausible = plausible or Plausible.of(channel_names(year), np.nanmedian(block, (0, 2, 3)))
+            check_entries(file, start, block, plausible)
 
 
 def read_statistics(path: Path, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
@@ -227,6 +256,8 @@ def read_statistics(path: Path, shape: tuple[int, ...]) -> tuple[np.ndarray, np.
             wrong = f"does not match the data: its shape is {value.shape}, not {(1, shape[0], 1, 1)}"
         elif not np.isfinite(value).all() or (name == "global_stds" and (value <= 0).any()):
             wrong = f"holds values that are not finite{' and positive' if name == 'global_stds' else ''}"
+        elif (np.abs(value) > HUGE).any():
+            wrong = f"holds {value.flat[np.abs(value).argmax()]:g}: the data had fill values when it was made"
         if wrong:
             raise CourseError(f"{file} {wrong}; remake it with `course data stats {path}`")
         found.append(value[0].astype("float32"))
@@ -244,8 +275,9 @@ def read_climatology(path: Path, shape: tuple[int, ...]) -> np.ndarray:
     return value.astype("float32")
 
 
-def load_array(file: Path) -> np.ndarray:
-    """The numbers of a .npy file, never unpickled."""
+def load_array(file: Path, command: str = "stats", folder: Path | None = None) -> np.ndarray:
+    """The numbers of a .npy file, never unpickled; `course data COMMAND FOLDER` makes it."""
+    make = f"`course data {command} {folder or file.parents[1]}`"
     try:
         with open(file, "rb") as opened:
             found = np.lib.format.read_array(opened, allow_pickle=False)
@@ -253,12 +285,7 @@ def load_array(file: Path) -> np.ndarray:
             raise ValueError(f"it holds {found.dtype}, not numbers")
         return found
     except FileNotFoundError as error:
-        raise CourseError(f"{file} is missing: make it with `course data stats {file.parents[1]}`") from error
+        raise CourseError(f"{file} is missing: make it with {make}") from error
     except Exception as error:                   # a damaged header meets Python's own parser
-        raise CourseError(f"{file} is not a readable .npy file ({first_line(error)}): "
-                          f"remake it with `course data stats {file.parents[1]}`") from error
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an exception's text, short enough for one sentence."""
-    return str(error).splitlines()[0][:160] if str(error) else type(error).__name__
+        cure = remedy(error, f"remake it with {make}")
+        raise CourseError(f"{file} is not a readable .npy file ({first_line(error)}): {cure}") from error

@@ -14,9 +14,12 @@ import numpy as np
 from course.data import layout
 from course.data.layout import Year
 from course.data.pairs import Pairs
+from course.data.plausible import Plausible
 from course.errors import CourseError
 from course.files import atomic, flush, remove
 from course.lock import only_maker
+
+LOOKS = 4                                            # states of a year that are looked at before training
 
 
 def folder_of(year: Year) -> Path:
@@ -42,6 +45,14 @@ def check(pairs: Pairs) -> None:
         if found != year.shape[0]:
             raise CourseError(f"data.loader=dali_numpy wants {year.shape[0]} files in {folder_of(year)}, not {found}: "
                               f"make them with `course data numpy {year.path.parents[1]}`")
+        for entry in {year.shape[0] * i // LOOKS for i in range(LOOKS)} | {year.shape[0] - 1}:
+            file = folder_of(year) / name_of(entry)
+            state = layout.load_array(file, "numpy", year.path.parents[1])
+            if state.shape != year.shape[1:] or state.dtype != np.float32:
+                raise CourseError(f"{file} holds {state.dtype} {state.shape}, not float32 {year.shape[1:]}: move "
+                                  f"{folder_of(year)} away and run `course data numpy {year.path.parents[1]}`")
+            if what := pairs.plausible.whole(state):
+                raise layout.complain(file, entry, what)
 
 
 def convert(path: Path, say: Callable[[str], None] = print) -> None:
@@ -58,31 +69,35 @@ def convert(path: Path, say: Callable[[str], None] = print) -> None:
 
 def convert_year(year: Year) -> int:
     """Write the states of one data file that are not there yet, and return how many that was."""
-    with h5py.File(year.path, "r") as opened:
-        if is_made(year, opened["fields"]):          # then nothing is written there: a shared folder may be read-only
+    with layout.data_file(year.path) as file:
+        if is_made(year, file["fields"]):          # then nothing is written there: a shared folder may be read-only
             return 0
         with only_maker(year.path.parents[1]):
-            return 0 if is_made(year, opened["fields"]) else write_states(folder_of(year), opened["fields"])
+            return 0 if is_made(year, file["fields"]) else write_states(folder_of(year), file["fields"], year)
 
 
 def is_made(year: Year, fields: h5py.Dataset) -> bool:
     """Whether the folder of these states is there. Raises `CourseError` if it holds others."""
     folder = folder_of(year)
     if folder.is_dir() and not (agrees(folder, fields) and len(list(folder.glob("*.npy"))) == len(fields)):
-        raise CourseError(f"{folder} does not hold the states of {year.path}: remove it and run again")
+        raise CourseError(f"{folder} does not hold the states of {year.path}: move it away and run again")
     return folder.is_dir()
 
 
-def write_states(folder: Path, fields: h5py.Dataset) -> int:
-    """Write the files that are not in the folder's part yet, which becomes the folder; how many that was."""
+def write_states(folder: Path, fields: h5py.Dataset, year: Year) -> int:
+    """Write the files that are not in the folder's part yet, which becomes the folder; how many that was. It looks at each."""
     part, written = folder.with_name(f".{folder.name}.part"), 0
+    plausible = Plausible.of(layout.channel_names(year), np.nanmedian(fields[0], (1, 2)))
     if not agrees(part, fields):
         remove(part)
     for entry in range(len(fields)):
         file = part / name_of(entry)
         if not file.exists():
+            state = fields[entry]
+            if what := plausible.whole(state):
+                raise layout.complain(year.path, entry, what)
             with atomic(file) as temporary, open(temporary, "wb") as out:
-                np.save(out, fields[entry])
+                np.save(out, state)
             written += 1
     part.rename(folder)
     flush(folder.parent)

@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,10 +16,11 @@ import numpy as np
 import torch
 
 from course.data.latents import SPLITS
-from course.data.layout import data_file, first_line
+from course.data.layout import data_file
+from course.data.storage import first_line, opened
 from course.data.vae import Encoder
 from course.errors import CourseError
-from course.files import atomic
+from course.files import atomic, read_text, remedy
 from course.lock import only_maker
 
 SD_SCALE = 0.18215                                  # Stable Diffusion's VAE: times this, its latents are about 1 in size
@@ -76,24 +79,119 @@ def write(out: Path, shards: list[Shard], folder: Path, shape: tuple[int, ...], 
         return finish(out, shards, shape, scale, names, shift)
 
 
+LOOKS = ("a folder should hold one folder a class (0000, 0001 ..., or names), or features and labels in two folders of files of "
+         "the same names, such as imagenet256_features/0.npy and imagenet256_labels/0.npy")
+SPLIT_NAMES = {"train", "training", "val", "valid", "validation", "test", "testing"}
+LEFT_BY_SYSTEMS = {"__MACOSX", "lost+found", "$RECYCLE.BIN", "System Volume Information", "@eaDir"}
+MOST_CLASSES = 1_000_000                            # a larger number is a date, say
+
+
 def find_files(folder: Path, endings: tuple[str, ...]) -> tuple[list[Path], list[int], list[str]]:
     """(files, their labels, names of the classes). Folders 0000, 0001 ... have these numbers, others are numbered by name.
 
-    Hidden ones, such as .ipynb_checkpoints, are no classes: they would number the others anew.
+    A folder without such files is no class: those that systems leave, such as `__MACOSX`, would number the others anew. Labels
+    may also come from a second folder, or from a `dataset.json` as EDM and REPA have it. Raises `CourseError` for other things.
     """
-    classes = sorted(path for path in folder.glob("[!.]*") if path.is_dir()) if folder.is_dir() else []
-    numbered = all(path.name.isdecimal() for path in classes)
-    files, labels = [], []
-    for number, path in enumerate(classes):
-        found = sorted(file for file in path.glob("[!.]*") if file.suffix.lower() in endings)
-        files += found
-        labels += [int(path.name) if numbered else number] * len(found)
-    if not files:
+    found = {path: files for path in sorted(folder.glob("[!.]*")) if path.is_dir() and (files := inside(path, endings))}
+    if (folder / "dataset.json").is_file():
+        return listed(folder)
+    if not found:
         what = "has no class folders with" if folder.is_dir() else "does not exist: it should hold class folders with"
-        raise CourseError(f"{folder} {what} {' or '.join(endings)} files, such as {folder}/0000/name{endings[0]}; give another "
-                          "folder" + (", or --vae for pictures" if ".npy" in endings else ""))
-    names = [str(number) for number in range(max(labels) + 1)] if numbered else [path.name for path in classes]
-    return files, labels, names
+        raise CourseError(f"{folder} {what} {' or '.join(endings)} files; {LOOKS}; give another folder" +
+                          (", or --vae for pictures" if ".npy" in endings else ""))
+    if pair := features_and_labels(list(found)):
+        return paired(found[pair[0]], {file.stem: file for file in found[pair[1]]}, *pair)
+    check_classes(folder, list(found))
+    if numbered := all(path.name.isdecimal() for path in found):
+        names = [str(number) for number in range(max(int(path.name) for path in found) + 1)]
+    else:
+        names = [path.name for path in found]
+    labels = [int(path.name) if numbered else number for number, (path, files) in enumerate(found.items()) for _ in files]
+    return [file for files in found.values() for file in files], labels, names
+
+
+def inside(path: Path, endings: tuple[str, ...]) -> list[Path]:
+    """The files of a class folder with these endings, by name; `CourseError` for a folder that may not be read."""
+    if path.name in LEFT_BY_SYSTEMS:
+        return []
+    try:
+        names = sorted(os.listdir(path))
+    except OSError as error:
+        raise CourseError(f"{path} cannot be read ({error.strerror}): {remedy(error, 'run again')}; if it is no class, move it "
+                          "away") from error
+    return [path / name for name in names if not name.startswith(".") and Path(name).suffix.lower() in endings]
+
+
+def check_classes(folder: Path, classes: list[Path]) -> None:
+    """Raise `CourseError` for folders that cannot be classes: strangers among numbers, a number twice, splits, features alone."""
+    numbers, others = [path for path in classes if path.name.isdecimal()], [path for path in classes if not path.name.isdecimal()]
+    if numbers and others:
+        few, kind = (others, "number") if len(others) <= len(numbers) else (numbers, "name")
+        raise CourseError(f"{few[0]} is not called by a {kind}, as the other classes are, and would change which number each "
+                          "class has: move it away, or call all classes alike")
+    seen: dict[int, Path] = {}
+    for path in numbers:
+        if (twin := seen.setdefault(int(path.name), path)) != path:
+            raise CourseError(f"{twin} and {path.name} are the same number: give each class one folder")
+        if int(path.name) > MOST_CLASSES:
+            raise CourseError(f"{path} would be class {int(path.name)}: move it away if it is none; {LOOKS}")
+    words = {path.name.lower() for path in classes}
+    if words <= SPLIT_NAMES:
+        raise CourseError(f"{folder} holds {', '.join(sorted(words))}, which are no classes but parts of a data set: give one of "
+                          "these folders; --valid keeps samples for validation")
+    if len(classes) == 1 and re.search("feature|latent|moment|label", classes[0].name, re.IGNORECASE):
+        raise CourseError(f"{classes[0]} alone does not say which class each file is of: {LOOKS}")
+
+
+def features_and_labels(folders: list[Path]) -> tuple[Path, Path] | None:
+    """(features, labels) if these are what the two folders hold by their names, as fast-DiT and SiT cache latents."""
+    labels = [path for path in folders if "label" in path.name.lower()]
+    if len(folders) != 2 or len(labels) != 1:
+        return None
+    return next(path for path in folders if path != labels[0]), labels[0]
+
+
+def paired(files: list[Path], labels: dict[str, Path], features: Path, folder: Path) -> tuple[list[Path], list[int], list[str]]:
+    """What `find_files` returns, of files whose labels lie in files of the same names."""
+    for file in files:
+        if file.stem not in labels:
+            raise CourseError(f"{file} has no label in {folder}: {LOOKS}")
+    if len(files) < len(labels):
+        more = next(file for stem, file in labels.items() if not (features / file.name).exists())
+        raise CourseError(f"{more} is the label of no file in {features}: {LOOKS}")
+    files = sorted(files, key=lambda file: (len(file.stem), file.stem) if file.stem.isdecimal() else (0, file.stem))
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(read_label, [labels[file.stem] for file in files]))
+    return files, found, [str(number) for number in range(max(found) + 1)]
+
+
+def read_label(file: Path) -> int:
+    """The class in a file of one number. Raises `CourseError` for what is none."""
+    try:
+        found = np.load(file, allow_pickle=False) if file.suffix.lower() == ".npy" else torch.load(file, weights_only=True)
+        label = int(np.asarray(found).reshape(-1)[0]) if np.asarray(found).size == 1 else -1
+        if not 0 <= label <= MOST_CLASSES or label != np.asarray(found).reshape(-1)[0]:
+            raise ValueError("it holds no class, one whole number from 0 on")
+    except Exception as error:                      # the libraries raise whatever the bytes suggest
+        raise CourseError(f"{file} cannot be read as a label ({first_line(error)}): {LOOKS}") from error
+    return label
+
+
+def listed(folder: Path) -> tuple[list[Path], list[int], list[str]]:
+    """What `find_files` returns, where a `dataset.json` says the label of each file: {"labels": [["00000/a.npy", 5], ...]}."""
+    try:
+        labels = {str(name): int(label) for name, label in json.loads(read_text(folder / "dataset.json"))["labels"]}
+        if not labels or not 0 <= min(labels.values()) <= max(labels.values()) <= MOST_CLASSES:
+            raise ValueError("no labels from 0 on")
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise CourseError(f"{folder}/dataset.json does not say the label of each file ({first_line(error)}): it should hold "
+                          '{"labels": [["00000/a.npy", 5], ...]}') from error
+    names = sorted(labels)
+    missing = next((name for name in names if not (folder / name).is_file()), None)
+    if missing:
+        raise CourseError(f"{folder}/dataset.json names {missing}, which is not there: restore it, or give the folder whose "
+                          "files it names")
+    return [folder / name for name in names], [labels[name] for name in names], [str(i) for i in range(max(labels.values()) + 1)]
 
 
 def plan(folder: Path, files: list[Path], labels: list[int], how: str, valid: int, samples: int) -> list[Shard]:
@@ -114,8 +212,8 @@ def refuse_others(out: Path, shards: list[Shard]) -> None:
     planned = {shard.name: shard.made_of for shard in shards}
     for file in (file for split in SPLITS for file in sorted((out / split).glob("*.h5"))):
         if is_done(file) != planned.get(f"{file.parent.name}/{file.name}"):
-            raise CourseError(f"{file} is of other files or settings, or damaged: choose another --out, or remove "
-                              f"{' and '.join(str(out / split) for split in SPLITS)}")
+            raise CourseError(f"{file} is of other files or settings, or damaged: choose another --out, or "
+                              f"move {' and '.join(str(out / split) for split in SPLITS)} away")
 
 
 def is_done(file: Path) -> str:
@@ -150,10 +248,12 @@ def write_shard(path: Path, shard: Shard, folder: Path, shape: tuple[int, ...], 
             damaged.append(f"{file.relative_to(folder)}: {why}")
         elif not np.isfinite(scaled := times(found, scale)).all():
             damaged.append(f"{file.relative_to(folder)}: times {scale:g} it holds numbers that are not finite in float32")
+        elif not scaled.any():
+            damaged.append(f"{file.relative_to(folder)}: nothing but zeros, so it was never written")
         else:
             latents.append(scaled)
             labels.append(label)
-    with atomic(path) as temporary, h5py.File(temporary, "w") as made:
+    with atomic(path) as temporary, opened(temporary, "w") as made:
         made["latents"] = np.stack(latents) if latents else np.zeros((0, *shape), np.float32)
         made["labels"] = np.array(labels, np.int64)
         made.attrs["made_of"], made.attrs["scale"] = shard.made_of, scale
@@ -171,7 +271,7 @@ def finish(out: Path, shards: list[Shard], shape: tuple[int, ...], scale: float,
     """Write latents.json and damaged.txt of all shards; say what there is. shift: what a VAE's were less, before the scale."""
     counts, damaged, some = {}, [], []
     for shard in shards:
-        with data_file(out / shard.name, "remove it and run again") as held:
+        with data_file(out / shard.name) as held:
             counts[shard.name] = len(held["labels"])
             damaged += [text.decode() for text in held["damaged"][:]]
             some.append(held["latents"][:16])        # of many classes

@@ -16,9 +16,12 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from course.data import layout
+from course.data.plausible import Plausible
+from course.data.storage import check_size, opened, readable
 from course.errors import CourseError
 
 Batch = dict[str, Tensor]
+RESTORE = "restore the file and run again"           # the cure for one that was good when training began
 
 
 class Pairs(Dataset[Batch]):
@@ -39,7 +42,10 @@ class Pairs(Dataset[Batch]):
         if not self.size:
             raise CourseError(f"{self.years[0].path.parent} holds no pair {lead} entries apart: use a smaller data.lead")
         self._open: dict[int, h5py.Dataset] = {}
+        self.plausible = Plausible.of(layout.channel_names(self.years[0]), self.mean[:, 0, 0])
         self._check_scale(Path(path))
+        for year in self.years:
+            check_some(year, self.plausible)
 
     def _check(self, channels: int, grid: tuple[int, int]) -> None:
         file, (C, H, W) = self.years[0].path, self.shape
@@ -77,9 +83,17 @@ class Pairs(Dataset[Batch]):
         fields = self._fields(number)
         with reading(self.years[number].path, entry):
             state = fields[entry]
+            check_size(fields)
+        self.check_states([(sample, ahead)], state[None])
         state -= self.mean
         state /= self.std
         return state
+
+    def check_states(self, places: list[tuple[int, int]], states: np.ndarray) -> None:
+        """Raise `CourseError` if states (N, C, H, W), as read from the given (sample, ahead), hold what was never written."""
+        if found := self.plausible.few(states):
+            number, entry = self.place(*places[found[0]])
+            raise layout.complain(self.years[number].path, entry, found[1])
 
     def _fields(self, number: int) -> h5py.Dataset:
         if number not in self._open:
@@ -100,17 +114,30 @@ def sample_ids(samples: list[int], device: torch.device) -> Tensor:
     return torch.tensor(samples, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
+def check_some(year: layout.Year, plausible: Plausible) -> None:
+    """Raise `CourseError` if two rows of the globe show that the middle or the last entry of a file was never written.
+
+    A few kilobytes, since every rank does this to every file; each state that is read is looked at as well.
+    """
+    last = year.shape[0] - 1
+    with layout.data_file(year.path) as file:
+        for entry in {last // 2, last}:
+            rows = file["fields"][entry, :, ::max(1, year.shape[2] // 2)]               # (C, 2 or more, W)
+            if plausible.few(rows[None]) and (what := plausible.whole(file["fields"][entry])):
+                raise layout.complain(year.path, entry, what)
+
+
 def open_fields(path: Path) -> h5py.Dataset:
     """The data of one file, to be read while training."""
-    with layout.readable(lambda why: CourseError(f"{path} cannot be opened ({why}): restore the file and run again")):
-        return h5py.File(path, "r")["fields"]
+    with readable(f"{path} cannot be opened", RESTORE):
+        return opened(path)["fields"]
 
 
 def reading(path: Path, entry: int) -> AbstractContextManager[None]:
-    """Around reading one entry of an HDF5 file: whatever h5py raises is `unreadable`."""
-    return layout.readable(lambda why: unreadable(path, entry, why))
+    """Around reading one entry of an HDF5 file that was good when training began: whatever h5py raises is a `CourseError`."""
+    return readable(f"{path} could not be read at entry {entry}", RESTORE)
 
 
-def unreadable(path: Path, entry: int, why: str) -> CourseError:
+def unreadable(path: Path, entry: int, why: str, cure: str = RESTORE) -> CourseError:
     """What to say of a file that was good when training began."""
-    return CourseError(f"{path} could not be read at entry {entry} ({why}): restore the file and run again")
+    return CourseError(f"{path} could not be read at entry {entry} ({why}): {cure}")

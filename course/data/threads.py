@@ -78,7 +78,7 @@ class Reading:
     def __init__(self, samples: list[int], buffer: Buffer, states: States, pool: ThreadPoolExecutor, workers: int):
         self.samples, self.buffer = samples, buffer
         self.memory = buffer.take((2, len(samples), *states.pairs.shape))
-        arrays, lead = self.memory.numpy(), states.pairs.lead
+        arrays, lead, self.pairs = self.memory.numpy(), states.pairs.lead, states.pairs
         piece = max(LEAST, self.memory.nbytes // (4 * workers))
         self.reads: list[Future[None]] = []
         try:
@@ -94,9 +94,13 @@ class Reading:
         return all(read.done() and not read.exception() for read in self.reads)
 
     def wait(self) -> None:
-        """Until all of it is there; raises what a read raised."""
+        """Until all of it is there; raises what a read raised, and `CourseError` for what was never written."""
         for read in self.reads:
             read.result()
+        arrays, real = self.memory.numpy(), [i for i, sample in enumerate(self.samples) if sample >= 0]
+        for half, ahead in enumerate((0, self.pairs.lead)):
+            states = arrays[half] if len(real) == len(self.samples) else arrays[half][real]
+            self.pairs.check_states([(self.samples[i], ahead) for i in real], states)
 
 
 class Stage:

@@ -19,6 +19,7 @@ from torch.utils.data import Dataset
 from course.data.indexed import Documents
 from course.data.pairs import Batch
 from course.errors import CourseError
+from course.files import read_text, remedy
 
 
 class Sequences(Dataset[Batch]):
@@ -32,6 +33,7 @@ class Sequences(Dataset[Batch]):
         self.context, self.vocab, self.key = context, vocab, key        # the key that says how many tokens the model knows
         self._check_vocabulary(Path(path))
         self.documents = Documents(Path(path) / split)
+        self.documents.check_written()
         tokens = len(self.documents.tokens)
         samples = max(0, tokens - 1) // context
         if not samples:
@@ -46,10 +48,12 @@ class Sequences(Dataset[Batch]):
                               "or set data.path to a folder that they made")
         meta = path / "meta.json"
         try:
-            size = int(json.loads(meta.read_text())["vocab"]) if meta.is_file() else 0
-        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-            raise CourseError(f"{meta} is damaged, or of another program: remove that file, which may be missing, or make the "
-                              "data again with `course data tokens` or `course data jsonl`") from error
+            size = int(json.loads(read_text(meta))["vocab"]) if meta.is_file() else 0
+        except OSError as error:
+            raise CourseError(f"{meta} cannot be read ({error.strerror}): {remedy(error, 'run again')}") from error
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+            raise CourseError(f"{meta} is damaged, or of another program: move that file away, since it may be missing, or make "
+                              "the data again with `course data tokens` or `course data jsonl`") from error
         if size > self.vocab:
             raise CourseError(f"{path} has a vocabulary of {size} tokens but {self.key}={self.vocab}: "
                               f"set {self.key}={size} or use other data")
@@ -62,7 +66,7 @@ class Sequences(Dataset[Batch]):
         tokens = np.zeros((len(samples), self.context + 1), np.int64)
         for i, sample in enumerate(samples):
             if sample >= 0:
-                tokens[i] = self.documents.tokens[sample * self.context:][:self.context + 1]
+                tokens[i] = self.documents.read(sample * self.context, self.context + 1)
         if tokens.max(initial=0) >= self.vocab or tokens.min(initial=0) < 0:       # no meta.json said so, or it is wrong
             raise CourseError(f"{self.documents.bin} has tokens from {tokens.min()} to {tokens.max()} but {self.key}="
                               f"{self.vocab}: set {self.key}={tokens.max() + 1} or more, or use other data")

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from course import random
-from course.data.layout import first_line
+from course.data.storage import first_line
 from course.errors import CourseError
 
 

@@ -33,6 +33,7 @@ from torch import Tensor
 from course.data import layout
 from course.data.atmosphere import GAS, GRAVITY, Atmosphere, land, saturation
 from course.data.sphere import Sphere
+from course.data.storage import opened
 from course.errors import CourseError
 from course.files import atomic, free_bytes, remove, unfinished
 from course.lock import make_once
@@ -199,8 +200,8 @@ def write_years(files: dict[int, Path], config: Weather, device: torch.device, s
     latitudes, longitudes = layout.latitudes(config.grid[0]), layout.longitudes(config.grid[1])
     budgets = []
     with ExitStack() as stack:
-        opened = [stack.enter_context(h5py.File(stack.enter_context(atomic(file)), "w")) for file in files.values()]
-        fields = [layout.create_year(file, config.times, layout.CHANNELS, latitudes, longitudes) for file in opened]
+        made = [stack.enter_context(opened(stack.enter_context(atomic(file)), "w")) for file in files.values()]
+        fields = [layout.create_year(file, config.times, layout.CHANNELS, latitudes, longitudes) for file in made]
         for time in range(config.times):
             if time:
                 state = air.advance(state, layout.HOURS)
@@ -211,7 +212,7 @@ def write_years(files: dict[int, Path], config: Weather, device: torch.device, s
             if (time + 1) % math.ceil(config.times / 4) == 0:
                 say(f"  {time + 1} of {config.times} states, {(time + 1) * layout.HOURS / 24:.0f} days")
         say("a check: how far what should stay as it is has moved (mass: end against start; energy: second half against first)")
-        for i, file in enumerate(opened):
+        for i, file in enumerate(made):
             file.attrs["settings"] = settings(years[i], config)
             record(file, torch.stack(budgets)[:, :, i].numpy(), say, years[i])
 

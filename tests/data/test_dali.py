@@ -169,7 +169,7 @@ def test_half_a_conversion_of_other_data_is_begun_anew_and_a_whole_one_kept(own_
         np.testing.assert_array_equal(np.load(own_data / "train" / "1979" / "00003.npy"), file["fields"][3])
     with h5py.File(own_data / "train" / "1979.h5", "r+") as file:
         file["fields"][-1] = 0
-    with pytest.raises(CourseError, match=r"1979 does not hold the states of .*1979\.h5: remove it and run again"):
+    with pytest.raises(CourseError, match=r"1979 does not hold the states of .*1979\.h5: move it away and run again"):
         numpy_files.convert(own_data, quiet)
 
 

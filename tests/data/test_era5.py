@@ -21,16 +21,21 @@ SURFACE = ["u10", "v10", "t2m", "sp", "msl", "tcwv"]
 SMALL = Era5(grid=(4, 8), train="2015", valid="2016", test="", chunk=3)
 
 
+# of each variable, and of z at each level, a value that nature allows, and how far apart neighbours are
+BASE = {"u10": (-60, 1), "v10": (-40, 1), "t2m": (280, 1), "sp": (90_000, 1024), "msl": (98_000, 1024), "tcwv": (30, 1),
+        "u": (-20, 1), "v": (10, 1), "t": (240, 1)}
+HEIGHT = {10: (300_000, 1024), 50: (200_000, 1024), 500: (55_000, 256), 850: (14_000, 256), 925: (7_000, 256), 1000: (1_000, 256)}
+
+
 def truth(stem, level, hours, lat, lon):
-    """Exact in float32 (at most 24 bits), other wherever any argument is; t, r and q within what nature allows."""
+    """Exact in float32 (at most 24 bits), other wherever any argument is, and within what nature allows."""
     n = (hours - np.datetime64("2015-01-01", "h")).astype(int)[:, None, None] % 512
     place = 16 * ((90 - lat) / 22.5)[:, None] + (lon % 360 / 22.5)[None, :]
     rank = LEVELS.index(level) if level else 7
-    if stem == "t":
-        return (240 + rank + place / 256 + n / 4096).astype("float32")
     if stem in "rq":
         return ((1 + rank + place / 256 + n / 4096) * {"r": 8, "q": 2**-14}[stem]).astype("float32")
-    return (list(NAMES).index(stem) * 2048 + rank * 256 + place + n / 512).astype("float32")
+    base, step = HEIGHT[level] if stem == "z" else BASE[stem]
+    return (base + (rank + place / 256 + n / 4096) * step).astype("float32")
 
 
 def expected(times, derived=False):
@@ -477,3 +482,117 @@ def test_a_package_that_is_not_installed(tmp_path, monkeypatch, package):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(CourseError, match=rf'{package}.*is not installed: pip install "course\[era5\]"'):
         convert(replace(SMALL, source=str(source), path=str(tmp_path / "out")))
+
+
+# ---- what was never written ----
+
+DTYPES = {"f4": {}, "f8": {}, "i2": {"scale_factor": 0.5, "add_offset": 90_000.0}, "i4": {"scale_factor": 0.01, "add_offset": 0.0}}
+
+
+@pytest.mark.parametrize("attribute", [None, "_FillValue", "missing_value"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_netcdf_that_a_writer_left_unfinished_is_refused(tmp_path, dtype, attribute):
+    """NetCDF reads its default fill value for what was never written, or the variable's own."""
+    import netCDF4
+
+    source = write_cds(tmp_path / "in", TIMES)
+    data = cds(SURFACE, TIMES)
+    with netCDF4.Dataset(source / "single.nc", "w") as file:
+        for name in ("valid_time", "latitude", "longitude"):
+            values = TIMES.astype("i8") if name == "valid_time" else data[name].values
+            file.createDimension(name, len(values))
+            file.createVariable(name, "f8", (name,))[:] = values
+        file["valid_time"].units = "hours since 1970-01-01"
+        for name in SURFACE:
+            kind, packing = (dtype, DTYPES[dtype]) if name == "msl" else ("f4", {})
+            fill = netCDF4.default_fillvals[kind] if attribute == "_FillValue" else None
+            variable = file.createVariable(name, kind, data[name].dims, fill_value=fill)
+            variable.setncatts(packing | ({"missing_value": np.dtype(kind).type(-9999)} if attribute == "missing_value" else {}))
+            until = 5 if name == "msl" else len(TIMES)
+            variable[:until] = data[name].values[:until]
+    with pytest.raises(CourseError, match=r"msl at 2015-12-31T06 UTC has missing values \(NaN, or storage that was never written\)"):
+        convert(replace(SMALL, source=str(source), path=str(tmp_path / "out")))
+
+
+@pytest.mark.filterwarnings("ignore")                           # zarr 3: consolidated metadata is not specified yet
+@pytest.mark.parametrize("consolidated", [False, True])
+@pytest.mark.parametrize(("version", "fill"), [(2, None), (2, 0), (3, 0), (3, 250)])
+@pytest.mark.parametrize(("name", "options"), [("2m_temperature", {}), ("10m_u_component_of_wind", {}), ("2m_temperature", {"shards": 4})])
+def test_a_zarr_chunk_that_was_not_copied_is_refused(tmp_path, name, options, version, fill, consolidated):
+    """Zarr reads the fill value for it, which may be any number, also one that the atmosphere has. A missing shard is like a chunk."""
+    zarr = pytest.importorskip("zarr")
+    if options and version == 2:
+        pytest.skip("shards are of format 3")
+    data = weatherbench([stem for stem in NAMES if stem != "r"], TIMES)
+    store = tmp_path / "wb.zarr"
+    data.drop_vars(name).to_zarr(store, zarr_format=version, consolidated=False)
+    array = data[name]
+    sizes = {"chunks": (2, *array.shape[1:])} | ({"shards": (options["shards"], *array.shape[1:])} if options else {})
+    names = {"dimension_names": array.dims} if version == 3 else {}
+    made = zarr.open_group(store, mode="r+").create_array(name, shape=array.shape, dtype="float32", fill_value=fill, **sizes, **names)
+    made[:] = array.values
+    if version == 2:
+        made.attrs["_ARRAY_DIMENSIONS"] = list(array.dims)
+    if consolidated:
+        zarr.consolidate_metadata(store)
+    (store / name / {2: "2.0.0", 3: "c/1/0/0" if options else "c/2/0/0"}[version]).unlink()
+    with pytest.raises(CourseError, match=rf"{'u10' if name[0] == '1' else 't2m'} at 2015-12-31T00 UTC has missing values"):
+        convert(replace(SMALL, source=str(store), path=str(tmp_path / "out")))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_zarr_store_without_gaps_is_read_whatever_its_fill_value(tmp_path):
+    """A number that is the fill value, such as a wind of exactly 0, is no gap."""
+    zarr = pytest.importorskip("zarr")
+    data = weatherbench([stem for stem in NAMES if stem != "r"], TIMES)
+    data["10m_u_component_of_wind"][0, 0, 0] = 0
+    data.to_zarr(tmp_path / "wb.zarr", zarr_format=2, consolidated=False)
+    array = zarr.open_group(tmp_path / "wb.zarr", mode="r+")["10m_u_component_of_wind"]
+    values = array[:]
+    zarr.open_group(tmp_path / "wb.zarr", mode="r+").create_array(
+        "10m_u_component_of_wind", shape=values.shape, dtype="float32", fill_value=0, overwrite=True)[:] = values
+    zarr.open_group(tmp_path / "wb.zarr", mode="r+")["10m_u_component_of_wind"].attrs["_ARRAY_DIMENSIONS"] = ["time", "longitude", "latitude"]
+    convert(replace(SMALL, source=str(tmp_path / "wb.zarr"), path=str(tmp_path / "out"), grid=(8, 16)))
+    assert (fields(tmp_path / "out", "train", 2015)[0, 0] == 0).sum() <= 1
+
+
+@pytest.mark.parametrize(("stem", "value", "name"), [
+    ("t2m", 0.0, "t2m"), ("u10", 0.0, "u10"), ("msl", 1013.0, "msl"), ("tcwv", -9999.0, "tcwv"), ("z", 1e20, "z1000"), ("v", np.inf, "v1000")])
+def test_numbers_that_no_atmosphere_has_are_refused_with_channel_and_time(tmp_path, stem, value, name):
+    source = write_cds(tmp_path / "in", TIMES)
+    file = source / ("single.nc" if stem in SURFACE else "pressure.nc")
+    data = cds([s for s in tuple(NAMES)[:-1] if (s in SURFACE) == (stem in SURFACE)], TIMES)
+    data[stem][{"valid_time": 3}] = value
+    data.to_netcdf(file, engine="netcdf4")
+    with pytest.raises(CourseError, match=rf"^{name} is {np.float32(value):g} at 32 of 32 points.* at 2015-12-30T18 UTC".replace("+", "[+]")):
+        convert(replace(SMALL, source=str(source), path=str(tmp_path / "out")))
+
+
+# ---- characters of a path ----
+
+@pytest.mark.parametrize("name", ["[raw] ERA5 2015", "era5*", "a?b", "my.share", "100% {done}"])
+@pytest.mark.parametrize("given", ["", "all.nc", "*.nc", "[as]*.nc"])
+def test_a_path_is_no_pattern_where_it_exists(tmp_path, name, given):
+    folder = tmp_path / name
+    folder.mkdir()
+    cds(tuple(NAMES)[:-1], TIMES).to_netcdf(folder / "all.nc", engine="netcdf4")
+    convert(replace(SMALL, source=str(folder / given) if given else str(folder), path=str(tmp_path / "out [1]")))
+    check(tmp_path / "out [1]")
+
+
+def test_a_part_that_cannot_be_opened_is_not_begun_anew(tmp_path, monkeypatch):
+    config = replace(SMALL, source=str(write_cds(tmp_path / "in", TIMES)), path=str(tmp_path / "out"))
+    interrupted(monkeypatch, config, 2)
+    part = tmp_path / "out" / "train" / ".2015.h5.part"
+    before, original = part.read_bytes(), h5py.File
+
+    def fails(name, mode="r", **options):
+        if mode == "r+":
+            raise OSError(24, "Too many open files")
+        return original(name, mode, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(era5.h5py, "File", fails)
+        with pytest.raises(CourseError, match=r"Too many open files.*ulimit -n"):
+            convert(config)
+    assert part.read_bytes() == before

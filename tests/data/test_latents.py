@@ -23,11 +23,11 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def folder(tmp_path):
-    """Three classes of latents (2, 4, 4), 7 each; the number i of class k is full of 100·k + i."""
+    """Three classes of latents (2, 4, 4), 7 each; the number i of class k is full of 100·k + i, the very first of 50."""
     for k in range(3):
         (tmp_path / "raw" / f"{k:04d}").mkdir(parents=True)
         for i in range(7):
-            value = np.full((2, 4, 4), 100 * k + i, np.float32)
+            value = np.full((2, 4, 4), 100 * k + i or 50, np.float32)
             file = tmp_path / "raw" / f"{k:04d}" / f"{i}.x"
             if i % 2:
                 torch.save(torch.from_numpy(value).half(), file.with_suffix(".pt"))
@@ -51,7 +51,7 @@ def test_every_latent_is_once_in_a_split_scaled_with_its_label(folder):
     assert (made["latent"], made["classes"], made["scale"], made["damaged"]) == ([2, 4, 4], 3, 0.5, 0)
     train, valid = (Latents(str(folder.parent / "out"), split, (2, 4, 4), 3) for split in ("train", "valid"))
     assert values(valid) == [(0, [2.0]), (1, [51.0]), (2, [100.0]), (2, [102.5])]       # number 4, 9, 14 and 19, times 0.5
-    expected = sorted((k, [0.5 * (100 * k + i)]) for k in range(3) for i in range(7))
+    expected = sorted((k, [0.5 * (100 * k + i or 50)]) for k in range(3) for i in range(7))
     assert sorted(values(train) + values(valid)) == expected
     assert json.loads((folder.parent / "out" / "latents.json").read_text()) == made
 
@@ -252,8 +252,8 @@ def test_a_scale_is_more_than_zero(folder, scale):
 
 
 def test_a_scale_that_is_off_is_told(folder, capsys):
-    """The standard deviation of numbers 0 to 6, 100 to 106 and 200 to 206."""
-    std = np.std([100 * k + i for k in range(3) for i in range(7)])
+    """The standard deviation of numbers 0 to 6 (with 50 for 0), 100 to 106 and 200 to 206."""
+    std = np.std([100 * k + i or 50 for k in range(3) for i in range(7)])
     assert pack(folder, scale=1.0)["std"] == pytest.approx(std, rel=1e-6)
     assert f"pack again into another folder with --scale {1 / std:.3g}" in capsys.readouterr().out
     packing.pack(folder, folder.parent / "other", 1 / std)

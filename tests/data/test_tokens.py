@@ -84,7 +84,7 @@ def test_bad_requests_are_sentences(folder, split, context, vocab, sentence):
 @pytest.mark.parametrize("text", ["", "{\"vocab\": 1", "[]", "{}", "{\"vocab\": null}", "{\"vocab\": \"many\"}"])
 def test_notes_that_are_damaged_or_of_others_are_a_sentence(folder, tmp_path, text):
     (tmp_path / "meta.json").write_text(text)
-    with pytest.raises(CourseError, match=r"meta\.json is damaged, or of another program: remove that file"):
+    with pytest.raises(CourseError, match=r"meta\.json is damaged, or of another program: move that file away"):
         Sequences(folder, "train", 4, 100)
 
 
