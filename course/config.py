@@ -228,4 +228,4 @@ def read_preset(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
 def save(config: Config, path: Path) -> None:
     """Write every value to a YAML file that `load` reads back."""
     with atomic(path) as temporary:
-        temporary.write_text(yaml.safe_dump(as_plain(config), sort_keys=False))
+        temporary.write_text(yaml.safe_dump(as_plain(config), sort_keys=False), encoding="utf-8")

@@ -354,6 +354,7 @@ def compiler_row() -> Row:
 def command(*words: str) -> str:
     """What a command prints; nothing if it is not there, fails, or takes more than ten seconds."""
     try:
-        return subprocess.run(words, capture_output=True, text=True, errors="replace", timeout=10, check=True).stdout.strip()
+        done = subprocess.run(words, capture_output=True, encoding="utf-8", errors="replace", timeout=10, check=True)
+        return done.stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return ""

@@ -194,7 +194,7 @@ def write(run: Path, scores: Scores, channels: list[str], pictured: int, step: i
               "better_than_persistence": float(1 - model / persistence), "lead_days": scores.hours[last] / 24,
               "files": sorted(map(str, files))}
     with atomic(folder / "scores.json") as file:
-        file.write_text(json.dumps(result, indent=1))
+        file.write_text(json.dumps(result, indent=1), encoding="utf-8")
     return result
 
 

@@ -151,7 +151,7 @@ class Lock:
         empty one looks like a job that has just begun."""
         made = False
         try:
-            with open(path, "x") as out:
+            with open(path, "x", encoding="utf-8") as out:
                 made = True
                 out.write(json.dumps(asdict(self.me)))
         except FileExistsError:
@@ -208,7 +208,8 @@ def myself() -> Writer:
 def beginning(pid: int) -> float:
     """When a process began. On Linux in ticks since the machine did, because its clock may be set; elsewhere in seconds."""
     with suppress(OSError, ValueError, IndexError):
-        return float(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])     # proc(5): starttime
+        told = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        return float(told.rpartition(")")[2].split()[19])               # proc(5): starttime
     return psutil.Process(pid).create_time()
 
 

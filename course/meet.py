@@ -74,7 +74,7 @@ def explain(folder: Path | str, states: Sequence[str]) -> tuple[str, bool]:
 
 def _read(file: Path) -> list[Record]:
     """The complete lines of a trace; its rank may be writing another."""
-    text = file.read_text() if file.exists() else ""
+    text = file.read_text(encoding="utf-8") if file.exists() else ""
     return [json.loads(line) for line in text.split("\n")[:-1]]
 
 

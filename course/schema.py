@@ -10,6 +10,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from course.errors import CourseError, nearest
+from course.files import read_text, remedy
 from course.models import KINDS, kind_of
 
 MOST = 100_000                                       # values in a YAML file that anybody writes
@@ -19,8 +20,12 @@ T = TypeVar("T")
 def read_yaml(path: Path, wanted: str) -> dict[str, Any]:
     """The plain values of a YAML file. wanted: what it should hold, for the sentence if it does not."""
     try:
-        values = plain_yaml(path.read_text()) or {}
-    except (ValueError, OSError) as error:
+        values = plain_yaml(read_text(path)) or {}
+    except OSError as error:
+        raise CourseError(f"{path} cannot be read ({error.strerror}): {remedy(error, 'run again')}") from error
+    except UnicodeDecodeError as error:
+        raise CourseError(f"{path} is not readable YAML (not UTF-8 at byte {error.start}): save it as UTF-8") from error
+    except ValueError as error:
         raise CourseError(f"{path} is not readable YAML ({' '.join(str(error).split())[:160]}): mend that line") from error
     if not isinstance(values, dict):
         raise CourseError(f"{path} holds a {type(values).__name__}, not {wanted}")
@@ -42,8 +47,16 @@ def plain_yaml(text: str) -> Any:
     return values
 
 
+PATHS = {"path", "dir", "source", "tokenizer", "vocabulary", "merges"}         # keys whose values are paths
+
+
+def is_path(key: str, text: str) -> bool:
+    """Whether a value is a path, so no YAML, in which `[raw]/x` is a list and ` #1` a comment; unless it is quoted."""
+    return key.rpartition(".")[2] in PATHS and text[:1] not in ('"', "'")
+
+
 def parse(overrides: Iterable[str]) -> dict[str, Any]:
-    """`["train.steps=5"]` as `{"train": {"steps": 5}}`; values are read as YAML. `CourseError` for what is neither."""
+    """`["train.steps=5"]` as `{"train": {"steps": 5}}`; values are read as YAML, paths as they are. `CourseError` for others."""
     values: dict[str, Any] = {}
     for override in overrides:
         key, equals, text = override.partition("=")
@@ -51,7 +64,7 @@ def parse(overrides: Iterable[str]) -> dict[str, Any]:
             raise CourseError(f"{override!r} is not of the form key=value, such as train.steps=100" +
                               (", and no option of this command" if override.startswith("--") else ""))
         try:
-            value = plain_yaml(text)
+            value: Any = text if is_path(key, text) else plain_yaml(text)
         except ValueError as error:
             raise CourseError(f"the value in {override!r} cannot be read: quote it, as in '{key}=\"...\"'") from error
         for part in reversed(key.split(".")):

@@ -111,7 +111,7 @@ class Watchdog:
             self._write()
             if self.world.rank == 0:
                 forget(self.run, self.world.size)
-            self._dump = open(f"{mine}.stack", "a")
+            self._dump = open(f"{mine}.stack", "a", encoding="utf-8")
             self._thread.start()
         return self
 

@@ -303,7 +303,7 @@ def write(folder: Path | str, c: GPTConfig, tensors: Iterable[tuple[str, Tensor]
         for name, part in files.items():
             weights.write_file(temporary / name, part, lambda one: rule(kind, one)[0].theirs(c, ours[one]), weights.about(c))
         for name, text in beside(c, next(iter(ours.values())).dtype, files).items():
-            (temporary / name).write_text(text)
+            (temporary / name).write_text(text, encoding="utf-8")
 
 
 def beside(c: GPTConfig, dtype: torch.dtype, files: Mapping[str, list[weights.Entry]]) -> dict[str, str]:

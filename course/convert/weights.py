@@ -24,7 +24,7 @@ from torch import Tensor
 
 from course import limits, schema
 from course.errors import CourseError
-from course.files import atomic
+from course.files import atomic, read_text, remedy
 from course.models import KINDS
 from course.streaming import stream
 
@@ -150,9 +150,10 @@ def find(folder: Path, names: Any) -> dict[str, str]:
 def read_json(file: Path) -> dict[str, Any]:
     """An object from a JSON file; `CourseError` if it holds none."""
     try:
-        found = json.loads(file.read_text())
+        found = json.loads(read_text(file))
     except (OSError, ValueError, RecursionError) as error:
-        raise CourseError(f"{file} is missing or no JSON: give a model's folder, or download that file again") from error
+        cure = remedy(error, "download that file again")
+        raise CourseError(f"{file} is missing or no JSON: give a model's folder, or {cure}") from error
     if not isinstance(found, dict):
         raise CourseError(f"{file} holds a {type(found).__name__}, not names and values: download it again")
     return found

@@ -5,6 +5,7 @@ neighbours that is most frequent in a sample becomes one token more, and so on u
 `tokenizers` package does the work.
 """
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from course.errors import CourseError
+from course.files import read_text
 
 END = "<|endoftext|>"                                # closes each document
 OTHER = "give another tokenizer.json, one that knows every text, such as those of bytes do"
@@ -47,7 +49,9 @@ def gpt2(vocab: Path, merges: Path) -> Tokenizer:
     """GPT-2's tokenizer from its two files, vocab.json and merges.txt."""
     with working(f"{vocab} and {merges} cannot be read as GPT-2's vocabulary and merges",
                  "give vocab.json and merges.txt of one model"):
-        tokenizer = byte_level(models.BPE.from_file(str(vocab), str(merges)))
+        lines = [line for line in read_text(merges).replace("\r", "").split("\n") if line and not line.startswith("#version")]
+        pairs = [(left, right) for left, right in (line.split(" ") for line in lines)]
+        tokenizer = byte_level(models.BPE(json.loads(read_text(vocab)), pairs))
     if tokenizer.token_to_id(END) is not None:
         tokenizer.add_special_tokens([END])          # one that is there gets no new number
     return tokenizer
@@ -65,7 +69,7 @@ def load(path: Path) -> Tokenizer:
     """The tokenizer of a tokenizer.json, which gives all tokens of a text and no others: some files say to cut or to fill up."""
     with working(f"{path} cannot be read as a tokenizer",
                  "give a tokenizer.json of the tokenizers package, such as Hugging Face models have"):
-        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_str(read_text(path))
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

@@ -15,7 +15,7 @@ from typing import Any
 from course.data import bpe, indexed
 from course.data.layout import SPLITS
 from course.errors import CourseError
-from course.files import atomic
+from course.files import atomic, read_text, remedy
 from course.lock import make_once
 
 # tests repeat themselves, idlelib and turtledemo are programs; the tables of encodings and the pages of pydoc are no code
@@ -71,7 +71,7 @@ def library(folder: Path) -> Iterator[tuple[str, str]]:
         name = file.relative_to(folder)
         if LEFT_OUT.isdisjoint(name.parts) and not name.name.startswith("_sysconfigdata"):
             try:
-                text = file.read_bytes().decode()
+                text = file.read_bytes().decode("utf-8-sig")
             except UnicodeDecodeError:
                 continue
             if text:
@@ -112,13 +112,15 @@ def is_made(path: Path, request: dict[str, Any]) -> bool:
     if not (meta := path / "meta.json").is_file():
         return False
     try:
-        found = dict(json.loads(meta.read_text()).get("request", {}))
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise CourseError(f"{meta} is damaged: give another path, or remove that folder") from error
+        found = dict(json.loads(read_text(meta)).get("request", {}))
+    except OSError as error:
+        raise CourseError(f"{meta} cannot be read ({error.strerror}): {remedy(error, 'run again')}") from error
+    except (ValueError, TypeError, AttributeError) as error:
+        raise CourseError(f"{meta} is damaged: give another path, or move that folder away") from error
     differ = [str(key) for key in {**found, **request} if found.get(key) != request.get(key)]
     if differ:
         raise CourseError(f"{path} holds a data set made with other settings ({', '.join(differ)}): give another path, "
-                          "or remove that folder")
+                          "or move that folder away")
     return True
 
 
@@ -126,7 +128,7 @@ def finish(path: Path, tokenizer: str, meta: dict[str, Any]) -> None:
     """Write tokenizer.json and then meta.json, which says that all is there."""
     for name, text in (("tokenizer.json", tokenizer), ("meta.json", json.dumps(meta, indent=1) + "\n")):
         with atomic(path / name) as temporary:
-            temporary.write_text(text)
+            temporary.write_text(text, encoding="utf-8")
 
 
 def summary(path: Path, counts: dict[str, dict[str, int]]) -> str:

@@ -91,7 +91,7 @@ def make(config: Jsonl, say: Callable[[str], None] = print) -> None:
     if not made:
         newer = next((file for file in files if file.stat().st_mtime > (path / "meta.json").stat().st_mtime), None)
         say(f"{path} is there already" + (f", and {newer} has changed since: if its text is another now, give another path, or "
-                                          "remove that folder" if newer else ""))
+                                          "move that folder away" if newer else ""))
         remove(path / "parts")
 
 
@@ -108,6 +108,8 @@ def write(config: Jsonl, files: list[Path], request: dict[str, Any], say: Callab
     if failed:
         say(f"{failed:,} of {failed + documents:,} documents were bad and are left out: {'; '.join(bad)}"
             f"{' ...' if failed > len(bad) else ''}")
+    if hint := in_utf8(bad):
+        say(hint)
     finish(path, tokenizer.to_str(), {"vocab": vocab, "end": end, "splits": counts, "bad": failed, "request": request})
     remove(parts)
     say(f"{summary(path, counts)}, in {time.monotonic() - began:.0f} s")
@@ -159,13 +161,13 @@ def told(say: Callable[[str], None]) -> Iterator[None]:
 def begin_parts(parts: Path, request: dict[str, Any], files: list[Path]) -> None:
     """Note what the parts are of. Raises `CourseError` if documents are finished that others asked for, or no file has lines."""
     note = parts / "request.json"
-    found = json.loads(note.read_text()) if note.is_file() else {}
+    found = json.loads(note.read_text(encoding="utf-8")) if note.is_file() else {}
     differ = [key for key in {**found, **request} if found.get(key) != request.get(key)]
     if not differ:
         return
     if found and any(sum(counts["bytes"].values()) for counts in finished(parts).values()):
         raise CourseError(f"{parts} holds what was finished with other settings ({', '.join(differ)}): "
-                          "run again with the old ones, give another path, or remove that folder")
+                          "run again with the old ones, give another path, or move that folder away")
     remove(parts)
     for file in files:
         if texts.is_array(file):
@@ -177,13 +179,13 @@ def begin_parts(parts: Path, request: dict[str, Any], files: list[Path]) -> None
 def finished(parts: Path) -> dict[Path, dict[str, Any]]:
     """The folder of each finished part, in order, and what was counted in it. Beyond 99,999 their names have more digits."""
     folders = sorted(parts.glob("[0-9]*/[0-9]*"), key=lambda folder: (int(folder.parent.name), int(folder.name)))
-    return {folder: json.loads((folder / "counts.json").read_text()) for folder in folders}
+    return {folder: json.loads((folder / "counts.json").read_text(encoding="utf-8")) for folder in folders}
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:
     """A file of JSON, whole or not at all."""
     with atomic(path) as temporary:
-        temporary.write_text(json.dumps(values))
+        temporary.write_text(json.dumps(values), encoding="utf-8")
 
 
 # ---- the tokenizer ----
@@ -200,7 +202,7 @@ def choose_tokenizer(config: Jsonl, files: list[Path], kept: Path, say: Callable
             tokenizer = bpe.train(sample(config, files), config.vocab)
         bpe.end_token(tokenizer, config.end)
         with atomic(kept) as temporary:
-            temporary.write_text(tokenizer.to_str())
+            temporary.write_text(tokenizer.to_str(), encoding="utf-8")
         tokenizer_of.cache_clear()                   # another may have been there
     return bpe.load(kept)
 
@@ -229,9 +231,15 @@ def sample(config: Jsonl, files: list[Path]) -> Iterator[str]:
 
 def no_documents(bad: list[str]) -> CourseError:
     """What to say if there is not one to train on."""
-    why = f"; what is there is bad: {'; '.join(bad)}" if bad else ""
+    why = f"; what is there is bad: {'; '.join(bad)}; {in_utf8(bad)}".rstrip("; ") if bad else ""
     return CourseError(f"the files hold no documents to train on{why}; give .jsonl files or archives of text, "
                        "and text=KEY if their key is not 'text'")
+
+
+def in_utf8(bad: list[str]) -> str:
+    """What to do if bad documents are in another encoding, which nobody can know for sure."""
+    other = any("not UTF-8" in each for each in bad)
+    return "text of another encoding can be converted: iconv -f ISO-8859-1 -t UTF-8 FILE" if other else ""
 
 
 # ---- the work ----
@@ -255,7 +263,7 @@ def begin_file(folder: Path, file: Path) -> set[int] | None:
     stat = file.stat()
     stamp = {"size": stat.st_size, "changed": stat.st_mtime_ns}
     note = folder / "file.json"
-    if not note.is_file() or json.loads(note.read_text()) != stamp:
+    if not note.is_file() or json.loads(note.read_text(encoding="utf-8")) != stamp:
         remove(folder)
         write_json(note, stamp)
     if (folder / "whole.json").is_file():
@@ -368,7 +376,7 @@ def write_part(folder: Path, encoded: Iterable[Encoded], vocab: int) -> None:
                     sizes[split] += chunk.sizes[split]
                 bad += chunk.bad[:SHOWN - len(bad)]
                 failed += chunk.failed
-        (temporary / "counts.json").write_text(json.dumps({"bytes": sizes, "bad": bad, "failed": failed}))
+        (temporary / "counts.json").write_text(json.dumps({"bytes": sizes, "bad": bad, "failed": failed}), encoding="utf-8")
 
 
 def join(path: Path, parts: Path, vocab: int) -> tuple[dict[str, dict[str, int]], list[str], int]:

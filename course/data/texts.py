@@ -65,7 +65,9 @@ def inside(file: IO[bytes], where: str, name: str) -> Iterator[Item]:
     stream = unpacked(file)
     if stream.peek(512)[257:262] == b"ustar":
         yield from members(stream, where)
-    elif ".jsonl" in name:
+        return
+    stream = in_utf8(stream, ".jsonl" in name)
+    if ".jsonl" in name:
         start = stream.peek(10)
         if other := next((kind for mark, kind in OTHERS.items() if start.startswith(mark)), ""):
             yield Item(where or "0", b"", bad=f"{other}, which is not read: make lines of JSON of it")
@@ -195,6 +197,41 @@ def unpacked(file: IO[bytes]) -> Any:
     if start.startswith(b"\x28\xb5\x2f\xfd") or start[1:4] == b"\x2a\x4d\x18":     # the latter is skipped: pzstd begins so
         return io.BufferedReader(Frames(stream, lambda: zstandard.ZstdDecompressor().decompressobj()), BLOCK)
     return stream
+
+
+def in_utf8(stream: Any, is_json: bool) -> Any:
+    """The stream itself; of text in UTF-16 or UTF-32, as its first bytes show (Windows writes such), the same in UTF-8.
+
+    A mark says so; JSON says it without, since its first character is one byte in UTF-8.
+    """
+    start = stream.peek(4)[:4]
+    marked = start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE))
+    if len(start) < 4 or not (marked or (is_json and 0 in start)):
+        return stream
+    encoding = json.detect_encoding(start)
+    return stream if encoding.startswith("utf-8") else io.BufferedReader(Recoded(stream, encoding), BLOCK)
+
+
+class Recoded(io.RawIOBase):
+    """Text in another encoding as bytes of UTF-8; what is no character becomes U+FFFD."""
+
+    def __init__(self, file: IO[bytes], encoding: str):
+        self.file, self.decoder = file, codecs.getincrementaldecoder(encoding)("replace")
+        self.out, self.ended = b"", False
+
+    def readable(self) -> bool:
+        """Always: what `io.BufferedReader` asks before it reads."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill some of a buffer; how many bytes, 0 at the end."""
+        while not self.out and not self.ended:
+            block = self.file.read(BLOCK)
+            self.ended = not block
+            self.out = self.decoder.decode(block, self.ended).encode()
+        size = min(len(buffer), len(self.out))
+        buffer[:size], self.out = self.out[:size], self.out[size:]
+        return size
 
 
 class Frames(io.RawIOBase):

@@ -220,7 +220,7 @@ def write(file: Path, found: dict[str, dict[str, Row]], small: bool) -> None:
                          "the run each, relative, in the mean over these; spread: standard deviation over the three seeds of "
                          "bf16 likewise; ms: beside other runs on one host", "models": models}
     with atomic(file) as temporary:
-        temporary.write_text(json.dumps(record) + "\n")
+        temporary.write_text(json.dumps(record) + "\n", encoding="utf-8")
 
 
 def jobs_of(arguments: list[str], small: bool) -> list[str]:

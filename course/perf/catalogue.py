@@ -45,7 +45,7 @@ def count(parameters: int) -> str:
 def purpose(preset: str) -> str:
     """The first words of the comment that its file begins with, up to the first stop, comma or parenthesis."""
     comment = []
-    for line in configuration.preset_path(preset).read_text().splitlines():
+    for line in configuration.preset_path(preset).read_text(encoding="utf-8").splitlines():
         if not line.startswith("#"):
             break
         comment.append(line[1:].strip())

@@ -104,7 +104,7 @@ def common(c: Convergence) -> list[str]:
 def main(c: Convergence) -> None:
     """Make what is missing of the runs, measure the speed of each batch, write the curves."""
     if c.tensorboard:
-        to_tensorboard(json.loads(Path(c.out).read_text()), Path(c.tensorboard))
+        to_tensorboard(json.loads(Path(c.out).read_text(encoding="utf-8")), Path(c.tensorboard))
         return
     if c.jobs < 1:
         raise CourseError(f"jobs={c.jobs} makes no runs: it is how many run at a time, at least 1")
@@ -120,7 +120,7 @@ def main(c: Convergence) -> None:
              "data": f"{c.years} simulated years of 90 days", "speed": speeds(c),
              "runs": [curve(run, c) | ({"ended": end} if end else {}) for run, end in zip(runs, ends, strict=True)]}
     with atomic(Path(c.out)) as temporary:
-        temporary.write_text(json.dumps(found).replace('{"batch"', '\n{"batch"') + "\n")
+        temporary.write_text(json.dumps(found).replace('{"batch"', '\n{"batch"') + "\n", encoding="utf-8")
     print(f"wrote {c.out}: {len(runs)} runs, {sum(map(bool, ends))} of them ended early")
 
 
@@ -129,16 +129,17 @@ def make(run: Run, c: Convergence) -> str:
     folder = Path(c.runs) / "vit-demo" / run.name
     broken = folder / "ended.txt"
     if broken.is_file():
-        return broken.read_text()
+        return broken.read_text(encoding="utf-8")
     if not is_done(run, c):
         ended = train([*run.overrides(c)], c)
         if ended.returncode not in (0, 1):           # stopped, by a signal or for another job: it can go on
             raise CourseError(f"{run.name} was stopped ({ended.returncode}): the same command goes on with it")
         if ended.returncode:
             folder.mkdir(parents=True, exist_ok=True)
-            broken.write_text(ended.stderr.strip().splitlines()[-1] if ended.stderr.strip() else "it was stopped")
-            print(f"{run.name} ended early: {broken.read_text()}", flush=True)
-            return broken.read_text()
+            why = ended.stderr.strip().splitlines()[-1] if ended.stderr.strip() else "it was stopped"
+            broken.write_text(why, encoding="utf-8")
+            print(f"{run.name} ended early: {why}", flush=True)
+            return why
     print(f"{run.name}: validation loss {read_metrics(folder / 'metrics.jsonl')[-1]['valid_loss']}", flush=True)
     return ""
 
@@ -152,7 +153,8 @@ def is_done(run: Run, c: Convergence) -> bool:
 def train(overrides: Sequence[str], c: Convergence) -> "subprocess.CompletedProcess[str]":
     """`course train vit-demo`, in a process of its own."""
     threads = str(max(1, cores() // c.jobs))
-    return subprocess.run([sys.executable, "-m", "course.cli", "train", "vit-demo", *overrides], capture_output=True, text=True,
+    return subprocess.run([sys.executable, "-m", "course.cli", "train", "vit-demo", *overrides], capture_output=True,
+                          encoding="utf-8",
                           env=os.environ | {"OMP_NUM_THREADS": threads, "PYTHONPATH": os.pathsep.join(sys.path)})
 
 

@@ -114,7 +114,7 @@ def main(file: Path, small: bool) -> None:
     for name, why in found["skipped"].items():
         print(f"{name:32s} left out: {why}")
     with atomic(file) as temporary:
-        temporary.write_text(json.dumps(found, indent=1))
+        temporary.write_text(json.dumps(found, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":

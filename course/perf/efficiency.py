@@ -69,12 +69,12 @@ def main(folder: Path, results: Path = RESULTS) -> None:
     """Write the results of every kind that the folder has."""
     for kind, meaning in MEANING.items():
         files = [folder / f"{kind}_{gpus}.json" for gpus in (1, 2, 4)]
-        found = [json.loads(file.read_text()) for file in files if file.exists()]
+        found = [json.loads(file.read_text(encoding="utf-8")) for file in files if file.exists()]
         if found:
             rows = judge(kind, [row for part in found for row in part["rows"]])
             head = {key: value for key, value in found[0].items() if key != "rows"}
             with atomic(results / f"{kind}_h200.json") as file:
-                file.write_text(json.dumps({**head, "meaning": meaning, "rows": rows}, indent=1))
+                file.write_text(json.dumps({**head, "meaning": meaning, "rows": rows}, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -135,7 +135,7 @@ def main(file: Path, small: bool) -> None:
                 if kind == "parts":
                     print(row["case"], *(f"{key} {value:.3f}" for key, value in row.items() if key != "case"), flush=True)
                 file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_text(json.dumps(found, indent=1))            # after each row, so that a crash leaves what there is
+                file.write_text(json.dumps(found, indent=1), encoding="utf-8")  # after each row: a crash leaves what there is
 
 
 if __name__ == "__main__":

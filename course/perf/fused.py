@@ -117,7 +117,7 @@ def main(file: Path, small: bool) -> None:
                             "least to be moved",
                  "rows": measure(world.device, small)}
     with atomic(file) as temporary:
-        temporary.write_text(json.dumps(found, indent=1) + "\n")
+        temporary.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ def ask(device: torch.device) -> subprocess.Popen[str] | None:
     gpu = f"GPU-{torch.cuda.get_device_properties(device).uuid}"        # the driver's own numbers know no CUDA_VISIBLE_DEVICES
     try:
         return subprocess.Popen(["nvidia-smi", "-i", gpu, f"--query-gpu={','.join(ASKED)}", "--format=csv,noheader,nounits",
-                                 f"--loop-ms={EVERY_MS}"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+                                 f"--loop-ms={EVERY_MS}"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, encoding="utf-8")
     except FileNotFoundError:
         return None
 

@@ -123,7 +123,7 @@ def trial(config: configuration.Config) -> None:
 
 def listed(name: str) -> list[Row]:
     """The configurations of a list, as committed."""
-    return json.loads((RESULTS / f"{name}.json").read_text())["configurations"]
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["configurations"]
 
 
 def predicted(row: Row, plain_step: float = 0.0) -> Time:
@@ -206,7 +206,8 @@ if __name__ == "__main__":
         if words[0] == "draw":
             seed = SEEDS[words[1]]
             with atomic(RESULTS / f"{words[1]}.json") as temporary:
-                temporary.write_text(json.dumps({"seed": seed, "grid": GRID, "configurations": drawn(seed)}, indent=1) + "\n")
+                record = {"seed": seed, "grid": GRID, "configurations": drawn(seed)}
+                temporary.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         elif words[0] == "run":
             measured = measure(words[1], words[2])
             if measured.pop("rank") == 0:

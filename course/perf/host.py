@@ -171,7 +171,7 @@ def source(hardware: Hardware) -> str:
 def read(path: Path) -> Host:
     """A table of `course bench host`; rows that could not be measured are left out."""
     try:
-        table = json.loads(path.read_text())
+        table = json.loads(path.read_text(encoding="utf-8"))
         rows = {str(name): Cost(*map(float, cost)) for name, cost in table["host"].items() if isinstance(cost, list)}
         plain_step = float(table["plain_step"])
         if not 0 < plain_step < math.inf or not all(math.isfinite(cost.of(1, 1, 2)) for cost in rows.values()):

@@ -125,7 +125,7 @@ def share(gpus: int, number: int, of: int, small: bool, file: Path) -> None:
             except Exception as error:               # on all ranks alike, such as a format that the GPU does not know
                 found[name] = f"{type(error).__name__}: {str(error)[:200]}"
             if world.rank == 0:                      # after each: a part that takes too long keeps what it has
-                file.write_text(json.dumps({"rows": found, "plain": plain}))
+                file.write_text(json.dumps({"rows": found, "plain": plain}), encoding="utf-8")
 
 
 def main(small: bool) -> Row:
@@ -150,7 +150,7 @@ def main(small: bool) -> Row:
                 stopped = lanes.start(program, group, TIMEOUT).get("error")
                 if stopped:
                     print(f"{number} GPU{'s' * (number > 1)}, part {job} of {of}: {stopped}", flush=True)
-                return dict(json.loads(file.read_text())) if file.exists() else {}
+                return dict(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else {}
 
             if groups:
                 lanes.side_by_side([str(i) for i in range(len(groups))], run, groups, keep)

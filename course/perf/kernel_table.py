@@ -339,7 +339,7 @@ def put(name: str, file: Path, small: bool) -> None:
         raise CourseError(f"--{name} measures a GPU, and PyTorch sees none: --small tries it on the CPU")
     here, begin = bench.machine(device), time.perf_counter()
     try:
-        table = json.loads(file.read_text())
+        table = json.loads(file.read_text(encoding="utf-8"))
         there = table["hardware"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CourseError(f"{file} is no table of kernels ({type(error).__name__}: {error}): make one with `course bench kernels "
@@ -352,7 +352,7 @@ def put(name: str, file: Path, small: bool) -> None:
     measured = {**here, "command": f"python -m course.perf.kernel_table FILE --{name}",
                 "took_s": round(time.perf_counter() - begin, 1)}
     with atomic(file) as temporary:
-        temporary.write_text(json.dumps({**table, name: {**found, "measured": measured}}) + "\n")
+        temporary.write_text(json.dumps({**table, name: {**found, "measured": measured}}) + "\n", encoding="utf-8")
 
 
 def collectives(device: torch.device, small: bool) -> dict[str, list[list[float]]]:
@@ -368,7 +368,7 @@ def collectives(device: torch.device, small: bool) -> dict[str, list[list[float]
             subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n}", "-m",
                             "course.perf.kernel_table", str(file), *flags], check=True,
                            env={**os.environ, "OMP_NUM_THREADS": "1"})
-            found[str(n)] = [[float(x) for x in line.split()] for line in file.read_text().splitlines()]
+            found[str(n)] = [[float(x) for x in line.split()] for line in file.read_text(encoding="utf-8").splitlines()]
     return found
 
 
@@ -390,7 +390,7 @@ def all_reduces(file: Path, small: bool) -> None:
             laps.append((time.perf_counter() - begin) / calls)
         lines.append(f"{4 * len(x)} {sorted(laps[1:])[LAPS // 2]}\n")
     if world.rank == 0:
-        file.write_text("".join(lines))
+        file.write_text("".join(lines), encoding="utf-8")
     leave()
 
 

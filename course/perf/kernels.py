@@ -212,7 +212,7 @@ def source(hardware: Hardware) -> str:
 def read(path: Path, measured: Hardware, hardware: Hardware) -> Kernels:
     """A file of `course bench kernels`, see `from_table`. Raises `CourseError` if it is something else."""
     try:
-        return from_table(json.loads(path.read_text()), measured, hardware)
+        return from_table(json.loads(path.read_text(encoding="utf-8")), measured, hardware)
     except Exception as error:                       # whatever a damaged or foreign file makes of it
         raise CourseError(f"{path} is no table of kernels ({type(error).__name__}: {error}): make one with `course bench kernels "
                           "--out FILE`") from error

@@ -54,7 +54,7 @@ def side_by_side(jobs: Iterable[str], run: Callable[[str, str], Row], gpus: list
 def start(arguments: list[str], gpus: str, timeout: float = 600, **environment: str) -> Row:
     """What `python ARGUMENTS`, seeing these GPUs, printed as its last line of JSON; or {"error": the last of what it said}."""
     with subprocess.Popen([sys.executable, *arguments], env=os.environ | {"CUDA_VISIBLE_DEVICES": gpus, **environment},
-                          stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace") as process:
+                          stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8", errors="replace") as process:
         try:
             out, err = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
@@ -97,4 +97,4 @@ class Rows:
         self.rows.append(row)
         self.rows.sort(key=lambda row: self.order.index(row[self.key]))
         with atomic(self.file) as temporary:
-            temporary.write_text(json.dumps({**self.head, "rows": self.rows}, indent=1))
+            temporary.write_text(json.dumps({**self.head, "rows": self.rows}, indent=1), encoding="utf-8")

@@ -33,7 +33,7 @@ DRAWN = ("small batch of 1, bf16", "16 samples, bf16", *TOGETHER)
 def main(file: Path) -> None:
     """Record on the processes that there are, and add to the file what this number of them allows."""
     world = join("auto")
-    found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {
         **bench.machine(world.device), "command": "python -m course.perf.looks FILE", "accounts": {}, "timelines": {}}
     if world.size == 1:
         found["clock"] = clock(world.device)
@@ -49,7 +49,7 @@ def main(file: Path) -> None:
             torch._dynamo.reset()
     if world.rank == 0:
         with atomic(file) as temporary:
-            temporary.write_text(json.dumps(found, indent=1))
+            temporary.write_text(json.dumps(found, indent=1), encoding="utf-8")
     leave()
 
 

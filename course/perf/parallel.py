@@ -306,9 +306,9 @@ def everywhere(kind: str, file: Path, small: bool, profile: bool) -> None:
     if not file.exists():                           # as of `zero` on one GPU
         raise CourseError(f"course bench {kind} compares what several GPUs share out, and this machine shows one: run it where "
                           "there are more, or try it with --small")
-    found = json.loads(file.read_text())
+    found = json.loads(file.read_text(encoding="utf-8"))
     with atomic(file) as temporary:
-        temporary.write_text(json.dumps(found | {"rows": efficiency.judge(kind, found["rows"])}, indent=1))
+        temporary.write_text(json.dumps(found | {"rows": efficiency.judge(kind, found["rows"])}, indent=1), encoding="utf-8")
     for row in found["rows"]:
         told = row.get("error") or f"{row['ms']:9.2f} ms"
         share = f"  {row['efficiency']:4.0%} efficient" if "efficiency" in row else ""
@@ -333,10 +333,10 @@ def write(kind: str, file: Path, world: World, rows: list[Row]) -> None:
     command = f"course bench {kind} --out FILE"
     found: dict[str, Any] = {**bench.machine(world.device), "command": command, "rows": []}
     if file.exists():
-        found = json.loads(file.read_text())
+        found = json.loads(file.read_text(encoding="utf-8"))
     found["rows"] = [row for row in found["rows"] if row["gpus"] != world.size] + rows
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(found, indent=1))
+    file.write_text(json.dumps(found, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ FOUR = {"tp": ("tp", "symmetric, compiled", "DTensor sequence parallel, compiled
 
 def row(file: str, name: str) -> dict[str, Any]:
     """The row of that name, of those on most GPUs the first."""
-    rows = json.loads((RESULTS / f"{file}_h200.json").read_text())["rows"]
+    rows = json.loads((RESULTS / f"{file}_h200.json").read_text(encoding="utf-8"))["rows"]
     found = [one for one in rows if name in (one.get("rung"), one.get("case"))]
     return max(found, key=lambda one: one.get("gpus", 1))
 

@@ -97,7 +97,7 @@ def main(file: Path, small: bool) -> None:
     rows = lanes.Rows(file, head, [row["name"] for row in found], "name")
     with tempfile.TemporaryDirectory() as folder:
         cases = Path(folder) / "cases.json"
-        cases.write_text(json.dumps(found))
+        cases.write_text(json.dumps(found), encoding="utf-8")
         for preset in MODELS:
             waiting = {row["name"]: row for row in found if row["preset"] == preset}
             for measured in started(cases, preset, gpus[:n], n, small):
@@ -107,7 +107,7 @@ def main(file: Path, small: bool) -> None:
                 rows.add(row | {"error": "not measured: the processes ended before"})
     ends = verdict(rows.rows)
     with atomic(file) as temporary:
-        temporary.write_text(json.dumps({**head, "verdict": ends, "rows": rows.rows}, indent=1))
+        temporary.write_text(json.dumps({**head, "verdict": ends, "rows": rows.rows}, indent=1), encoding="utf-8")
     for preset, ratio in ends.items():
         print(f"{preset}: the first choice takes {ratio:.3f} of the fastest's time" + ("" if ratio <= CLAIM else ", too much"))
 
@@ -123,7 +123,7 @@ def started(cases: Path, preset: str, gpus: Sequence[str], n: int, small: bool) 
     program = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n}", "-m",
                "course.perf.planned", "run", str(cases), preset, *["--small"] * small]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(gpus), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(program, env=environment, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(program, env=environment, stdout=subprocess.PIPE, text=True, encoding="utf-8")
     assert process.stdout is not None
     late = threading.Timer(TIMEOUT, process.terminate)                  # torchrun then ends its ranks, and with them the output
     late.start()
@@ -139,7 +139,7 @@ def started(cases: Path, preset: str, gpus: Sequence[str], n: int, small: bool) 
 
 def run(cases: Path, preset: str, small: bool) -> None:
     """Measure the layouts of one model, here and now, as one of the ranks."""
-    found = [row for row in json.loads(cases.read_text()) if row["preset"] == preset]
+    found = [row for row in json.loads(cases.read_text(encoding="utf-8")) if row["preset"] == preset]
     with joined("cpu" if small else "cuda") as world:
         for row in found:
             measured = measure(row, world, 1 if small else LAPS)

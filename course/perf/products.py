@@ -126,7 +126,7 @@ def main(file: Path, small: bool) -> None:
             found["steps"].append(row)
             print(f"{row['rung']:80s} {'chosen' if row['chosen'] else 'PyTorch':8s} {row['ms']:8.2f} ms", flush=True)
             with atomic(file) as temporary:
-                temporary.write_text(json.dumps(found, indent=1) + "\n")
+                temporary.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ def main(preset: str, overrides: Sequence[str], gpus: int, hardware: str, top: i
         if count:
             found["training"] = training(plan, chosen, count)
         with atomic(out) as temporary:
-            temporary.write_text(json.dumps(found, indent=1) + "\n")
+            temporary.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         print(f"wrote {out}", file=sys.stderr if launch else sys.stdout)             # with --launch a shell may read the output
     if line := partly(plan):
         print(line, file=sys.stderr if launch else sys.stdout)

@@ -62,7 +62,7 @@ def rows(name: str) -> list[Row]:
     if not path.is_file():
         raise CourseError(f"there is no recorded result {path.name}; there are "
                           f"{', '.join(sorted(file.name for file in RESULTS.glob('*h200.json')))}")
-    return [row for row in json.loads(path.read_text())["rows"] if "ms" in row]
+    return [row for row in json.loads(path.read_text(encoding="utf-8"))["rows"] if "ms" in row]
 
 
 def steps() -> list[Step]:
