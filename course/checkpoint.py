@@ -149,7 +149,7 @@ def publish(final: Path, entries: list[dict[str, Any]], state: dict[str, Any], c
              "files": {name: found for entry in entries for name, found in entry["files"].items()}}
     index["sha256"] = checksum(json.loads(json.dumps(index)))
     with atomic(temporary(final) / "index.json") as file:
-        file.write_text(json.dumps(index, indent=1))
+        file.write_text(json.dumps(index, indent=1), encoding="utf-8")
     clear(final)                                     # the same step again: after a resume from an older one
     temporary(final).rename(final)
     flush(final.parent)

@@ -51,7 +51,7 @@ def main(run: Path, settings: Iterable[str], name: str, say: Callable[[str], Non
     target, ranks = run_folder(new), ranks_of(new)
     if target.exists():
         owned(new, 0, ranks)                        # a layout that cannot be is refused before anyone removes a folder for it
-        raise CourseError(f"{target} is there already: choose another --name, or remove the folder")
+        raise CourseError(f"{target} is there already: choose another --name, or move the folder away")
     with atomic(target) as temporary:
         final = reshard(source, index, new, temporary / "checkpoints")
         config.save(new, temporary / "config.yaml")

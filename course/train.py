@@ -246,7 +246,7 @@ def resume(run: Path, training: Training) -> tuple[int, int]:
     found = checkpoint.newest(run / "checkpoints", lambda text: speak(mesh, text), mesh.all,
                               writes=config.checkpoint.resume)
     if found and not config.checkpoint.resume:
-        raise CourseError(f"{run} exists and checkpoint.resume=false: choose another log.name, or remove the folder")
+        raise CourseError(f"{run} exists and checkpoint.resume=false: choose another log.name, or move the folder away")
     if found:
         check_state(*found, training.progress)
         checkpoint.nothing_over(*found, training.model, mesh.pp)

@@ -1,5 +1,8 @@
+import errno
 import json
+import os
 import random as random_numbers
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -439,3 +442,21 @@ def test_ranks_that_share_the_checksums_all_hear_of_a_damaged_file(tmp_path):
     (path / "rank00001.safetensors").write_bytes(b"no")
     told = ranks(2)(damage_seen, path)
     assert told[0] == told[1] and "rank00001.safetensors is damaged" in told[0]
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.EMFILE, errno.ESTALE])
+@pytest.mark.parametrize("what", ["index", "file"])
+def test_a_checkpoint_that_cannot_be_reached_is_not_passed_over(tmp_path, monkeypatch, number, what):
+    """A run that went on from an older one would lose what is good, and rename it."""
+    for step in (7, 8):
+        save(tmp_path, step)
+
+    def fails(*arguments, **options):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(*((Path, "read_text") if what == "index" else (checkpoint, "sha256")), fails)
+    name = "index.json" if what == "index" else "rank00000.safetensors"
+    with pytest.raises(CourseError, match=rf"step_000008/{name} cannot be read .*, whether it is good or not") as error:
+        checkpoint.newest(tmp_path, print, ALONE, writes=True)
+    assert not isinstance(error.value, Damaged) and "remove" not in str(error.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000007", "step_000008"]

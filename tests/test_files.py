@@ -1,8 +1,10 @@
+import errno
 import os
 from pathlib import Path
 
 import pytest
 
+from course import files
 from course.errors import CourseError
 from course.files import atomic
 
@@ -66,3 +68,16 @@ def test_an_input_that_is_missing_is_not_taken_for_the_output(tmp_path):
 def test_a_disk_that_is_really_full(tmp_path):
     with pytest.raises(CourseError, match="disk is full"), atomic(tmp_path / "file"), open("/dev/full", "w") as full:
         full.write("x" * 100_000)
+
+
+@pytest.mark.parametrize(("error", "cure"), [
+    (OSError(errno.EACCES, "Permission denied"), "this user may not"),
+    (OSError(errno.EMFILE, "Too many open files"), "ulimit -n"),
+    (OSError(errno.ESTALE, "Stale file handle"), "the file server has lost sight of it"),
+    (OSError(errno.ENOLCK, "No locks available"), "HDF5_USE_FILE_LOCKING=FALSE"), (OSError(errno.EIO, "I/O"), "its server fails"),
+    (OSError(errno.ENOSPC, "No space"), "the disk is full"), (OSError(errno.EROFS, "Read-only"), "read-only"),
+    (OSError("unable to lock file, errno = 11, error message = '...'"), "another process is writing it"),
+    (OSError("/blocks/a: errno = 13, error message = 'Permission denied'"), "this user may not"),
+    (OSError(-101, "NetCDF: HDF error"), "as before"), (ValueError("whatever"), "as before")])
+def test_the_remedy_follows_the_reason(error, cure):
+    assert cure in files.remedy(error, "as before") and "remove" not in files.remedy(error, "as before")

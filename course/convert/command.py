@@ -82,7 +82,7 @@ def to_run(path: Path, run: Path, given: list[str], to: str, like: str, rows: st
     if to:
         raise CourseError(f"{path} is not the folder of a run (it has no config.yaml), so it becomes one: leave out --to {to}")
     if run.exists():
-        raise CourseError(f"{run} exists already: choose another folder, or remove it")
+        raise CourseError(f"{run} exists already: choose another folder, or move it away")
     kind = kind_of(path)
     source, settings = opened(kind, path, run, given, like, rows)
     size = reshard.ranks_of(settings)
@@ -314,7 +314,7 @@ def from_run(run: Path, target: Path, given: list[str], to: str, rows: str, aver
     settings = read_config(run)
     plan = plan_of(settings, run, to, rows)
     if target.exists():
-        raise CourseError(f"{target} exists already: choose another name, or remove it")
+        raise CourseError(f"{target} exists already: choose another name, or move it away")
     if target.suffix in (".pt", ".pth", ".bin"):
         raise CourseError(f"{target}: weights are written as .safetensors, never pickled; choose that ending, or a folder")
     found = checkpoint.newest(run / "checkpoints", say, everyone)

@@ -323,7 +323,7 @@ def is_made(path: Path, times: np.ndarray, config: Era5) -> bool:
     """Whether the file of a year is there, with the times that the source gives."""
     shape = (len(times), len(CHANNELS), *config.grid)
     if path.exists() and layout.inspect_year(path).shape != shape:
-        raise CourseError(f"{path} is there with another shape than the source gives, {shape}: remove it, or "
+        raise CourseError(f"{path} is there with another shape than the source gives, {shape}: move it away, or "
                           "choose another path")
     return path.exists()
 

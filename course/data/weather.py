@@ -128,7 +128,7 @@ def years_of(config: Weather) -> dict[int, Path]:
     for file in sorted(Path(config.path).glob("*/*.h5")):
         if file not in plan.values():
             raise CourseError(f"{file} is not one of the {len(plan)} files asked for and would mix with them: "
-                              "remove it, choose another path, or restore train, valid and test")
+                              "move it away, choose another path, or restore train, valid and test")
     return plan
 
 
@@ -168,7 +168,7 @@ def is_made(file: Path, year: int, config: Weather) -> bool:
         found = made.attrs.get("settings", "none")
     if found != settings(year, config):
         raise CourseError(f"{file} was made with other settings ({found}, not {settings(year, config)}): "
-                          "remove it or choose another path")
+                          "move it away or choose another path")
     return True
 
 

@@ -1,5 +1,6 @@
 """course.data.era5 on small files whose every value is a known function of variable, level, time and place."""
 
+import re
 import sys
 from dataclasses import replace
 
@@ -286,7 +287,7 @@ def test_a_partial_file_of_something_else_is_begun_anew(tmp_path, monkeypatch, d
 def test_a_year_of_another_shape_is_not_overwritten(tmp_path):
     config = replace(SMALL, source=str(write_cds(tmp_path / "in", TIMES)), path=str(tmp_path / "out"))
     convert(config)
-    with pytest.raises(CourseError, match=r"2015.h5 is there with another shape.*remove it"):
+    with pytest.raises(CourseError, match=r"2015.h5 is there with another shape.*move it away"):
         convert(replace(config, grid=(2, 4)))
     check(tmp_path / "out")
 
@@ -486,7 +487,7 @@ def test_a_package_that_is_not_installed(tmp_path, monkeypatch, package):
 
 # ---- what was never written ----
 
-DTYPES = {"f4": {}, "f8": {}, "i2": {"scale_factor": 0.5, "add_offset": 90_000.0}, "i4": {"scale_factor": 0.01, "add_offset": 0.0}}
+DTYPES = {"f4": {}, "f8": {}, "i2": {"scale_factor": 0.5, "add_offset": 90_000.0}, "i4": {"scale_factor": 0.01}}
 
 
 @pytest.mark.parametrize("attribute", [None, "_FillValue", "missing_value"])
@@ -510,32 +511,33 @@ def test_netcdf_that_a_writer_left_unfinished_is_refused(tmp_path, dtype, attrib
             variable.setncatts(packing | ({"missing_value": np.dtype(kind).type(-9999)} if attribute == "missing_value" else {}))
             until = 5 if name == "msl" else len(TIMES)
             variable[:until] = data[name].values[:until]
-    with pytest.raises(CourseError, match=r"msl at 2015-12-31T06 UTC has missing values \(NaN, or storage that was never written\)"):
+    with pytest.raises(CourseError, match=r"msl at 2015-12-31T06 UTC has missing values .* never written"):
         convert(replace(SMALL, source=str(source), path=str(tmp_path / "out")))
 
 
 @pytest.mark.filterwarnings("ignore")                           # zarr 3: consolidated metadata is not specified yet
 @pytest.mark.parametrize("consolidated", [False, True])
 @pytest.mark.parametrize(("version", "fill"), [(2, None), (2, 0), (3, 0), (3, 250)])
-@pytest.mark.parametrize(("name", "options"), [("2m_temperature", {}), ("10m_u_component_of_wind", {}), ("2m_temperature", {"shards": 4})])
-def test_a_zarr_chunk_that_was_not_copied_is_refused(tmp_path, name, options, version, fill, consolidated):
-    """Zarr reads the fill value for it, which may be any number, also one that the atmosphere has. A missing shard is like a chunk."""
+@pytest.mark.parametrize(("name", "shards"), [("2m_temperature", 0), ("10m_u_component_of_wind", 0), ("2m_temperature", 4)])
+def test_a_zarr_chunk_that_was_not_copied_is_refused(tmp_path, name, shards, version, fill, consolidated):
+    """Zarr reads the fill value for it, which may be any number, also one that the atmosphere has. A shard is like a chunk."""
     zarr = pytest.importorskip("zarr")
-    if options and version == 2:
+    if shards and version == 2:
         pytest.skip("shards are of format 3")
     data = weatherbench([stem for stem in NAMES if stem != "r"], TIMES)
     store = tmp_path / "wb.zarr"
     data.drop_vars(name).to_zarr(store, zarr_format=version, consolidated=False)
     array = data[name]
-    sizes = {"chunks": (2, *array.shape[1:])} | ({"shards": (options["shards"], *array.shape[1:])} if options else {})
+    sizes = {"chunks": (2, *array.shape[1:])} | ({"shards": (shards, *array.shape[1:])} if shards else {})
     names = {"dimension_names": array.dims} if version == 3 else {}
-    made = zarr.open_group(store, mode="r+").create_array(name, shape=array.shape, dtype="float32", fill_value=fill, **sizes, **names)
+    made = zarr.open_group(store, mode="r+").create_array(name, shape=array.shape, dtype="float32", fill_value=fill,
+                                                          **sizes, **names)
     made[:] = array.values
     if version == 2:
         made.attrs["_ARRAY_DIMENSIONS"] = list(array.dims)
     if consolidated:
         zarr.consolidate_metadata(store)
-    (store / name / {2: "2.0.0", 3: "c/1/0/0" if options else "c/2/0/0"}[version]).unlink()
+    (store / name / {2: "2.0.0", 3: "c/1/0/0" if shards else "c/2/0/0"}[version]).unlink()
     with pytest.raises(CourseError, match=rf"{'u10' if name[0] == '1' else 't2m'} at 2015-12-31T00 UTC has missing values"):
         convert(replace(SMALL, source=str(store), path=str(tmp_path / "out")))
 
@@ -545,32 +547,34 @@ def test_a_zarr_store_without_gaps_is_read_whatever_its_fill_value(tmp_path):
     """A number that is the fill value, such as a wind of exactly 0, is no gap."""
     zarr = pytest.importorskip("zarr")
     data = weatherbench([stem for stem in NAMES if stem != "r"], TIMES)
-    data["10m_u_component_of_wind"][0, 0, 0] = 0
+    data["10m_u_component_of_wind"][0, 0, 8] = 0               # of time, longitude and latitude, south to north
     data.to_zarr(tmp_path / "wb.zarr", zarr_format=2, consolidated=False)
-    array = zarr.open_group(tmp_path / "wb.zarr", mode="r+")["10m_u_component_of_wind"]
-    values = array[:]
-    zarr.open_group(tmp_path / "wb.zarr", mode="r+").create_array(
-        "10m_u_component_of_wind", shape=values.shape, dtype="float32", fill_value=0, overwrite=True)[:] = values
-    zarr.open_group(tmp_path / "wb.zarr", mode="r+")["10m_u_component_of_wind"].attrs["_ARRAY_DIMENSIONS"] = ["time", "longitude", "latitude"]
+    group, name = zarr.open_group(tmp_path / "wb.zarr", mode="r+"), "10m_u_component_of_wind"
+    values = group[name][:]
+    array = group.create_array(name, shape=values.shape, dtype="float32", fill_value=0, overwrite=True)
+    array[:] = values
+    array.attrs["_ARRAY_DIMENSIONS"] = ["time", "longitude", "latitude"]
     convert(replace(SMALL, source=str(tmp_path / "wb.zarr"), path=str(tmp_path / "out"), grid=(8, 16)))
-    assert (fields(tmp_path / "out", "train", 2015)[0, 0] == 0).sum() <= 1
+    assert (fields(tmp_path / "out", "train", 2015)[0, 0] == 0).sum() == 1
 
 
 @pytest.mark.parametrize(("stem", "value", "name"), [
-    ("t2m", 0.0, "t2m"), ("u10", 0.0, "u10"), ("msl", 1013.0, "msl"), ("tcwv", -9999.0, "tcwv"), ("z", 1e20, "z1000"), ("v", np.inf, "v1000")])
+    ("t2m", 0.0, "t2m"), ("u10", 0.0, "u10"), ("msl", 1013.0, "msl"), ("tcwv", -9999.0, "tcwv"), ("z", 1e20, "z1000"),
+    ("v", np.inf, "v1000")])
 def test_numbers_that_no_atmosphere_has_are_refused_with_channel_and_time(tmp_path, stem, value, name):
     source = write_cds(tmp_path / "in", TIMES)
     file = source / ("single.nc" if stem in SURFACE else "pressure.nc")
     data = cds([s for s in tuple(NAMES)[:-1] if (s in SURFACE) == (stem in SURFACE)], TIMES)
     data[stem][{"valid_time": 3}] = value
     data.to_netcdf(file, engine="netcdf4")
-    with pytest.raises(CourseError, match=rf"^{name} is {np.float32(value):g} at 32 of 32 points.* at 2015-12-30T18 UTC".replace("+", "[+]")):
+    sentence = re.escape(f"{name} is {np.float32(value):g} at 32 of 32 points")
+    with pytest.raises(CourseError, match=rf"^{sentence}.* at 2015-12-30T18 UTC"):
         convert(replace(SMALL, source=str(source), path=str(tmp_path / "out")))
 
 
 # ---- characters of a path ----
 
-@pytest.mark.parametrize("name", ["[raw] ERA5 2015", "era5*", "a?b", "my.share", "100% {done}"])
+@pytest.mark.parametrize("name", ["[raw] ERA5 2015", "era5*", "my.share"])
 @pytest.mark.parametrize("given", ["", "all.nc", "*.nc", "[as]*.nc"])
 def test_a_path_is_no_pattern_where_it_exists(tmp_path, name, given):
     folder = tmp_path / name

@@ -360,7 +360,7 @@ def test_a_missing_year_is_made_again_and_the_others_are_left(made, tmp_path):
 
 @pytest.mark.parametrize("change", [{"seed": 1}, {"times": 4}, {"grid": (16, 34)}, {"truncation": 16}, {"train": 1}])
 def test_other_settings_in_the_same_folder_are_refused(made, change):
-    with pytest.raises(CourseError, match="remove it"):
+    with pytest.raises(CourseError, match="move it away"):
         make(dataclasses.replace(made[0], **change), quiet)
 
 
