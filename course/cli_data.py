@@ -86,7 +86,8 @@ def numpy_files(path: Annotated[Path, typer.Argument(help="a folder laid out as 
 
 
 @data.command()
-def latents(folder: Annotated[Path, typer.Argument(help="of class folders: 0000, 0001 ... or any names, numbered in order")],
+def latents(folder: Annotated[Path, typer.Argument(help="of class folders: 0000, 0001 ... or any names, numbered in order; "
+                                                          "or of two folders, of features and labels")],
             out: Annotated[Path, typer.Option(help="the data folder to make, or to go on with")],
             scale: Annotated[float | None, typer.Option(help="what latents are multiplied with; 1 if they are already scaled",
                                                         show_default="the VAE's, 0.18215")] = None,

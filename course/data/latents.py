@@ -24,6 +24,7 @@ from course.errors import CourseError
 from course.files import read_text, remedy
 
 SPLITS = ("train", "valid")
+SMALL, LOOKS = 1 << 23, 8                            # bytes of a shard of which all latents are looked at, else how many are
 MAKE = "make it with `course data latents` or `course data digits`"
 
 
@@ -80,8 +81,7 @@ class Latents(Dataset[Batch]):
             label = int(shard["labels"][entry])
             check_size(shard["latents"])
         if not into.any():
-            raise CourseError(f"{self.files[number]}: the latent of entry {entry} is nothing but zeros: it was never written; "
-                              f"{AGAIN}")
+            raise empty(self.files[number], entry)
         return label
 
 
@@ -109,6 +109,11 @@ def sound(made: dict[str, Any]) -> bool:
             and all(str(one) == f"{one.parent.name}/{one.name}" for one in shards))
 
 
+def empty(file: Path, entry: int) -> CourseError:
+    """What to say of a latent of zeros."""
+    return CourseError(f"{file}: the latent of entry {entry} is nothing but zeros: it was never written; {AGAIN}")
+
+
 def inspect(file: Path, shape: tuple[int, ...], classes: float = math.inf) -> None:
     """Raise `CourseError` unless a shard is whole, of latents of this shape, (N, C, H, W), with labels of so many classes."""
     cure = f"move it away, and {MAKE} again"
@@ -119,6 +124,10 @@ def inspect(file: Path, shape: tuple[int, ...], classes: float = math.inf) -> No
         for name in ("latents", "labels"):
             check_written(shard[name])
         shard["latents"][-1, -1, -1, -1]             # the last bytes are there
+        few = range(shape[0]) if 4 * math.prod(shape) <= SMALL else range(0, shape[0], max(1, shape[0] // LOOKS))
+        zeros = next((i for i in few if not shard["latents"][i].any()), None)
+        if zeros is not None:
+            raise empty(file, zeros)
         labels = shard["labels"][:]
         if labels.min() < 0 or labels.max() >= classes:
             raise CourseError(f"{file} has labels from {labels.min()} to {labels.max()} for {classes} classes: {cure}")

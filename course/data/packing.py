@@ -280,10 +280,10 @@ def finish(out: Path, shards: list[Shard], shape: tuple[int, ...], scale: float,
             "damaged": len(damaged), "std": size, "shards": {name: count for name, count in counts.items() if count}}
     if damaged:
         with atomic(out / "damaged.txt") as file:
-            file.write_text("\n".join(damaged) + "\n")
+            file.write_text("\n".join(damaged) + "\n", encoding="utf-8")
         print(f"{len(damaged)} files are damaged and left out, all named in {out / 'damaged.txt'}; the first: {damaged[0]}")
     with atomic(out / "latents.json") as file:
-        file.write_text(json.dumps(made, indent=1) + "\n")
+        file.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
     print(f"wrote {out}: {sum(counts.values())} latents of {list(shape)} in {len(names)} classes; standard deviation {size:.3g}")
     if math.isfinite(size) and not 0.5 < size < 2:
         print("diffusion expects a standard deviation of about 1: pack again into another folder with --scale "

@@ -380,3 +380,134 @@ def test_digits_of_fewer_than_no_channels_or_too_large_are_refused(tmp_path):
         digits.make_digits(tmp_path / "d", (4, 1_000_000, 1_000_000))
     with pytest.raises(CourseError, match=r"digits of \[-1, 8, 8\] cannot be made"):
         digits.enlarged(np.zeros((1, 1, 8, 8), np.float32), (-1, 8, 8))
+
+
+# ---- what is a class, and what was never written ----
+
+@pytest.mark.parametrize("stranger", ["__MACOSX", "lost+found", "cache", "@eaDir", "System Volume Information"])
+@pytest.mark.parametrize("inside", [[], ["0000/._0.npy"], ["notes.txt"]])
+def test_a_folder_without_latents_is_no_class(folder, stranger, inside):
+    found = packing.find_files(folder, (".npy", ".pt"))
+    (folder / stranger).mkdir()
+    for name in inside:
+        (folder / stranger / name).parent.mkdir(exist_ok=True)
+        (folder / stranger / name).write_bytes(b"x")
+    assert packing.find_files(folder, (".npy", ".pt")) == found
+
+
+def test_an_empty_folder_among_names_is_no_class(folder):
+    for number, name in enumerate(("cat", "dog", "fish")):
+        (folder / f"{number:04d}").rename(folder / name)
+    (folder / "bird").mkdir()
+    assert packing.find_files(folder, (".npy", ".pt"))[2] == ["cat", "dog", "fish"]
+
+
+def rename(folder, old, new):
+    (folder / old).rename(folder / new)
+
+
+@pytest.mark.parametrize(("spoil", "sentence"), [
+    (lambda folder: rename(folder, "0002", "cache"), r"cache is not called by a number, as the other classes are.*move it away"),
+    (lambda folder: [rename(folder, f"000{i}", name) for i, name in ((0, "cat"), (1, "dog"))], "0002 is not called by a name"),
+    (lambda folder: rename(folder, "0002", "1"), "0001 and 1 are the same number|1 and 0001 are the same number"),
+    (lambda folder: rename(folder, "0002", "20240131"), "20240131 would be class 20240131: move it away if it is none"),
+    (lambda folder: [rename(folder, f"000{i}", name) for i, name in enumerate(("train", "val", "test"))],
+     "test, train, val, which are no classes but parts of a data set"),
+])
+def test_folders_that_cannot_be_classes_are_refused(folder, spoil, sentence):
+    spoil(folder)
+    with pytest.raises(CourseError, match=sentence):
+        pack(folder)
+
+
+def cached(folder, labels, names=("imagenet256_features", "imagenet256_labels"), torches=False):
+    """Latents as fast-DiT and SiT cache them: number i is full of i + 1."""
+    for name in names:
+        (folder / name).mkdir(parents=True)
+    for i, label in enumerate(labels):
+        np.save(folder / names[0] / f"{i}.npy", np.full((1, 2, 4, 4), i + 1, np.float32))
+        if torches:
+            torch.save(torch.tensor([label]), folder / names[1] / f"{i}.pt")
+        else:
+            np.save(folder / names[1] / f"{i}.npy", np.array([label]))
+    return folder
+
+
+@pytest.mark.parametrize(("names", "torches"), [
+    (("imagenet256_features", "imagenet256_labels"), False), (("latents", "labels"), True), (("x", "Labels"), False)])
+def test_labels_come_from_a_folder_of_labels(tmp_path, names, torches):
+    labels = [7, 3, 3, 0, 9, 7, 1, 2, 4, 5, 8, 6]
+    made = pack(cached(tmp_path / "raw", labels, names, torches), scale=1, valid=0, samples=100)
+    assert (made["classes"], made["damaged"]) == (10, 0)
+    expected = [(label, [i + 1.0]) for i, label in enumerate(labels)]
+    assert values(Latents(str(tmp_path / "out"), "train", (2, 4, 4), 10)) == expected
+
+
+@pytest.mark.parametrize(("spoil", "sentence"), [
+    (lambda raw: (raw / "imagenet256_labels/1.npy").unlink(), r"features/1\.npy has no label in .*a folder should hold"),
+    (lambda raw: (raw / "imagenet256_features/1.npy").unlink(), r"labels/1\.npy is the label of no file"),
+    (lambda raw: np.save(raw / "imagenet256_labels/1.npy", np.array([0.5])), r"1\.npy cannot be read as a label \(it holds no"),
+    (lambda raw: np.save(raw / "imagenet256_labels/1.npy", np.arange(3)), r"1\.npy cannot be read as a label \(it holds no"),
+    (lambda raw: [f.unlink() for f in (raw / "imagenet256_labels").iterdir()], "features alone does not say which class"),
+])
+def test_features_and_labels_that_do_not_fit_are_refused(tmp_path, spoil, sentence):
+    raw = cached(tmp_path / "raw", [0, 1, 2])
+    spoil(raw)
+    with pytest.raises(CourseError, match=sentence):
+        pack(raw)
+
+
+def test_labels_come_from_dataset_json_as_edm_and_repa_have_it(folder):
+    """Their folders 00000, 00001 ... hold a thousand files each, of all classes."""
+    names = [f"000{k}/{i}.{'pt' if i % 2 else 'npy'}" for k in range(3) for i in range(7)]
+    (folder / "dataset.json").write_text(json.dumps({"labels": [[name, i % 5] for i, name in enumerate(names)]}))
+    files, labels, classes = packing.find_files(folder, (".npy", ".pt"))
+    assert labels == [names.index(str(file.relative_to(folder))) % 5 for file in files] and len(classes) == 5 and len(files) == 21
+    (folder / "0001/0.npy").unlink()
+    with pytest.raises(CourseError, match=r"dataset\.json names 0001/0\.npy, which is not there"):
+        pack(folder)
+
+
+def test_latents_of_zeros_are_left_out_and_named(folder):
+    np.save(folder / "0001" / "2.npy", np.zeros((2, 4, 4), np.float32))
+    assert pack(folder)["damaged"] == 1
+    assert "0001/2.npy: nothing but zeros, so it was never written" in (folder.parent / "out" / "damaged.txt").read_text()
+
+
+def rewrite(folder, change):
+    """Store a shard anew, in chunks of one sample, without those that `change` leaves out."""
+    file = folder.parent / "out" / "train" / "00000.h5"
+    with h5py.File(file) as opened:
+        latents, labels, kept = opened["latents"][:], opened["labels"][:], dict(opened.attrs)
+    with h5py.File(file, "w") as opened:
+        made = opened.create_dataset("latents", latents.shape, "float32", chunks=(1, *latents.shape[1:]))
+        opened["labels"] = labels
+        opened.attrs.update(kept)
+        change(opened, made, latents)
+
+
+def without_the_third(opened, made, latents):
+    for i in (0, 1, 3, 4, 5):
+        made[i] = latents[i]
+
+
+def zeros_at_the_third(opened, made, latents):
+    made[:] = latents
+    made[2] = 0
+
+
+def other_labels(opened, made, latents):
+    made[:] = latents
+    opened["labels"][1] = 3
+
+
+@pytest.mark.parametrize(("change", "sentence"), [
+    (without_the_third, r"00000\.h5: `latents` was never written at entry 2"),
+    (zeros_at_the_third, r"00000\.h5: the latent of entry 2 is nothing but zeros"),
+    (other_labels, r"00000\.h5 has labels from 0 to 3 for 3 classes"),
+])
+def test_a_shard_that_was_never_written_to_its_end_is_refused(folder, change, sentence):
+    pack(folder)
+    rewrite(folder, change)
+    with pytest.raises(CourseError, match=sentence):
+        values(Latents(str(folder.parent / "out"), "train", (2, 4, 4), 3))

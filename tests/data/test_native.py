@@ -1,6 +1,11 @@
+import multiprocessing
+import multiprocessing.reduction
 import os
 import pickle
 import signal
+import tempfile
+import time
+from multiprocessing import process, resource_sharer
 
 import h5py
 import numpy as np
@@ -21,10 +26,10 @@ def test_a_pair_is_a_state_and_the_next_one_normalised(small_data):
     pairs = Pairs(str(small_data), "train", 20, GRID)
     assert len(pairs) == 19 + 19                                        # a pair never crosses the end of a file
     raw = [fields(20, 0), fields(20, 1)]
-    for sample, (year, time) in {0: (0, 0), 18: (0, 18), 19: (1, 0), 37: (1, 18)}.items():
+    for sample, (year, at) in {0: (0, 0), 18: (0, 18), 19: (1, 0), 37: (1, 18)}.items():
         batch = pairs.__getitems__([sample])
         for name, offset in (("input", 0), ("target", 1)):
-            expected = (raw[year][time + offset] - pairs.mean) / pairs.std
+            expected = (raw[year][at + offset] - pairs.mean) / pairs.std
             np.testing.assert_allclose(batch[name][0], expected, rtol=1e-5, atol=1e-5)
 
 
@@ -102,3 +107,53 @@ def test_chunked_and_compressed_files_read_the_same(own_data):
     with h5py.File(file, "w") as opened:
         opened.create_dataset("fields", data=data, chunks=(1, 20, 8, 16), compression="gzip")
     assert np.array_equal(Pairs(str(own_data), "train", 20, GRID).state(3), before)
+
+
+# ---- the hand-over of batches ----
+
+class Ones(torch.utils.data.Dataset):
+    def __getitems__(self, samples):
+        return {"x": torch.ones(len(samples), 100_000), "sample": torch.tensor(samples)}
+
+
+def handed_over():
+    return list(native.loader(Ones(), [[i, i + 1] for i in range(0, 12, 2)], 2, False))
+
+
+def test_a_long_folder_for_temporary_files_is_no_hindrance(tmp_path, monkeypatch):
+    """Slurm's job folders: with more than 107 bytes UNIX's sockets in them have no name."""
+    long = tmp_path / ("job" * 60)
+    long.mkdir()
+    monkeypatch.setenv("TMPDIR", str(long))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.delitem(process.current_process()._config, "tempdir", raising=False)
+    monkeypatch.setattr(resource_sharer, "_resource_sharer", resource_sharer._ResourceSharer())
+    try:
+        assert len(handed_over()) == 6
+        made = process.current_process()._config["tempdir"]
+        assert len(made) < 40 and not made.startswith(str(long))
+    finally:
+        process.current_process()._config.pop("tempdir", None)
+
+
+@pytest.mark.parametrize(("error", "cure"), [
+    (OSError("AF_UNIX path too long"), "set TMPDIR to a folder of a shorter name"),
+    (OSError(28, "No space left on device"), "the disk is full: free space"), (OSError(24, "Too many open files"), "ulimit -n")])
+def test_a_hand_over_that_fails_in_a_thread_is_told_at_once(monkeypatch, error, cure):
+    def fail(*arguments):
+        raise error
+
+    monkeypatch.setattr(multiprocessing.reduction, "DupFd", fail)        # in the thread of a worker's queue
+    began = time.monotonic()
+    with pytest.raises(CourseError, match=f"could not hand over a batch .*{cure}"):
+        handed_over()
+    assert time.monotonic() - began < 20
+
+
+def test_shared_memory_that_is_full_is_told_at_once(monkeypatch):
+    def full(tensor):
+        raise RuntimeError("unable to allocate shared memory(shm) for file </torch_1_2>: No space left on device (28)")
+
+    monkeypatch.setattr(torch.Tensor, "share_memory_", full)
+    with pytest.raises(CourseError, match=r"has no shared memory for a batch .*No space left.*make room there .*--shm-size"):
+        handed_over()

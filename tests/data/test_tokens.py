@@ -123,3 +123,59 @@ def test_a_pair_alone_trains_without_validation(folder, tmp_path, capfd):
     (data / "valid.bin").write_bytes(b"")
     with pytest.raises(CourseError, match=r"valid.idx cannot be read"):
         has_validation(config.load("gpt-demo", [f"data.path={data}"]))
+
+
+# ---- files that are cut off, or were never written ----
+
+@pytest.fixture
+def long(tmp_path):
+    """Enough tokens, 40,000 of 2 bytes, that a system may end a process that reads what is no longer there."""
+    for split in ("train", "valid"):
+        with indexed.writing(tmp_path / split, 100) as writer:
+            writer.add(np.arange(40_000) % 99 + 1)
+    return tmp_path
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_token_file_cut_off_while_training_is_a_sentence(long, workers):
+    data = Sequences(str(long), "train", 99, 100)
+    batches = native.loader(data, [[0, 1], *([i, i + 1] for i in range(200, 400, 10))], workers, False)
+    next(batches)
+    with open(long / "train.bin", "r+b") as file:
+        file.truncate(10_000)
+    with pytest.raises(CourseError, match=r"train\.bin is truncated: it had 80000 bytes when it was opened and has 10000"):
+        list(batches)
+
+
+def test_a_token_file_removed_while_training_is_read_to_the_end(long):
+    data = Sequences(str(long), "train", 99, 100)
+    data.__getitems__([0])
+    (long / "train.bin").unlink()
+    assert data.__getitems__([5])["tokens"][0, 0] == 99 * 5 % 99 + 1
+
+
+def hole(file):
+    raw = file.read_bytes()
+    with open(file, "wb") as out:
+        out.write(raw[:20_480])
+        out.seek(49_152)
+        out.write(raw[49_152:])
+
+
+def zeros(file):
+    raw = file.read_bytes()
+    file.write_bytes(raw[:60_000] + bytes(len(raw) - 60_000))
+
+
+@pytest.mark.parametrize(("spoil", "byte"), [(hole, "(20480|2[0-9]{4})"), (zeros, "[67][0-9]{4}")])
+@pytest.mark.parametrize("split", ["train", "valid"])
+def test_parts_of_a_token_file_that_were_never_written_are_refused(long, spoil, byte, split):
+    spoil(long / f"{split}.bin")
+    with pytest.raises(CourseError, match=rf"{split}\.bin was never written from byte {byte} to .*reads as token 0"):
+        Sequences(str(long), split, 99, 100)
+
+
+def test_reading_gives_the_mapped_tokens(long):
+    documents = indexed.Documents(long / "train")
+    for begin, count in ((0, 10), (39_990, 10), (123, 4567)):
+        assert np.array_equal(documents.read(begin, count), documents.tokens[begin:begin + count])
