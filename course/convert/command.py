@@ -123,6 +123,8 @@ def to_run(path: Path, run: Path, given: list[str], to: str, like: str, rows: st
     say(f"wrote {run}, a {settings.model.kind} of {sum(torch.Size(p.global_shape).numel() for p in serial(settings)) / 1e6:.2f} "
         f"million parameters at step 0, for {size} rank{'s' * (size > 1)}"
         + (f", with the scales of {len(histories)} FP8 matmuls rebuilt" if histories else ""))
+    if source.note:
+        say(source.note)
     if kind == "hf" and not source.c.dropout and (dropped := huggingface.dropout(path)):
         say(f"its config.json has {dropped}, of training alone: this run has model.dropout={settings.model.dropout:g}, "     # type: ignore[union-attr]
             "of which attention's probabilities have none")
@@ -173,14 +175,17 @@ def clear(partial: Path, everyone: Axis) -> None:
 
 
 def kind_of(path: Path) -> str:
-    """Which library's files these are: `hf`, `dit` or `te`."""
-    if (path / "config.json").is_file():
+    """Which library's files these are: `hf`, `dit` or `te`. A DiT may have a config.json, too, which names no model_type."""
+    config = path / "config.json"
+    if config.is_file() and "model_type" in weights.read_json(config):
         return "hf"
     names = list(weights.Weights(path))
     if any(".self_attention." in name for name in names):
         return "te"
     if any(name.startswith("x_embedder.") for name in names):
         return "dit"
+    if config.is_file():
+        return "hf"
     raise CourseError(f"{path} has neither a config.json (Hugging Face), nor names of Transformer Engine's layers "
                       "(self_attention.), nor of facebookresearch/DiT (x_embedder.): convert it with the library that wrote it")
 
@@ -192,16 +197,16 @@ def opened(kind: str, path: Path, run: Path, given: list[str], like: str, rows: 
     known: Any = base.model if base else None        # what to look up where the file does not say
     source: Source | None = None
     if kind == "te":
-        model = weights.model_in(path, weights.Weights(path).about()) or known
+        tensors = weights.Weights(path)
+        model = weights.model_in(path, tensors.about()) or (known and te.completed(known, tensors.says()))
         if model is None:
             raise CourseError(f"{path} has weights alone, and does not say of which model: give --like PRESET, and settings such "
                               "as model.depth=12")
     elif known and known.kind != KINDS[kind]:
         raise other_kind(path, like, known.kind, KINDS[kind])
     else:
-        heads = values.get("heads") if isinstance(values := told.get("model"), dict) else 0     # what is wrong in it `build` says
-        source = huggingface.source(path, known) if kind == "hf" else \
-            dit.source(path, heads if isinstance(heads, int) else 0, like=known)
+        mine = values if isinstance(values := told.get("model"), dict) else {}          # what is wrong in it `build` says
+        source = huggingface.source(path, known) if kind == "hf" else dit.source(path, mine, like=known)
         model = source.c
     if known and known.kind != model.kind:
         raise other_kind(path, like, known.kind, model.kind)

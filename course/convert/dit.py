@@ -3,7 +3,8 @@
     theirs                              ours                    what differs
     x_embedder.proj                     embed.proj              a convolution; ours is the same as a linear map of patches
     t_embedder.mlp.0, .2                embed.time.up, .down
-    y_embedder.embedding_table          embed.label             in both the last row is the unknown class
+    y_embedder.embedding_table          embed.label             in both the last row is the unknown class; theirs lacks it
+                                                                if no class was hidden in training
     blocks.N.attn.qkv, .proj            blocks.N.attn.qkv, .out
     blocks.N.mlp.fc1, .fc2              blocks.N.mlp.up, .down
     blocks.N.adaLN_modulation.1         blocks.N.ada
@@ -30,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from course.convert.library import Layout, Parts, Rule, Source
+from course.convert.library import Layout, Parts, Rule, Source, same
 from course.convert.weights import Weights, model_in
 from course.errors import CourseError
 from course.models import DiTConfig
@@ -38,6 +39,7 @@ from course.models.dit import places
 
 State = Mapping[str, Tensor]
 HEADS = {384: 6, 768: 12, 1024: 16, 1152: 16}       # of the published widths; no shape shows them
+PUBLISHED = 1000                                    # classes, and a row for none, of all released models
 # their name, ours, and which side of the weight is the residual stream: its rows, its columns, or rows in groups of (n, stream)
 ENDS = [("x_embedder.proj", "embed.proj", "rows"), ("t_embedder.mlp.0", "embed.time.up", ""),
         ("t_embedder.mlp.2", "embed.time.down", ""), ("y_embedder.embedding_table", "embed.label", ""),
@@ -63,13 +65,18 @@ def turned(x: Tensor, side: str, dim: int) -> Tensor:
     return x.unflatten(1, (4, dim // 4)).flip(1).flatten(1, 2) if side == "columns" else x
 
 
-def settings(state: State, heads: int = 0) -> DiTConfig:
-    """The model that such a checkpoint is of. heads: those of its attention, if its width is none of the published ones."""
+def settings(state: State, heads: int = 0, classes: int | None = None, label_drop: float | None = None,
+             objective: Any = DiTConfig.objective) -> DiTConfig:
+    """The model that such a checkpoint is of; besides the first argument, what no shape shows and somebody says.
+
+    The table of classes has a row for the unknown one, the last, only if classes were hidden in training: label_drop > 0. Where
+    nobody says how many classes there are, it has one.
+    """
     try:
         dim, channels, patch, _ = state["x_embedder.proj.weight"].shape
         side = math.isqrt(state["pos_embed"].shape[1]) * patch
         depth = sum(name.endswith("attn.qkv.weight") for name in state)
-        classes = len(state["y_embedder.embedding_table.weight"]) - 1
+        rows = len(state["y_embedder.embedding_table.weight"])
         hidden = len(state["blocks.0.mlp.fc1.weight"])
         ratio = hidden / dim                         # 1952 / 448, rounded, times 448 is less than 1952
     except (KeyError, ValueError, IndexError, TypeError, ZeroDivisionError) as error:   # of odd shapes
@@ -79,19 +86,78 @@ def settings(state: State, heads: int = 0) -> DiTConfig:
     if not heads:
         raise CourseError(f"a DiT of width {dim} is none of the published ones, and nothing in the file shows its heads: "
                           "give their number as model.heads=6, say, or --like a preset of this width")
+    classes, drop = labels(rows, classes, label_drop)
     return DiTConfig(latent=(channels, side, side), patch=patch, dim=dim, depth=depth, heads=heads,
-                     mlp_ratio=ratio if int(dim * ratio) == hidden else math.nextafter(ratio, math.inf), classes=classes)
+                     mlp_ratio=ratio if int(dim * ratio) == hidden else math.nextafter(ratio, math.inf), classes=classes,
+                     label_drop=drop, objective=objective)
 
 
-def completed(state: State, heads: int, header: Any, like: DiTConfig | None) -> DiTConfig:
-    """The model of a checkpoint: as its header says; else as its shapes show, and what they do not, as a model `like` it has."""
+def labels(rows: int, classes: int | None, drop: float | None) -> tuple[int, float]:
+    """(classes, label_drop) of a table of so many rows, and what is said of it, None where nothing is."""
+    if classes is None:
+        classes = rows if drop == 0 else rows - 1
+    if drop is None:
+        drop = 0.0 if classes == rows else DiTConfig.label_drop
+    if rows != classes + (drop > 0) and rows != classes + 1:          # we wrote the row, too, of models that never learn it
+        raise CourseError(f"the table of classes has {rows} rows, which is not one for each of {classes} classes"
+                          f"{' and one for no class' if drop else ''}, as class dropout {drop:g} says: give model.classes and "
+                          "model.label_drop as the model was trained")
+    return classes, drop
+
+
+# how training scripts call, in their arguments, what no shape shows; facebookresearch/DiT's own names first
+NAMED = {"heads": ("num_heads", "heads", "n_heads", "n_head", "num_attention_heads"),
+         "classes": ("num_classes", "classes", "n_classes", "num_labels"),
+         "label_drop": ("class_dropout_prob", "label_drop", "class_dropout", "class_drop_prob", "label_dropout")}
+OBJECTIVES = ("objective", "prediction_type", "prediction", "parameterization")
+EPSILON, FLOW = ("epsilon", "eps", "noise"), ("flow", "rectified_flow", "rectified-flow")
+# what else they say of the diffusion, and the values that it has here; SiT's path runs the other way, from noise at time 0
+OTHERS: dict[str, tuple[Any, ...]] = {
+    "predict_xstart": (False, None), "noise_schedule": ("linear", None), "diffusion_steps": (1000, None),
+    "path_type": (None,)}
+
+
+def arguments(says: Mapping[str, Any]) -> dict[str, Any]:
+    """What a checkpoint's own arguments say of its model, as keys of ours. Raises `CourseError` for a model that we have not."""
+    found: dict[str, Any] = {}
+    for ours, names in NAMED.items():
+        value = next((says[name] for name in names if is_number(says.get(name))), None)
+        if value is not None:
+            found[ours] = float(value) if ours == "label_drop" else int(value)
+    objective = next((key for key in OBJECTIVES if isinstance(says.get(key), str)), "")
+    if objective:
+        word = says[objective].lower()
+        found["objective"] = "epsilon" if word in EPSILON else "flow" if word in FLOW else f"{objective}={says[objective]}"
+    for key, known in OTHERS.items():
+        if key in says and says[key] not in known:
+            found["objective"] = f"{key}={says[key]}"
+    return found
+
+
+def is_number(value: Any) -> bool:
+    """Whether an argument is a number, which True is not."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def completed(state: State, header: Any, says: Mapping[str, Any], like: DiTConfig | None, given: Mapping[str, Any]) -> DiTConfig:
+    """The model of a checkpoint. Its shapes show most of it. For the rest what the user has `given` counts, then its header, its
+    arguments, and a model `like` it."""
+    given = {key: value for key, value in given.items() if key == "objective" or (key in NAMED and is_number(value))}
     if isinstance(header, DiTConfig):
-        return replace(header, heads=heads or header.heads)
-    if like is None:
-        return settings(state, heads)
+        return replace(header, heads=given.get("heads") or header.heads)
     dim = state["x_embedder.proj.weight"].shape[0] if "x_embedder.proj.weight" in state else 0
-    c = settings(state, heads or (like.heads if like.dim == dim else 0))
-    return replace(c, label_drop=like.label_drop, objective=like.objective)
+    known = {"label_drop": like.label_drop, "objective": like.objective} if like else {}
+    if like and like.dim == dim:
+        known["heads"] = like.heads
+    said = arguments(says)
+    if "classes" in said | given and "label_drop" not in said | given:
+        known.pop("label_drop", None)                # the rows of the table tell
+    c = settings(state, **(known | said | given))
+    if c.objective not in ("epsilon", "flow") and "objective" not in given:
+        raise CourseError(f"this checkpoint says {c.objective} of itself, and this library's DiT learns the noise (epsilon, "
+                          "of the paper's schedule) or rectified flow's velocity (flow): give model.objective if it is one of "
+                          "these")
+    return c
 
 
 def rule(c: DiTConfig, ours: str, variance: bool = True) -> Rule:
@@ -102,10 +168,14 @@ def rule(c: DiTConfig, ours: str, variance: bool = True) -> Rule:
         value, = parts
         if ours.startswith("head.proj"):             # (p·p·channels, ...), of the channels the first
             value = value.unflatten(0, (c.patch**2, -1))[:, :c.latent[0]].transpose(0, 1).flatten(0, 1)
+        if ours == "embed.label.weight" and len(value) == c.classes:    # without a row for the unknown class, which ours has
+            value = torch.cat([value, torch.zeros_like(value[:1])])
         return turned(value.flatten(1) if value.dim() > 2 else value, side, c.dim).contiguous()
 
     def give(c: DiTConfig, value: Tensor) -> Parts:
         value = turned(value.flatten(0, -2) if ours.endswith("qkv.weight") else value, side, c.dim)
+        if ours == "embed.label.weight" and not c.label_drop:           # the unknown class's row was never trained
+            value = value[:c.classes]
         if ours == "embed.proj.weight":
             value = value.unflatten(1, (c.latent[0], c.patch, c.patch))
         if ours.startswith("head.proj"):
@@ -116,24 +186,26 @@ def rule(c: DiTConfig, ours: str, variance: bool = True) -> Rule:
     return Layout(take, give), (theirs,)
 
 
-def source(path: Path, heads: int = 0, state: State | None = None, like: DiTConfig | None = None) -> Source:
+def source(path: Path, given: Mapping[str, Any] | None = None, state: State | None = None,
+           like: DiTConfig | None = None) -> Source:
     """A file of theirs as a mapping from our names to tensors. Raises `CourseError` if it is not a whole DiT of the paper's.
 
-    like: where to look for what no shape shows, if the header does not say it.
+    given: keys of the model that the user gave. like: where to look for what no shape shows, if the file does not say it.
     """
-    state = read(path) if state is None else state
+    state, given = read(path) if state is None else state, given or {}
     header = model_in(path, state.about()) if isinstance(state, Weights) else None
-    c = completed(state, heads, header, like)
-    if "pos_embed" in state and not same(state["pos_embed"], positions(c)):
+    says = state.says() if isinstance(state, Weights) else {}
+    c = completed(state, header, says, like, given)
+    if "pos_embed" in state and not same(state["pos_embed"], positions(c), within=1e-5):
         raise CourseError("the positions (pos_embed) in this checkpoint are not the fixed waves of DiT: it is of another model")
-    return Source(path, c, state, lambda ours: rule(c, ours), f"a DiT of {c.depth} layers",
-                  "its header says" if header else "its shapes say",
-                  lambda name: name == "pos_embed")
-
-
-def same(a: Tensor, b: Tensor) -> bool:
-    """Whether two tables of positions are one, to float32's rounding."""
-    return a.shape == b.shape and not a.is_complex() and torch.allclose(a.double(), b.double(), atol=1e-5)
+    found = Source(path, c, state, lambda ours: rule(c, ours), f"a DiT of {c.depth} layers",
+                   "its header says" if header else "its shapes say",
+                   lambda name: name == "pos_embed")
+    told = header or like or {"classes", "label_drop"} & {*arguments(says), *given} or c.classes == PUBLISHED
+    if not told:
+        found.note = (f"{path} does not say how many classes it has: the last of {c.classes + 1} rows in their table is taken "
+                      f"for 'no class'; if it is a class, give model.classes={c.classes + 1} model.label_drop=0")
+    return found
 
 
 def from_theirs(state: State, c: DiTConfig) -> dict[str, Tensor]:
@@ -141,7 +213,8 @@ def from_theirs(state: State, c: DiTConfig) -> dict[str, Tensor]:
 
     Raises `CourseError` if a parameter is missing, one is left over, or the positions are not those of the paper's code.
     """
-    found, ours = source(Path("the checkpoint"), c.heads, state), [mine for _, mine, _ in names(c.depth)]
+    given = {key: getattr(c, key) for key in ("heads", "classes", "label_drop", "objective")}
+    found, ours = source(Path("the checkpoint"), given, state), [mine for _, mine, _ in names(c.depth)]
     found.check(ours)
     return {name: found[name] for name in ours}
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from course import limits, random, schema
 from course.convert import weights
-from course.convert.library import SAME, Layout, Parts, Rule, Source, Table, both, entries, fill, look_up
+from course.convert.library import SAME, Layout, Parts, Rule, Source, Table, both, entries, fill, look_up, same
 from course.errors import CourseError
 from course.files import atomic
 from course.models import GPTConfig, build_model
@@ -269,7 +269,7 @@ def source(folder: Path | str, like: GPTConfig | None = None) -> Source:
     # GPT-2 as OpenAI's files have it: the names without "transformer."
     bare = kind == "gpt2" and not any(name.startswith("transformer.") for name in tensors)
     embedding = rule(kind, "embed.token.weight", bare)[1][0]
-    if c.tied and {HEAD, embedding} <= set(tensors) and not torch.equal(tensors[HEAD], tensors[embedding]):
+    if c.tied and {HEAD, embedding} <= set(tensors) and not same(tensors[HEAD], tensors[embedding]):
         raise CourseError(f"{folder} has one weight for embedding and head by its config.json, and two that differ, {embedding} "
                           f"and {HEAD}, in its files: set tie_word_embeddings to false there if both were trained")
     return Source(folder, c, tensors, lambda ours: rule(kind, ours, bare), f"a {kind} of its config.json", "its config.json says",

@@ -24,6 +24,8 @@ FP8. The delayed recipe's scales and amax histories are in `_extra_state`, a pic
 comes here is rebuilt: `course.convert.command.rebuild`.
 """
 
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +123,26 @@ def rows_of(path: Path, tensors: weights.Weights, told: str = "") -> str:
         raise CourseError(f"the header of {path} says {ABOUT}={found}, which is none of {', '.join(ROWS)}: give --qkv after "
                           "writing the file again")
     return found
+
+
+# how training scripts call, in their arguments, what no shape of a layer shows; Megatron-LM's names first
+NAMED = {"heads": ("num_attention_heads", "num_heads", "n_head", "heads"),
+         "kv_heads": ("num_query_groups", "num_gqa_groups", "num_key_value_heads", "kv_heads"),
+         "norm_eps": ("layernorm_epsilon", "norm_epsilon", "layer_norm_eps", "norm_eps"),
+         "rope_theta": ("rotary_base", "rope_theta")}
+
+
+def completed(like: Any, says: Mapping[str, Any]) -> Any:
+    """A model `like` this one, with what a checkpoint's own arguments say of it: the rows of its projection are by heads."""
+    found: dict[str, Any] = {}
+    for ours, names in NAMED.items():
+        value = next((says[name] for name in names if type(says.get(name)) in (int, float)), None)
+        if value is not None and hasattr(like, ours):
+            found[ours] = value
+    if says.get("group_query_attention") is False or found.get("kv_heads") == found.get("heads", like.heads):
+        found.pop("kv_heads", None)
+        found |= {"kv_heads": 0} if hasattr(like, "kv_heads") else {}
+    return replace(like, **found)
 
 
 def source(path: Path, c: Any, rows: str = "") -> Source:

@@ -4,8 +4,9 @@
     pytorch_model.bin     or  pytorch_model.bin.index.json    and its files, read with weights only: nothing in them executes
 
 or one file of any name: .safetensors, or .pt, .pth and .bin. Of a training checkpoint of the latter kind, with several sets of
-weights, the moving average counts; beside them it may have an argparse.Namespace, as facebookresearch/DiT's have. One tensor is
-in memory at a time: a file of PyTorch's is mapped, not read.
+weights, the moving average counts. What it has beside them, such as an argparse.Namespace, is what it says of its model. One
+tensor is in memory at a time: a file of PyTorch's is mapped, not read. What DistributedDataParallel, torch.compile and their like
+put before names (`module.`, `_orig_mod.`) is taken off.
 """
 
 import argparse
@@ -31,6 +32,13 @@ from course.streaming import stream
 MODEL = "course.model"                               # under which our model's configuration stands in the header of a file
 FILES = ("model.safetensors", "pytorch_model.bin")   # the first that is there counts
 SHARD = 4 * 2**30                                    # bytes of tensors in a file that is written
+# where training scripts keep a model's weights in a checkpoint, the moving average first
+SETS = ("ema", "ema_state_dict", "state_dict_ema", "model_ema", "ema_model", "model", "state_dict", "model_state_dict", "module")
+# parts of a name that wrappers add, wherever they stand: DistributedDataParallel, torch.compile, FSDP, checkpointing, Fabric
+WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"}
+# by which a model is found whatever stands before: DiT's first layer, GPT-2's and Llama's, whole and bare, and ours
+FIRST = ("x_embedder.proj.weight", "transformer.wte.weight", "wte.weight", "model.embed_tokens.weight", "embed_tokens.weight",
+         "embed.token.weight", "embed.proj.weight")
 
 
 class Weights(Mapping[str, Tensor]):
@@ -40,18 +48,20 @@ class Weights(Mapping[str, Tensor]):
     """
 
     def __init__(self, path: Path):
-        self.folder = path.parent if path.is_file() else path
-        self.pickled: dict[str, Mapping[str, Tensor]] = {}
-        self.where = dict.fromkeys(self._names(path), path.name) if path.is_file() else find(path, self._names)
+        self.folder, self.of_folder = path.parent if path.is_file() else path, path.is_dir()
+        self.pickled: dict[str, tuple[Mapping[str, Tensor], dict[str, Any]]] = {}
+        found = dict.fromkeys(self._names(path), path.name) if path.is_file() else find(path, self._names)
+        self.there = unwrapped(found, path)          # name -> that in the file
+        self.where = {name: found[there] for name, there in self.there.items()}
 
     def __getitem__(self, name: str) -> Tensor:
-        file = self.folder / self.where[name]
+        file, there = self.folder / self.where[name], self.there[name]
         if file.suffix == ".safetensors":
             with opened(file) as tensors:
-                return tensors.get_tensor(name)
-        if name not in self._pickled(file):
-            raise CourseError(f"{file} lacks {name}, which its index says it has: download both again")
-        found = self._pickled(file)[name]
+                return tensors.get_tensor(there)
+        if there not in self._pickled(file):
+            raise CourseError(f"{file} lacks {there}, which its index says it has: download both again")
+        found = self._pickled(file)[there]
         if found.layout != torch.strided or found.is_meta or found.is_quantized or found.is_nested:
             raise CourseError(f"{file} has {name} as numbers that are not laid out one after another (sparse, quantized, nested "
                               "or left out): save plain tensors there")
@@ -72,7 +82,15 @@ class Weights(Mapping[str, Tensor]):
     def _pickled(self, file: Path) -> Mapping[str, Tensor]:
         if file.name not in self.pickled:
             self.pickled[file.name] = read_pickled(file)
-        return self.pickled[file.name]
+        return self.pickled[file.name][0]
+
+    def says(self) -> dict[str, Any]:
+        """What stands beside the tensors, by the last part of its name: a checkpoint's arguments, the words of a safetensors
+        header, a config.json in the folder. Of what stands there twice the outermost counts."""
+        beside = self.folder / "config.json"
+        config = read_json(beside) if beside.is_file() and self.of_folder else {}
+        return leaves({name: from_json(text) for name, text in self.about().items() if name != MODEL}) | leaves(config) | {
+            name: value for _, says in self.pickled.values() for name, value in says.items()}
 
     def about(self) -> dict[str, str]:
         """The words in the header of the first file, if it is a safetensors file."""
@@ -112,8 +130,47 @@ def model_in(path: Path, header: Mapping[str, str]) -> Any:
     return c
 
 
-def read_pickled(file: Path) -> Mapping[str, Tensor]:
-    """The tensors of a file of PyTorch's, mapped into memory. Whatever it holds besides tensors is refused, not executed.
+def unwrapped(names: Iterable[str], path: Path) -> dict[str, str]:
+    """Names without what wrappers and training scripts put before them -> as they stand in the file.
+
+    Raises `CourseError` where several models are there, which differ in that alone.
+    """
+    plain = {there: ".".join(part for part in there.split(".") if part not in WRAPPERS) for there in names}
+    plain = {there: name for there, name in plain.items() if name != "n_averaged"}      # AveragedModel's counter
+    whole = set(plain.values())
+    for first in FIRST:
+        before = sorted({name.removesuffix(first) for name in whole if name == first or name.endswith(f".{first}")})
+        if len(before) > 1:
+            raise CourseError(f"{path} has several models, whose names begin with {' and '.join(map(repr, before))}: save the "
+                              "state_dict of one of them alone")
+        if before:
+            plain = {there: name.removeprefix(before[0]) for there, name in plain.items()}
+            break
+    found = {name: there for there, name in plain.items()}
+    if len(found) < len(plain):
+        twice = next(there for there, name in plain.items() if found[name] != there)
+        raise CourseError(f"{path} has {twice} and {found[plain[twice]]}, which are one name without what wrappers add: save the "
+                          "state_dict of one model alone")
+    return found
+
+
+def leaves(found: Any) -> dict[str, Any]:
+    """The plain values in nested names and values, by the last part of their names; of several of one name the outermost's."""
+    level, values = [found], dict[str, Any]()
+    while level:
+        inner = []
+        for one in level:
+            for name, value in (vars(one) if isinstance(one, argparse.Namespace) else one).items():
+                if isinstance(value, Mapping | argparse.Namespace):
+                    inner.append(value)
+                elif isinstance(name, str) and (value is None or isinstance(value, bool | int | float | str)):
+                    values.setdefault(name, value)
+        level = inner
+    return values
+
+
+def read_pickled(file: Path) -> tuple[Mapping[str, Tensor], dict[str, Any]]:
+    """The tensors of a file of PyTorch's, mapped into memory, and what else it says. Nothing in it is executed.
 
     Of classes it may name argparse.Namespace, which training scripts keep their arguments in: it is a dict with dots, and making
     one runs nothing.
@@ -125,10 +182,26 @@ def read_pickled(file: Path) -> Mapping[str, Tensor]:
         raise more_than_tensors(file, error) or damaged(file, error) from error
     if not isinstance(found, Mapping):
         raise CourseError(f"{file} holds a {type(found).__name__}, not tensors by name: save a model's state_dict there")
-    for part in ("ema", "model"):
-        if isinstance(found.get(part), Mapping):
-            found = found[part]
-    return {name: x for name, x in found.items() if isinstance(name, str) and isinstance(x, Tensor)}
+    says: dict[str, Any] = {}
+    while inner := next((found[part] for part in SETS if has_tensors(found.get(part))), None):
+        # an optimizer's groups are lists, and its states have numbers for names: neither looks like an argument
+        says |= {key: value for key, value in leaves({k: v for k, v in found.items() if k not in SETS}).items()
+                 if key not in says}
+        found = inner
+    return {name: x for name, x in found.items() if isinstance(name, str) and isinstance(x, Tensor)}, says
+
+
+def from_json(text: str) -> Any:
+    """What a word of a header holds, such as a number; the text itself if it is no JSON."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def has_tensors(found: Any) -> bool:
+    """Whether names and values hold tensors, perhaps further in."""
+    return isinstance(found, Mapping) and any(isinstance(x, Tensor) or has_tensors(x) for x in found.values())
 
 
 def find(folder: Path, names: Any) -> dict[str, str]:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -197,6 +198,132 @@ def test_dit_there_and_back(tmp_path):
     assert all(torch.equal(again[name], value) for name, value in weights_of(run).items())
     with pytest.raises(CourseError, match="exists already"):
         convert(tmp_path / "theirs.pt", run, ["model.heads=3"])
+
+
+@pytest.mark.parametrize("wrapper", ["module.", "_orig_mod.", "model.", "module._orig_mod.", "_orig_mod.module.",
+                                     "model._orig_mod.", "model.module.", "net.model.", "_forward_module.model."])
+@pytest.mark.parametrize("library", ["dit", "te", "hf", "llama"])
+def test_what_wrappers_put_before_names_is_taken_off(library, wrapper, tmp_path):
+    if library == "dit":
+        state, how = {name: x.float() for name, x in dit_reference.state_of().items()}, {"settings": ["model.heads=3"]}
+    else:
+        run = fresh(tmp_path, "llama" if library == "llama" else "gpt")
+        convert(run, tmp_path / "there", to="te" if library == "te" else "hf")
+        state = load_file(tmp_path / "there" / "model.safetensors")
+        how = {"settings": GPT, "like": "gpt-demo"} if library == "te" else {}
+        (tmp_path / "there" / "model.safetensors").unlink()
+    for name, names in {"plain": "", "wrapped": wrapper}.items():
+        saved = {names + key: x for key, x in state.items()}
+        if library in ("hf", "llama"):
+            torch.save(saved, tmp_path / "there" / "pytorch_model.bin")
+        else:
+            torch.save({"state_dict": saved, "epoch": 3}, tmp_path / "one.pt")
+        convert(tmp_path / ("there" if library in ("hf", "llama") else "one.pt"), tmp_path / "runs" / "x" / name, **how)
+    plain, wrapped = (weights_of(tmp_path / "runs" / "x" / name) for name in ("plain", "wrapped"))
+    assert plain.keys() == wrapped.keys() and all(torch.equal(wrapped[name], x) for name, x in plain.items())
+
+
+def test_wrappers_within_names_are_taken_off_and_two_models_are_refused(tmp_path):
+    state = {name: x.float() for name, x in dit_reference.state_of().items()}
+    inside = {name.replace("blocks.0.", "blocks.0._orig_mod._checkpoint_wrapped_module."): x for name, x in state.items()}
+    averaged = {f"module.{name}": x for name, x in inside.items()} | {"n_averaged": torch.tensor(3)}
+    torch.save({"model": {}, "ema_model": averaged}, tmp_path / "averaged.pt")
+    convert(tmp_path / "averaged.pt", tmp_path / "runs" / "x" / "averaged", ["model.heads=3"])
+    expected = dit.from_theirs(state, dit_reference.CONFIG)
+    assert all(torch.equal(x, expected[name]) for name, x in weights_of(tmp_path / "runs" / "x" / "averaged").items())
+    torch.save({f"{which}.{name}": x for which in ("student", "teacher") for name, x in state.items()}, tmp_path / "two.pt")
+    with pytest.raises(CourseError, match=r"several models, whose names begin with 'student\.' and 'teacher\.': save"):
+        convert(tmp_path / "two.pt", tmp_path / "runs" / "x" / "two", ["model.heads=3"])
+    torch.save(state | {f"module.{name}": x for name, x in state.items()}, tmp_path / "twice.pt")
+    with pytest.raises(CourseError, match="which are one name without what wrappers add"):
+        convert(tmp_path / "twice.pt", tmp_path / "runs" / "x" / "two", ["model.heads=3"])
+
+
+@pytest.mark.parametrize(("said", "expected"), [
+    ({"num_classes": 6, "class_dropout_prob": 0.0, "num_heads": 3}, (6, 0.0, 3, "epsilon")),
+    ({"class_dropout_prob": 0.0, "num_heads": 4}, (6, 0.0, 4, "epsilon")),
+    ({"num_classes": 5, "class_dropout_prob": 0.25, "num_heads": 2}, (5, 0.25, 2, "epsilon")),
+    ({"num_classes": 6, "num_heads": 3, "objective": "flow"}, (6, 0.0, 3, "flow")),
+    ({"num_heads": 12, "prediction_type": "epsilon"}, (5, 0.1, 12, "epsilon"))])
+@pytest.mark.parametrize("where", ["namespace", "dict", "nested", "header", "config.json"])
+def test_what_a_checkpoint_says_of_itself_is_so(said, expected, where, tmp_path):
+    """facebookresearch/DiT's table has a row for 'no class' only with class dropout; no shape shows the rest either."""
+    state = {name: x.float() for name, x in dit_reference.state_of().items()}
+    args = {"namespace": Namespace(lr=1e-4, **said), "dict": said, "nested": {"seed": 1, "net": Namespace(**said)}}
+    source = tmp_path / "theirs.safetensors"
+    if where == "header":
+        save_file(state, source, {name: json.dumps(value) for name, value in said.items()})
+    elif where == "config.json":
+        source = tmp_path / "theirs"
+        source.mkdir()
+        save_file(state, source / "model.safetensors")
+        (source / "config.json").write_text(json.dumps(said))
+    else:
+        source = tmp_path / "theirs.pt"
+        torch.save({"model": state, "ema": state, "opt": {}, "args": args[where]}, source)
+    run = tmp_path / "runs" / "dit" / "said"
+    convert(source, run, like="dit-digits")         # a flow of other heads: what the file says comes first
+    c = read_config(run).model
+    objective = expected[3] if {"objective", "prediction_type"} & said.keys() else "flow"
+    assert (c.classes, c.label_drop, c.heads, c.objective) == (*expected[:3], objective)
+    rows = weights_of(run)["embed.label.weight"]
+    assert len(rows) == c.classes + 1 and torch.equal(rows[:5], state["y_embedder.embedding_table.weight"][:5])
+    convert(run, tmp_path / "back.safetensors")
+    table = load_file(tmp_path / "back.safetensors")["y_embedder.embedding_table.weight"]
+    assert torch.equal(table, state["y_embedder.embedding_table.weight"])
+    convert(tmp_path / "back.safetensors", tmp_path / "runs" / "dit" / "again")
+    assert read_config(tmp_path / "runs" / "dit" / "again").model == c
+
+
+def test_what_nothing_says_of_classes_is_told_and_can_be_given(tmp_path):
+    state, heard = {name: x.float() for name, x in dit_reference.state_of().items()}, []
+    torch.save(state, tmp_path / "plain.pt")
+    run = tmp_path / "runs" / "dit" / "assumed"
+    with mock.patch("builtins.print", heard.append):
+        convert(tmp_path / "plain.pt", run, ["model.heads=3"])
+    assert read_config(run).model.classes == 5
+    assert any("the last of 6 rows in their table is taken for 'no class'; if it is" in line for line in heard)
+    for number, given in enumerate((["model.classes=6"], ["model.label_drop=0"], ["model.classes=6", "model.label_drop=0"])):
+        convert(tmp_path / "plain.pt", tmp_path / "runs" / "dit" / f"{number}", ["model.heads=3", *given])
+        c = read_config(tmp_path / "runs" / "dit" / f"{number}").model
+        assert (c.classes, c.label_drop) == (6, 0)
+    with pytest.raises(CourseError, match="the table of classes has 6 rows, which is not one for each of 9 classes"):
+        convert(tmp_path / "plain.pt", tmp_path / "runs" / "dit" / "bad", ["model.heads=3", "model.classes=9"])
+
+
+@pytest.mark.parametrize("said", [{"prediction": "velocity", "path_type": "Linear"}, {"predict_xstart": True},
+                                  {"prediction_type": "v_prediction"}, {"noise_schedule": "squaredcos_cap_v2"}])
+def test_a_model_that_learns_something_else_is_refused(said, tmp_path):
+    state = {name: x.float() for name, x in dit_reference.state_of().items()}
+    torch.save({"ema": state, "args": Namespace(num_heads=3, **said)}, tmp_path / "other.pt")
+    with pytest.raises(CourseError, match=r"says .* of itself, and this library's DiT learns the noise"):
+        convert(tmp_path / "other.pt", tmp_path / "runs" / "dit" / "other")
+    convert(tmp_path / "other.pt", tmp_path / "runs" / "dit" / "other", ["model.objective=epsilon"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("back", [False, True])
+def test_a_copy_in_16_bits_is_the_same_model(dtype, back, tmp_path):
+    """Also one that went through 16 bits and back: what it has rounded is no other model's."""
+    state = {name: (x.to(dtype).float() if back else x.to(dtype)) for name, x in dit_reference.state_of().items()}
+    torch.save(state, tmp_path / "half.pt")
+    convert(tmp_path / "half.pt", tmp_path / "runs" / "dit" / "half", ["model.heads=3"])
+    expected = dit.from_theirs({name: x.float() for name, x in state.items()}, dit_reference.CONFIG)
+    assert all(torch.equal(x, expected[name]) for name, x in weights_of(tmp_path / "runs" / "dit" / "half").items())
+    state["pos_embed"] = state["pos_embed"] * 1.02          # more than the rounding
+    torch.save(state, tmp_path / "other.pt")
+    with pytest.raises(CourseError, match="are not the fixed waves of DiT"):
+        convert(tmp_path / "other.pt", tmp_path / "runs" / "dit" / "other", ["model.heads=3"])
+
+
+def test_the_heads_that_a_checkpoint_of_layers_names_are_its_own(tmp_path):
+    """Rows of the fused projection are by heads, which no shape shows: the preset's would mix them up."""
+    run, again = fresh(tmp_path, "gpt", "model.heads=2"), tmp_path / "runs" / "x" / "said"
+    convert(run, tmp_path / "te.safetensors", to="te")
+    torch.save({"model": load_file(tmp_path / "te.safetensors"), "args": Namespace(num_attention_heads=2)}, tmp_path / "te.pt")
+    convert(tmp_path / "te.pt", again, [setting for setting in GPT if "heads" not in setting], like="gpt-demo")
+    assert read_config(again).model.heads == 2 != config.load("gpt-demo").model.heads
+    assert all(torch.equal(x, weights_of(run)[name]) for name, x in weights_of(again).items())
 
 
 @pytest.fixture
