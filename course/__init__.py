@@ -26,7 +26,8 @@
     verify              is this layout's training that of one process?
     validate, evaluate  how good the model is, while training and after; baselines and metrics to compare with
     sampling            from a trained DiT's predictions to samples; draw, `course generate`
-    generate            tokens drawn from a GPT, with a key-value cache; sample, `course sample`
+    generate            tokens drawn from a GPT, with a key-value cache; sample, `course sample`;
+                        ends, which tokens end a text
     checkpoint          what is written says nothing of the layout that wrote it (streaming: a tensor at a time; pieces: the boxes
                         that ranks have of it); reshard, cut up for another layout
     convert             other libraries' weights: library (a rule for each parameter), weights (files of named tensors),

@@ -129,7 +129,7 @@ def generate(run: Annotated[Path, typer.Argument(help="the folder of a DiT's run
 
 @app.command(no_args_is_help=True)
 def sample(run: Annotated[Path, typer.Argument(help="the folder of a GPT's run, such as runs/gpt-python/default")],
-           prompt: Annotated[str, typer.Option(help="the text to go on from; <|endoftext|> in it ends a document")] = "def ",
+           prompt: Annotated[str, typer.Option(help="the text to go on from; an end token in it ends a document")] = "def ",
            count: Annotated[int, typer.Option(min=1, help="tokens to write")] = 100,
            temperature: Annotated[float, typer.Option(min=0, help="below 1 prefers probable tokens; 0 takes the first")] = 0.8,
            top_k: Annotated[int, typer.Option(min=0, help="draw from this many of the most probable tokens; 0: from all")] = 50,
@@ -137,7 +137,7 @@ def sample(run: Annotated[Path, typer.Argument(help="the folder of a GPT's run, 
            samples: Annotated[int, typer.Option(min=1, help="how many texts")] = 1,
            tokenizer: Annotated[Path | None, typer.Option(help="a tokenizer.json; else RUN's, else that in its data.path")]
            = None) -> None:
-    """Let a trained GPT write."""
+    """Let a trained GPT write, up to `--count` tokens or the end of the text."""
     from course import sample as sampling
 
     sampling.main(run, prompt, count, temperature, top_k, seed, samples, tokenizer=tokenizer)

@@ -6,7 +6,7 @@ of the model's own; the model knows nothing of it. Grouped heads make it smaller
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -52,19 +52,19 @@ def cached(model: Any, most: int) -> Iterator[None]:
 
 @torch.no_grad()
 def generate(model: Any, tokens: Tensor, count: int, temperature: float = 1.0, top_k: int = 0, seed: int = 0,
-             cache: bool = True) -> Tensor:
-    """`count` more tokens after each prompt: (B, T) int64 -> (B, T + count).
+             cache: bool = True, last: Collection[int] = ()) -> Tensor:
+    """`count` more tokens after each prompt: (B, T) int64 -> (B, T + count), or fewer where every row has one of `last` before.
 
     model: a whole GPT (not a pipeline's stage, nor one that tp or cp has cut); one whose weights are in 16 bits multiplies in 16.
     temperature: 0 takes the most probable token, below 1 prefers probable ones. top_k: draw from so many of the most probable
     alone; 0: from all. The same seed draws the same tokens, for each row its own. cache: without it everything is computed again
-    for each token, to compare with.
+    for each token, to compare with. last: the tokens that end a text.
 
     Raises `CourseError` where prompt and new tokens are more than the model's context, or the prompt has none.
     """
     length = tokens.shape[1]
     check(model, length, count, temperature, top_k)
-    was_training = model.training
+    was_training, ending = model.training, torch.tensor(sorted(last), device=tokens.device)
     model.eval()
     try:
         with cached(model, length + count) if cache else nullcontext(), autocast(of_weights(model, "fp32"), tokens.device):
@@ -73,6 +73,8 @@ def generate(model: Any, tokens: Tensor, count: int, temperature: float = 1.0, t
                 logits = model(as_batch(model, tokens, known))[:, -1, :model.c.words]      # (B, V), without padding
                 tokens = torch.cat([tokens, draw(logits, temperature, top_k, seed, tokens.shape[1])[:, None]], 1)
                 known = tokens.shape[1] - 1 if cache else 0
+                if last and torch.isin(tokens[:, length:], ending).any(1).all():
+                    break
     finally:
         model.train(was_training)
     return tokens

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from course import checkpoint, config, limits, schema
+from course import checkpoint, config, ends, limits, schema
 from course.config import Config
 from course.data import order
 from course.errors import CourseError
@@ -57,8 +57,9 @@ def main(run: Path, settings: Iterable[str], name: str, say: Callable[[str], Non
         config.save(new, temporary / "config.yaml")
         if (run / "metrics.jsonl").is_file():
             shutil.copyfile(run / "metrics.jsonl", temporary / "metrics.jsonl")
-        if (run / "tokenizer.json").is_file():
-            shutil.copyfile(run / "tokenizer.json", temporary / "tokenizer.json")
+        for beside in ("tokenizer.json", ends.NOTE):
+            if (run / beside).is_file():
+                shutil.copyfile(run / beside, temporary / beside)
     say(f"wrote {target} with {final.name} for {ranks} rank{'s' * (ranks > 1)}; go on, there and in this "
         f"layout, with: {go_on(target, new, index['state']['step'])}")
     return target

@@ -1,10 +1,11 @@
 """`course sample RUN --prompt "def "`: what a trained GPT writes after a prompt."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
 
 import torch
 
+from course import ends
 from course.config import Config
 from course.data import bpe
 from course.errors import CourseError
@@ -25,6 +26,7 @@ def main(run: Path, prompt: str, count: int, temperature: float, top_k: int, see
         raise CourseError(f"{run} is a run of a {settings.model.kind}, which writes no text: give one of a GPT, such as "
                           "runs/gpt-python/default")
     words = bpe.load(found(run, settings, tokenizer))
+    last = set(ends.of_run(run, settings) + ends.of_tokenizer(words))
     if not is_text(prompt):
         raise CourseError("the prompt is no text in UTF-8: give one that is")
     model, step = load_model(run, settings, device_of(settings))
@@ -33,8 +35,8 @@ def main(run: Path, prompt: str, count: int, temperature: float, top_k: int, see
         raise CourseError(f"the prompt has token {max(known)}, and the model knows {settings.model.words}: the tokenizer is not "
                           "its own; give that with --tokenizer FILE")
     tokens = torch.tensor([known] * samples, device=next(model.parameters()).device).view(samples, len(known))
-    written = generate(model, tokens, count, temperature, top_k, seed)
-    texts = [bpe.text(words, to_the_end(row, len(known), words.token_to_id(bpe.END))) for row in written.tolist()]
+    written = generate(model, tokens, count, temperature, top_k, seed, True, last)
+    texts = [bpe.text(words, to_the_end(row, len(known), last)) for row in written.tolist()]
     for number, text in enumerate(texts, 1):
         say(f"--- {run}, step {step}, sample {number} of {samples}\n{text}")
     return texts
@@ -49,9 +51,9 @@ def is_text(prompt: str) -> bool:
     return True
 
 
-def to_the_end(tokens: list[int], start: int, end: int | None) -> list[int]:
-    """The tokens up to the first that closes a document, from number `start` on: what follows is another."""
-    return tokens[:tokens.index(end, start)] if end in tokens[start:] else tokens
+def to_the_end(tokens: list[int], start: int, last: Container[int]) -> list[int]:
+    """The tokens up to the first of those that end a text, from number `start` on: what follows is another."""
+    return tokens[:next((at for at in range(start, len(tokens)) if tokens[at] in last), len(tokens))]
 
 
 def places(run: Path, settings: Config) -> list[Path]:

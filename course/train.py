@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from course import attention, between, checkpoint, fp8, random, schema, te
+from course import attention, between, checkpoint, ends, fp8, random, schema, te
 from course import config as configuration
 from course.compilation import compile_parts, compile_within, compiled_inside
 from course.config import Config
@@ -138,7 +138,7 @@ def fit(training: Training, watchdog: Watchdog | None = None) -> bool:
     watch, pace = Stopwatch(mesh.world.device), Pace(mesh.world.device)
     look = Look(config.profile, start, run / "profile", mesh.world.rank, mesh.world.device)
     with (Report(run, t.steps, start, mesh.world.rank == 0, config.log.tensorboard, config.log.every,
-                 lambda: configuration.save(config, run / "config.yaml")) as report, Stop(mesh.all, watchdog.end_silent) as stop,
+                 lambda: describe(config, run)) as report, Stop(mesh.all, watchdog.end_silent) as stop,
           closing(batches), look.open):              # now that its data can be read: a run that is refused leaves no trace
         report.say(opening(config, mesh, run) + idle(config, mesh))
         for number in range(start + 1, t.steps + 1):
@@ -227,6 +227,13 @@ def due(number: int, every: int, anyway: bool) -> bool:
 def run_folder(config: Config) -> Path:
     """Where a run writes: `runs/<preset>/<name>`."""
     return Path(config.log.dir) / config.preset / config.log.name
+
+
+def describe(config: Config, run: Path) -> None:
+    """Write into a run's folder what it trains, and of a language model the tokens that end a text."""
+    configuration.save(config, run / "config.yaml")
+    if config.model.kind == "gpt":
+        ends.note(run, ends.of_run(run, config))
 
 
 def check_places(run: Path) -> None:

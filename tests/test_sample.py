@@ -1,15 +1,21 @@
 """A GPT on token files, through the run that every model has: training, validation, resuming, and what it writes."""
 
 import json
+import shutil
 from unittest import mock
 
 import pytest
+import tokenizers
 import torch
 
-from course import config, evaluate, sample, train
-from course.data import bpe, corpus
+from course import config, ends, evaluate, random, reshard, sample, train
+from course.convert import command
+from course.data import bpe, corpus, jsonl
 from course.errors import CourseError
+from course.generate import generate
 from course.launch import ranks
+from course.models import GPTConfig, build_model
+from course.parallel import World, place_serial
 from course.report import read_metrics
 
 SMALL = ["model.vocab=300", "model.context=32", "model.dim=32", "model.depth=2", "model.heads=2", "train.global_batch=4",
@@ -115,3 +121,71 @@ def test_a_run_of_any_layout_writes_what_one_process_would(layout, words, tmp_pa
     alone, = ranks(1)(on_ranks, words, tmp_path / "one")
     told = [sample.main(folder, "def add", 20, 0.8, 20, 0, 2, lambda text: None) for folder in (run, alone)]
     assert told[0] == told[1]
+
+
+def test_a_text_ends_with_the_token_of_its_data(tmp_path, monkeypatch):
+    """Which meta.json says, whatever it is called; the run keeps it when the data are gone, and so does what is made of the run."""
+    known = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "stop": 2, "</s>": 3, "<|eot_id|>": 4}, "a"))
+    known.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    known.add_special_tokens(["</s>"])
+    known.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": "a b " * (1 + i % 3)}) + "\n" for i in range(99)))
+    data = jsonl.Jsonl(files=[str(tmp_path / "text.jsonl")], path=str(tmp_path / "data"), jobs=1, end="stop",
+                       tokenizer=str(tmp_path / "tokenizer.json"), valid=0.0, test=0.0)
+    jsonl.make(data, lambda text: None)
+    run = train.main(config.load("gpt-python", [*SMALL, f"data.path={tmp_path}/data", f"log.dir={tmp_path}", "train.steps=1",
+                                                "model.context=8", "data.workers=0"]))
+    assert json.loads((run / "generation_config.json").read_text()) == {"eos_token_id": 2}
+
+    def written(last, *more):
+        monkeypatch.setattr(sample, "generate", lambda model, tokens, *how: torch.tensor([[*tokens[0], 1, last, 0]]))
+        return sample.main(run, "a", 1, 1, 0, 0, 1, lambda text: None, *more)
+
+    assert written(2) == ["a b"] and written(3) == ["a b"]               # the latter is special, and ends a text by its name
+    assert written(4) == ["a b <|eot_id|> a"]                            # is an ordinary word here
+    reshard.main(run, ["parallel.tp=2"], "cut", lambda text: None)
+    assert json.loads((run.parent / "cut" / "generation_config.json").read_text()) == {"eos_token_id": 2}
+    command.convert(World(), run, tmp_path / "out", to="hf")
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((tmp_path / "out" / name).read_text())["eos_token_id"] == 2
+    assert json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())["eos_token"] == "stop"
+    shutil.rmtree(tmp_path / "data")
+    assert written(2, tmp_path / "tokenizer.json") == ["a b"]
+
+
+@pytest.mark.parametrize(("files", "expected"), [
+    ({"config.json": {"eos_token_id": 2}}, [2]), ({"config.json": {"eos_token_id": [2, 4]}}, [2, 4]),
+    ({"config.json": {"eos_token_id": 2}, "generation_config.json": {"eos_token_id": [1, 3, 1]}}, [1, 3]),
+    ({"config.json": {"eos_token_id": 2}, "generation_config.json": {"eos_token_id": None}}, [2]),
+    ({"config.json": {"eos_token_id": 2}, "tokenizer_config.json": {"eos_token": "<|eot_id|>"}}, [2, 4]),
+    ({"config.json": {}, "special_tokens_map.json": {"eos_token": {"content": "</s>"}}}, [3]),
+    ({"config.json": {"eos_token_id": 50256}}, []), ({"config.json": {"eos_token_id": "no", "x": 1}}, [])])
+def test_the_end_tokens_of_a_hugging_face_folder_go_there_and_back(files, expected, tmp_path):
+    from course.convert import huggingface
+
+    c = GPTConfig(vocab=8, context=8, dim=8, depth=1, heads=1)
+    model = random.initialize(place_serial(build_model(c)), 0, torch.device("cpu"))
+    huggingface.write(tmp_path / "in", c, huggingface.serial(model))
+    known = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "stop": 2, "</s>": 3, "<|eot_id|>": 4}, "a"))
+    known.save(str(tmp_path / "in" / "tokenizer.json"))
+    assert json.loads((tmp_path / "in" / "config.json").read_text())["eos_token_id"] is None
+    for name, values in files.items():
+        old = json.loads((tmp_path / "in" / name).read_text()) if (tmp_path / "in" / name).is_file() else {}
+        (tmp_path / "in" / name).write_text(json.dumps(old | values))
+    run = tmp_path / "runs" / "gpt" / "mine"
+    command.convert(World(), tmp_path / "in", run)
+    assert ends.of_run(run, evaluate.read_config(run)) == expected
+    command.convert(World(), run, tmp_path / "out")
+    said = json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"]
+    assert said == (None if not expected else expected[0] if len(expected) == 1 else expected)
+
+
+def test_nothing_is_computed_after_the_end_of_all_texts(words, tmp_path):
+    run = train.main(settings(words, tmp_path, "train.steps=1"))
+    model, _ = evaluate.load_model(run, evaluate.read_config(run), torch.device("cpu"))
+    prompts = torch.tensor([[5, 6], [7, 8]])
+    whole = generate(model, prompts, 12, 1.0, 0, 3)
+    first = whole[0, 4].item(), whole[1, 6].item()
+    some = generate(model, prompts, 12, 1.0, 0, 3, True, first)
+    assert 5 <= some.shape[1] <= 7 and torch.equal(some, whole[:, :some.shape[1]])
+    assert all(set(row[2:]) & set(first) for row in some.tolist())

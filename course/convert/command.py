@@ -25,9 +25,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 
-from course import checkpoint, config, limits, reshard, sample, schema
+from course import checkpoint, config, ends, limits, reshard, sample, schema
 from course.checkpoint import together
 from course.config import Config, Parallel
 from course.convert import dit, huggingface, te, weights
@@ -92,6 +93,7 @@ def to_run(path: Path, run: Path, given: list[str], to: str, like: str, rows: st
     else:
         mine = [(rank, reshard.owned(settings, rank, size)) for rank in range(size)]
     words = tokenizer_of(path) if settings.model.kind == "gpt" else ""
+    last = ends.of_hub(path, its(words), settings.model) if kind == "hf" else []
     partial = run.with_name(f".{run.name}.partial")
     together(everyone, lambda: remove(partial) if everyone.rank == 0 else None)
     source.check(placed.name for placed in serial(settings))
@@ -112,6 +114,7 @@ def to_run(path: Path, run: Path, given: list[str], to: str, like: str, rows: st
         config.save(settings, partial / "config.yaml")
         if words:
             (partial / WORDS).write_text(words, encoding="utf-8")
+        ends.note(partial, last)
         partial.rename(run)
         flush(run.parent)
 
@@ -347,7 +350,7 @@ def from_run(run: Path, target: Path, given: list[str], to: str, rows: str, aver
         whole = read_box(folder, index, name + kind, tuple((0, n) for n in shape))
         return plan.rule(name)[0].theirs(plan.c, whole.reshape(ours[name][1]))
 
-    words = its_tokenizer(run, settings)
+    words, last = its_tokenizer(run, settings)
     partial = target.with_name(f".{target.name}.partial")
 
     def write() -> None:
@@ -359,7 +362,7 @@ def from_run(run: Path, target: Path, given: list[str], to: str, rows: str, aver
             (partial / weights.FILES[0]).rename(target)
             partial.rmdir()
         else:
-            for name, text in (beside(plan, to or default_of(settings), listed[0].dtype, files) | words).items():
+            for name, text in (beside(plan, to or default_of(settings), listed[0].dtype, files, last) | words).items():
                 (partial / name).write_text(text, encoding="utf-8")
             partial.rename(target)
         flush(target.parent)
@@ -376,14 +379,30 @@ def from_run(run: Path, target: Path, given: list[str], to: str, rows: str, aver
         + (f", and {WORDS}" if not single and words else ""))
 
 
-def its_tokenizer(run: Path, settings: Config) -> dict[str, str]:
-    """The tokenizer of a GPT's run, as files of a Hugging Face folder; nothing where there is none."""
+def its(words: str) -> Tokenizer | None:
+    """The tokenizer of a text, if it is one."""
+    try:
+        return Tokenizer.from_str(words) if words else None
+    except Exception:                                # the package has no kind of its own; who samples is told
+        return None
+
+
+def its_tokenizer(run: Path, settings: Config) -> tuple[dict[str, str], list[int]]:
+    """The tokenizer of a GPT's run, as files of a Hugging Face folder, nothing where there is none; and its end tokens."""
+    if settings.model.kind != "gpt":
+        return {}, []
     places = sample.places(run, settings)[:2 if settings.data.source == "files" else 1]     # random samples are of no tokenizer
     there = next((file for file in places if file.is_file()), None)
-    if there is None or settings.model.kind != "gpt":
-        return {}
-    return {WORDS: text_of(there),
-            "tokenizer_config.json": json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}, indent=1) + "\n"}
+    last = ends.of_run(run, settings)
+    if there is None:
+        return {}, last
+    words = text_of(there)
+    tokenizer = its(words)
+    last = last or (ends.known(ends.of_tokenizer(tokenizer), settings.model) if tokenizer else [])
+    about = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    if last and tokenizer and (token := tokenizer.id_to_token(last[0])):
+        about["eos_token"] = token
+    return {WORDS: words, "tokenizer_config.json": json.dumps(about, indent=1) + "\n"}, last
 
 
 def default_of(settings: Config) -> str:
@@ -409,8 +428,8 @@ def plan_of(settings: Config, run: Path, to: str, rows: str) -> Plan:
     return Plan(f"of a Hugging Face {kind}", c, lambda ours: huggingface.rule(kind, ours), weights.about(c), {})
 
 
-def beside(plan: Plan, to: str, dtype: torch.dtype, files: dict[str, list[weights.Entry]]) -> dict[str, str]:
-    """The texts that lie beside a folder's files."""
+def beside(plan: Plan, to: str, dtype: torch.dtype, files: dict[str, list[weights.Entry]], last: list[int]) -> dict[str, str]:
+    """The texts that lie beside a folder's files. last: the tokens that end a text."""
     if to == "hf":
-        return huggingface.beside(plan.c, dtype, files)
+        return huggingface.beside(plan.c, dtype, files, last)
     return {f"{weights.FILES[0]}.index.json": json.dumps(weights.index_of(files), indent=1)} if len(files) > 1 else {}

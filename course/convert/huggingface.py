@@ -16,7 +16,7 @@ Rotary positions turn the same pairs in both: number i of a head's first half wi
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from course import limits, random, schema
+from course import ends, limits, random, schema
 from course.convert import weights
 from course.convert.library import SAME, Layout, Parts, Rule, Source, Table, both, entries, fill, look_up, same
 from course.errors import CourseError
@@ -218,8 +218,11 @@ def kind_of(c: GPTConfig) -> str:
                       "(rms, swiglu, rotary): transformers has no name for it")
 
 
-def config_for(c: GPTConfig, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """The values of a config.json. Raises `CourseError` for a GPT that is neither a GPT-2 nor a Llama."""
+def config_for(c: GPTConfig, dtype: torch.dtype = torch.float32, last: Sequence[int] = ()) -> dict[str, Any]:
+    """The values of a config.json. last: the tokens that end a text.
+
+    Raises `CourseError` for a GPT that is neither a GPT-2 nor a Llama.
+    """
     kind = kind_of(c)
     values = {theirs: getattr(c, ours) for ours, theirs in NAMES[kind].items()} | FIXED[kind] | {"vocab_size": c.words}
     if kind == "gpt2":
@@ -234,7 +237,8 @@ def config_for(c: GPTConfig, dtype: torch.dtype = torch.float32) -> dict[str, An
         if c.stretch is not None:                   # version 4 reads this, and without it would take them for plain ones
             values["rope_scaling"] = {key: value for key, value in rope_for(c).items() if key != "rope_theta"}
     return {"model_type": kind, "architectures": [CLASSES[kind]], "tie_word_embeddings": c.tied,
-            "dtype": str(dtype).removeprefix("torch."), "bos_token_id": None, "eos_token_id": None, **values}
+            "dtype": str(dtype).removeprefix("torch."), "bos_token_id": None, "eos_token_id": ends.as_value(last),
+            **values}
 
 
 def dropout(folder: Path) -> str:
@@ -288,8 +292,11 @@ def read(folder: Path | str, dtype: torch.dtype = torch.float32, device: str = "
     return model.eval()
 
 
-def write(folder: Path | str, c: GPTConfig, tensors: Iterable[tuple[str, Tensor]], shard: int = weights.SHARD) -> None:
+def write(folder: Path | str, c: GPTConfig, tensors: Iterable[tuple[str, Tensor]], shard: int = weights.SHARD,
+          last: Sequence[int] = ()) -> None:
     """Write our serial parameters, (name, tensor), tied ones once, as a folder that `transformers` loads.
+
+    last: the tokens that end a text.
 
     Raises `CourseError` if it is there already, or the model is neither a GPT-2 nor a Llama.
     """
@@ -302,13 +309,14 @@ def write(folder: Path | str, c: GPTConfig, tensors: Iterable[tuple[str, Tensor]
         temporary.mkdir()
         for name, part in files.items():
             weights.write_file(temporary / name, part, lambda one: rule(kind, one)[0].theirs(c, ours[one]), weights.about(c))
-        for name, text in beside(c, next(iter(ours.values())).dtype, files).items():
+        for name, text in beside(c, next(iter(ours.values())).dtype, files, last).items():
             (temporary / name).write_text(text, encoding="utf-8")
 
 
-def beside(c: GPTConfig, dtype: torch.dtype, files: Mapping[str, list[weights.Entry]]) -> dict[str, str]:
+def beside(c: GPTConfig, dtype: torch.dtype, files: Mapping[str, list[weights.Entry]], last: Sequence[int]) -> dict[str, str]:
     """The texts beside the files of weights, by name."""
-    found = {"config.json": json.dumps(config_for(c, dtype), indent=1) + "\n"}
+    found = {"config.json": json.dumps(config_for(c, dtype, last), indent=1) + "\n"}
+    found |= {ends.NOTE: ends.as_text(last)} if last else {}
     return found | ({f"{weights.FILES[0]}.index.json": json.dumps(weights.index_of(files), indent=1)} if len(files) > 1 else {})
 
 
