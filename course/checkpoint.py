@@ -179,12 +179,12 @@ def checksum(index: dict[str, Any]) -> str:
 
 
 def prune(folder: Path, keep: int, saved: Path | None = None) -> None:
-    """Remove all but the newest `keep` checkpoints, all but the newest damaged one, and what an interrupted write left behind.
+    """Remove all but the newest `keep` checkpoints (0: none), all but the newest damaged one, and what an interrupted write left.
 
     Those of another version stay, and do not count. saved: the one just written; newer ones stay, too.
     """
     found = [one for one in steps(folder) if one == saved or format_of(one) == FORMAT]
-    for old in (found[:found.index(saved) + 1] if saved in found else found)[:-keep]:
+    for old in (found[:found.index(saved) + 1] if saved in found else found)[:-keep or 0]:
         remove(temporary(old))
         old.rename(temporary(old))                   # and removed below: who is killed there leaves no half of one under its name
     for old in steps(folder, DAMAGED)[:-1]:

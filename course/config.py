@@ -81,8 +81,9 @@ class Parallel:
     tp: int = 1                                     # tensor-parallel ranks
     order: str = "pp-dp-cp-tp"                      # slowest first: the last axis joins neighbouring ranks
     sp: bool = False                                # sequence parallel: norms and residuals cut by tokens over tp
-    overlap: Literal["none", "nccl", "symmetric"] = "nccl"  # with sp: how linears communicate beside their matmuls; symmetric:
-                                                    # ranks write into each other's memory, over NVLink and in one node; faster
+    # with sp: how linears communicate beside their matmuls. auto: nccl, or none where FP8 by hand multiplies whole tensors;
+    # symmetric: ranks write into each other's memory, over NVLink and in one node, which is faster
+    overlap: Literal["auto", "none", "nccl", "symmetric"] = "auto"
     context: Literal["gather", "ring", "all_to_all"] = "ring"       # how attention works over cp
     schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"      # of a pipeline's passes
     data: Literal["naive", "bucketed", "ddp", "none"] = "bucketed"      # how gradients are averaged; none: not at all
@@ -127,7 +128,7 @@ class Log:
 
     dir: str = "runs"                               # a run lives in dir/preset/name
     name: str = "default"
-    every: int = 10                                 # steps between lines
+    every: int = 10                                 # steps between lines; 0: only at the end
     tensorboard: bool = True
 
 
@@ -144,8 +145,8 @@ class Profile:
 class Checkpoint:
     """When a run is written down, and whether the next one of its name goes on from there."""
 
-    every: int = 1000                               # steps between checkpoints; one is always written at the end
-    keep: int = 3                                   # how many of the newest stay
+    every: int = 1000                               # steps between checkpoints; one is always written at the end; 0: only then
+    keep: int = 3                                   # how many of the newest stay; 0: all
     resume: bool = True                             # go on where the run of this name stopped
     same_data: bool = True                          # and only with the data files that it learned from
 

@@ -1,6 +1,7 @@
 """What a configuration may be: numbers that mean something, settings that go together; what may not, with the cure."""
 
 import math
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +15,12 @@ if TYPE_CHECKING:
 TINY, PART = math.nextafter(0, 1), math.nextafter(1, 2)     # any number above 0; a part, which may be all
 # which numbers, each one of a tuple, are from where, included, to where, not included
 NUMBERS = {
-    (1, math.inf): "train.steps train.global_batch data.lead data.ahead log.every checkpoint.every checkpoint.keep parallel.pp "
+    (1, math.inf): "train.steps train.global_batch data.lead data.ahead parallel.pp "
                    "parallel.cp parallel.tp parallel.chunks model.vocab model.context model.dim model.depth model.heads "
                    "model.rope_factor model.rope_theta model.rope_context model.channels model.classes model.patch model.grid "
                    "model.latent",
-    (0, math.inf): "train.micro_batch train.eval_every train.stall_s train.threads parallel.dp parallel.bucket_mb data.workers "
+    (0, math.inf): "log.every checkpoint.every checkpoint.keep "
+                   "train.micro_batch train.eval_every train.stall_s train.threads parallel.dp parallel.bucket_mb data.workers "
                    "data.train_samples data.valid_samples optim.lr optim.min_lr optim.eps optim.momentum optim.weight_decay "
                    "optim.warmup optim.clip profile.steps profile.after model.kv_heads model.mlp_ratio model.mlp_width "
                    "model.loss_chunk model.vocab_used model.rope_low",
@@ -29,7 +31,7 @@ NUMBERS = {
 
 
 def check(config: "Config") -> "Config":
-    """Refuse numbers that mean nothing, and settings that do not go together."""
+    """Refuse numbers that mean nothing, and settings that do not go together; returns what to do where the user left it open."""
     for key, name in (("preset", config.preset), ("log.name", config.log.name)):
         check_name(key, name)
     for section in ("data", "optim", "train", "parallel", "log", "profile", "checkpoint"):
@@ -53,6 +55,8 @@ def check(config: "Config") -> "Config":
         check_groups(config.model, p)
         check_efficient(config.model, config)
     if config.precision == "fp8":
+        if config.fp8.by == "hand" and p.overlapped and p.overlap == "auto":
+            config = replace(config, parallel=replace(p, overlap="none"))
         check_fp8(config)
     if config.stream == "narrow" and config.precision not in LOW:
         raise CourseError(f"stream=narrow is for 16-bit matmuls, and precision={config.precision} has none: use bf16, fp16 or "
@@ -99,7 +103,9 @@ def limits(section: str) -> list[tuple[str, float, float]]:
 
 def check_name(key: str, name: str) -> None:
     """Refuse a name that would not be one folder among a preset's runs."""
-    if name in ("", ".", "..") or "/" in name or "\\" in name:
+    if not name:
+        raise CourseError(f"{key}= is empty, and a folder needs a name: give one, such as {key}=first")
+    if name in (".", "..") or "/" in name or "\\" in name:
         raise CourseError(f"{key}={name} is no name of a folder: leave out slashes and dots alone; where runs lie, log.dir says")
 
 

@@ -1,6 +1,7 @@
 """Plain values, of YAML and of `key=value`, and the dataclasses made of them: nothing in them is run, what is wrong is named."""
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -56,7 +57,8 @@ def is_path(key: str, text: str) -> bool:
 
 
 def parse(overrides: Iterable[str]) -> dict[str, Any]:
-    """`["train.steps=5"]` as `{"train": {"steps": 5}}`; values are read as YAML, paths as they are. `CourseError` for others."""
+    """`["train.steps=5"]` as `{"train": {"steps": 5}}`: values by `as_typed`, paths as they are. `CourseError` for what is no
+    key=value."""
     values: dict[str, Any] = {}
     for override in overrides:
         key, equals, text = override.partition("=")
@@ -64,13 +66,28 @@ def parse(overrides: Iterable[str]) -> dict[str, Any]:
             raise CourseError(f"{override!r} is not of the form key=value, such as train.steps=100" +
                               (", and no option of this command" if override.startswith("--") else ""))
         try:
-            value: Any = text if is_path(key, text) else plain_yaml(text)
+            value: Any = text if is_path(key, text) else as_typed(text)
         except ValueError as error:
             raise CourseError(f"the value in {override!r} cannot be read: quote it, as in '{key}=\"...\"'") from error
         for part in reversed(key.split(".")):
             value = {part: value}
         values = merge(values, value)
     return reading(values)
+
+
+def as_typed(text: str) -> Any:
+    """The value of what stands behind `=`: lists, quoted texts, numbers, true and false as YAML has them; else what was typed.
+
+    YAML would take nothing for null, 007 for 7, 12:30 for 750, a date for an object and what follows a # for a comment. Where a
+    number is wanted, `build` reads it from the text.
+    """
+    value = plain_yaml(text)
+    if isinstance(value, dict | list) or text.strip()[:1] in ("'", '"'):
+        return value
+    if isinstance(value, float) and not math.isfinite(value):
+        return value
+    plain = isinstance(value, int | float) and str(value) == text.strip()
+    return value if plain or text.strip() in ("true", "false") else text.strip()
 
 
 def reading(values: dict[str, Any]) -> dict[str, Any]:
@@ -151,7 +168,8 @@ def _explain(kind: type, found: ErrorDetails) -> str:
         return f"{key}: settings have no dashes, such as train.steps=10"
     if found["type"] == "unexpected_keyword_argument":
         return f"there is no key {key!r}" + (_other_model(model, key) or _similar(key, flat_keys(kind)))
-    given = str(found["input"])
+    given = found["input"]
+    given = "" if given is None else str(given).lower() if isinstance(given, bool) else str(given)
     return f"{key}={given[:60]}: {found['msg'][0].lower()}{found['msg'][1:]}"
 
 

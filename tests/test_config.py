@@ -44,6 +44,37 @@ def test_overrides_are_read_as_yaml():
     assert loaded.optim.betas == (0.9, 0.95)
 
 
+@pytest.mark.parametrize(("typed", "value"), [
+    ("", ""), ("007", "007"), ("1_0", "1_0"), ("12:30", "12:30"), ("2024-01-01", "2024-01-01"), ("null", "null"), ("~", "~"),
+    ("yes", "yes"), ("a #b", "a #b"), ("#5", "#5"), ("'quoted #x'", "quoted #x"), ("1.10", "1.10"), ("7", "7"), ("a, b", "a, b")])
+def test_a_text_is_what_was_typed(typed, value):
+    """KEY= is the empty text. YAML would make null, numbers, dates and comments of some."""
+    assert config.load("vit-demo", [f"data.path={typed}"]).data.path == value
+
+
+@pytest.mark.parametrize(("typed", "value"), [("train.steps=007", 7), ("train.steps=1_000", 1000), ("optim.lr=.5", 0.5),
+                                              ("optim.lr=5e-4", 5e-4), ("compile=yes", True), ("compile=off", False)])
+def test_numbers_and_switches_are_read_from_what_was_typed(typed, value):
+    loaded = config.load("vit-demo", [typed])
+    for part in typed.partition("=")[0].split("."):
+        loaded = getattr(loaded, part)
+    assert loaded == value and type(loaded) is type(value)
+
+
+def test_fp8_chooses_how_sequence_parallelism_communicates_where_nobody_says():
+    given = ["precision=fp8", "parallel.tp=2", "parallel.sp=true"]
+    assert config.load("vit-mp", given).parallel.overlap == "none"
+    assert config.load("vit-mp", given[1:]).parallel.overlapped
+    with pytest.raises(CourseError, match=r"not the pieces of parallel\.overlap=nccl: set parallel\.overlap=none"):
+        config.load("vit-mp", [*given, "parallel.overlap=nccl"])
+
+
+def test_a_runs_own_configuration_takes_fp8_too(tmp_path):
+    """What its file says of overlap nobody typed."""
+    config.save(config.load("vit-mp", ["parallel.tp=2", "parallel.sp=true"]), tmp_path / "config.yaml")
+    assert config.load(str(tmp_path / "config.yaml"), ["precision=fp8"]).parallel.overlap == "none"
+
+
 def test_who_names_a_path_wants_it_to_be_read(tmp_path):
     """gpt-124m has random data, for measuring; nobody who gives it a folder means that."""
     assert config.load("gpt-124m").data.source == "mock"
@@ -78,6 +109,10 @@ def test_save_and_load_give_the_same(tmp_path, preset):
     ("vit-demo", "train.steps=0", ["train.steps", "at least 1"]),
     ("vit-demo", "optim.name=adamw", ["optim.name=adamw", "'adam'"]),
     ("vit-demo", "train=5", ["train=5"]),
+    ("vit-demo", "log.name=", ["log.name= is empty", "give one, such as log.name=first"]),
+    ("vit-demo", "train.steps=", ["train.steps=: ", "integer"]),
+    ("vit-demo", "train.steps=null", ["train.steps=null: ", "integer"]),
+    ("vit-demo", "train.steps=True", ["train.steps=True: ", "integer"]),
     ("vit-demo", "model.grid=[32]", ["model.grid.1"]),
     ("vit-demo", "model.patch=5", ["32x64", "not divisible", "model.patch=5"]),
     ("vit-demo", "model.heads=5", ["model.heads=5"]),

@@ -124,7 +124,7 @@ def test_a_run_of_any_layout_writes_what_one_process_would(layout, words, tmp_pa
 
 
 def test_a_text_ends_with_the_token_of_its_data(tmp_path, monkeypatch):
-    """Which meta.json says, whatever it is called; the run keeps it when the data are gone, and so does what is made of the run."""
+    """Which meta.json says, whatever it is called; the run keeps it when the data are gone, and what is made of it has it."""
     known = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "stop": 2, "</s>": 3, "<|eot_id|>": 4}, "a"))
     known.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     known.add_special_tokens(["</s>"])

@@ -451,3 +451,12 @@ def test_a_rank_that_fails_takes_the_job_down_in_seconds(tmp_path, other):
 def test_a_graph_without_a_gpu_is_a_sentence(tiny):
     with pytest.raises(CourseError, match="graphs=true needs a GPU"):
         run([*tiny, "graphs=true"])
+
+
+def test_every_0_means_at_the_end_alone(tiny):
+    """Of checkpoints, validations and lines alike; keep=0 keeps all."""
+    folder = run([*tiny, "train.steps=6", "checkpoint.every=0", "train.eval_every=0", "log.every=0"])
+    assert [path.name for path in checkpoint.steps(folder / "checkpoints")] == ["step_000006"]
+    assert [record["step"] for record in read_metrics(folder / "metrics.jsonl")] == [6]
+    run([*tiny, "train.steps=12", "checkpoint.every=1", "checkpoint.keep=0"])
+    assert len(checkpoint.steps(folder / "checkpoints")) == 7
