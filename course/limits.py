@@ -104,7 +104,7 @@ def limits(section: str) -> list[tuple[str, float, float]]:
 def check_name(key: str, name: str) -> None:
     """Refuse a name that would not be one folder among a preset's runs."""
     if not name:
-        raise CourseError(f"{key}= is empty, and a folder needs a name: give one, such as {key}=first")
+        raise CourseError(f"{key}= is no name of a folder, since it is empty: give one, such as {key}=first")
     if name in (".", "..") or "/" in name or "\\" in name:
         raise CourseError(f"{key}={name} is no name of a folder: leave out slashes and dots alone; where runs lie, log.dir says")
 

@@ -76,18 +76,18 @@ def parse(overrides: Iterable[str]) -> dict[str, Any]:
 
 
 def as_typed(text: str) -> Any:
-    """The value of what stands behind `=`: lists, quoted texts, numbers, true and false as YAML has them; else what was typed.
+    """The value of what stands behind `=`: lists, quoted texts and numbers as YAML has them, all else what was typed.
 
-    YAML would take nothing for null, 007 for 7, 12:30 for 750, a date for an object and what follows a # for a comment. Where a
-    number is wanted, `build` reads it from the text.
+    YAML would take nothing for null, 007 for 7, 12:30 for 750, yes for true, a date for an object and what follows a # for a
+    comment. Where a number or a switch is wanted, `build` reads it from the text.
     """
     value = plain_yaml(text)
     if isinstance(value, dict | list) or text.strip()[:1] in ("'", '"'):
         return value
     if isinstance(value, float) and not math.isfinite(value):
         return value
-    plain = isinstance(value, int | float) and str(value) == text.strip()
-    return value if plain or text.strip() in ("true", "false") else text.strip()
+    plain = isinstance(value, int | float) and not isinstance(value, bool) and str(value) == text.strip()
+    return value if plain else text.strip()
 
 
 def reading(values: dict[str, Any]) -> dict[str, Any]:

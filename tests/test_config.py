@@ -46,7 +46,8 @@ def test_overrides_are_read_as_yaml():
 
 @pytest.mark.parametrize(("typed", "value"), [
     ("", ""), ("007", "007"), ("1_0", "1_0"), ("12:30", "12:30"), ("2024-01-01", "2024-01-01"), ("null", "null"), ("~", "~"),
-    ("yes", "yes"), ("a #b", "a #b"), ("#5", "#5"), ("'quoted #x'", "quoted #x"), ("1.10", "1.10"), ("7", "7"), ("a, b", "a, b")])
+    ("yes", "yes"), ("true", "true"),
+    ("a #b", "a #b"), ("#5", "#5"), ("'quoted #x'", "quoted #x"), ("1.10", "1.10"), ("7", "7"), ("a, b", "a, b")])
 def test_a_text_is_what_was_typed(typed, value):
     """KEY= is the empty text. YAML would make null, numbers, dates and comments of some."""
     assert config.load("vit-demo", [f"data.path={typed}"]).data.path == value
@@ -109,10 +110,10 @@ def test_save_and_load_give_the_same(tmp_path, preset):
     ("vit-demo", "train.steps=0", ["train.steps", "at least 1"]),
     ("vit-demo", "optim.name=adamw", ["optim.name=adamw", "'adam'"]),
     ("vit-demo", "train=5", ["train=5"]),
-    ("vit-demo", "log.name=", ["log.name= is empty", "give one, such as log.name=first"]),
+    ("vit-demo", "log.name=", ["log.name= is no name of a folder, since it is empty", "such as log.name=first"]),
     ("vit-demo", "train.steps=", ["train.steps=: ", "integer"]),
     ("vit-demo", "train.steps=null", ["train.steps=null: ", "integer"]),
-    ("vit-demo", "train.steps=True", ["train.steps=True: ", "integer"]),
+    ("vit-demo", "train.steps=true", ["train.steps=true: ", "integer"]),
     ("vit-demo", "model.grid=[32]", ["model.grid.1"]),
     ("vit-demo", "model.patch=5", ["32x64", "not divisible", "model.patch=5"]),
     ("vit-demo", "model.heads=5", ["model.heads=5"]),
