@@ -34,6 +34,9 @@ class Data:
     loader: Literal["native", "threads", "dali", "dali_numpy"] = "native"   # what reads: the same samples, bit for bit
     workers: int = 4                                # processes (native, dali) or threads that read; native's 0: no other process
     ahead: int = 2                                  # batches that threads and DALI read before they are asked for
+    # which pairs of a weather file: all, n - lead of n entries; or the reference's: n, none from its first `lead` entries, for
+    # which, and for the last ones, later ones and the first of these are taken once more
+    pairs: Literal["all", "reference"] = "all"
     train_samples: int = 0                          # use the first so many; 0: all
     valid_samples: int = 0
 
@@ -64,6 +67,8 @@ class Train:
     micro_batch: int = 0                            # samples in one forward pass of one rank; 0: its whole share
     recompute: Literal["none", "selective", "full"] = "none"        # what of the forward pass backward computes again
     eval_every: int = 0                             # steps between validations; 0: only at the end
+    # of a forecast model's validation: the root of the mean over all samples, or the reference's mean of each sample's root
+    rmse: Literal["root_of_mean", "mean_of_roots"] = "root_of_mean"
     seed: int = 0                                   # weights, data order, dropout
     device: Literal["auto", "cpu", "cuda"] = "auto"
     stall_s: float = 600.0                          # seconds that a step may take: then the run ends, and says which rank stalls;

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,7 @@ def main(run: Path, split: str = "test", samples: int = 64, animate: bool = Fals
         raise CourseError(f"{run} was trained on mock data, which has no weather to forecast: train with data.source=files")
     device = device_of(settings)
     model, step = load_model(run, settings, device, average)
+    settings = replace(settings, data=replace(settings.data, pairs="all"))              # a forecast starts at any entry
     pairs, training = open_pairs(settings, split), open_pairs(settings, "train")
     channels = layout.channel_names(pairs.years[0])
     pictured = channels.index(headline(channels))

@@ -14,7 +14,7 @@ run needs no generator state.
 
 import hashlib
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -82,7 +82,7 @@ def initialize(model: nn.Module, seed: int, device: torch.device, dtype: torch.d
                noise: float = 0.0) -> nn.Module:
     """Give every parameter of a model built on the meta device its memory and its first value.
 
-    The model's `init_plan()` maps patterns of serial names to a standard deviation, "ones" or "zeros";
+    The model's `init_plan()` maps patterns of serial names to a standard deviation, "ones", "zeros" or `Uniform`;
     the first pattern that fits counts. noise: a standard deviation in the place of "zeros". A parameter's `placement` says which
     box of it is here. Raises `CourseError` for a parameter without a rule, and for buffers, which no layout and no checkpoint
     knows.
@@ -108,11 +108,20 @@ def initialize(model: nn.Module, seed: int, device: torch.device, dtype: torch.d
     return model
 
 
-def _first_value(rule: float | str, key: int, place: Any, device: torch.device) -> Tensor:
+class Uniform(NamedTuple):
+    """A rule of an `init_plan()`: evenly from -bound to bound."""
+
+    bound: float
+
+
+def _first_value(rule: float | str | Uniform, key: int, place: Any, device: torch.device) -> Tensor:
     shape = [stop - start for start, stop in place.box]
     if isinstance(rule, str):
         return torch.full(shape, {"zeros": 0.0, "ones": 1.0}[rule], dtype=torch.float64, device=device)
-    return rule * normal(key, element_index(place.global_shape, place.box, device), torch.float64)
+    element = element_index(place.global_shape, place.box, device)
+    if isinstance(rule, Uniform):
+        return rule.bound * (2 * uniform(key, element, torch.float64) - 1)
+    return rule * normal(key, element, torch.float64)
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:

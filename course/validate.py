@@ -111,12 +111,13 @@ class Validation:
                 output = model.fields(model.tokens.whole(output))                          # type: ignore[union-attr, operator]
                 real = (batch["sample"] >= 0)[:, None]                                     # (B, 1)
                 errors = squared_error(output, batch["target"], self.weights).where(real, 0)    # (B, C)
-                sums[2:] += errors.sum(0) * one_of_many
+                sums[2:] += (errors.sqrt() if self._mean_of_roots else errors).sum(0) * one_of_many
         if mesh.all.size > 1:
             dist.all_reduce(sums, group=mesh.all.group)
         found: dict[str, Any] = {"valid_loss": (sums[0] / sums[1]).item()}
         if self.channels:
-            ordered = dict(zip(self.channels, (sums[2:] / sums[1]).sqrt().tolist(), strict=True))
+            means = sums[2:] / sums[1]
+            ordered = dict(zip(self.channels, (means if self._mean_of_roots else means.sqrt()).tolist(), strict=True))
             found["valid_rmse"] = {self._name: ordered[self._name]} | ordered
         return found
 
@@ -124,6 +125,10 @@ class Validation:
         """This rank's samples, no more of them at a time than in a forward pass of training."""
         for batch in eval_loader(self.config, self.mesh.dp, self.mesh.world.device, self.pairs):
             yield from split(batch, self.config.train.micro_batch)
+
+    @property
+    def _mean_of_roots(self) -> bool:
+        return self.config.train.rmse == "mean_of_roots"
 
     @property
     def _name(self) -> str:

@@ -1,5 +1,7 @@
 """Validation has no more in memory than training has, and finds the same loss in every layout."""
 
+from unittest import mock
+
 import pytest
 import torch
 
@@ -97,3 +99,19 @@ def test_the_loss_in_pieces_is_the_loss(whole, spec):
 def test_every_layout_finds_the_same_loss(whole, size, spec):
     overrides = [f"parallel.{spec.split()[0]}", *spec.split()[1:], "train.micro_batch=2"]
     assert ranks(size)(validate, overrides) == pytest.approx([whole] * size, rel=1e-12)
+
+
+@pytest.mark.parametrize("how", ["root_of_mean", "mean_of_roots"])
+def test_the_rmse_is_the_root_of_the_mean_or_the_references(how, small_data):
+    c = config.load("vit-demo", [f"data.path={small_data}", "model.grid=[8,16]", "model.dim=16", "model.depth=1",
+                                 "data.workers=0", "train.device=cpu", "precision=fp32", f"train.rmse={how}"])
+    mesh = build_mesh(c.parallel, World(0, 1, torch.device("cpu")))
+    model, quiet = assemble(c, mesh).model, mock.Mock(speaks=False)
+    validation = Validation.of(c, mesh)
+    found = validation.run(model, quiet, 0)["valid_rmse"]
+    batch = validation.pairs.__getitems__(list(range(len(validation.pairs))))
+    output = model.fields(forward_only(model, "fp32")(batch)[0])
+    squares = ((output - batch["target"]).square() * validation.weights[:, None]).mean((-2, -1))        # (B, C)
+    expected = squares.mean(0).sqrt() if how == "root_of_mean" else squares.sqrt().mean(0)
+    assert list(found.values()) == pytest.approx(expected.tolist(), rel=1e-4)
+    assert not torch.allclose(squares.mean(0).sqrt(), squares.sqrt().mean(0), rtol=1e-5)

@@ -61,7 +61,8 @@ def open_pairs(config: "Config", split: str) -> Pairs:
     """The checked data set of one split: `train`, `valid` or `test`."""
     assert config.model.kind == "vit"                # `limits.check` refuses the others
     limit = {"train": config.data.train_samples, "valid": config.data.valid_samples}.get(split, 0)
-    return Pairs(config.data.path, split, config.model.channels, config.model.grid, config.data.lead, limit)
+    return Pairs(config.data.path, split, config.model.channels, config.model.grid, config.data.lead, limit,
+                 config.data.pairs == "reference")
 
 
 def train_loader(config: "Config", dp: "Axis", device: torch.device, consumed: int,

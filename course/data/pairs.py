@@ -29,15 +29,21 @@ class Pairs(Dataset[Batch]):
     """All pairs (state, state `lead` entries later) of one split, numbered through its years in order.
 
     A pair never crosses the end of a file. Files are opened on first use, so in the worker that reads.
+
+    reference: NERSC's course counts n pairs in a file of n entries. Pair i begins at entry i, less n - lead where that is too
+    late, and where it is one of the first `lead` entries, `lead` later.
     """
 
-    def __init__(self, path: str, split: str, channels: int, grid: tuple[int, int], lead: int = 1, limit: int = 0):
+    def __init__(self, path: str, split: str, channels: int, grid: tuple[int, int], lead: int = 1, limit: int = 0,
+                 reference: bool = False):
         self.years = layout.find_years(Path(path), split, grid)
         self.lead = lead
         self.shape = self.years[0].shape[1:]                            # (C, H, W)
         self._check(channels, grid)
         self.mean, self.std = layout.read_statistics(Path(path), self.shape)
-        pairs = [max(0, year.shape[0] - lead) for year in self.years]
+        self.reference = reference
+        fewest = 3 * lead - 1 if reference else lead     # entries in which there is no pair
+        pairs = [0 if year.shape[0] <= fewest else year.shape[0] - (0 if reference else lead) for year in self.years]
         self.first = np.concatenate([[0], np.cumsum(pairs)])            # number of each year's first pair
         self.size = min(limit or self.first[-1], self.first[-1])
         if not self.size:
@@ -76,7 +82,11 @@ class Pairs(Dataset[Batch]):
     def place(self, sample: int, ahead: int = 0) -> tuple[int, int]:
         """Which file, and which entry of it, is the state `ahead` entries after pair `sample` begins."""
         number = int(np.searchsorted(self.first, sample, side="right")) - 1
-        return number, int(sample - self.first[number] + ahead)
+        entry = int(sample - self.first[number])
+        if self.reference:
+            entry %= self.years[number].shape[0] - self.lead
+            entry += self.lead if entry < self.lead else 0
+        return number, entry + ahead
 
     def state(self, sample: int, ahead: int = 0) -> np.ndarray:
         """The normalised state `ahead` entries after pair `sample` begins, (C, H, W) float32."""

@@ -230,12 +230,12 @@ class Block(nn.Module):
     """A pre-norm transformer block: attention, then MLP, each added to its input. Its name is the site of its dropout."""
 
     def __init__(self, dim: int, heads: int, hidden: int, name: str, dropout: float = 0.0, drop_path: float = 0.0,
-                 causal: bool = False):
+                 causal: bool = False, norm_eps: float = 1e-5):
         super().__init__()
-        self.norm1 = nn.LayerNorm(dim)
+        self.norm1 = nn.LayerNorm(dim, norm_eps)
         self.attn = Attention(dim, heads, causal)
         self.drop1, self.path1 = Dropout(dropout, f"{name}.drop1"), DropPath(drop_path, f"{name}.path1")
-        self.norm2 = nn.LayerNorm(dim)
+        self.norm2 = nn.LayerNorm(dim, norm_eps)
         self.mlp = MLP(dim, hidden)
         self.drop2, self.path2 = Dropout(dropout, f"{name}.drop2"), DropPath(drop_path, f"{name}.path2")
 

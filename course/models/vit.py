@@ -1,7 +1,8 @@
 """A vision transformer that maps the state of the atmosphere to the state some hours later.
 
 Dosovitskiy et al. 2020 (arXiv:2010.11929) for the architecture; the weather set-up (patches of all
-channels in, patches of all channels out, relative L2 loss) is that of the ERA5 course data.
+channels in, patches of all channels out, relative L2 loss) is that of NERSC's course, "Deep Learning
+at Scale". The preset vit-reference has its model's details, too; docs/using.md lists them.
 """
 
 from dataclasses import dataclass
@@ -29,6 +30,11 @@ class ViTConfig:
     dropout: float = 0.0                            # after attention and MLP
     drop_path: float = 0.0                          # stochastic depth: this at the last block, rising from 0 linearly
     residual: bool = False                          # predict the change and add the input; the reference predicts the state
+    norm_eps: float = 1e-5                          # the reference: 1e-6
+    head_bias: bool = True                          # of the last map; the reference has none
+    head_order: Literal["channel_first", "channel_last"] = "channel_first"     # of a patch's values in that map's rows: (channel,
+                                                    # row, column), or the reference's (row, column, channel)
+    embed_init: Literal["normal", "uniform"] = "normal"     # of the map of patches: as all others, or PyTorch's for convolutions
 
     @property
     def tokens(self) -> int:
@@ -54,11 +60,15 @@ class Head(nn.Module):
 
     def __init__(self, c: ViTConfig):
         super().__init__()
-        self.norm = nn.LayerNorm(c.dim)
-        self.proj = Linear(c.dim, c.channels * c.patch**2)
+        self.c = c
+        self.norm = nn.LayerNorm(c.dim, c.norm_eps)
+        self.proj = Linear(c.dim, c.channels * c.patch**2, bias=c.head_bias)
 
     def forward(self, x: Tensor) -> Tensor:                             # (B, T, D)
-        return self.proj(self.norm(x))                                  # (B, T, P)
+        x = self.proj(self.norm(x))                                     # (B, T, P)
+        if self.c.head_order == "channel_last":
+            x = x.unflatten(-1, (-1, self.c.channels)).transpose(-1, -2).flatten(-2)    # (B, T, P), channels first
+        return x
 
 
 class RelativeL2(nn.Module):
@@ -95,15 +105,18 @@ class ViT(nn.Module):
         self.embed = Embed(c)
         self.blocks = nn.ModuleDict({
             str(i): Block(c.dim, c.heads, int(c.dim * c.mlp_ratio), f"blocks.{i}",
-                          c.dropout, c.drop_path * i / max(1, c.depth - 1))
+                          c.dropout, c.drop_path * i / max(1, c.depth - 1), norm_eps=c.norm_eps)
             for i in range(c.depth)})
         self.head = Head(c)
         self.loss = RelativeL2()
         self.tokens = Tokens()
 
-    def init_plan(self) -> dict[str, float | str]:
-        """Pattern of serial names -> standard deviation, "ones" or "zeros"; the first that fits counts."""
-        plan: dict[str, float | str] = {"*norm*.weight": "ones", "*.bias": "zeros"}
+    def init_plan(self) -> dict[str, float | str | random.Uniform]:
+        """Pattern of serial names -> standard deviation, "ones", "zeros" or a range; the first that fits counts."""
+        plan: dict[str, float | str | random.Uniform] = {}
+        if self.c.embed_init == "uniform":          # He et al. 2015 with PyTorch's a = sqrt(5), and the same for the bias
+            plan["embed.proj.*"] = random.Uniform((self.c.channels * self.c.patch**2) ** -0.5)
+        plan |= {"*norm*.weight": "ones", "*.bias": "zeros"}
         if self.c.residual:
             plan["head.proj.weight"] = "zeros"      # start as persistence
         return plan | {"*": 0.02}

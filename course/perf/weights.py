@@ -142,7 +142,8 @@ def head(c: Config) -> tuple[int, int]:
     m, D, P = c.model, c.model.dim, patch(c)
     if isinstance(m, GPTConfig):
         return m.vocab * D // c.parallel.tp, norm_weights(c)
-    return D * P + D * modulation(c, 2), norm_weights(c) + P + modulation(c, 2)
+    bias = P if getattr(m, "head_bias", True) else 0
+    return D * P + D * modulation(c, 2), norm_weights(c) + bias + modulation(c, 2)
 
 
 def count(rank: Rank) -> tuple[int, int]:

@@ -4,7 +4,7 @@ import h5py
 import numpy as np
 import pytest
 
-from course.data import layout
+from course.data import Pairs, layout
 from course.errors import CourseError
 from tests.conftest import TIMES, fields
 
@@ -133,3 +133,15 @@ def test_how_to_make_data_can_be_pasted_and_says_its_size(grid, command):
     with pytest.raises(CourseError) as error:        # to be evaluated: random data are none
         layout.find_years(Path("nowhere"), "test", grid)
     assert f"path=nowhere {command}" in str(error.value) and "mock" not in str(error.value)
+
+
+@pytest.mark.parametrize(("lead", "expected"), [
+    (1, {0: 1, 1: 1, 2: 2, 18: 18, 19: 1}), (2, {0: 2, 1: 3, 2: 2, 17: 17, 18: 2, 19: 3})])
+def test_the_references_pairs_are_as_many_as_the_entries(lead, expected, small_data):
+    """None begins at one of the first entries, and the last ones begin again at the first."""
+    pairs = Pairs(str(small_data), "train", 20, (8, 16), lead, reference=True)
+    assert len(pairs) == 40 and {i: pairs.place(i)[1] for i in expected} == expected
+    assert {i: pairs.place(20 + i, lead) for i in expected} == {i: (1, entry + lead) for i, entry in expected.items()}
+    assert all(pairs.place(i, lead)[1] < 20 for i in range(40))
+    assert len(Pairs(str(small_data), "train", 20, (8, 16), lead)) == 2 * (20 - lead)
+    assert (pairs.state(19) == pairs.state(lead - 1)).all()

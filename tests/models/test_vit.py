@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from course import random
+from course import config, random
 from course.models import ViTConfig, build_model
 from course.parallel import place_serial
 
@@ -97,3 +97,69 @@ def test_example_has_the_shapes_of_a_batch():
     made = build_model(CONFIG).example(5, torch.device("cpu"))
     assert made["input"].shape == made["target"].shape == (5, 3, 8, 16) and made["sample"].tolist() == list(range(5))
     assert made["input"].std().item() == pytest.approx(1, abs=0.05) and not torch.equal(made["input"], made["target"])
+
+
+# ---- the reference: NERSC's model, written here from its description ----
+
+REFERENCE = ["model.grid=[8,16]", "model.channels=3", "model.patch=2", "model.dim=24", "model.depth=2", "model.heads=3",
+             "model.mlp_ratio=2.0"]
+
+
+class ReferenceBlock(torch.nn.Module):
+    """Pre-norm attention and MLP, norms with 1e-6, exact GELU."""
+
+    def __init__(self, dim, heads, hidden):
+        super().__init__()
+        self.norm1, self.norm2 = torch.nn.LayerNorm(dim, eps=1e-6), torch.nn.LayerNorm(dim, eps=1e-6)
+        self.attn = torch.nn.MultiheadAttention(dim, heads, batch_first=True)
+        self.mlp = torch.nn.Sequential(torch.nn.Linear(dim, hidden), torch.nn.GELU(), torch.nn.Linear(hidden, dim))
+
+    def forward(self, x):
+        n = self.norm1(x)
+        x = x + self.attn(n, n, n, need_weights=False)[0]
+        return x + self.mlp(self.norm2(x))
+
+
+def reference_output(w, x, c):
+    """Its forward pass, of a convolution, PyTorch's own attention and a head whose rows are (row, column, channel)."""
+    p, (H, W) = c.patch, c.grid
+    kernel = w["embed.proj.weight"].view(c.dim, c.channels, p, p)
+    h = F.conv2d(x, kernel, w["embed.proj.bias"], stride=p).flatten(2).transpose(1, 2) + w["embed.pos"]
+    names = {"attn.in_proj_weight": "attn.qkv.weight", "attn.in_proj_bias": "attn.qkv.bias", "attn.out_proj.weight":
+             "attn.out.weight", "attn.out_proj.bias": "attn.out.bias", "mlp.0.weight": "mlp.up.weight",
+             "mlp.0.bias": "mlp.up.bias", "mlp.2.weight": "mlp.down.weight", "mlp.2.bias": "mlp.down.bias"}
+    for i in range(c.depth):
+        block = ReferenceBlock(c.dim, c.heads, int(c.dim * c.mlp_ratio)).double()
+        block.load_state_dict({name: w[f"blocks.{i}.{names.get(name, name)}"] for name in block.state_dict()})
+        h = block(h)
+    h = F.layer_norm(h, (c.dim,), w["head.norm.weight"], w["head.norm.bias"], eps=1e-6) @ w["head.proj.weight"].T
+    return torch.einsum("nhwpqc->nchpwq", h.view(len(x), H // p, W // p, p, p, c.channels)).reshape(len(x), c.channels, H, W)
+
+
+def test_the_reference_preset_equals_the_reference_with_its_weights():
+    c = config.load("vit-reference", REFERENCE).model
+    model = random.initialize(place_serial(build_model(c)), 1, torch.device("cpu"), torch.float64)
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 0.3 * torch.randn(p.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(p.numel()))
+        x = 1e-3 * batch()["input"]                  # so small that norms feel their eps
+        expected = reference_output(dict(model.named_parameters()), x, c)
+        found = fields(model, {**batch(), "input": x})
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        plain = config.load("vit-base", REFERENCE).model
+        other = random.initialize(place_serial(build_model(plain)), 1, torch.device("cpu"), torch.float64)
+        other.load_state_dict({**model.state_dict(), "head.proj.bias": torch.zeros_like(other.head.proj.bias)})
+        assert (fields(other, {**batch(), "input": x}) - expected).abs().max() > 1e-3
+
+
+def test_the_reference_preset_starts_and_trains_as_the_reference():
+    c = config.load("vit-reference")
+    assert (c.optim.betas, c.train.steps, c.train.rmse, c.data.pairs) == ((0.9, 0.95), 30_000, "mean_of_roots", "reference")
+    c = config.load("vit-reference", [*REFERENCE, "model.dim=96"]).model
+    model = random.initialize(place_serial(build_model(c)), 1, torch.device("cpu"), torch.float64)
+    bound = 1 / math.sqrt(3 * 2 * 2)                 # what nn.Conv2d draws from
+    for x in (model.embed.proj.weight, model.embed.proj.bias):
+        assert x.abs().max() < bound and x.abs().max() > 0.95 * bound
+    torch.testing.assert_close(model.embed.proj.weight.std().item(), bound / math.sqrt(3), rtol=0.05, atol=0)
+    torch.testing.assert_close(model.head.proj.weight.std().item(), 0.02, rtol=0.1, atol=0)
+    assert model.head.proj.bias is None and model.head.norm.eps == model.blocks["1"].norm2.eps == 1e-6

@@ -47,10 +47,10 @@ LAYOUTS = ["", "tp=2", "tp=2 sp=true", "pp=2", "pp=4 tp=2", "pp=2 schedule=inter
 
 
 @pytest.mark.parametrize("spec", LAYOUTS)
-@pytest.mark.parametrize("kind", ["vit", "gpt", "dit", "llama"])
+@pytest.mark.parametrize("kind", ["vit", "reference", "gpt", "dit", "llama"])
 def test_every_parameter_of_every_stage_is_counted(kind, spec):
-    more = LLAMA if kind == "llama" else []
-    c = small("gpt" if kind == "llama" else kind, *more, *(f"parallel.{key}" for key in spec.split()))
+    more = {"llama": LLAMA, "reference": ["model.head_bias=false"]}.get(kind, [])
+    c = small({"llama": "gpt", "reference": "vit"}.get(kind, kind), *more, *(f"parallel.{key}" for key in spec.split()))
     p = c.parallel
     c = replace(c, parallel=replace(p, dp=max(p.dp, 1)))
     size = p.pp * max(p.dp, 1) * p.cp * p.tp
