@@ -22,7 +22,7 @@
     step                one optimizer step, for every layout; average, of its weights, and adam, which follows them in one pass
                         (adam_kernel); recompute, activations that are not kept; compilation, torch.compile; graphs, the whole
                         step as one CUDA graph
-    train               a run: build, resume, fit, log, save
+    train               a run: build, resume, fit, log, save; room, whether it fits the memory that there is
     verify              is this layout's training that of one process?
     validate, evaluate  how good the model is, while training and after; baselines and metrics to compare with
     sampling            from a trained DiT's predictions to samples; draw, `course generate`

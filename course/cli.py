@@ -10,7 +10,7 @@ import typer
 from course.cli_bench import bench
 from course.cli_data import data
 from course.cli_words import KEYS, SETTINGS, Overrides, Preset, numbers
-from course.errors import CourseError
+from course.errors import CourseError, ran_out
 
 app = typer.Typer(help="Deep Learning at Scale: from one GPU to model parallelism.", no_args_is_help=True,
                   pretty_exceptions_enable=False, add_completion=False)
@@ -323,6 +323,16 @@ def main() -> None:
         app()
     except CourseError as error:
         sys.exit(f"course: {last_words(error)}")
+    except (RuntimeError, MemoryError, OSError) as error:
+        if not ran_out(error):
+            raise
+        sys.exit(f"course: memory ran out ({last_line(error)}): take fewer samples at a time (train.micro_batch=1, --batch 1, "
+                 "--samples 1), a smaller model, or more memory")
+
+
+def last_line(error: BaseException) -> str:
+    """The beginning of what an exception says."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:160]
 
 
 def last_words(error: CourseError) -> str:

@@ -73,6 +73,7 @@ class Train:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     stall_s: float = 600.0                          # seconds that a step may take: then the run ends, and says which rank stalls;
                                                     # 0: never. Compiling, validating and saving may take 6 times that, or 60 s
+    check_memory: bool = True                       # refuse what cannot fit the memory that is free; false: try anyway
     threads: int = 0                                # CPU threads for tensor operations; 0: PyTorch's choice
 
 

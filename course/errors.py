@@ -28,3 +28,13 @@ def most_alike(word: str, candidates: Iterable[str]) -> str:
     known = list(candidates)
     begun = sorted((name for name in known if len(word) > 2 and name.startswith(word)), key=len)
     return next(iter(begun or difflib.get_close_matches(word, known, 1, cutoff=0.5)), "")
+
+
+# of memory that ran out: PyTorch's words of a GPU's, cuBLAS's, and of the host's on Linux, macOS and Windows
+OUT = ("out of memory", "STATUS_ALLOC_FAILED", "can't allocate memory", "Cannot allocate memory", "not enough memory",
+       "bad_alloc")
+
+
+def ran_out(error: BaseException) -> bool:
+    """Whether an exception says that memory ran out, on a GPU or the host; not all such have a kind of their own."""
+    return isinstance(error, MemoryError) or any(words in str(error) for words in OUT)

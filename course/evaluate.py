@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from course import checkpoint, config, pictures, random
+from course import checkpoint, config, pictures, random, room
 from course.baselines import Regression
 from course.config import Config
 from course.data import Pairs, layout, open_pairs
@@ -108,6 +108,7 @@ def load_model(run: Path, settings: Config, device: torch.device, average: bool 
     found = checkpoint.newest(run / "checkpoints", print)
     if found is None:
         raise CourseError(f"{run} has no checkpoint yet: let it train to its first one, or lower checkpoint.every")
+    room.check_weights(settings, device)
     set_matmul(settings.precision)
     model = place_serial(build_model(settings.model, settings.train.seed))
     random.initialize(model, settings.train.seed, device, parameter_dtype(settings.precision))

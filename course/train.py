@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from course import attention, between, checkpoint, ends, fp8, random, schema, te
+from course import attention, between, checkpoint, ends, fp8, random, room, schema, te
 from course import config as configuration
 from course.compilation import compile_parts, compile_within, compiled_inside
 from course.config import Config
@@ -42,6 +42,7 @@ from course.watchdog import Watchdog, longest
 
 AHEAD = 2                                            # steps of a GPU
 PATIENCE = 1800.0                                    # seconds that collectives wait at least, PyTorch's own limit
+LONG = 10**9                                        # weights that take so long to draw that a line says so
 HOPELESS = 10                                        # steps without an update in a row, after which a run gives up
 ORDER = ("source", "path", "lead", "train_samples")  # of `data`: with the files themselves they say which sample has which number
 
@@ -74,10 +75,14 @@ def train(config: Config) -> tuple[Path, bool]:
             raise CourseError(sentence)
         mesh, run = build_mesh(config.parallel, world), run_folder(config)
         with only_writer(run, mesh.all) as start, Watchdog(run, world, config.train.stall_s, start) as watchdog:
-            training = assemble(config, mesh)
-            if watchdog.watching():                  # it tells more than PyTorch, and so has to be first
-                wait_at_most(max(PATIENCE, 2 * longest(config.train.stall_s)))
-            stopped = fit(training, watchdog)
+            room.check(config, mesh)
+            with room.explained(config, mesh):
+                if (count := size(config)) > LONG:
+                    speak(mesh, f"{config.preset}: drawing {count / 1e9:.2f} billion weights")
+                training = assemble(config, mesh)
+                if watchdog.watching():              # it tells more than PyTorch, and so has to be first
+                    wait_at_most(max(PATIENCE, 2 * longest(config.train.stall_s)))
+                stopped = fit(training, watchdog)
             checkpoint.together(mesh.all, lambda: None)              # whoever ended now would end those that still close files
     return run, stopped
 
@@ -344,7 +349,7 @@ def give_up_if_hopeless(progress: Progress, run: Path) -> None:
 
 def opening(config: Config, mesh: Mesh, run: Path) -> str:
     """What is about to happen, in one line."""
-    count = sum(p.numel() for p in build_model(config.model).parameters())
+    count = size(config)
     device = torch.cuda.get_device_name(mesh.world.device) if mesh.world.device.type == "cuda" else "CPU"
     precision = config.precision + how(config, device == "CPU")
     if config.kernels == "hand" and device == "CPU":
@@ -352,6 +357,11 @@ def opening(config: Config, mesh: Mesh, run: Path) -> str:
     data = "random data" if config.data.source == "mock" else config.data.path
     return (f"{config.preset}: {count / 1e6:.2f} million parameters, {config.train.steps} steps of "
             f"{config.train.global_batch} samples of {data}, {precision}, {mesh.world.size} x {device}; writing {run}")
+
+
+def size(config: Config) -> int:
+    """How many parameters the serial model has."""
+    return sum(p.numel() for p in build_model(config.model).parameters())
 
 
 def how(config: Config, cpu: bool) -> str:

@@ -16,24 +16,23 @@ def main() -> None:
     wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for name, size, needs, data, what in rows:
         print(f"{name:{wide[0]}}  {size:>{wide[1]}}  {needs:>{wide[2]}}  {data:{wide[3]}}  {what}")
-    print("\nGB: what training needs on one GPU, as `course plan` predicts it: all samples of a step lie there, and are\n"
-          "computed one at a time, with nothing computed again.\n"
+    print("\nGB: what training needs on one GPU with the preset's own settings, as `course plan` predicts it. A smaller\n"
+          "train.micro_batch and train.recompute=full need less.\n"
           "Data: random numbers, or a folder that has to be made first (data/README.md); data.path=FOLDER names yours.")
 
 
 def row(preset: str) -> tuple[str, ...]:
     """The line of a preset."""
     config = configuration.load(preset)
-    least = alone(config)
+    own = alone(config)
     data = "random" if config.data.source == "mock" else config.data.path
-    size = sum(next(memory.ranks(least)).weights)
-    return preset, count(size), f"{memory.predict(least).total / 1e9:.1f}", data, purpose(preset)
+    size = sum(next(memory.ranks(own)).weights)
+    return preset, count(size), f"{memory.predict(own).total / 1e9:.1f}", data, purpose(preset)
 
 
 def alone(config: Config) -> Config:
-    """A preset on one GPU, with micro-batches of one sample."""
-    return changed(config, {"parallel.dp": 1, "parallel.pp": 1, "parallel.cp": 1, "parallel.tp": 1, "train.micro_batch": 1,
-                            "train.recompute": "none"})
+    """A preset on one GPU."""
+    return changed(config, {"parallel.dp": 1, "parallel.pp": 1, "parallel.cp": 1, "parallel.tp": 1})
 
 
 def count(parameters: int) -> str:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from course import config as configuration
+from course import room
 from course.config import Config
 from course.data import train_loader
 from course.parallel import build_mesh, join, joined
@@ -26,6 +27,7 @@ def main(what: str, settings: Sequence[str]) -> Path:
 def record(config: Config) -> Path:
     """Train `profile.after` steps, then `profile.steps` under the profiler; nothing is saved but this rank's trace."""
     mesh = build_mesh(config.parallel, join(config.train.device))
+    room.check(config, mesh)
     training = assemble(config, mesh)
     batches = train_loader(config, mesh.dp, mesh.world.device, 0, training.model.example)      # type: ignore[arg-type]
     try:

@@ -1,0 +1,190 @@
+"""Whether a run fits the memory that there is: asked before it begins, and again, with what should fit, when memory has run out.
+
+What a step needs is predicted (`perf/memory.py`). What there is, the card says, or the machine with its control groups, which
+are the limit of a container or a Slurm job. A prediction may be wrong, so a run is refused only where a share of it (`SURE`) is
+more than all that is free.
+"""
+
+import math
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from course import config as configuration
+from course.checkpoint import together
+from course.config import Config
+from course.errors import CourseError, ran_out
+from course.models import build_model
+from course.parallel import Mesh
+from course.perf import memory
+from course.perf.layouts import refusal
+from course.perf.misfits import TERMS
+from course.perf.variants import changed, get, plain
+from course.precision import parameter_dtype
+
+SURE = 0.75                                         # of the bytes of tensors that are predicted, which no run should stay below
+ON_CPU = 1.5                                        # times what is predicted, which is a GPU's: a CPU was seen to take up to 1.45
+OWN, GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+# of a control group of version 1 and 2: its limit, what it uses, and what of that can be had back
+FIRST = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "total_active_file"
+SECOND = "memory.max", "memory.current", "inactive_file", "active_file", "slab_reclaimable"
+
+
+def check(config: Config, mesh: Mesh) -> None:
+    """Raise `CourseError`, on all ranks, if a run cannot fit: with the nearest settings that should. All ranks call it."""
+    if not config.train.check_memory:
+        return
+    device = mesh.world.device
+    hosts = together(mesh.all, socket.gethostname)
+    ranks = hosts.count(socket.gethostname()) if device.type == "cpu" else 1          # that share this memory
+    config = alone(config, mesh)
+    needs = min((memory.of_rank(rank) for rank in memory.ranks(config)), key=lambda one: one.allocated)
+    together(mesh.all, lambda: refuse(config, needs, free(device), ranks, device))
+
+
+def refuse(config: Config, needs: memory.Memory, there: int, ranks: int, device: torch.device) -> None:
+    """Raise `CourseError` if so many ranks that need this each cannot fit."""
+    if least(needs, device) * ranks <= there:
+        return
+    term = max((name for name in TERMS if name != "reserve"), key=lambda name: getattr(needs, name))
+    shared = f" for its {ranks} processes here" if ranks > 1 else ""
+    raise CourseError(f"{config.preset} needs about {needs.allocated * ranks / 1e9:.1f} GB{shared}, of which {TERMS[term]} are "
+                      f"{getattr(needs, term) * ranks / 1e9:.1f}, and {there / 1e9:.1f} GB are free on {where(device)}: "
+                      f"{cure(config, there / ranks / extra(device), ranks)}; or try anyway with train.check_memory=false")
+
+
+def extra(device: torch.device) -> float:
+    """How many times the predicted bytes should be free for settings that are recommended."""
+    return ON_CPU if device.type == "cpu" else 1.0
+
+
+def least(needs: memory.Memory, device: torch.device) -> float:
+    """Bytes that a run takes in any case, if so many are predicted, which for a CPU counts what only GPUs have."""
+    return SURE * (needs.allocated - (memory.CUBLAS if device.type == "cpu" else 0))
+
+
+def check_weights(config: Config, device: torch.device) -> None:
+    """Raise `CourseError` if not even the weights of a run's model fit, without which nobody can look at it."""
+    count = sum(parameter.numel() for parameter in build_model(config.model).parameters())
+    needs, there = count * parameter_dtype(config.precision).itemsize, free(device)
+    if config.train.check_memory and needs > there:
+        raise CourseError(f"the model's weights take {needs / 1e9:.1f} GB, and {there / 1e9:.1f} GB are free on {where(device)}: "
+                          "use a machine with more")
+
+
+@contextmanager
+def explained(config: Config, mesh: Mesh) -> Iterator[None]:
+    """Around training: where memory runs out, a `CourseError` says with which settings it should not."""
+    try:
+        yield
+    except (RuntimeError, MemoryError, OSError) as error:
+        if not ran_out(error):
+            raise
+        device, config = mesh.world.device, alone(config, mesh)
+        before = memory.predict(config).total
+        there = free(device)
+        # the prediction, which had it fit, was too low for this run: what is named has to be well below it
+        room = min(there / extra(device), 0.9 * before)
+        raise CourseError(f"the memory of {where(device)} ran out (a step was predicted to take {before / 1e9:.1f} GB, and "
+                          f"{there / 1e9:.1f} GB are free without this process's own): {cure(config, room, 1)}") from error
+
+
+def alone(config: Config, mesh: Mesh) -> Config:
+    """The configuration with as many data-parallel ranks as there are."""
+    return replace(config, parallel=replace(config.parallel, dp=mesh.dp.size))
+
+
+def where(device: torch.device) -> str:
+    """What the memory is of, in words."""
+    return "this machine (or what its job or container may have)" if device.type == "cpu" else f"the GPU ({device})"
+
+
+# ---- what would fit
+
+def cure(config: Config, room: float, ranks: int) -> str:
+    """The nearest settings that should fit in so many bytes a rank, in words; or else a smaller model."""
+    if words := nearest(config, room):
+        return f"set {words}"
+    if ranks > 1 and (words := "as it is" if memory.fits(config, room * ranks) else nearest(config, room * ranks)):
+        return f"take fewer processes: one fits {'with ' * (words != 'as it is')}{words}"
+    return (f"no micro-batch and no recomputation makes it fit: take {smaller(config, room)}, or spread it over GPUs "
+            f"(`course plan {config.preset} --gpus 8`)")
+
+
+def smaller(config: Config, room: float) -> str:
+    """The largest preset of the same kind of model that fits, with its settings where it needs others; in words."""
+    found = {name: changed(one, {"parallel.dp": 1}) for name in configuration.presets()
+             if (one := configuration.load(name)).model.kind == config.model.kind and one.model != config.model}
+    fitting = [name for name, one in found.items() if memory.fits(changed(one, {"train.micro_batch": 1}), room)]
+    if not fitting:
+        return "a smaller model"
+    largest = max(fitting, key=lambda name: next(memory.ranks(found[name])).weights)
+    words = "" if memory.fits(found[largest], room) else f" with {nearest(found[largest], room)}"
+    return f"{largest}{words}, the largest preset of a {config.model.kind} that fits"
+
+
+def nearest(config: Config, room: float) -> str:
+    """The fewest and smallest changes of a run's settings with which it should fit, as they are typed; "" if none does."""
+    share = -(-config.train.global_batch // max(config.parallel.dp, 1))
+    micro = min(config.train.micro_batch or share, share)
+    again = ("none", "selective", "full")
+    ways: dict[str, list[Any]] = {
+        "train.micro_batch": [2**k for k in reversed(range(max(0, math.ceil(math.log2(micro))))) if 2**k < micro],
+        "train.recompute": list(again[again.index(config.train.recompute) + 1:]),
+        "parallel.zero": [True] * (config.parallel.dp * config.parallel.cp > 1 and not config.parallel.zero)}
+    for count in range(1, len(ways) + 1):
+        for keys in combinations(ways, count):
+            for values in product(*(ways[key] for key in keys)):
+                change = dict(zip(keys, values, strict=True))
+                one = changed(config, change)
+                if not refusal(one) and memory.fits(one, room):
+                    return " ".join(f"{key}={plain(get(one, key))}" for key in change)
+    return ""
+
+
+# ---- what there is
+
+def free(device: torch.device) -> int:
+    """Bytes that this process may have at most: those that are free, and its own."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    machine, swap = psutil.virtual_memory().available, psutil.swap_memory().free
+    return min([machine, *in_groups()]) + swap + psutil.Process().memory_info().rss
+
+
+def in_groups() -> Iterator[int]:
+    """Bytes that each control group of this process has left, of version 2 and 1; what files take in memory can be had back."""
+    try:
+        lines = OWN.read_text().splitlines()
+    except OSError:                                  # not on Linux
+        return
+    for line in lines:
+        number, kinds, path = [*line.split(":", 2), "", ""][:3]
+        if number != "0" and "memory" not in kinds.split(","):
+            continue
+        root, names = (GROUPS, SECOND) if number == "0" else (GROUPS / "memory", FIRST)
+        group = Path(os.path.normpath(f"/{path}"))
+        for one in (group, *group.parents):          # in a container the path may be that of the host, which is not there
+            left = left_in(root / str(one).lstrip("/"), *names)
+            if left is not None:
+                yield left
+
+
+def left_in(folder: Path, limit: str, used: str, *caches: str) -> int | None:
+    """Bytes that a control group has left; None if it has no limit, or is not there."""
+    try:
+        most, now = (folder / limit).read_text().strip(), int((folder / used).read_text())
+        if not most.isdecimal():                     # "max"
+            return None
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return None
+    return max(0, int(most) - now + sum(int(stat.get(name, 0)) for name in caches))
