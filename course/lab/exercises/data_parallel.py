@@ -109,14 +109,17 @@ def train(inputs: Tensors) -> Tensors:
 def draw_sizes(seed: int, hidden: bool) -> Tensors:
     """Numbers of elements of parameters, one of four in float64, and the size of a bucket in bytes.
 
-    The first three, in float32, fill a bucket to the last byte; one in the middle is larger than a bucket.
+    The first three, in float32, fill a bucket to the last byte, and so do the sixth and seventh; the fourth and fifth, of both
+    formats, have room in one. One in the middle is larger than a bucket.
     """
     generator = torch.Generator().manual_seed(seed)
     many = 60 if hidden else 36
     sizes, full = torch.randint(1, 300, (many,), generator=generator), 625 + seed % 125
     sizes[many // 2] = 3000
-    sizes[:3] = torch.tensor([200, 250, full - 450])
-    return {"sizes": sizes, "double": torch.arange(many) % 12 > 8, "bucket": torch.tensor(4 * full)}
+    sizes[:7] = torch.tensor([200, 250, full - 450, 150, 100, 50, full - 50])
+    double = torch.arange(many) % 12 > 8
+    double[4] = True
+    return {"sizes": sizes, "double": double, "bucket": torch.tensor(4 * full)}
 
 
 def cut(inputs: Tensors) -> Tensors:
@@ -225,14 +228,16 @@ def overlap(inputs: Tensors) -> Tensors:
 def draw_buckets(seed: int, hidden: bool) -> Tensors:
     """When buckets are ready, and how long the all-reduce of each takes: now the network is faster, and now backward.
 
-    Two are ready before the one in front of them, and before the fifth the network has nothing to do.
+    Two are ready before the one in front of them, the first four queue, and before the fifth the network has nothing to do.
     """
     generator = torch.Generator().manual_seed(seed)
     many = 17 if hidden else 9
     ready = torch.rand(many, generator=generator, dtype=torch.float64).cumsum(0)
     ready[[0, 1, 5, 6]] = ready[[1, 0, 6, 5]]
     ready[4:] += 10
-    return {"ready": ready, "seconds": 1.2 * torch.rand(many, generator=generator, dtype=torch.float64)}
+    seconds = 1.2 * torch.rand(many, generator=generator, dtype=torch.float64)
+    seconds[:4] = 1 + seconds[:4] / 10
+    return {"ready": ready, "seconds": seconds}
 
 
 def times(inputs: Tensors) -> Tensors:

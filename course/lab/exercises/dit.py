@@ -113,7 +113,7 @@ def draw_latents(seed: int, hidden: bool) -> Tensors:
     B, width = (5, 8) if hidden else (3, 4)
     return {"latent": torch.randn(B, 3, 4, width, generator=generator, dtype=torch.float64),
             "time": torch.randint(1, 999, (B,), generator=generator), "label": torch.randint(0, 5, (B,), generator=generator),
-            "scale": torch.cat([torch.tensor([0.0]), 1.1 + 5 * torch.rand(2, generator=generator), torch.tensor([0.5])]).double(),
+            "scale": torch.cat([1.1 + 5 * torch.rand(2, generator=generator), torch.tensor([0.5])]).double(),
             "seed": torch.tensor(seed % 2**31)}
 
 
@@ -137,16 +137,17 @@ def guide(inputs: Tensors) -> Tensors:
     with torch.no_grad():
         none = ask(1)
         alone = len(passes), sum(passes)
-        led = torch.stack([ask(scale) for scale in inputs["scale"].tolist()])
-        some = torch.stack([ask(inputs["scale"][1].item(), channels) for channels in (1, 2)])
+        led = [ask(scale) for scale in inputs["scale"].tolist()]
+        some = torch.stack([ask(inputs["scale"][0].item(), channels) for channels in (1, 2)])
         asked = torch.tensor([*alone, len(passes) - alone[0], sum(passes) - alone[1]], dtype=torch.float64)
+        led.append(ask(0))                           # for which the unknown class alone would do: passes are not counted
         full, halves = max(casting, default=0.0), []
         for scale in (1, 2):
             casting.clear()
             ask(scale, precision="bf16")
             halves.append(min(casting, default=0.0))
     drawn = sampling.draw(model, label, sampling.Sampling(steps=2, guidance=2.0, batch=2))
-    return {"none": none, "led": led, "channels": some, "passes": asked, "precision": torch.tensor([full, *halves]),
+    return {"none": none, "led": torch.stack(led), "channels": some, "passes": asked, "precision": torch.tensor([full, *halves]),
             "drawn": drawn}
 
 
@@ -181,39 +182,77 @@ def say_sizes(inputs: Tensors) -> list[str]:
             for tokens, dim, hidden, depth, patch in inputs["cases"].tolist()]
 
 
+NARROW, WIDE = 0.001, 0.15                           # spreads that are drawn
+
+
 def draw_curves(seed: int, hidden: bool) -> Tensors:
-    """Falling losses of several seeds with noise; candidates near the first, far from it, off in turn, off for a while."""
+    """Falling losses of several seeds, which differ a little and a lot, and candidates for which other rules than the
+    exercise's would judge otherwise: a fixed threshold, most windows, each window, the largest one."""
     generator = torch.Generator().manual_seed(seed)
-    seeds, windows, length = (4, 7, 6) if hidden else (3, 6, 5)
-    steps = windows * length
-    fall = torch.linspace(2.0, 0.5, steps, dtype=torch.float64)
-    drift = 0.05 * torch.randn(seeds, windows, generator=generator, dtype=torch.float64).repeat_interleave(length, 1)
-    noise = 0.3 * torch.randn(seeds + 1, steps, generator=generator, dtype=torch.float64)
-    references = fall * (1 + drift) * (1 + 0.5 * noise[:seeds].tanh())
-    turns = torch.tensor([1.0, -1.0]).repeat(windows)[:windows].repeat_interleave(length)
-    turns[-length * (windows % 2):] *= 1.0 if windows % 2 == 0 else 0.0
-    middle = torch.zeros(steps)
-    middle[length:-length] = 0.5
-    own = references[0] * (1 + 0.1 * noise[seeds] * 0.05)
-    candidates = torch.stack([own, references[0] * 1.4, references[0] * (1 + 0.4 * turns), references[0] * (1 + middle),
-                              references[0] * 0.7, references[1]])
-    rest = torch.full((len(candidates), 2), 9.0, dtype=torch.float64)   # steps that fill no window
-    return {"candidates": torch.cat([candidates, rest], 1), "references": torch.cat([references, rest[:1].expand(seeds, 2)], 1),
+    seeds, windows, length = (4, 9, 6) if hidden else (3, 8, 5)
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    def relative(means: Tensor, spread: float) -> Tensor:
+        """Losses of every step with these means of windows, relative to the first's, so that their spread is this one."""
+        apart = means - means[0]
+        apart *= spread / (apart.std(0)).mean()
+        return 1 + apart.repeat_interleave(length, 1)
+
+    fall = torch.linspace(2.0, 0.5, windows * length, dtype=torch.float64)
+    first = fall * (1 + 0.1 * noise(len(fall)).tanh())
+    drift = noise(seeds, windows).clamp(-1.5, 1.5)
+    references = torch.stack([first * relative(drift, spread) for spread in (NARROW, WIDE)])     # (2, seeds, steps)
+
+    def off(*windows_off: float) -> Tensor:
+        """The first reference, off by these parts of it in its windows, with noise of its own that has no mean in any."""
+        own = noise(windows, length)
+        own = 0.05 * (own - own.mean(1, keepdim=True))
+        means = first.unflatten(0, (windows, length)).mean(1, keepdim=True)
+        return first * (1 + torch.tensor(windows_off, dtype=torch.float64).repeat_interleave(length)) + (means * own).flatten()
+
+    def every(part: float) -> list[float]:
+        return [part] * windows
+
+    turns = [0.4 * (-1) ** window for window in range(windows)]
+    turns[-1] -= sum(turns)                          # they cancel
+    far = windows // 2                               # the window that alone is far out
+    few = windows // 2 - 1
+    means = references[1].unflatten(1, (windows, length)).mean(2)       # (seeds, windows)
+    beyond = 1.15 * means.std(0) / means[0]          # just beyond the seeds, but for the two windows where they differ most
+    beyond[beyond.topk(2).indices] = 0
+    cases = [(1, off(*every(0.01))), (1, off(*every(0.4))), (1, off(*turns)), (1, off(0, *[0.5] * (windows - 2), 0)),
+             (1, off(*every(-0.4))), (1, references[1, 1]), (0, off(*every(0.02))), (1, off(*every(0.1))),
+             (1, off(*[0.6 * WIDE * windows * (window == far) for window in range(windows)])),
+             (1, off(*[1.6 * WIDE * windows / few * (window < few) for window in range(windows)])),
+             (1, off(*every(1.5 * WIDE))), (0, off(*every(0.7 * NARROW))), (1, off(*beyond.tolist())),
+             (1, off(*(0.9 * means.std(0) / means[0]).tolist()))]
+    rest = torch.full((len(cases), 2), 9.0, dtype=torch.float64)        # steps that fill no window
+    return {"candidates": torch.cat([torch.stack([candidate for _, candidate in cases]), rest], 1),
+            "beside": torch.tensor([which for which, _ in cases]),
+            "references": torch.cat([references, torch.full((2, seeds, 2), 9.0, dtype=torch.float64)], 2),
             "length": torch.tensor(length)}
 
 
 CURVES = ("a curve that is nearly the reference", "one that is 40% above it throughout",
           "one that is above it in one window, below in the next",
-          "one that is 50% above it in the middle, and right at both ends", "one that is 30% below it", "another seed's",
-          "the reference, where all seeds are that")
+          "one that is 50% above it in the middle, and right at both ends", "one that is 40% below it", "another seed's",
+          "one that is 2% above it, where the seeds spread by 0.1%", "one that is 10% above it, where the seeds spread by 15%",
+          "one that is far above it in a single window, and right in all others",
+          "one that is right in most windows, and far above it in the others",
+          "one that is above it by one and a half times the spread", "one that is above it by 0.7 of a narrow spread",
+          "one that is a little beyond the seeds in all windows but the two in which they differ most",
+          "one that is a little within the seeds in every window", "the reference, where all seeds are that")
 
 
 def judge(inputs: Tensors) -> Tensors:
     """Gap, spread and verdict of each candidate."""
     length, rows = int(inputs["length"]), []
     references = inputs["references"].clone()
-    tried = [(candidate, references) for candidate in inputs["candidates"]]
-    for candidate, others in [*tried, (references[0], references[:1].expand(2, -1))]:              # and nothing but equal curves
+    tried = [(candidate, references[which]) for candidate, which in
+             zip(inputs["candidates"], inputs["beside"].tolist(), strict=True)]
+    for candidate, others in [*tried, (references[1, 0], references[1, :1].expand(2, -1))]:        # and nothing but equal curves
         found = returned.several(agrees(candidate.clone(), others.clone(), length), "agrees", "(gap, spread, whether it agrees)")
         if len(found) != 3:
             raise Returned(f"`agrees` returned {len(found)} things; three are wanted, (gap, spread, whether it agrees)",
@@ -240,7 +279,7 @@ EXERCISES = [
         "led": "other scales lead away from the unknown class",
         "channels": "with channels, the first so many are led and the others are as the class has them",
         "passes": "the model is asked once for both, and where the scale is 1 of the class alone; calls and samples of one "
-                  "prediction with a scale of 1, then of six with others",
+                  "prediction with a scale of 1, then of five with others",
         "precision": "the model computes in the precision that is asked for",
         "drawn": "the library's sampler draws with it"}, flags={
         "precision": "of fp32 and bf16, it has one where the other was asked for"}, points=2),
@@ -252,5 +291,7 @@ EXERCISES = [
         "gaps": "the gap: means of windows, beside the reference of the same seed",
         "spreads": "the spread of the seeds",
         "verdicts": "a candidate agrees, 1, if its gap is no larger than the spread, and otherwise not, 0"},
-        cases=lambda inputs: list(CURVES), points=2),
+        cases=lambda inputs: list(CURVES), points=2,
+        unknown="no known mistake gives these numbers: try two seeds and two windows by hand. If the verdict alone is wrong: it compares "
+                "the gap with the spread, and looks at no threshold and no single window"),
 ]

@@ -78,8 +78,11 @@ def group(inputs: Tensors) -> Tensors:
 
 
 def draw_nodes(seed: int, hidden: bool) -> Tensors:
-    """Layouts, and how many GPUs a node has."""
-    return draw_layouts(seed, hidden) | {"per_node": torch.tensor([2, 3, 4, 6, 8] if hidden else [4, 8])}
+    """Layouts, and how many GPUs a node has. In the second, one group of three lies within a node of four and the next across
+    two, so that the most spread group is not the first, nor the least spread."""
+    layouts = draw_layouts(seed, hidden)
+    layouts["sizes"][1], layouts["orders"][1] = torch.tensor([1, 2, 1, 3]), torch.arange(4)
+    return layouts | {"per_node": torch.tensor([2, 3, 4, 6, 8] if hidden else [4, 8])}
 
 
 def touch(inputs: Tensors) -> Tensors:
@@ -93,14 +96,17 @@ WORK = ("layers", "dim", "tokens", "samples", "micros", "parameters", "itemsize"
 
 
 def draw_work(seed: int, hidden: bool) -> Tensors:
-    """Layouts, and models: numbers that the axes divide."""
+    """Layouts, and models: numbers that the axes divide. In the second layout only pp is 1, in the third no axis is 1 or 2."""
     generator = torch.Generator().manual_seed(seed)
     inputs = draw_layouts(seed, hidden)
+    inputs["sizes"][1] = torch.tensor([1, 2, 3, 4])
+    inputs["sizes"][2] = torch.randint(3, 5, (4,), generator=generator)
     work = 12 * torch.randint(1, 9, (len(inputs["sizes"]), len(WORK)), generator=generator)
     work[:, WORK.index("parameters")] *= 10**7
     work[:, WORK.index("layers")] *= 5                                  # up to five stages
     work[:, WORK.index("tokens")] *= 60
     work[:, WORK.index("itemsize")] = 2 ** torch.randint(1, 4, (len(work),), generator=generator)
+    work[0, WORK.index("itemsize")] = 4
     return inputs | {"work": work}
 
 

@@ -144,14 +144,20 @@ def rings_asked(inputs: Tensors) -> dict[str, list[str]]:
 
 
 def draw_stages(seed: int, hidden: bool) -> Tensors:
-    """Seconds of each rank for one micro-batch, first alike and then not, with micro-batches and chunks."""
+    """Seconds of each rank for one micro-batch, first alike and then not, with micro-batches and chunks.
+
+    The slowest rank of the first pipeline is in the middle, of the second it is the first, of the third the last; the last
+    pipeline has one rank.
+    """
     generator = torch.Generator().manual_seed(seed)
-    count, most = (6, 9) if hidden else (4, 6)
-    p = torch.randint(2, most, (count,), generator=generator)
+    count, most = (6, 9) if hidden else (5, 6)
+    p = torch.randint(3, most, (count,), generator=generator)
     p[-1] = 1
+    seconds = 0.1 + torch.rand(count, most, generator=generator, dtype=torch.float64)
+    for row, slowest in enumerate((1 + seed % (p[0].item() - 2), 0, p[2].item() - 1)):
+        seconds[row, slowest] += 1
     return {"ranks": p, "micros": p * torch.randint(1, 6, (count,), generator=generator),
-            "chunks": torch.randint(2, 5, (count,), generator=generator),
-            "seconds": 0.1 + torch.rand(count, most, generator=generator, dtype=torch.float64)}
+            "chunks": torch.randint(2, 5, (count,), generator=generator), "seconds": seconds}
 
 
 def pipelines(inputs: Tensors) -> dict[str, list[tuple[list[float], int, int]]]:
@@ -193,10 +199,11 @@ def draw_runs(seed: int, hidden: bool) -> Tensors:
     each = 3 if hidden else 2
     rows = []
     for number in range(4 * each):
-        tp, pp = (2 ** draw(1, 4) if number // each in cut else 1 for cut in ((1, 3), (2, 3)))
+        tp, pp = (2 ** (draw(1, 4) if number % each else 2) if number // each in cut else 1 for cut in ((1, 3), (2, 3)))
         samples, tokens, dim, layers = draw(1, 9), draw(256, 3000), 64 * tp * draw(2, 12), draw(1, 7)
-        rows.append([samples, number % each + draw(1, 9), tokens, dim, draw(2, 5) * dim, layers * pp,
-                     draw(1000, 60000) if number % 2 else 0, int(number % each != 0), tp, pp, 100 * samples * tokens * dim,
+        wide, moved = (draw(2, 5), 100) if number % each else (3, 3000)                 # 3000: memory takes longest
+        rows.append([samples, number % each + draw(1, 9), tokens, dim, wide * dim, layers * pp,
+                     draw(1000, 60000) if number % 2 else 0, int(number % each != 0), tp, pp, moved * samples * tokens * dim,
                      400 * dim**2 * layers])
     spread = 0.5 + torch.rand(len(rows), 5, generator=generator, dtype=torch.float64)
     return {"runs": torch.tensor(rows, dtype=torch.float64), "rates": spread * torch.tensor(RATES, dtype=torch.float64)}

@@ -2,6 +2,9 @@
 
 from course.lab.exercise import Mistake
 
+EARLY = ("a bucket is sent before its gradients are there: it has to be ready *and* the network free, so the later of the two times "
+         "counts")
+
 MISTAKES = {
     "ring-all-reduce": (
         Mistake("adds all the way round", "pieces[at - 1].copy_(coming)", "pieces[at - 1].add_(coming)",
@@ -116,6 +119,42 @@ MISTAKES = {
                 "where there are no parameters there is nothing to send: return an empty list"),
         Mistake("each alone", "full + parameter.nbytes > size", "True",
                 "every parameter has a bucket of its own, so there are as many messages as parameters: fill a bucket first"),
+        Mistake("sorted by format", "    for parameter in parameters:",
+                "    kinds = list(dict.fromkeys(parameter.dtype for parameter in parameters))\n"
+                "    for parameter in sorted(parameters, key=lambda parameter: kinds.index(parameter.dtype)):",
+                "neighbours go together: a parameter of another format begins a new bucket, and the order stays. This brings "
+                "parameters together that are none, and their bucket would wait for the last of them"),
+        Mistake("a bucket kept open for each format", "    for parameter in parameters:",
+                "    there = {}\n    for parameter in parameters:\n        bucket, full = there.get(parameter.dtype, (None, 0))\n"
+                "        if bucket is None or full + parameter.nbytes > size:\n            bucket, full = [], 0\n"
+                "            buckets.append(bucket)\n        bucket.append(parameter)\n"
+                "        there[parameter.dtype] = bucket, full + parameter.nbytes\n    for parameter in ():",
+                "neighbours go together: when the format changes, the bucket before is closed for good. One that stays open gets "
+                "parameters that are no neighbours, and would wait for the last of them"),
+        Mistake("wherever there is room", "    for parameter in parameters:",
+                "    for parameter in parameters:\n        room = [bucket for bucket in buckets if bucket[0].dtype == parameter.dtype"
+                " and\n                sum(other.nbytes for other in bucket) + parameter.nbytes <= size]\n"
+                "        if room:\n            room[0].append(parameter)\n        else:\n            buckets.append([parameter])\n"
+                "    for parameter in ():",
+                "only the last bucket takes parameters, so that the order stays: one that fills gaps of earlier buckets makes them "
+                "wait for gradients that come late"),
+        Mistake("four bytes each", "parameter.nbytes", "4 * parameter.numel()",
+                "not every element has 4 bytes, float64 has 8: nbytes counts them, as numel() * element_size() does"),
+        Mistake("megabytes", "parameter.nbytes > size", "parameter.nbytes > size * 2**20",
+                "`size` is in bytes already, not in megabytes"),
+        Mistake("closed when full", "full + parameter.nbytes > size", "full >= size",
+                "look before you add: a bucket that has room may still not have room for this parameter"),
+        Mistake("the other way round", "for parameter in parameters", "for parameter in reversed(parameters)",
+                "keep the order that is given: the caller has put the last layers first"),
+        Mistake("by size", "for parameter in parameters", "for parameter in sorted(parameters, key=lambda one: one.nbytes)",
+                "keep the order that is given: gradients come in it, and a bucket is sent when its last one is there"),
+        Mistake("the format of the first bucket", "buckets[-1][0].dtype", "buckets[0][0].dtype",
+                "compare with the bucket that is being filled, the last one, not with the first"),
+        Mistake("still full after another format", "            full = 0.0\n",
+                "            full = 0.0 if full + parameter.nbytes > size else full\n",
+                "a new bucket is empty, also where the format began it: count its bytes from zero again"),
+        Mistake("room for elements", "full + parameter.nbytes", "full + parameter.numel()",
+                "what a parameter needs is counted in bytes, too: nbytes, not numel()"),
     ),
     "overlap": (
         Mistake("too early", " and not any(ddp.early[ddp.started].waiting)", "",
@@ -158,7 +197,7 @@ MISTAKES = {
         Mistake("all at once", "begin = max(at, free)", "begin = at",
                 "an all-reduce begins while the one before is still on: they go one after another"),
         Mistake("before it is ready", "begin = max(at, free)", "begin = free",
-                "a bucket is sent before its gradients are there: wait until it is ready"),
+                EARLY),
         Mistake("never idle", "begin = max(at, free)", "begin = free if times else at",
                 "the network may be idle when a bucket becomes ready: take the later of both, for every bucket"),
         Mistake("one after the other", "begin = max(at, free)", "begin = at + free",
@@ -173,5 +212,26 @@ MISTAKES = {
                 "the second number is when the all-reduce ends, not how long it takes"),
         Mistake("late", "times.append((begin, free))", "times.append((at, free))",
                 "the first number is when it begins, which may be later than when its bucket was ready"),
+        Mistake("from when the one before was ready", "free = begin + lasts", "free = at + lasts",
+                "the network is free when the all-reduce before has *ended*, and that may have begun later than its bucket was "
+                "ready: add `seconds` to its begin, not to `ready`"),
+        Mistake("waiting from when the one before was ready", "free = begin + lasts\n        times.append((begin, free))",
+                "free = at + lasts\n        times.append((begin, begin + lasts))",
+                "the network is free when the all-reduce before has *ended*, and that may have begun later than its bucket was "
+                "ready: add `seconds` to its begin, not to `ready`"),
+        Mistake("the earlier of both", "max(at, free)", "min(at, free)",
+                EARLY),
+        Mistake("from the last bucket on", "zip(ready, seconds, strict=True)", "list(zip(ready, seconds, strict=True))[::-1]",
+                "bucket 0 goes first: the list is in the order in which buckets are sent already"),
+        Mistake("who is ready goes first", "    for at, lasts in zip(ready, seconds, strict=True):\n",
+                "    times = [None] * len(ready)\n    for i in sorted(range(len(ready)), key=lambda i: ready[i]):\n"
+                "        begin = max(ready[i], free)\n        free = begin + seconds[i]\n        times[i] = begin, free\n"
+                "    return times\n    for at, lasts in zip(ready, seconds, strict=True):\n",
+                "all-reduces run in the order of the buckets: one that is ready early still waits for those before it"),
+        Mistake("begins with backward", "begin = max(at, free)", "begin = max(at, free) if times else 0.0",
+                "the first all-reduce has to wait as well, until the first bucket is ready"),
+        Mistake("begins when the one before was ready", "begin = max(at, free)",
+                "begin = max(at, ready[len(times) - 1] if times else 0.0)",
+                "the bucket before being ready is not enough: its all-reduce has to end before the next one begins"),
     ),
 }

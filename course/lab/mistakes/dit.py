@@ -7,6 +7,20 @@ ATTEND = "x = x + gate1[:, None] * self.attn(modulate(self.norm1(x), shift1, sca
 ASK = "known, unknown = both(torch.cat([x, x]), torch.cat([time, time])).chunk(2)"
 FIRST = "first = 2 * tokens * patch * dim + 2 * 256 * dim"
 LED = "unknown + scale * (known - unknown)"
+OFF, SPREAD = "((own - means[0]).abs() / means[0])", "(means.std(0) / means[0])"         # in each window
+WINDOWS = f"{OFF} <= {SPREAD}"
+FIXED = ("a fixed threshold knows nothing of the seeds: where they spread by 0.1%, a gap of 2% is a fault, and where by 15%, one of "
+         "10% is none. Compare with the spread, gap <= spread")
+FEW = ("some or most windows inside, or the middle one, is not enough: the others may be far out. Compare the two means over the windows, "
+       "gap <= spread")
+LARGEST = "the largest window alone does not decide: compare the two means over the windows, gap <= spread"
+ONE = "a gate multiplies its branch as it is: with 1 + gate the block does not start as the identity. Only a scale counts from one"
+DETACHED = ("the output is right, but no gradient reaches the gate: it is learned, and, from zero, is what opens the branch. Do not "
+            "detach it")
+STEP = ("the halves are out of step: after torch.cat([x, x]) come all samples with their class and then all without, so labels, times "
+        "and the answer have to be in this order, too")
+MODEL = ("this counts scores that fused attention computes again. Model FLOPs are what the mathematics asks for, six products of "
+         "tokens * tokens * dim forward and backward; what is computed again earns nothing")
 
 MISTAKES = {
     "adaln": (
@@ -50,6 +64,39 @@ MISTAKES = {
         Mistake("side by side", ATTEND + "return x + gate2[:, None] * self.mlp(modulate(self.norm2(x)",
                 "given = x\n        " + ATTEND + "return x + gate2[:, None] * self.mlp(modulate(self.norm2(given)",
                 "the MLP works on what attention has left, x plus its branch, not on the block's input"),
+        Mistake("a second gate that starts at one", "gate2[:, None] *", "(1 + gate2[:, None]) *", ONE),
+        Mistake("both gates start at one", "gate1, shift2, scale2, gate2 = self.ada(F.silu(c)).chunk(6, 1)",
+                "gate1, shift2, scale2, gate2 = self.ada(F.silu(c)).chunk(6, 1)\n        gate1, gate2 = 1 + gate1, 1 + gate2", ONE),
+        Mistake("a gate without gradients", "gate1[:, None] *", "gate1.detach()[:, None] *", DETACHED),
+        Mistake("a second gate without gradients", "gate2[:, None] *", "gate2.detach()[:, None] *", DETACHED),
+        Mistake("gates without gradients", "gate1, shift2, scale2, gate2 = self.ada(F.silu(c)).chunk(6, 1)",
+                "gate1, shift2, scale2, gate2 = self.ada(F.silu(c)).chunk(6, 1)\n"
+                "        gate1, gate2 = gate1.detach(), gate2.detach()", DETACHED),
+        Mistake("a condition without gradients behind the map", "self.ada(F.silu(c))", "self.ada(F.silu(c)).detach()",
+                "nothing is learned in `ada`: no gradient gets past detach, neither to its weights nor to the condition"),
+        Mistake("a modulation without gradients", "modulate(self.norm1(x), shift1, scale1)",
+                "modulate(self.norm1(x), shift1.detach(), scale1.detach())",
+                "shifts and scales are learned as well: do not detach them"),
+        Mistake("the gate on the sum", "return x + gate2[:, None] * self.mlp(modulate(self.norm2(x), shift2, scale2))",
+                "return gate2[:, None] * (x + self.mlp(modulate(self.norm2(x), shift2, scale2)))",
+                "the gate multiplies the branch alone; x goes past it, so that a block with gates of zero hands it on"),
+        Mistake("the gate on the way in", "gate1[:, None] * self.attn(modulate(self.norm1(x), shift1, scale1))",
+                "self.attn(gate1[:, None] * modulate(self.norm1(x), shift1, scale1))",
+                "the gate multiplies what attention puts *out*: with a gate of zero the bias of its last map would stay"),
+        Mistake("a sigmoid for a gate", "gate1, shift2, scale2, gate2 = self.ada(F.silu(c)).chunk(6, 1)",
+                "gate1, shift2, scale2, gate2 = self.ada(F.silu(c)).chunk(6, 1)\n"
+                "        gate1, gate2 = gate1.sigmoid(), gate2.sigmoid()",
+                "a gate is a number as `ada` gives it, without a sigmoid, which makes one half of zero"),
+        Mistake("a tanh for a gate", "gate1, shift2, scale2, gate2 = self.ada(F.silu(c)).chunk(6, 1)",
+                "gate1, shift2, scale2, gate2 = self.ada(F.silu(c)).chunk(6, 1)\n"
+                "        gate1, gate2 = gate1.tanh(), gate2.tanh()",
+                "a gate is a number as `ada` gives it, without a tanh: it may be larger than one"),
+        Mistake("one set for both", "modulate(self.norm2(x), shift2, scale2)", "modulate(self.norm2(x), shift1, scale1)",
+                "the MLP has its own shift and scale, the fourth and the fifth part of what `ada` puts out"),
+        Mistake("one gate for both", "gate2[:, None] *", "gate1[:, None] *",
+                "the MLP has its own gate, the sixth part of what `ada` puts out"),
+        Mistake("the branch of what is normalised", "x = x + gate1", "x = self.norm1(x) + gate1",
+                "the residual sum takes x as it came, not what the norm has made of it"),
     ),
     "guidance": (
         Mistake("the halves swapped", "known, unknown = both", "unknown, known = both",
@@ -82,6 +129,26 @@ MISTAKES = {
                 "classes are numbered from 0, so model.c.classes - 1 is the last of them: the unknown one is model.c.classes"),
         Mistake("towards the unknown", LED, "known + scale * (unknown - known)",
                 "this leads towards the prediction without a class: the difference is known - unknown"),
+        Mistake("a shortcut for less than one", "if scale == 1:", "if scale <= 1:",
+                "only a scale of just 1 is the class alone: with 0.5 the prediction lies half way to the unknown class, with 0 it is "
+                "that"),
+        Mistake("a shortcut for nothing", "if scale == 1:", "if scale in (0, 1):",
+                "a scale of 0 is the prediction *without* a class, not with it"),
+        Mistake("halves out of step", "torch.cat([x, x]), torch.cat([time, time])",
+                "x.repeat_interleave(2, 0), time.repeat_interleave(2, 0)", STEP),
+        Mistake("samples out of step", "torch.cat([x, x])", "x.repeat_interleave(2, 0)", STEP),
+        Mistake("times out of step", "torch.cat([time, time])", "time.repeat_interleave(2, 0)", STEP),
+        Mistake("answers out of step", ASK,
+                "found = both(torch.cat([x, x]), torch.cat([time, time]))\n        known, unknown = found[::2], found[1::2]", STEP),
+        Mistake("the first samples led", "torch.cat([led[:, :channels], known[:, channels:]], 1)",
+                "torch.cat([led[:channels], known[channels:]])",
+                "`channels` counts along dim 1: dim 0 is the samples"),
+        Mistake("the last channels led", "torch.cat([led[:, :channels], known[:, channels:]], 1)",
+                "torch.cat([known[:, :-channels], led[:, -channels:]], 1)", "it is the *first* `channels` channels that are led"),
+        Mistake("a mean of both", LED, "(known + unknown) / 2 * scale",
+                "this is a mean: guidance goes along the difference, known - unknown, from `unknown`"),
+        Mistake("weights the wrong way", LED, "known + (1 - scale) * (known - unknown)",
+                "with a scale above 1 this goes *back* from the class: unknown + scale * (known - unknown)"),
     ),
     "dit-flops": (
         Mistake("the modulation for each token", "2 * dim * 6 * dim", "2 * tokens * dim * 6 * dim",
@@ -121,6 +188,35 @@ MISTAKES = {
                 "the head's modulation gives a shift and a scale: two vectors, not the six of a block"),
         Mistake("no output of attention", "4 * dim * dim", "3 * dim * dim",
                 "attention has four maps of dim * dim: queries, keys, values, and the output"),
+        Mistake("scores computed again", "scores = 2 * 2 * tokens * tokens * dim", "scores = 14 * tokens * tokens * dim / 3", MODEL),
+        Mistake("scores computed again forward and backward", "return 3 * (blocks",
+                "return 4 * depth * tokens * tokens * dim + 3 * (blocks", MODEL),
+        Mistake("one modulation for all blocks", "blocks = depth * (maps + scores + 2 * dim * 6 * dim)",
+                "blocks = depth * (maps + scores) + 2 * dim * 6 * dim",
+                "every block has a modulation of its own, a map from dim to 6 * dim"),
+        Mistake("a head in every block", "+ 2 * dim * 6 * dim)", "+ 2 * dim * 6 * dim + 2 * dim * 2 * dim + 2 * tokens * dim * patch)",
+                "the head comes once, after all blocks"),
+        Mistake("three vectors", "2 * dim * 6 * dim", "2 * dim * 3 * dim",
+                "a block's modulation makes six vectors: shift, scale and gate for attention, and for the MLP"),
+        Mistake("no modulation", " + 2 * dim * 6 * dim)", ")",
+                "the modulation is missing: in each block a map from dim to 6 * dim, once a sample"),
+        Mistake("scores of each head's width", "2 * 2 * tokens * tokens * dim", "2 * 2 * tokens * dim",
+                "every token is multiplied with every other one: tokens * tokens pairs"),
+        Mistake("patches out in two", "return 3 * (blocks + head", "return 3 * (blocks + head - 2 * tokens * dim * patch) + 2 * (2 * "
+                "tokens * dim * patch) + 3 * (0",
+                "only the *first* maps need no gradient of their input: the map of patches out has three matmuls"),
+        Mistake("the time's second map in two", "+ 2 * dim * dim) + 2 * first", ") + 2 * 2 * dim * dim + 2 * first",
+                "only the time's *first* map needs no gradient of its input: the second one's input comes from learned weights"),
+        Mistake("the time for each token", FIRST, FIRST.replace("2 * 256", "2 * tokens * 256"),
+                "the time is one for a sample: no tokens in its maps"),
+        Mistake("no patches out", "head = 2 * dim * 2 * dim + 2 * tokens * dim * patch", "head = 2 * dim * 2 * dim",
+                "the patches out are missing: the head's map from dim to `patch` values, for each token"),
+        Mistake("no patches in", FIRST, "first = 2 * 256 * dim",
+                "the patches in are missing: a map from `patch` values to dim, for each token"),
+        Mistake("no scores", "maps + scores +", "maps +",
+                "attention's two products are missing: queries with keys, and weights with values"),
+        Mistake("twice as much, not three times", "return 3 * (", "return 2 * (",
+                "a map has one product forward and *two* backward, the gradients of its weight and of its input: three"),
     ),
     "agrees": (
         Mistake("single steps", "means = references.unfold(1, length, length).mean(2)",
@@ -160,5 +256,60 @@ MISTAKES = {
         Mistake("the wrong way round", "gap <= spread", "gap > spread", "it agrees if the gap is no larger than the spread"),
         Mistake("seeds divided by their number", "means.std(0)", "means.std(0, correction=0)",
                 "of few seeds take the sample's standard deviation, over the number of seeds minus 1, as `std` does by itself"),
+        Mistake("a fixed threshold", "gap <= spread", "gap <= 0.01", FIXED),
+        Mistake("a threshold of 2%", "gap <= spread", "gap <= 0.02", FIXED),
+        Mistake("a threshold of 5%", "gap <= spread", "gap <= 0.05", FIXED),
+        Mistake("a threshold of 10%", "gap <= spread", "gap <= 0.1", FIXED),
+        Mistake("a threshold of 20%", "gap <= spread", "gap <= 0.2", FIXED),
+        Mistake("a threshold of 3%", "gap <= spread", "gap <= 0.03", FIXED),
+        Mistake("most windows", "gap <= spread", f"({WINDOWS}).float().mean() > 0.5",
+                FEW),
+        Mistake("three quarters of the windows", "gap <= spread", f"({WINDOWS}).float().mean() >= 0.75", FEW),
+        Mistake("some window", "gap <= spread", f"({WINDOWS}).any()", FEW),
+        Mistake("a threshold of 15%", "gap <= spread", "gap <= 0.15", FIXED),
+        Mistake("a threshold of 30%", "gap <= spread", "gap <= 0.3", FIXED),
+        Mistake("half of the windows", "gap <= spread", f"({WINDOWS}).float().mean() >= 0.5",
+                FEW),
+        Mistake("every window", "gap <= spread", f"({WINDOWS}).all()",
+                "every window inside is too strict: seeds differ little in some windows by chance. Compare the two means, "
+                "gap <= spread"),
+        Mistake("the largest window", "gap <= spread", f"{OFF}.max() <= spread",
+                LARGEST),
+        Mistake("the largest of both", "gap <= spread", f"{OFF}.max() <= {SPREAD}.max()",
+                LARGEST),
+        Mistake("the median window", "gap <= spread", f"{OFF}.median() <= {SPREAD}.median()",
+                FEW),
+        Mistake("judged at the end", "gap <= spread", f"{OFF}[-1] <= {SPREAD}[-1]",
+                "the last window alone does not decide: compare the two means over all windows, gap <= spread"),
+        Mistake("within the seeds", "gap <= spread", "((own >= means.min(0).values) & (own <= means.max(0).values)).all()",
+                "whether each window lies between the seeds is another question: compare the two means, gap <= spread"),
+        Mistake("twice the spread", "gap <= spread", "gap <= 2 * spread", "the bound is the spread itself, not twice as much"),
+        Mistake("half the spread", "gap <= spread", "gap <= spread / 2", "the bound is the spread itself, not half of it"),
+        Mistake("from lowest to highest", "means.std(0)", "(means.max(0).values - means.min(0).values)",
+                "this is the range of the seeds; the spread is their standard deviation, std(0)"),
+        Mistake("seeds' means over everything", "(means.std(0) / means[0]).mean()", "means.mean(1).std() / means[0].mean()",
+                "take the standard deviation over the seeds in each window first, and then the mean: over the whole training "
+                "ups and downs of a seed cancel"),
+        Mistake("beside the seeds' mean", "(means.std(0) / means[0])", "(means.std(0) / means.mean(0))",
+                "both are relative to the first reference, window by window, so that they can be compared: divide by means[0]"),
+        Mistake("relative to the candidate", ".abs() / means[0]).mean()", ".abs() / own).mean()",
+                "relative to the reference, not to the candidate: a candidate that is far above would look nearer"),
+        Mistake("the root of the mean square", "((own - means[0]).abs() / means[0]).mean()",
+                "((own - means[0]) / means[0]).square().mean().sqrt()",
+                "the gap is a mean of magnitudes; a root of a mean square lets the largest window decide"),
+        Mistake("what fills no window", "means = references.unfold(1, length, length).mean(2)",
+                "import torch\n\n    means = torch.stack([part.mean(1) for part in references.split(length, 1)], 1)\n"
+                "    candidate = torch.cat([part.mean().repeat(length) for part in candidate.split(length)])",
+                "losses at the end that fill no window are left out: `split` keeps them as a shorter one"),
+        Mistake("the error of the mean", "means.std(0) /", "means.std(0) / len(references)**0.5 /",
+                "this is how well the *mean* of the seeds is known; the candidate is one run, so compare with how single runs "
+                "scatter, std(0)"),
+        Mistake("beside all seeds", "((own - means[0]).abs() / means[0]).mean()", "((own - means).abs() / means).mean()",
+                "the candidate has the seed of the first reference: compare it with that one, not with all"),
+        Mistake("beside the nearest seed", "((own - means[0]).abs() / means[0]).mean()",
+                "((own - means).abs() / means[0]).mean(1).min()",
+                "the candidate has the seed of the first reference: compare it with that one, not with the one that fits best"),
+        Mistake("in percent", "gap, spread, gap", "100 * gap, 100 * spread, gap",
+                "gap and spread are shares, 0.05 for five percent: do not multiply by 100"),
     ),
 }
