@@ -523,9 +523,9 @@ for other in (0.15, 0.14, 0.13, 0.12):
 print(f"you said {my_easier}")
 
 # %% [markdown]
-# Smaller: the further training has come, the larger a batch is worth having, as the noise scale grows. (Some who train
-# large models begin with a small batch and enlarge it.) And a number like this is known to within a quarter of its
-# value, no better.
+# Smaller: the further training has come, the larger a batch is worth having, as the noise scale grows. (GPT-3 was
+# trained like that: with a small batch at first, which grew to its full size. Brown et al. 2020, appendix B.) And a number like
+# this is known to within a quarter of its value, no better.
 #
 # ## Is that the noise scale?
 
@@ -635,11 +635,11 @@ print("devices, times sooner:", ", ".join(f"{count}: {times:.1f}" for count, tim
 lab.beside("32 devices, times sooner", my_speedup, sooner[-1], how="computed")
 
 # %% [markdown]
-# Two devices are worth two, eight are worth five, and the last sixteen are worth almost nothing. That is the end of
-# data parallelism as a way to be done sooner, and no network is to blame. Samples a second grew 32 times, and a report
-# that shows only them shows a success. A larger model has a larger critical batch, up to millions of tokens for
-# language models, and it grows during training. But every model has one. Whoever has more GPUs than that must cut the
-# *model*, not the batch: lessons 09 to 14.
+# Two devices are worth two, eight are worth five, and the last sixteen are worth almost nothing. That is the end
+# of data parallelism as a way to be done sooner, and no network is to blame. Samples a second grew 32 times, and a report that
+# shows only them shows a success. The critical batch grows as the loss falls, for language models up to one or two million
+# tokens (Kaplan et al. 2020, section 5.1). But there always is one. Whoever has more GPUs than that must cut the *model*, not
+# the batch: lessons 09 to 14.
 #
 # ## What the runs leave out
 #

@@ -323,10 +323,12 @@ for axis, guess in my_gigabytes.items():
     lab.beside(axis, guess, sent[axis] / 1e9, "GB", "computed")
 
 # %% [markdown]
-# **What you should see:** tensor parallelism sends 81 GB, six times as much as context parallelism, fifteen times as much
-# as averaging the gradients, sixty times as much as the pipeline. The ratios hardly depend on the model. They depend on
-# *how often*: `tp` speaks four times in every layer for every micro-batch, `pp` twice for every micro-batch, `dp` once a
-# step.
+# **What you should see:** tensor parallelism sends 81 GB, six times as much as context parallelism, fifteen times as much as
+# averaging the gradients, sixty times as much as the pipeline. The main reason is *how often*: `tp` speaks four times in every
+# layer for every micro-batch, `pp` twice for every micro-batch, `dp` once a step. Divide your formulas by one another to see
+# what a ratio depends on. That of `tp` to `cp` depends on their sizes alone: both send so many activations a layer. That of
+# `tp` to `pp` grows with the layers of a stage. And that of `tp` to `dp` grows with the tokens that a GPU works on in a step,
+# over the width.
 #
 # ## Is that what a real step sends?
 #

@@ -245,7 +245,7 @@ lab.picture(figures_pipeline.timelines({"GPipe, seen": seen}, 4, "seconds"),
 
 # %% [markdown]
 # **What you should see:** a little more than in theory. The boxes lie apart: a message takes about a millisecond here, and
-# the theory has left that out (`timeline` has an argument `send` for it). On a busy machine it is more.
+# the theory has left that out. On a busy machine it is more.
 #
 # > **Question.** Micro-batches half as large make the bubble smaller. Why not always take the smallest, one sample each?
 #
@@ -317,7 +317,48 @@ lab.picture(figures_pipeline.timelines(both, 4),
             "the idle time lies elsewhere")
 
 # %% [markdown]
-# Not at all: the bubble is the same. People who first read about 1F1B often expect otherwise. What it gains is memory:
+# Not at all: the bubble is the same. People who first read about 1F1B often expect otherwise. But the simulation left
+# something out: its messages took no time. `timeline` has an argument for that, `send`, in forward passes.
+#
+# > **Predict.** Let each message take half as long as a forward pass, with 4 ranks and 16 micro-batches. By how much does
+# > the step of each schedule grow? Without messages both take 57 forward passes. In GPipe, how many messages does everybody
+# > wait for?
+
+# %%
+my_gpipe, my_alternating = 60.0, 60.0                # your predictions, in forward passes
+
+
+# %%
+def ahead(p: int, rank: int, m: int, v: int = 1) -> list[Pass]:
+    """1F1B that runs twice as far ahead."""
+    forward, backward = ([Pass(kind, 0, micro) for micro in range(m)] for kind in ("F", "B"))
+    return alternate(forward, backward, min(2 * (p - rank - 1), m))
+
+
+def takes(make, send: float) -> float:
+    """Forward passes that a step of 16 micro-batches on 4 ranks takes, if each message takes as long as `send` of them."""
+    return max(end for _, end in schedule.timeline([make(4, rank, 16) for rank in range(4)], send=send).values())
+
+
+lab.beside("GPipe, send=0.5", my_gpipe, takes(gpipe, 0.5), "forward passes", "simulated")
+lab.beside("1F1B, send=0.5", my_alternating, takes(one_forward_one_backward, 0.5), "forward passes", "simulated")
+for send in (0, 0.01, 0.1, 0.5):
+    print(f"send={send:<4}  GPipe {takes(gpipe, send):5.2f}   1F1B {takes(one_forward_one_backward, send):5.2f}   "
+          f"1F1B, twice as far ahead {takes(ahead, send):5.2f}")
+
+# %% [markdown]
+# So 1F1B is as fast as GPipe *where messages are free*. GPipe waits for 2·(p − 1) messages in a step, 6 here: three on the way
+# there and three on the way back. All others travel beside the work on other micro-batches. 1F1B waits for 28. The reason is
+# what it saves: rank 0 has at most four micro-batches under way, so a fifth has to wait until the first is back. The way there
+# and back takes 4 forward passes, 4 backward passes and 6 messages, 12 + 6·`send`. In that time rank 0 has the work of four
+# micro-batches, 12. So it waits for 6 messages again with every four micro-batches. Who runs further ahead has work meanwhile, as
+# the last column shows, but keeps more activations: 7 micro-batches on rank 0 instead of 4.
+#
+# Does it matter? Between GPUs of one machine a message is short beside a pass. In the recorded runs at the end of this lesson an
+# activation of 34 MB takes 0.1 ms at 350 GB/s. A forward pass of a stage takes about 13 ms: a third of 2537 ms over 64. So `send`
+# is less than 0.01, and the two schedules hardly differ. Over a slow network, or with small micro-batches, they do.
+#
+# What 1F1B gains is memory:
 
 # %%
 made = {name: [make(4, rank, 16) for rank in range(4)] for name, make in
@@ -541,15 +582,15 @@ lab.beside("lost in interleaved, two chunks", my_two_chunks, lost_share["interle
 # **What you should see:** GPipe and 1F1B lose 14.5 and 13.5%, less than in theory, and differ in memory: a third for 1F1B.
 # Less, probably because the one GPU that they are measured by never rests: it draws all the power that it may, and lowers its
 # clock for that. One that waits a sixth of the time runs faster in the rest (lesson 15 shows such clocks). Interleaving loses 8%:
-# its bubble is half as large, and its messages hide behind the work. In PyTorch's interleaved schedule they do not, and it
-# loses more than 1F1B.
+# its bubble is half as large, and its messages hide behind the work. In PyTorch's interleaved schedule something costs more
+# than the smaller bubble saves, and it loses more than 1F1B. The table does not say what it is.
 #
 # ## What you know now
 #
 # - A pipeline cuts by depth. It sends little, and it waits: (p − 1) / (p − 1 + v·m) of the time.
 # - A schedule is a list. Simulate it before you run it: is it complete, does it end, how long is it, what does it keep?
-# - 1F1B is as fast as GPipe and keeps p − rank micro-batches instead of m. Interleaving divides the bubble by about v, for v
-#   times the messages.
+# - 1F1B keeps p − rank micro-batches instead of m. It is as fast as GPipe where messages are short beside a pass; it waits for
+#   more of them. Interleaving divides the bubble by about v, for v times the messages.
 # - Order is everything: ranks that all send first may wait forever, and a rank that receives in another order gets the
 #   wrong data in silence.
 # - What is used on two stages has a gradient in two parts.

@@ -244,14 +244,15 @@ def training_bytes(parameters: int, ranks: int, stage: int) -> tuple[float, floa
 check("training-bytes")
 
 # %% [markdown]
-# > **Predict.** A GPT of 7 billion parameters, data parallel on 8 GPUs with 141 GB each. Which stages fit, activations aside?
+# > **Predict.** A GPT of 7 billion parameters, data parallel on 8 H200s. Which stages fit, activations aside? (The data sheet's
+# > "141 GB" count in 2³⁰ bytes. Of the GB used here, of 10⁹, an H200 has 151.)
 
 # %%
 bars = {}
 for stage in range(4):
     weights, gradients, states = training_bytes(7 * 10**9, 8, stage)
     bars[f"ZeRO-{stage}"] = {"weights": weights / 1e9, "gradients": gradients / 1e9, "optimizer states": states / 1e9}
-lab.picture(figures_memory.stacked(bars, limits={"one H200": 141}, title="7 billion parameters on 8 ranks"),
+lab.picture(figures_memory.stacked(bars, limits={"one H200": 151}, title="7 billion parameters on 8 ranks"),
             "Bars of 112, 63, 38.5 and 14 GB for the stages 0 to 3. Half of the first is optimizer states")
 
 # %% [markdown]

@@ -50,8 +50,9 @@ if not Path("data/digits/latents.json").is_file():
 # ## Noise
 #
 # Take a clean sample and mix noise into it: a little, more, until nothing else is left. There are two recipes for it.
-# **Diffusion** mixes so that the variance stays 1, $x_t = \sqrt{a_t}\,x_0 + \sqrt{1 - a_t}\,\varepsilon$; the share
-# $a_t$ of the signal falls from 1 to 0 over a thousand steps of time. **Rectified flow** goes in a straight line, $x_t
+# **Diffusion** takes $x_t = \sqrt{a_t}\,x_0 + \sqrt{1 - a_t}\,\varepsilon$. The share $a_t$ of the signal falls from 1 to 0
+# over a thousand steps of time. Sample and noise are independent, so the mean square of $x_t$ is $a_t v + 1 - a_t$, with $v$ that
+# of the samples: it stays 1 where $v$ is 1, and otherwise goes from $v$ to 1. **Rectified flow** goes in a straight line, $x_t
 # = (1 - t)\,x_0 + t\, \varepsilon$.
 #
 # > **Predict.** At half of the time, $t = 500$, how large is $\sqrt{a_t}$, what is left of the sample in diffusion? In
@@ -69,6 +70,10 @@ lab.beside("of the sample is left at t = 500", my_left, diffusion.signal(cpu)[50
 times = [0, 125, 250, 375, 500, 625, 750, 875, 999]
 rows = {name: torch.cat([diffusion.example(name, clean, noise, torch.tensor([t]))[0] for t in times])[:, 0].numpy()
         for name in ("epsilon", "flow")}
+many = digits.__getitems__(list(range(1000)))["latent"]
+print("mean square of digits", f"{many.square().mean():.2f};", "of x_t at t = 0, 500, 999:", ", ".join(
+    f"{diffusion.example('epsilon', many, torch.randn_like(many), torch.full((1000,), t))[0].square().mean():.2f}"
+    for t in (0, 500, 999)))
 lab.picture(figures_dit.images({"diffusion": rows["epsilon"], "rectified flow": rows["flow"]}, times,
                                "A digit on its way to noise"),
             "Two rows of the same digit at nine times. In the upper row it is lost in noise by 500, in the lower one by 750")
@@ -100,15 +105,18 @@ lab.show("course.models.diffusion.line")
 # 3.2). In a block the LayerNorms have no weights of their own. One linear map makes six vectors of $c$: shift, scale and
 # **gate** for attention, and the same for the MLP.
 #
-# ```
-# x = x + gate1 · attention(modulate(norm1(x), shift1, scale1))
-# x = x + gate2 ·       MLP(modulate(norm2(x), shift2, scale2))
-# ```
+# That linear map, `ada`, starts at **zero**. This is the Zero of adaLN-Zero, and everything else follows from what it is for:
 #
-# And that linear map, `ada`, starts at **zero**. This is the Zero of adaLN-Zero.
+# - with all six vectors zero, a block hands on its tokens as they are, whatever its other weights;
+# - with both gates one, shift and scale zero, it is an ordinary transformer block: each branch has a norm in front, and its input
+#   is added behind;
+# - the condition decides about each branch twice: what goes in, after the norm, and how much of what comes out counts.
 #
-# > **Predict.** With `ada` at zero, and the output layer too: what does a block make of its input at the start? What is the
-# > model's output, and what its first loss on digits with rectified flow?
+# An example with numbers. Of one token the norm has made (1, −1). Let the scale be (0.5, 0) and the shift (0, 2). What goes into
+# the branch is (1.5, 1): the first number has grown by half, and the second has moved by 2.
+#
+# > **Predict.** With `ada` at zero, and the output layer too: what is the model's output at the start, and what its first loss
+# > on digits with rectified flow?
 
 # %%
 my_first_loss = 1.0              # your prediction
@@ -116,8 +124,9 @@ my_first_loss = 1.0              # your prediction
 # %% [markdown]
 # ## Exercise: modulate and the adaLN block
 #
-# `modulate(x, shift, scale)` works on tokens (B, T, D), with vectors (B, D) for each sample. Scale is counted from one, so
-# that zeros change nothing. In the block, $c$ goes through SiLU (`F.silu`) before `ada`; its output is cut into six along
+# `modulate(x, shift, scale)` works on tokens (B, T, D), with vectors (B, D) for each sample: every token of a sample gets the
+# same ones. Zeros change nothing. Before you write the block, decide where each of the six has to act so that the three rules
+# above hold. In the block, $c$ goes through SiLU (`F.silu`) before `ada`; its output is cut into six along
 # dim 1, in the order shift, scale, gate, shift, scale, gate. `__init__` is given.
 
 # %% exercise="adaln"
@@ -886,16 +895,19 @@ print(f"{'(the spread of seeds)':48} {spread:6.1f}%")
 shown = (pretend.POSITIONS, pretend.OWN_HALF, pretend.SAME_NOISE, pretend.OWN_NOISE, pretend.NOT_AVERAGED)
 above = {bug: (100 * (curves[bug].unfold(0, LENGTH, LENGTH).mean(1) / right.unfold(0, LENGTH, LENGTH).mean(1) - 1)).tolist()
          for bug in shown}
-lab.picture(figures_dit.suspects(windows, above, {"the source's cp2, at 200": 12.7, "at 400": 17.5}, "% above the right curve",
-                                 "Five suspects"),
-            "Lines that begin at zero. Positions rise highest, the own half and the same noise to between ten and twenty "
+lab.picture(figures_dit.suspects(windows, above, {"the source's gap, least": 12.7, "and largest": 17.5},
+                                 "% above the right curve", "Five suspects, by steps of this small training"),
+            "Two level lines, the source's smallest and largest gap: its steps are those of another training. Lines that "
+            "begin at zero. Positions rise highest, the own half and the same noise to between ten and twenty "
             "percent, own noise and gradients that are not averaged fall below zero")
 
 # %% [markdown]
-# **What you should see.** Three suspects leave a gap of this kind, higher in the second half of the training and there to stay,
-# while the loss goes on falling: **positions that begin at 0**, **attention to the own half alone**, and **the same noise on each
-# rank**. In these the model lacks *information*: it cannot see, or cannot tell apart, what would help it. No training
-# makes up for it.
+# **What you should see.** (The two level lines show the size of the source's gap alone. Its 200 to 400 steps are those of a
+# far larger model on other data, so there is no place for them on this axis.)
+#
+# Three suspects leave a gap of this kind, higher in the second half of the training and there to stay, while the loss goes on
+# falling: **positions that begin at 0**, **attention to the own half alone**, and **the same noise on each rank**. In these the
+# model lacks *information*: it cannot see, or cannot tell apart, what would help it. No training makes up for it.
 #
 # The others do not fit. Gradients that are not averaged make the loss a little *lower* here, hardly more than seeds do: each
 # rank's weights learn their own half of the picture. A lower loss, and a broken model: its checkpoint has the weights of one

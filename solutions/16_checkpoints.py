@@ -162,8 +162,8 @@ print("with everything, equal to the last bit:", ways["everything"] == after)
 # ## The trap: files named by layout
 #
 # The simplest thing that a rank can do is to save what it has: `mp_rank_00/model.pt`, `mp_rank_01/model.pt`. Most frameworks
-# began like that, and "can the converter run on a sharded checkpoint?" is still asked in their issue threads every month:
-# usually not, files are named by layout, and another layout needs a converter of its own. Let us write one! Two
+# began like that, and "can the converter run on a sharded checkpoint?" is asked in their issue threads again and again. Where
+# files are named by layout the answer is no, and another layout needs a converter of its own. Let us write one! Two
 # tensor-parallel ranks each give us their state dict.
 
 # %%
@@ -394,10 +394,10 @@ print("on four", *(f"{loss:.12f}" for loss in on_four))
 lab.beside("equal digits", my_digits, min(16.0, -math.log10(max(gap, 1e-16))))
 
 # %% [markdown]
-# Fifteen or so (16 means all of them): the rest is the order of additions. This answers the question that users of
-# large frameworks ask most, "is the difference between tp=1 and tp=8 acceptable, or a silent failure?": load **one
-# logical checkpoint** into both layouts, take a step in float64, and compare there. A failure is then a difference in
-# the third digit, not in the fifteenth.
+# Fifteen or so (16 means all of them): the rest is the order of additions. This answers a question that users of
+# large frameworks ask, "is the difference between tp=1 and tp=8 acceptable, or a silent failure?": load **one logical
+# checkpoint** into both layouts, take a step in float64, and compare there. A failure is then a difference in the third digit,
+# not in the fifteenth.
 #
 # ## Memory: one tensor at a time
 #

@@ -415,8 +415,8 @@ lab.beside("percent longer", my_percent_longer, 100 * (uneven / plain - 1), "%",
 print(f"with 9, 9, 8 and 6 blocks: {100 * (moved_on / plain - 1):.0f}%")
 
 # %% [markdown]
-# A quarter: everybody waits for the slowest. With two blocks of the last rank given to the first two it is 11%. Large
-# vocabularies are the usual reason why a pipeline is slower than its bubble says.
+# A quarter: everybody waits for the slowest. With two blocks of the last rank given to the first two it is 11%. A
+# large vocabulary is one reason why a pipeline is slower than its bubble says.
 #
 # ## Adding up
 #
@@ -429,14 +429,20 @@ lab.show("course.lab.planning.Rates")
 # %% [markdown]
 # ## Exercise: the seconds of a step
 #
-# Use your functions. Keys and values have the full width; nothing overlaps.
+# Use your functions. Keys and values have the full width, activations are bf16, and nothing overlaps: all times add up, but for
+# what the pipeline does side by side. For each term there are three things to decide. Is it of one sample, or of the whole
+# micro-batch? Does tp cut it, or does every rank have all of it? Does it come once a block, once a micro-batch or once a step?
 #
-# - A **block** of a micro-batch on a rank: linear maps and attention at their rates (`block_flops` is of *one* sample; tp cuts
-#   both), `moved` bytes, which are a rank's own, at the memory's rate, and tp's four all-reduces, two forward and two backward,
-#   of an activation each: a number of 2 bytes for each of D features and n tokens, n being those of the whole micro-batch.
-# - The **stages**: each rank of the pipeline has depth / pp blocks; the last one also the head, 6 FLOPs for each of its D·V
-#   weights and token, cut over tp, at the rate of linear maps.
-# - The **step**: the pipeline's seconds, without chunks, and once the optimizer's `update` bytes at the memory's rate.
+# - A rank **computes**, at two rates; it **moves** bytes to and from its memory; it **sends**. Lesson 10 says which messages
+#   a block needs, forward and backward, and of which tensor.
+# - The **ranks of the pipeline** share out the blocks evenly, and are not alike all the same: somebody has to make logits of D
+#   numbers a token, forward and backward. They are a linear map as any other, which tp cuts by the vocabulary.
+# - The **optimizer** waits for the last micro-batch.
+#
+# Try it by hand first, with every rate 1 and no latency: `Run(samples=2, micros=1, tokens=1, dim=1, hidden=1, depth=1, vocab=1,
+# causal=False, tp=1, pp=1, moved=3, update=5)` takes 120 seconds, of which linear maps in the block take 72. Which five terms
+# make up the 120? With `tp=2` it takes 80, although two of these terms do not shrink and a new one has come. With `pp=2,
+# depth=2, micros=2`, on the other hand, it takes 338.
 
 # %% exercise="step-seconds"
 def step_seconds(run: Run, rates: Rates) -> float:
@@ -587,7 +593,7 @@ by_group: dict[str, dict[str, float]] = {}
 for case in published.CASES:
     by_group.setdefault(case.group, {})[f"{case.name} ({case.unit})"] = published.error(case)
 far = [case for case in published.CASES if abs(published.error(case)) > 0.2]
-lab.picture(figures_plan.errors(by_group, "Published measurements: the library's prediction, in the source's unit"),
+lab.picture(figures_plan.errors(by_group, "Published measurements: the library's prediction, in the source's unit", limit=0.2),
             f"{len(published.CASES)} dots, most within 20 percent of zero. The others: "
             + ", ".join(f"{published.error(case):+.0%} for {case.group}, {case.name}" for case in far))
 errors_of = [abs(published.error(case)) for case in published.CASES]
@@ -611,6 +617,9 @@ for case in far:
 # One more, about memory. Notes on a DiT of 3 billion parameters with 64k tokens a sample, on 16 H20s of 96 GB, tell of three
 # layouts: tp4 pp4, tp8 pp2 and tp2 pp8, each with sequence parallelism and one sample a micro-batch. One of them ran out of
 # memory.
+#
+# (A word on units. The "96 GB" of a GPU's data sheet are GiB, of 2³⁰ bytes each: 103 billion bytes, less a little that the driver
+# keeps. Everything printed here is in GB of 10⁹ bytes, so an H20 has 103 of them, and an H100 "with 80 GB" has 85.5.)
 #
 # > **Predict.** Which one? All of them cut the model in 16 parts.
 

@@ -104,7 +104,7 @@ lab.beside("lines", my_lines, len(job.log.splitlines()), how="counted")
 # | `SLURM_PROCID`, `SLURM_LOCALID`, `SLURM_NTASKS` | which task I am, which one on my node, how many there are |
 #
 # One GPU wants one process (lesson 07), so there is **a task for each GPU**. `python train.py` in a script, without `srun`, is
-# the commonest mistake on any cluster: it trains on one GPU, and the project pays for eight.
+# a costly mistake: it trains on one GPU, and the project pays for eight.
 #
 # > **Question.** What is `--output` good for, and why with a `%j` in it?
 #
@@ -591,7 +591,8 @@ for name, (interval, share) in least.items():
 # <details><summary>Answer</summary>
 # With 30 s and 5 minutes about 10% are lost: 3.7% saving, 3.7% doing again, 2.7% restarting. A save that stops the training for
 # 3 s (copy to the host's memory, write in the background) makes 1.2% of each of the first two. Then restarts are the most:
-# spare nodes that wait, and a start that does not take minutes. This is what the engineers of such runs in fact work on.
+# spare nodes that wait, and a start that does not take minutes. The paper names the same two: job starts and checkpoints were
+# made shorter (Dubey et al. 2024, section 3.3.4).
 # </details>
 #
 # ## A layout for the job

@@ -80,10 +80,34 @@ def stack_seconds(gigabytes_per_s: float) -> float:
     return 1.5 * 4 * STACK / (1e9 * gigabytes_per_s)
 
 
+def filled(bucket_mb: float) -> tuple[list[float], list[float]]:
+    """When the stack's buckets are ready, and their bytes, as lesson 07 has it."""
+    sizes = 24 * [4 * 1024**2, 4 * 1024**2, 1024**2, 3 * 1024**2]
+    return figures_data.fill([(0.062 * size / STACK, 4.0 * size) for size in sizes], 1e6 * bucket_mb)
+
+
+def last_bucket(bucket_mb: float) -> float:
+    """Megabytes of the last of the stack's buckets."""
+    return filled(bucket_mb)[1][-1] / 1e6
+
+
+def pipeline_takes(name: str, send: float) -> float:
+    """Forward passes that 16 micro-batches take on 4 ranks, where each message takes as long as `send` of them."""
+    made = [schedule.passes_of(name, 4, rank, 16) for rank in range(4)]
+    return max(end for _, end in schedule.timeline(made, send=send).values())
+
+
+def by_hand(**other: int) -> float:
+    """Seconds of lesson 17's run that is small enough for paper, with other fields."""
+    ones = dict.fromkeys(("micros", "tokens", "dim", "hidden", "depth", "vocab", "tp", "pp"), 1) | other
+    run = planning.Run(samples=2, causal=False, moved=3, update=5, **ones)
+    seconds: float = ours(*ANSWERS)["step_seconds"](run, planning.Rates(1, 1, 1, 0, 1))
+    return seconds
+
+
 def exposed(bucket_mb: float, gigabytes_per_s: float) -> float:
     """Milliseconds of the stack's averaging that nothing hides, with such buckets over four GPUs, as lesson 07 has it."""
-    sizes = 24 * [4 * 1024**2, 4 * 1024**2, 1024**2, 3 * 1024**2]
-    ready, loads = figures_data.fill([(0.062 * size / STACK, 4.0 * size) for size in sizes], 1e6 * bucket_mb)
+    ready, loads = filled(bucket_mb)
     end = 0.0
     for begin, load in zip(ready, loads, strict=True):
         end = max(end, begin) + figures_data.all_reduce_seconds(load, 4, 1e9 * gigabytes_per_s, 20e-6)
@@ -687,6 +711,8 @@ SAID: list[tuple[str, str, Numbers]] = [
      lambda: [dp("naive") - dp("none"), 1e3 * stack_seconds(bus(4, 512)[0])]),
     ("07", "even the best buckets leave {:.0f} ms exposed.", lambda: [min(exposed(size, 12.5) for size in (400, 100, 25, 5, 1))]),
     ("07", "(Matrices here are up to {:.0f} MB", lambda: [4 * 4 * 1024**2 / 1e6]),
+    ("07", "that holds what is left over: {:.0f} MB in the one case and {:.0f} in the other.",
+     lambda: [last_bucket(100), last_bucket(400)]),
     # 08
     ("08", "real runs, {} of them", lambda: [len(results("convergence")["runs"])]),
     ("08", "Each was validated {} times", lambda: [len(run_of(4, 0.001)["step"])]),
@@ -752,6 +778,13 @@ SAID: list[tuple[str, str, Numbers]] = [
     ("12", "{:.0f}% idle against {:.0f}%, and {:.0f}% for the other two.",
      lambda: [100 * schedule.bubble(8, 8, v) for v in (4, 2, 1)]),
     ("12", "In theory 3 / 19 = {:.1f}% and 3 / 35 = {:.1f}%.", lambda: [100 * schedule.bubble(4, 16, v) for v in (1, 2)]),
+    ("12", "Without messages both take {:.0f} forward passes.", lambda: [pipeline_takes("gpipe", 0)]),
+    ("12", "Without messages both take {:.0f} forward passes.", lambda: [pipeline_takes("1f1b", 0)]),
+    ("12", "2·(p − 1) messages in a step, {:.0f} here", lambda: [pipeline_takes("gpipe", 1) - pipeline_takes("gpipe", 0)]),
+    ("12", "1F1B waits for {:.0f}.", lambda: [pipeline_takes("1f1b", 1) - pipeline_takes("1f1b", 0)]),
+    ("12", "about {:.0f} ms: a third of {:.0f} ms over 64.", lambda: [
+        at("pp_h200", "one GPU", gpus=1) / 64 / 3, at("pp_h200", "one GPU", gpus=1)]),
+    ("12", "an activation of {:.0f} MB takes {:.1f} ms at 350 GB/s.", lambda: [2e-6 * 4096**2, 2e3 * 4096**2 / 350e9]),
     ("12", "GPipe and 1F1B lose {:.1f} and {:.1f}%", lambda: [lost("gpipe"), lost("1f1b")]),
     ("12", "Interleaving loses {:.0f}%", lambda: [lost("interleaved")]),
     ("12", "with two chunks the last rank keeps {:.1f}, with four {:.2f}.",
@@ -869,6 +902,12 @@ SAID: list[tuple[str, str, Numbers]] = [
      lambda: [flops.step(config.load("gpt-350m", []).model, 32) / 1e12]),
     ("17", "At the peak that would take {:.0f} ms.",
      lambda: [1e3 * flops.step(config.load("gpt-350m", []).model, 32) / H200.peak("bf16")]),
+    ("17", "takes {:.0f} seconds, of which linear maps in the block take {:.0f}.",
+     lambda: [by_hand(), 2 * ours(*ANSWERS)["block_flops"](1, 1, 1, 1, False)[0]]),
+    ("17", "With `tp=2` it takes {:.0f},", lambda: [by_hand(tp=2)]),
+    ("17", "depth=2, micros=2`, on the other hand, it takes {:.0f}.", lambda: [by_hand(pp=2, depth=2, micros=2)]),
+    ("17", "so an H20 has {:.0f} of them, and an H100 \"with 80 GB\" has {:.1f}.)",
+     lambda: [hardware.load("h20").memory / 1e9, hardware.load("h100-80").memory / 1e9]),
     ("17", "{:,.0f} tokens: 72·D² = 7·T·D", lambda: [round(72 * 2048 / 7, -3)]),
     ("17", "{:.0f} and {:.0f} TFLOP/s up to 1024, then {:.0f}, {:.0f} and {:.0f}",
      lambda: [results("ceilings_h200")["matmul"][str(size)] / 1e12 for size in (512, 1024, 2048, 4096, 8192)]),

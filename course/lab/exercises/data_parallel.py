@@ -55,6 +55,56 @@ def draw_parts(seed: int, hidden: bool) -> Tensors:
     return {f"x{i}": torch.randn(shape, generator=generator, dtype=torch.float64) for i, shape in enumerate(shapes)}
 
 
+class Message:
+    """A message under way: what comes is there when one has waited for it, and not before; what leaves has to stay as it is."""
+
+    def __init__(self, work: Any, tensor: Tensor, coming: Tensor | None = None):
+        self.work, self.tensor, self.coming = work, tensor, coming
+        self.leaving = None if coming is not None else tensor.clone()
+        self.waited, self.intact = False, True
+
+    def wait(self, *timeout: Any) -> bool:
+        self.work.wait()
+        if not self.waited and self.coming is not None:
+            self.tensor.copy_(self.coming)
+        if not self.waited and self.leaving is not None:
+            self.intact = self.tensor.equal(self.leaving)
+        self.waited = True
+        return True
+
+
+@contextmanager
+def begun() -> Iterator[list[Message]]:
+    """In the block, every message that `isend` and `irecv` begin. One that nobody has waited for is, at the end, too, so that it
+    does not meet what comes next; by then what came is thrown away."""
+    messages: list[Message] = []
+    real = dist.isend, dist.irecv
+
+    def isend(tensor: Tensor, *to: Any, **more: Any) -> Message:
+        messages.append(Message(real[0](tensor, *to, **more), tensor))
+        return messages[-1]
+
+    def irecv(tensor: Tensor, *source: Any, **more: Any) -> Message:
+        coming = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        tensor.fill_(torch.nan)                      # whoever reads it too early is to see it
+        messages.append(Message(real[1](coming, *source, **more), tensor, coming))
+        return messages[-1]
+
+    def put(*functions: Any) -> None:
+        for module in (dist, dist.distributed_c10d):                    # batch_isend_irecv looks into the second
+            for name, function in zip(("isend", "irecv"), functions, strict=True):
+                setattr(module, name, function)
+
+    put(isend, irecv)
+    try:
+        yield messages
+        for message in messages:
+            if not message.waited:
+                message.work.wait()
+    finally:
+        put(*real)
+
+
 def in_pairs() -> Mesh:
     """A mesh whose dp has two ranks: all that there are, or every second of them. Along cp each is alone."""
     return tiny.mesh(tiny.settings(f"parallel.tp={join('cpu').size // 2}"))
@@ -64,22 +114,27 @@ def go_round(inputs: Tensors) -> Tensors:
     """All-reduce by the learner's ring, and what it sent."""
     axis = tiny.mesh(tiny.settings()).dp
     found: Tensors = {}
-    thrifty = alone = kept = right = True
+    thrifty = alone = kept = right = one = sent = came = intact = True
     neighbours = {(axis.rank + 1) % axis.size, axis.ranks[(axis.rank + 1) % axis.size]}     # counted in the axis, or in the world
     for name, parts in inputs.items():
         mine = parts[axis.rank].clone()
-        with Traffic() as traffic:
+        with Traffic() as traffic, begun() as messages:
             total = ring_all_reduce(mine, axis)
         found[name] = returned.tensor(total, "ring_all_reduce", tuple(mine.shape), mine.dtype)
         most = 2 * (axis.size - 1) * -(-mine.numel() // axis.size) * mine.element_size()
         thrifty, alone = thrifty and traffic.bytes <= most, alone and not traffic.collectives
-        right = right and traffic.to <= neighbours
+        right, one = right and traffic.to <= neighbours, one and len(traffic.to) < 2
+        sent = sent and all(message.waited for message in messages if message.coming is None)
+        came = came and all(message.waited for message in messages if message.coming is not None)
+        intact = intact and all(message.intact for message in messages)
         kept = kept and mine.equal(parts[axis.rank])
     pair, parts = in_pairs().dp, inputs["x0"]
-    found["pair"] = returned.tensor(ring_all_reduce(parts[pair.ranks[pair.rank]].clone(), pair), "ring_all_reduce",
-                                    tuple(parts.shape[1:]), parts.dtype)
-    return found | {"thrifty": torch.tensor(float(thrifty)), "alone": torch.tensor(float(alone)),
-                    "right": torch.tensor(float(right)), "kept": torch.tensor(float(kept))}
+    with begun():
+        found["pair"] = returned.tensor(ring_all_reduce(parts[pair.ranks[pair.rank]].clone(), pair), "ring_all_reduce",
+                                        tuple(parts.shape[1:]), parts.dtype)
+    held = {"thrifty": thrifty, "alone": alone, "right": right, "one": one, "sent": sent, "came": came, "intact": intact,
+            "kept": kept}
+    return found | {name: torch.tensor(float(value)) for name, value in held.items()}
 
 
 def draw_batches(seed: int, hidden: bool) -> Tensors:
@@ -92,17 +147,18 @@ def train(inputs: Tensors) -> Tensors:
     trained = tiny.train(tiny.batches_of(inputs), int(inputs["seed"]))
     mesh = in_pairs()
     axis = mesh.dp
-    parameters = [nn.Parameter(torch.zeros(shape, dtype=torch.float64)) for shape in ((3,), (2, 2), (4,))]
+    parameters = [nn.Parameter(torch.zeros(shape, dtype=torch.float64)) for shape in ((3,), (2, 2), (4,), (2,), (5,))]
     for parameter in parameters[::2]:
         parameter.grad = torch.full_like(parameter, (1 + axis.ranks[axis.rank]) / 3)
     with Traffic() as traffic:
         data.average_gradients((p for p in parameters), axis)           # as model.parameters() does, it comes once
-    together = [name.startswith("allreduce") for name in traffic.collectives] == [True]
+    lean = not traffic.messages and all(name.startswith("allreduce") for name in traffic.collectives)
     absent = parameters[1].grad is None
     means = torch.stack([p.grad[0] for p in parameters[::2] if p.grad is not None])
     with Traffic() as traffic:
         data.average_gradients(parameters, mesh.cp)
-    return trained | {"together": torch.tensor(float(together)), "absent": torch.tensor(float(absent)), "means": means,
+    return trained | {"together": torch.tensor(float(len(traffic.collectives))), "lean": torch.tensor(float(lean)),
+                      "absent": torch.tensor(float(absent)), "means": means,
                       "one": torch.tensor(float(not traffic.collectives and not traffic.messages))}
 
 
@@ -210,19 +266,20 @@ def watched(there: Sequence[int] = ()) -> Iterator[list[tuple[float, float, floa
 def overlap(inputs: Tensors) -> Tensors:
     """The library's training with the learner's buckets, without and with micro-batches, and how its collectives were started."""
     found: Tensors = {}
-    Pending.patient = True
+    Pending.patient = lean = True
     for name, more in (("whole", ()), ("micro", ("train.micro_batch=1",))):
-        with watched() as seen:
+        with watched() as seen, Traffic() as traffic:
             trained = tiny.train(tiny.batches_of(inputs), int(inputs["seed"]), *BUCKETS, *more)
         started = torch.tensor(seen).reshape(-1, 3)
         found |= {f"{name}_{key}": trained[key] for key in ("losses", "weights")}
         found |= {f"{name}_sizes": started[:, 0], f"{name}_beside": started[:, 1]}
+        lean = lean and all(called.startswith("allreduce") for called in traffic.collectives)
     there: list[int] = []
     with watched(there) as seen:
         found["branches"] = branches(inputs, there)
     started = torch.tensor(seen).reshape(-1, 3)
     return found | {"branches_beside": started[:, 1], "branches_when": started[:, 2],
-                    "patient": torch.tensor(float(Pending.patient))}
+                    "lean": torch.tensor(float(lean)), "patient": torch.tensor(float(Pending.patient))}
 
 
 def draw_buckets(seed: int, hidden: bool) -> Tensors:
@@ -254,20 +311,27 @@ EXERCISES = [
         "x1": "also of a tensor with fewer elements than ranks, or hardly more",
         "pair": "and along an axis of two ranks, which are not neighbours if there are more",
         "alone": "it uses sends and receives alone",
-        "right": "every rank sends to its right neighbour, and to nobody else",
+        "right": "every rank sends to its right neighbour",
+        "one": "and to one rank alone",
+        "came": "it waits for all that it receives",
+        "sent": "and for all that it sends",
+        "intact": "what leaves stays as it is until it has been waited for",
         "thrifty": "no rank sends more than 2 (n - 1) pieces of an n-th of the tensor",
         "kept": "it leaves its input as it is"}, flags={
-            "alone": "a collective is called", "right": "one sends to others, too", "thrifty": "one sends more",
+            "alone": "a collective is called", "right": "one sends to another", "one": "one sends to several",
+            "came": "a receive is begun that nobody waits for", "sent": "a send is begun that nobody waits for",
+            "intact": "one writes into it before", "thrifty": "one sends more",
             "kept": "x is another one afterwards"},
         sizes=(2, 4), points=3, limits=RANKS),
     Exercise("average-gradients", "07", ("course.parallel.data.average_gradients",), draw_batches, train, {
         "losses": "the loss of each of two steps is that of the serial run",
         "weights": "after two steps every rank has the weights of the serial run",
         "means": "the mean is that over the ranks of the axis, also if there are others",
-        "together": "one all-reduce averages all gradients",
+        "together": "all gradients are averaged at once: the collectives that it takes",
+        "lean": "and that is an all-reduce",
         "absent": "a parameter without a gradient is left out",
         "one": "along an axis of one rank nothing is sent"}, flags={
-            "together": "there are more, or other collectives", "absent": "it has a gradient now",
+            "lean": "other collectives or messages are used", "absent": "it has a gradient now",
             "one": "a collective is called all the same"},
         sizes=(2, 4), points=2, limits=RANKS),
     Exercise("in-buckets", "07", ("course.parallel.data.in_buckets",), draw_sizes, cut, {
@@ -288,7 +352,9 @@ EXERCISES = [
         "branches": "gradients that come in another order on another rank are averaged rightly",
         "branches_beside": "and all buckets that are complete are started at once",
         "branches_when": "a bucket does not wait for gradients that are none of its own, nor of those before it",
+        "lean": "nothing but all-reduces is called: they send the least",
         "patient": "no backward pass waits for an all-reduce"}, flags={
+            "lean": "another collective is",
             "patient": "one does: what it waits for is not hidden"}, sizes=(2, 4), points=3, limits=RANKS),
     Exercise("collective-times", "07", (f"{__name__}.collective_times",), draw_buckets, times, {
         "begin": "every all-reduce begins as soon as it may",

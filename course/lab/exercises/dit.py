@@ -292,6 +292,6 @@ EXERCISES = [
         "spreads": "the spread of the seeds",
         "verdicts": "a candidate agrees, 1, if its gap is no larger than the spread, and otherwise not, 0"},
         cases=lambda inputs: list(CURVES), points=2,
-        unknown="no known mistake gives these numbers: try two seeds and two windows by hand. If the verdict alone is wrong: it compares "
-                "the gap with the spread, and looks at no threshold and no single window"),
+        unknown="no known mistake gives these numbers: try two seeds and two windows by hand. If the verdict alone is wrong: it "
+                "compares the gap with the spread, and looks at no threshold and no single window"),
 ]

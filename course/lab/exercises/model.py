@@ -154,7 +154,7 @@ def draw_stages(seed: int, hidden: bool) -> Tensors:
     p = torch.randint(3, most, (count,), generator=generator)
     p[-1] = 1
     seconds = 0.1 + torch.rand(count, most, generator=generator, dtype=torch.float64)
-    for row, slowest in enumerate((1 + seed % (p[0].item() - 2), 0, p[2].item() - 1)):
+    for row, slowest in enumerate((1 + seed % (int(p[0]) - 2), 0, int(p[2]) - 1)):
         seconds[row, slowest] += 1
     return {"ranks": p, "micros": p * torch.randint(1, 6, (count,), generator=generator),
             "chunks": torch.randint(2, 5, (count,), generator=generator), "seconds": seconds}

@@ -2,8 +2,19 @@
 
 from course.lab.exercise import Mistake
 
-EARLY = ("a bucket is sent before its gradients are there: it has to be ready *and* the network free, so the later of the two times "
+EARLY = ("a bucket is sent before its gradients are there: it has to be ready *and* the network free, so the later of the two "
+         "times "
          "counts")
+RECEIVE = ("irecv returns before anything has come: keep what it returns, and wait for it before you add or copy `coming`")
+ROUNDED = ("numel // n numbers in each of n pieces leave a rest, which nobody adds up, and there are none at all where there "
+           "are fewer "
+           "numbers than ranks: tensor_split(n) shares out the rest as well")
+ROUNDS = ("look at both rounds: in the first, what comes is *added* to the rank's own numbers; the second begins with the "
+          "piece that is "
+          "complete then, which has the right neighbour's number")
+SECOND = ("with two ranks there are only two pieces, so this is right there alone. In the second round, too, a rank passes on "
+          "what came "
+          "in the step before: begin with the piece that is complete, and count on in the same direction")
 
 MISTAKES = {
     "ring-all-reduce": (
@@ -15,8 +26,7 @@ MISTAKES = {
                 "what leaves in a step must be what came in the step before: the pieces move to the right, so count down"),
         Mistake("the second round from the first piece", "at = (axis.rank - step) % axis.size",
                 "at = (axis.rank - step % (axis.size - 1)) % axis.size",
-                "after the first round a rank's complete piece is that of its right neighbour's number: the second round begins "
-                "with this one, not with its own number again"),
+                ROUNDS),
         Mistake("its input overwritten", "total = x.clone()", "total = x",
                 "it writes into x, which others still need: begin with a copy"),
         Mistake("a step too many in each round", "axis.size - 1", "axis.size",
@@ -28,7 +38,7 @@ MISTAKES = {
                 "        works = [dist.isend(passing, right, axis.group), dist.irecv(coming, left, axis.group)]\n"
                 "        for work in works:\n            work.wait()\n        total += coming\n        passing = coming\n"
                 "    for step in range(0):",
-                "each rank sends the whole tensor in every step, (n - 1) times its size: cut it into n pieces"),
+                "a rank sends more than it must, such as the whole tensor in a step: cut it into n pieces, and send one in each"),
         Mistake("a collective", "    for step in range(2 * (axis.size - 1)):",
                 "    dist.all_reduce(total, group=axis.group)\n    for step in range(0):",
                 "the sum is right, but dist.all_reduce made it: use isend and irecv"),
@@ -45,8 +55,63 @@ MISTAKES = {
                 "for work in [dist.isend(pieces[at], right, axis.group), dist.irecv(coming, left, axis.group)]:\n"
                 "            work.wait()",
                 "dist.isend(pieces[at], right, axis.group)\n        dist.irecv(coming, left, axis.group).wait()",
-                "keep what isend returns, and wait for it too: a message that nobody waits for may never leave", silent=True,
-                waits=True),
+                "keep what isend returns, and wait for it too: a message that nobody waits for may never leave"),
+        Mistake("receives never waited for",
+                "for work in [dist.isend(pieces[at], right, axis.group), dist.irecv(coming, left, axis.group)]:\n"
+                "            work.wait()",
+                "dist.irecv(coming, left, axis.group)\n        dist.isend(pieces[at], right, axis.group).wait()", RECEIVE),
+        Mistake("nothing waited for",
+                "for work in [dist.isend(pieces[at], right, axis.group), dist.irecv(coming, left, axis.group)]:\n"
+                "            work.wait()",
+                "dist.isend(pieces[at], right, axis.group)\n        dist.irecv(coming, left, axis.group)",
+                "isend and irecv return at once: keep what both return and call wait() on it, before you use `coming` and before "
+                "you write into what leaves"),
+        Mistake("waited for at the end", "    for step in range(2 * (axis.size - 1)):",
+                "    works = []\n    for step in range(2 * (axis.size - 1)):\n        at = (axis.rank - step) % axis.size\n"
+                "        coming = torch.empty_like(pieces[at - 1])\n"
+                "        works += [dist.isend(pieces[at], right, axis.group), dist.irecv(coming, left, axis.group)]\n"
+                "        if step < axis.size - 1:\n            pieces[at - 1].add_(coming)\n        else:\n"
+                "            pieces[at - 1].copy_(coming)\n    for work in works:\n        work.wait()\n    for step in "
+                "range(0):",
+                RECEIVE),
+        Mistake("pieces rounded down", "pieces = total.view(-1).tensor_split(axis.size)",
+                "flat, each = total.view(-1), total.numel() // axis.size\n"
+                "    pieces = [flat[i * each:(i + 1) * each] for i in range(axis.size)]", ROUNDED),
+        Mistake("more pieces than ranks", "total.view(-1).tensor_split(axis.size)",
+                "(total.view(-1).split(max(1, total.numel() // axis.size)) + (total.new_empty(0),) * axis.size)", ROUNDED),
+        Mistake("fewer pieces than ranks", "total.view(-1).tensor_split(axis.size)", "total.view(-1).chunk(axis.size)",
+                "there are fewer pieces than ranks: `chunk` and `split` may give fewer than n, tensor_split(n) always gives "
+                "n, some of "
+                "them empty"),
+        Mistake("a second round that counts up", "at = (axis.rank - step) % axis.size",
+                "at = (axis.rank - step if step < axis.size - 1 else axis.rank + step - axis.size + 2) % axis.size", SECOND),
+        Mistake("a second round from the left piece", "at = (axis.rank - step) % axis.size",
+                "at = (axis.rank - step - (2 if step >= axis.size - 1 else 0)) % axis.size", SECOND),
+        Mistake("over its own", "pieces[at - 1].add_(coming)", "pieces[at - 1].copy_(coming)",
+                ROUNDS),
+        Mistake("as large as what leaves", "torch.empty_like(pieces[at - 1])", "torch.empty_like(pieces[at])",
+                "pieces differ in size: receive into a tensor as large as the piece that *comes*, not as the one that leaves"),
+        Mistake("the other of two", "axis.ranks[(axis.rank + 1) % axis.size], axis.ranks[axis.rank - 1]",
+                "axis.ranks[1 - axis.rank], axis.ranks[1 - axis.rank]",
+                "1 - axis.rank is the other one of two ranks only: the right neighbour of n is (axis.rank + 1) % axis.size"),
+        Mistake("along a chain", "    for step in range(2 * (axis.size - 1)):",
+                "    n, rank = axis.size, axis.rank\n    if rank > 0:\n        coming = torch.empty_like(x)\n"
+                "        dist.recv(coming, left, axis.group)\n        total += coming\n"
+                "    if rank < n - 1:\n        dist.send(total, right, axis.group)\n"
+                "    if rank != n - 1:\n        dist.recv(total, left, axis.group)\n"
+                "    if rank != n - 2:\n        dist.send(total, right, axis.group)\n    for step in range(0):",
+                "the whole tensor goes along a chain and back, while all other ranks wait: cut it into n pieces, so that each "
+                "rank "
+                "sends one of them in every step"),
+        Mistake("to the left", "    for step in range(2 * (axis.size - 1)):",
+                "    for step in range(2 * (axis.size - 1)):\n        at = (axis.rank + step) % axis.size\n"
+                "        home = pieces[(at + 1) % axis.size]\n        coming = torch.empty_like(home)\n"
+                "        for work in [dist.isend(pieces[at], left, axis.group), dist.irecv(coming, right, axis.group)]:\n"
+                "            work.wait()\n        home.copy_(home + coming if step < axis.size - 1 else coming)\n    for step "
+                "in range(0):",
+                "the sum is right, but it goes round the other way: send to the right, axis.ranks[(axis.rank + 1) % "
+                "axis.size], and "
+                "receive from the left"),
         Mistake("no ring", "    for step in range(2 * (axis.size - 1)):",
                 "    others = [(axis.rank + i) % axis.size for i in range(1, axis.size)]\n"
                 "    for there, here in zip(others, others[::-1]):\n        coming = torch.empty_like(pieces[axis.rank])\n"
@@ -76,6 +141,16 @@ MISTAKES = {
                 "    return\n    flat = _flatten_dense_tensors(gradients)",
                 "the means are right, but each gradient travels on its own, and pays the latency anew: lay all gradients end to "
                 "end, and all-reduce them once"),
+        Mistake("everything gathered", "    dist.all_reduce(flat, group=axis.group)\n",
+                "    everyone = [flat.clone() for _ in range(axis.size)]\n"
+                "    dist.all_gather(everyone, flat, group=axis.group)\n    flat = sum(everyone)\n",
+                "the means are right, but each rank gets the gradients of all others, (n - 1) times their size: an all-reduce "
+                "sends "
+                "at most twice, however many there are"),
+        Mistake("through one rank", "    dist.all_reduce(flat, group=axis.group)\n",
+                "    dist.reduce(flat, axis.ranks[0], group=axis.group)\n    dist.broadcast(flat, axis.ranks[0], "
+                "group=axis.group)\n",
+                "these are two collectives, with one rank in the middle of both: one all-reduce does it"),
         Mistake("gone through twice", "flat = _flatten_dense_tensors(gradients)",
                 "flat = _flatten_dense_tensors(gradients)\n    gradients = [p.grad for p in parameters if p.grad is not None]",
                 "`parameters` may be a generator, as model.parameters() is, and a second time nothing comes: go through it once, "
@@ -132,11 +207,14 @@ MISTAKES = {
                 "neighbours go together: when the format changes, the bucket before is closed for good. One that stays open gets "
                 "parameters that are no neighbours, and would wait for the last of them"),
         Mistake("wherever there is room", "    for parameter in parameters:",
-                "    for parameter in parameters:\n        room = [bucket for bucket in buckets if bucket[0].dtype == parameter.dtype"
+                "    for parameter in parameters:\n        room = [bucket for bucket in buckets if bucket[0].dtype == "
+                "parameter.dtype"
                 " and\n                sum(other.nbytes for other in bucket) + parameter.nbytes <= size]\n"
-                "        if room:\n            room[0].append(parameter)\n        else:\n            buckets.append([parameter])\n"
+                "        if room:\n            room[0].append(parameter)\n        else:\n            "
+                "buckets.append([parameter])\n"
                 "    for parameter in ():",
-                "only the last bucket takes parameters, so that the order stays: one that fills gaps of earlier buckets makes them "
+                "only the last bucket takes parameters, so that the order stays: one that fills gaps of earlier buckets makes "
+                "them "
                 "wait for gradients that come late"),
         Mistake("four bytes each", "parameter.nbytes", "4 * parameter.numel()",
                 "not every element has 4 bytes, float64 has 8: nbytes counts them, as numel() * element_size() does"),
@@ -189,6 +267,31 @@ MISTAKES = {
                 "as it and those before it are complete"),
         Mistake("one at a time", "while ddp.started", "if ddp.started",
                 "several buckets may be complete at once, where gradients came out of order: go on while the next one is"),
+        Mistake("gathered at the same time",
+                "bucket.work = dist.all_reduce(bucket.flat, mean(bucket.flat), group=axis.group, async_op=True)",
+                "parts = [bucket.flat.clone() for _ in range(axis.size)]\n"
+                "    under_way = dist.all_gather(parts, bucket.flat, group=axis.group, async_op=True)\n"
+                "    bucket.work = __import__('types').SimpleNamespace(\n"
+                "        wait=lambda: (under_way.wait(), bucket.flat.copy_(sum(parts))))",
+                "an all-gather brings every rank the bucket of all others, (n - 1) times its size: begin an all-reduce, which "
+                "sends at "
+                "most twice"),
+        Mistake("a copy is sent", "dist.all_reduce(bucket.flat,", "dist.all_reduce(bucket.flat.clone(),",
+                "the sum goes into a copy that nobody looks at: all-reduce bucket.flat itself, of which every "
+                "`parameter.grad` is a "
+                "view"),
+        Mistake("the last one of a bucket", "while ddp.started < len(ddp.early) and not any(ddp.early[ddp.started].waiting):",
+                "if index == len(bucket.waiting) - 1 and not bucket.waiting[index]:",
+                "the last parameter's gradient need not be the last to come, and the bucket need not be the next in line: "
+                "look at "
+                "what waits, not at the index", silent=True),
+        Mistake("whose turn it is not", "while ddp.started < len(ddp.early) and not any(ddp.early[ddp.started].waiting):",
+                "if not any(bucket.waiting):",
+                "this bucket is complete, but the one started is the next in line, which may not be: look at "
+                "ddp.early[ddp.started], not at `bucket`"),
+        Mistake("started again and again", "        ddp.started += 1\n", "",
+                "count ddp.started up when you have started a bucket: else the same one is the next for ever", silent=True,
+                waits=True),
         Mistake("in the order of arrival", "while ddp.started < len(ddp.early) and not any(ddp.early[ddp.started].waiting):\n"
                 "        ddp.start(ddp.early[ddp.started])", "if not any(bucket.waiting):\n        ddp.start(bucket)",
                 "all ranks must start the buckets in the same order, whatever comes first", silent=True),

@@ -9,15 +9,20 @@ FIRST = "first = 2 * tokens * patch * dim + 2 * 256 * dim"
 LED = "unknown + scale * (known - unknown)"
 OFF, SPREAD = "((own - means[0]).abs() / means[0])", "(means.std(0) / means[0])"         # in each window
 WINDOWS = f"{OFF} <= {SPREAD}"
-FIXED = ("a fixed threshold knows nothing of the seeds: where they spread by 0.1%, a gap of 2% is a fault, and where by 15%, one of "
+FIXED = ("a fixed threshold knows nothing of the seeds: where they spread by 0.1%, a gap of 2% is a fault, and where by 15%, "
+         "one of "
          "10% is none. Compare with the spread, gap <= spread")
-FEW = ("some or most windows inside, or the middle one, is not enough: the others may be far out. Compare the two means over the windows, "
+FEW = ("some or most windows inside, or the middle one, is not enough: the others may be far out. Compare the two means over "
+       "the windows, "
        "gap <= spread")
 LARGEST = "the largest window alone does not decide: compare the two means over the windows, gap <= spread"
-ONE = "a gate multiplies its branch as it is: with 1 + gate the block does not start as the identity. Only a scale counts from one"
-DETACHED = ("the output is right, but no gradient reaches the gate: it is learned, and, from zero, is what opens the branch. Do not "
+ONE = ("a gate multiplies its branch as it is: with 1 + gate the block does not start as the identity. Only a scale counts "
+       "from one")
+DETACHED = ("the output is right, but no gradient reaches the gate: it is learned, and, from zero, is what opens the branch. "
+            "Do not "
             "detach it")
-STEP = ("the halves are out of step: after torch.cat([x, x]) come all samples with their class and then all without, so labels, times "
+STEP = ("the halves are out of step: after torch.cat([x, x]) come all samples with their class and then all without, so "
+        "labels, times "
         "and the answer have to be in this order, too")
 MODEL = ("this counts scores that fused attention computes again. Model FLOPs are what the mathematics asks for, six products of "
          "tokens * tokens * dim forward and backward; what is computed again earns nothing")
@@ -66,7 +71,8 @@ MISTAKES = {
                 "the MLP works on what attention has left, x plus its branch, not on the block's input"),
         Mistake("a second gate that starts at one", "gate2[:, None] *", "(1 + gate2[:, None]) *", ONE),
         Mistake("both gates start at one", "gate1, shift2, scale2, gate2 = self.ada(F.silu(c)).chunk(6, 1)",
-                "gate1, shift2, scale2, gate2 = self.ada(F.silu(c)).chunk(6, 1)\n        gate1, gate2 = 1 + gate1, 1 + gate2", ONE),
+                "gate1, shift2, scale2, gate2 = self.ada(F.silu(c)).chunk(6, 1)\n"
+                "        gate1, gate2 = 1 + gate1, 1 + gate2", ONE),
         Mistake("a gate without gradients", "gate1[:, None] *", "gate1.detach()[:, None] *", DETACHED),
         Mistake("a second gate without gradients", "gate2[:, None] *", "gate2.detach()[:, None] *", DETACHED),
         Mistake("gates without gradients", "gate1, shift2, scale2, gate2 = self.ada(F.silu(c)).chunk(6, 1)",
@@ -130,7 +136,8 @@ MISTAKES = {
         Mistake("towards the unknown", LED, "known + scale * (unknown - known)",
                 "this leads towards the prediction without a class: the difference is known - unknown"),
         Mistake("a shortcut for less than one", "if scale == 1:", "if scale <= 1:",
-                "only a scale of just 1 is the class alone: with 0.5 the prediction lies half way to the unknown class, with 0 it is "
+                "only a scale of just 1 is the class alone: with 0.5 the prediction lies half way to the unknown class, with "
+                "0 it is "
                 "that"),
         Mistake("a shortcut for nothing", "if scale == 1:", "if scale in (0, 1):",
                 "a scale of 0 is the prediction *without* a class, not with it"),
@@ -139,7 +146,8 @@ MISTAKES = {
         Mistake("samples out of step", "torch.cat([x, x])", "x.repeat_interleave(2, 0)", STEP),
         Mistake("times out of step", "torch.cat([time, time])", "time.repeat_interleave(2, 0)", STEP),
         Mistake("answers out of step", ASK,
-                "found = both(torch.cat([x, x]), torch.cat([time, time]))\n        known, unknown = found[::2], found[1::2]", STEP),
+                "found = both(torch.cat([x, x]), torch.cat([time, time]))\n        known, unknown = found[::2], found[1::2]",
+                STEP),
         Mistake("the first samples led", "torch.cat([led[:, :channels], known[:, channels:]], 1)",
                 "torch.cat([led[:channels], known[channels:]])",
                 "`channels` counts along dim 1: dim 0 is the samples"),
@@ -188,13 +196,15 @@ MISTAKES = {
                 "the head's modulation gives a shift and a scale: two vectors, not the six of a block"),
         Mistake("no output of attention", "4 * dim * dim", "3 * dim * dim",
                 "attention has four maps of dim * dim: queries, keys, values, and the output"),
-        Mistake("scores computed again", "scores = 2 * 2 * tokens * tokens * dim", "scores = 14 * tokens * tokens * dim / 3", MODEL),
+        Mistake("scores computed again", "scores = 2 * 2 * tokens * tokens * dim", "scores = 14 * tokens * tokens * dim / 3",
+                MODEL),
         Mistake("scores computed again forward and backward", "return 3 * (blocks",
                 "return 4 * depth * tokens * tokens * dim + 3 * (blocks", MODEL),
         Mistake("one modulation for all blocks", "blocks = depth * (maps + scores + 2 * dim * 6 * dim)",
                 "blocks = depth * (maps + scores) + 2 * dim * 6 * dim",
                 "every block has a modulation of its own, a map from dim to 6 * dim"),
-        Mistake("a head in every block", "+ 2 * dim * 6 * dim)", "+ 2 * dim * 6 * dim + 2 * dim * 2 * dim + 2 * tokens * dim * patch)",
+        Mistake("a head in every block", "+ 2 * dim * 6 * dim)",
+                "+ 2 * dim * 6 * dim + 2 * dim * 2 * dim + 2 * tokens * dim * patch)",
                 "the head comes once, after all blocks"),
         Mistake("three vectors", "2 * dim * 6 * dim", "2 * dim * 3 * dim",
                 "a block's modulation makes six vectors: shift, scale and gate for attention, and for the MLP"),
@@ -202,7 +212,8 @@ MISTAKES = {
                 "the modulation is missing: in each block a map from dim to 6 * dim, once a sample"),
         Mistake("scores of each head's width", "2 * 2 * tokens * tokens * dim", "2 * 2 * tokens * dim",
                 "every token is multiplied with every other one: tokens * tokens pairs"),
-        Mistake("patches out in two", "return 3 * (blocks + head", "return 3 * (blocks + head - 2 * tokens * dim * patch) + 2 * (2 * "
+        Mistake("patches out in two", "return 3 * (blocks + head",
+                "return 3 * (blocks + head - 2 * tokens * dim * patch) + 2 * (2 * "
                 "tokens * dim * patch) + 3 * (0",
                 "only the *first* maps need no gradient of their input: the map of patches out has three matmuls"),
         Mistake("the time's second map in two", "+ 2 * dim * dim) + 2 * first", ") + 2 * 2 * dim * dim + 2 * first",

@@ -8,15 +8,18 @@ BYTES = "tokens * ((around / tp if sp else around) + within / tp)"
 STEP = "micros * slowest + (sum(stages) - slowest) / chunks"
 UPDATE = "return pipeline_seconds(stages, run.micros, 1) + run.update / rates.memory"
 HEAD = "    stages[-1] += 6 * n * run.dim * run.vocab / run.tp / rates.matmul\n"
-OTHERS = ("the slowest rank waits on both sides, for the ranks before it to begin and for those behind it to come back: the seconds "
+OTHERS = ("the slowest rank waits on both sides, for the ranks before it to begin and for those behind it to come back: the "
+          "seconds "
           "of all others together")
 BOTH = "steps * (latency + size / ranks / bandwidth)"
 FOUR = "1.5 times the tensor and six steps are those of *four* ranks: for n it is 2(n - 1) steps of size / n"
-TREE = "log2(n) steps are those of a tree: in a ring a piece goes from rank to rank, n - 1 steps in each half, and is 1/n of the size"
+TREE = ("log2(n) steps are those of a tree: in a ring a piece goes from rank to rank, n - 1 steps in each half, and is 1/n of "
+        "the size")
 CUT = "(linears / rates.matmul + attention / rates.attention) / run.tp"
 HEADS = "the head is computed for every micro-batch: add its seconds to the last rank's, before the pipeline's are computed"
 UPDATES = "`update` is what a rank moves, its own share already: do not divide it again"
-FULL = ("queries have dim features, and so has the answer that the map after attention gets: dim * dim weights each. Only keys and "
+FULL = ("queries have dim features, and so has the answer that the map after attention gets: dim * dim weights each. Only "
+        "keys and "
         "values have kv_dim")
 
 MISTAKES = {
@@ -59,7 +62,8 @@ MISTAKES = {
                 "attention's backward pass has four matmuls of its own and one that is done again: five, 10·T²·D"),
         Mistake("values of kv_dim", "4.0 * tokens**2 * dim, 10.0 * tokens**2 * dim",
                 "2.0 * tokens**2 * (dim + kv_dim), 5.0 * tokens**2 * (dim + kv_dim)",
-                "every head of the queries also adds up values, where heads share them as well: the width of both matmuls is dim"),
+                "every head of the queries also adds up values, where heads share them as well: the width of both matmuls is "
+                "dim"),
         Mistake("the diagonal, too", "(0.5 if causal else 1.0)", "((tokens + 1) / 2 / tokens if causal else 1.0)",
                 "nearly right: this counts the diagonal exactly. The exercise takes half of everything with a mask, as a kernel "
                 "does, roughly"),
@@ -70,7 +74,8 @@ MISTAKES = {
         Mistake("a quarter with a mask", "0.5 if causal", "0.25 if causal",
                 "with a mask each token sees half of the others on average: half, not a quarter"),
         Mistake("twelve squares", WEIGHTS, "12 * dim * dim",
-                "12·D² is a block whose MLP is four times as wide as dim, with keys and values of full width: count with `hidden` "
+                "12·D² is a block whose MLP is four times as wide as dim, with keys and values of full width: count with "
+                "`hidden` "
                 "and `kv_dim`"),
         Mistake("an MLP four times as wide", "2 * dim * hidden", "8 * dim * dim",
                 "this takes the MLP to be four times as wide as dim; it is `hidden` wide"),
@@ -84,11 +89,13 @@ MISTAKES = {
                 FULL),
         Mistake("linear maps again", "6.0 * tokens", "8.0 * tokens",
                 "linear maps are computed again only with recomputation: 2 FLOPs forward and 4 backward"),
-        Mistake("one pair for each token", "4.0 * tokens**2 * dim, 10.0 * tokens**2 * dim", "4.0 * tokens * dim, 10.0 * tokens * dim",
+        Mistake("one pair for each token", "4.0 * tokens**2 * dim, 10.0 * tokens**2 * dim",
+                "4.0 * tokens * dim, 10.0 * tokens * dim",
                 "every token looks at every other one: tokens² pairs"),
         Mistake("what MFU counts", "return 6.0 * tokens * weights, (forward + backward) * (0.5 if causal else 1.0)",
                 "return 6.0 * tokens * weights, 12.0 * tokens**2 * dim",
-                "12·T²·D is what MFU counts. What is *executed* differs in two things: scores are computed again, and a mask halves"),
+                "12·T²·D is what MFU counts. What is *executed* differs in two things: scores are computed again, and a mask "
+                "halves"),
         Mistake("the other one first", "return 6.0 * tokens * weights, (forward + backward) * (0.5 if causal else 1.0)",
                 "return (forward + backward) * (0.5 if causal else 1.0), 6.0 * tokens * weights",
                 "the linear maps come first, attention second"),
@@ -123,7 +130,8 @@ MISTAKES = {
                 "with sequence parallelism the gathered input of a linear map is not kept: it is gathered again in the backward "
                 "pass"),
         Mistake("sp cuts what norms put out", "around / tp if sp", "2 * dim * 4 + 2 * dim * 2 / tp if sp",
-                "with sequence parallelism a rank has its own tokens alone, also of what the norms are *given*: both are cut by tp"),
+                "with sequence parallelism a rank has its own tokens alone, also of what the norms are *given*: both are cut "
+                "by tp"),
         Mistake("norms put out 32 bits", "2 * dim * 4 + 2 * dim * 2", "2 * dim * 4 + 2 * dim * 4",
                 "what a norm puts out is the input of a linear map, in bf16: 2 bytes a number; only what it is given has 4"),
         Mistake("one norm in 16 bits", "2 * dim * 4 + 2 * dim * 2", "dim * 4 + dim * 2 + 2 * dim * 2",
@@ -158,7 +166,8 @@ MISTAKES = {
                 "sequence parallelism cuts tokens only around attention and MLP; within, tp cuts features, and both do not "
                 "multiply"),
         Mistake("thirty-four bytes", BYTES, "tokens * dim * (34 / tp if sp else 10 + 24 / tp)",
-                "34 bytes for each token and number is a published count (Korthikanti et al. 2022) of a block with dropout masks, "
+                "34 bytes for each token and number is a published count (Korthikanti et al. 2022) of a block with dropout "
+                "masks, "
                 "norms in 16 bits and an MLP four times as wide: count the rows of the table"),
     ),
     "all-reduce-seconds": (
@@ -337,7 +346,8 @@ MISTAKES = {
                 "the head works on all tokens of the micro-batch, samples times tokens"),
         Mistake("a head at attention's rate", "run.vocab / run.tp / rates.matmul", "run.vocab / run.tp / rates.attention",
                 "the logits are a linear map, and run at the rate of those"),
-        Mistake("a head once a step", HEAD + "    return ", "    return 6 * n * run.dim * run.vocab / run.tp / rates.matmul + ", HEADS),
+        Mistake("a head once a step", HEAD + "    return ",
+                "    return 6 * n * run.dim * run.vocab / run.tp / rates.matmul + ", HEADS),
         Mistake("an update cut by pp", "run.update / rates.memory", "run.update / run.pp / rates.memory", UPDATES),
         Mistake("an update cut by tp", "run.update / rates.memory", "run.update / run.tp / rates.memory", UPDATES),
         Mistake("six all-reduces", "4 * all_reduce_seconds", "6 * all_reduce_seconds",
