@@ -325,7 +325,7 @@ lab.picture(figures_pipeline.timelines(both, 4),
 # > wait for?
 
 # %%
-my_gpipe, my_alternating = 60.0, 60.0                # your predictions, in forward passes
+my_gpipe, my_alternating = 57.0, 57.0                # your predictions, in forward passes
 
 
 # %%

@@ -152,12 +152,13 @@ def train(inputs: Tensors) -> Tensors:
         parameter.grad = torch.full_like(parameter, (1 + axis.ranks[axis.rank]) / 3)
     with Traffic() as traffic:
         data.average_gradients((p for p in parameters), axis)           # as model.parameters() does, it comes once
+    together = len(traffic.collectives)
     lean = not traffic.messages and all(name.startswith("allreduce") for name in traffic.collectives)
     absent = parameters[1].grad is None
     means = torch.stack([p.grad[0] for p in parameters[::2] if p.grad is not None])
     with Traffic() as traffic:
         data.average_gradients(parameters, mesh.cp)
-    return trained | {"together": torch.tensor(float(len(traffic.collectives))), "lean": torch.tensor(float(lean)),
+    return trained | {"together": torch.tensor(float(together)), "lean": torch.tensor(float(lean)),
                       "absent": torch.tensor(float(absent)), "means": means,
                       "one": torch.tensor(float(not traffic.collectives and not traffic.messages))}
 
@@ -227,12 +228,16 @@ class Pending:
     """An all-reduce under way: its sum is there when one has waited for it, and not before."""
 
     patient = True                                   # whether no backward pass has waited for one
+    left = 0                                         # how many nobody has waited for
 
     def __init__(self, tensor: Tensor, total: Tensor):
-        self.tensor, self.total = tensor, total
+        self.tensor, self.total, self.waited = tensor, total, False
+        Pending.left += 1
 
     def wait(self) -> bool:
         Pending.patient = Pending.patient and not in_backward()
+        Pending.left -= not self.waited
+        self.waited = True
         self.tensor.copy_(self.total)
         return True
 
@@ -267,6 +272,7 @@ def overlap(inputs: Tensors) -> Tensors:
     """The library's training with the learner's buckets, without and with micro-batches, and how its collectives were started."""
     found: Tensors = {}
     Pending.patient = lean = True
+    Pending.left = 0
     for name, more in (("whole", ()), ("micro", ("train.micro_batch=1",))):
         with watched() as seen, Traffic() as traffic:
             trained = tiny.train(tiny.batches_of(inputs), int(inputs["seed"]), *BUCKETS, *more)
@@ -279,7 +285,8 @@ def overlap(inputs: Tensors) -> Tensors:
         found["branches"] = branches(inputs, there)
     started = torch.tensor(seen).reshape(-1, 3)
     return found | {"branches_beside": started[:, 1], "branches_when": started[:, 2],
-                    "lean": torch.tensor(float(lean)), "patient": torch.tensor(float(Pending.patient))}
+                    "lean": torch.tensor(float(lean)), "awaited": torch.tensor(float(Pending.left == 0)),
+                    "patient": torch.tensor(float(Pending.patient))}
 
 
 def draw_buckets(seed: int, hidden: bool) -> Tensors:
@@ -353,7 +360,9 @@ EXERCISES = [
         "branches_beside": "and all buckets that are complete are started at once",
         "branches_when": "a bucket does not wait for gradients that are none of its own, nor of those before it",
         "lean": "nothing but all-reduces is called: they send the least",
+        "awaited": "every all-reduce that is begun is waited for in the end",
         "patient": "no backward pass waits for an all-reduce"}, flags={
+            "awaited": "one is not",
             "lean": "another collective is",
             "patient": "one does: what it waits for is not hidden"}, sizes=(2, 4), points=3, limits=RANKS),
     Exercise("collective-times", "07", (f"{__name__}.collective_times",), draw_buckets, times, {

@@ -91,11 +91,12 @@ def in_turns(inputs: Tensors) -> Tensors:
     """1F1B in simulation, interleaved 1F1B with the same `alternate`, and the training of a model."""
     found = simulate(inputs, schedule.one_forward_one_backward, "one_forward_one_backward")
     more = simulate(inputs, schedule.interleaved, "alternate", v=2)
-    given = [Pass("F", 0, micro) for micro in range(4)], [Pass("B", 0, micro) for micro in range(4)]
+    given = [Pass("F", 3, micro) for micro in range(4)], [Pass("B", 3, micro) for micro in range(4)]
     before = [list(each) for each in given]
-    schedule.alternate(*given, 2)
+    own = set(passes(schedule.alternate(*given, 2), "alternate")) == set(before[0] + before[1])
     kept = [list(each) for each in given] == before
-    found |= {"kept": torch.tensor(float(kept)), "interleaved": torch.cat([more["time"], more["alive"]])}
+    found |= {"kept": torch.tensor(float(kept)), "own": torch.tensor(float(own)),
+              "interleaved": torch.cat([more["time"], more["alive"]])}
     return found | trained(inputs, "1f1b", sound(found))
 
 
@@ -108,7 +109,7 @@ TRAINS = {
     "losses": "the library trains with it: the losses of two steps are right",
     "weights": "and so are the weights after them"}
 ORDER = {"order": "the first micro-batch comes first, forward and backward, and the others in their order"}
-UNMET = {"kept": "one is another afterwards",
+UNMET = {"own": "some are missing, or made by itself", "kept": "one is another afterwards",
          "passes": "in some pipeline passes are missing, done twice, or of a chunk or micro-batch that there is not",
          "meet": "in some pipeline ranks wait for each other in a circle, or take one message for another",
          "order": "in some pipeline they come in another order"}
@@ -119,6 +120,7 @@ EXERCISES = [
              sizes=(2, 4), points=2, limits=PATIENT, **AS_SHOWN),
     Exercise("1f1b", "12", ("course.parallel.schedule.alternate", "course.parallel.schedule.one_forward_one_backward"), draw,
              in_turns, CLAIMS | {"interleaved": "interleaved 1F1B, which calls your `alternate`, takes the time that it should",
+                       "own": "`alternate` returns the passes that it is given, all of them and no others",
                        "kept": "it leaves the lists that it is given as they are"} | TRAINS,
              sizes=(2, 4), points=3, limits=PATIENT, **AS_SHOWN),
 ]

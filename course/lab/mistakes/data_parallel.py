@@ -77,8 +77,6 @@ MISTAKES = {
         Mistake("pieces rounded down", "pieces = total.view(-1).tensor_split(axis.size)",
                 "flat, each = total.view(-1), total.numel() // axis.size\n"
                 "    pieces = [flat[i * each:(i + 1) * each] for i in range(axis.size)]", ROUNDED),
-        Mistake("more pieces than ranks", "total.view(-1).tensor_split(axis.size)",
-                "(total.view(-1).split(max(1, total.numel() // axis.size)) + (total.new_empty(0),) * axis.size)", ROUNDED),
         Mistake("fewer pieces than ranks", "total.view(-1).tensor_split(axis.size)", "total.view(-1).chunk(axis.size)",
                 "there are fewer pieces than ranks: `chunk` and `split` may give fewer than n, tensor_split(n) always gives "
                 "n, some of "
@@ -91,9 +89,6 @@ MISTAKES = {
                 ROUNDS),
         Mistake("as large as what leaves", "torch.empty_like(pieces[at - 1])", "torch.empty_like(pieces[at])",
                 "pieces differ in size: receive into a tensor as large as the piece that *comes*, not as the one that leaves"),
-        Mistake("the other of two", "axis.ranks[(axis.rank + 1) % axis.size], axis.ranks[axis.rank - 1]",
-                "axis.ranks[1 - axis.rank], axis.ranks[1 - axis.rank]",
-                "1 - axis.rank is the other one of two ranks only: the right neighbour of n is (axis.rank + 1) % axis.size"),
         Mistake("along a chain", "    for step in range(2 * (axis.size - 1)):",
                 "    n, rank = axis.size, axis.rank\n    if rank > 0:\n        coming = torch.empty_like(x)\n"
                 "        dist.recv(coming, left, axis.group)\n        total += coming\n"
@@ -276,6 +271,12 @@ MISTAKES = {
                 "an all-gather brings every rank the bucket of all others, (n - 1) times its size: begin an all-reduce, which "
                 "sends at "
                 "most twice"),
+        Mistake("reduced to one rank",
+                "bucket.work = dist.all_reduce(bucket.flat, mean(bucket.flat), group=axis.group, async_op=True)",
+                "bucket.work = dist.reduce(bucket.flat, axis.ranks[0], group=axis.group, async_op=True)",
+                "a reduce brings the sum to one rank alone, and every rank needs it: all_reduce"),
+        Mistake("divided twice", "divide(bucket.flat, axis)", "divide(bucket.flat, axis)\n    divide(bucket.flat, axis)",
+                "the gradients are too small by the number of ranks: divide once, before the all-reduce or after it"),
         Mistake("a copy is sent", "dist.all_reduce(bucket.flat,", "dist.all_reduce(bucket.flat.clone(),",
                 "the sum goes into a copy that nobody looks at: all-reduce bucket.flat itself, of which every "
                 "`parameter.grad` is a "
