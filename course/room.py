@@ -31,7 +31,7 @@ from course.perf.variants import changed, get, plain
 from course.precision import parameter_dtype
 
 SURE = 0.75                                         # of the bytes of tensors that are predicted, which no run should stay below
-ON_CPU = 1.5                                        # times what is predicted, which is a GPU's: a CPU was seen to take up to 1.45
+ON_CPU = 1.5                                        # times a GPU's activations: runs on a CPU were seen to take up to that
 OWN, GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 # of a control group of version 1 and 2: its limit, what it uses, and what of that can be had back
 FIRST = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "total_active_file"
@@ -58,12 +58,7 @@ def refuse(config: Config, needs: memory.Memory, there: int, ranks: int, device:
     shared = f" for its {ranks} processes here" if ranks > 1 else ""
     raise CourseError(f"{config.preset} needs about {needs.allocated * ranks / 1e9:.1f} GB{shared}, of which {TERMS[term]} are "
                       f"{getattr(needs, term) * ranks / 1e9:.1f}, and {there / 1e9:.1f} GB are free on {where(device)}: "
-                      f"{cure(config, there / ranks / extra(device), ranks)}; or try anyway with train.check_memory=false")
-
-
-def extra(device: torch.device) -> float:
-    """How many times the predicted bytes should be free for settings that are recommended."""
-    return ON_CPU if device.type == "cpu" else 1.0
+                      f"{cure(config, there / ranks, ranks, device)}; or try anyway with train.check_memory=false")
 
 
 def least(needs: memory.Memory, device: torch.device) -> float:
@@ -92,9 +87,10 @@ def explained(config: Config, mesh: Mesh) -> Iterator[None]:
         before = memory.predict(config).total
         there = free(device)
         # the prediction, which had it fit, was too low for this run: what is named has to be well below it
-        room = min(there / extra(device), 0.9 * before)
+        room = min(there, 0.9 * before)
         raise CourseError(f"the memory of {where(device)} ran out (a step was predicted to take {before / 1e9:.1f} GB, and "
-                          f"{there / 1e9:.1f} GB are free without this process's own): {cure(config, room, 1)}") from error
+                          f"{there / 1e9:.1f} GB are free without this process's own): "
+                          f"{cure(config, room, 1, device)}") from error
 
 
 def alone(config: Config, mesh: Mesh) -> Config:
@@ -109,29 +105,29 @@ def where(device: torch.device) -> str:
 
 # ---- what would fit
 
-def cure(config: Config, room: float, ranks: int) -> str:
+def cure(config: Config, room: float, ranks: int, device: torch.device) -> str:
     """The nearest settings that should fit in so many bytes a rank, in words; or else a smaller model."""
-    if words := nearest(config, room):
+    if words := nearest(config, room, device):
         return f"set {words}"
-    if ranks > 1 and (words := "as it is" if memory.fits(config, room * ranks) else nearest(config, room * ranks)):
+    if ranks > 1 and (words := "as it is" if fits(config, room * ranks, device) else nearest(config, room * ranks, device)):
         return f"take fewer processes: one fits {'with ' * (words != 'as it is')}{words}"
-    return (f"no micro-batch and no recomputation makes it fit: take {smaller(config, room)}, or spread it over GPUs "
+    return (f"no micro-batch and no recomputation makes it fit: take {smaller(config, room, device)}, or spread it over GPUs "
             f"(`course plan {config.preset} --gpus 8`)")
 
 
-def smaller(config: Config, room: float) -> str:
+def smaller(config: Config, room: float, device: torch.device) -> str:
     """The largest preset of the same kind of model that fits, with its settings where it needs others; in words."""
     found = {name: changed(one, {"parallel.dp": 1}) for name in configuration.presets()
              if (one := configuration.load(name)).model.kind == config.model.kind and one.model != config.model}
-    fitting = [name for name, one in found.items() if memory.fits(changed(one, {"train.micro_batch": 1}), room)]
+    fitting = [name for name, one in found.items() if fits(changed(one, {"train.micro_batch": 1}), room, device)]
     if not fitting:
         return "a smaller model"
     largest = max(fitting, key=lambda name: next(memory.ranks(found[name])).weights)
-    words = "" if memory.fits(found[largest], room) else f" with {nearest(found[largest], room)}"
+    words = "" if fits(found[largest], room, device) else f" with {nearest(found[largest], room, device)}"
     return f"{largest}{words}, the largest preset of a {config.model.kind} that fits"
 
 
-def nearest(config: Config, room: float) -> str:
+def nearest(config: Config, room: float, device: torch.device) -> str:
     """The fewest and smallest changes of a run's settings with which it should fit, as they are typed; "" if none does."""
     share = -(-config.train.global_batch // max(config.parallel.dp, 1))
     micro = min(config.train.micro_batch or share, share)
@@ -145,9 +141,16 @@ def nearest(config: Config, room: float) -> str:
             for values in product(*(ways[key] for key in keys)):
                 change = dict(zip(keys, values, strict=True))
                 one = changed(config, change)
-                if not refusal(one) and memory.fits(one, room):
+                if not refusal(one) and fits(one, room, device):
                     return " ".join(f"{key}={plain(get(one, key))}" for key in change)
     return ""
+
+
+def fits(config: Config, room: float, device: torch.device) -> bool:
+    """Whether settings may be recommended for so many bytes: on a CPU what is no weight, gradient or state may be more."""
+    found = memory.predict(config)
+    less = found.parameters + found.gradients + found.states + found.average
+    return found.total + (ON_CPU - 1) * (found.total - less if device.type == "cpu" else 0) <= room
 
 
 # ---- what there is
