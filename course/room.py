@@ -87,10 +87,9 @@ def explained(config: Config, mesh: Mesh) -> Iterator[None]:
         before = memory.predict(config).total
         there = free(device)
         # the prediction, which had it fit, was too low for this run: what is named has to be well below it
-        room = min(there, 0.9 * before)
         raise CourseError(f"the memory of {where(device)} ran out (a step was predicted to take {before / 1e9:.1f} GB, and "
                           f"{there / 1e9:.1f} GB are free without this process's own): "
-                          f"{cure(config, room, 1, device)}") from error
+                          f"{cure(config, there, 1, device, 0.9 * before)}") from error
 
 
 def alone(config: Config, mesh: Mesh) -> Config:
@@ -105,9 +104,9 @@ def where(device: torch.device) -> str:
 
 # ---- what would fit
 
-def cure(config: Config, room: float, ranks: int, device: torch.device) -> str:
-    """The nearest settings that should fit in so many bytes a rank, in words; or else a smaller model."""
-    if words := nearest(config, room, device):
+def cure(config: Config, room: float, ranks: int, device: torch.device, below: float = math.inf) -> str:
+    """The nearest settings that should fit in so many bytes a rank, in words; or else a smaller model. below: as in `nearest`."""
+    if words := nearest(config, room, device, below):
         return f"set {words}"
     if ranks > 1 and (words := "as it is" if fits(config, room * ranks, device) else nearest(config, room * ranks, device)):
         return f"take fewer processes: one fits {'with ' * (words != 'as it is')}{words}"
@@ -127,8 +126,11 @@ def smaller(config: Config, room: float, device: torch.device) -> str:
     return f"{largest}{words}, the largest preset of a {config.model.kind} that fits"
 
 
-def nearest(config: Config, room: float, device: torch.device) -> str:
-    """The fewest and smallest changes of a run's settings with which it should fit, as they are typed; "" if none does."""
+def nearest(config: Config, room: float, device: torch.device, below: float = math.inf) -> str:
+    """The fewest and smallest changes of a run's settings with which it should fit, as they are typed; "" if none does.
+
+    below: bytes that may be predicted at most, for a run whose own prediction was too low.
+    """
     share = -(-config.train.global_batch // max(config.parallel.dp, 1))
     micro = min(config.train.micro_batch or share, share)
     again = ("none", "selective", "full")
@@ -141,7 +143,7 @@ def nearest(config: Config, room: float, device: torch.device) -> str:
             for values in product(*(ways[key] for key in keys)):
                 change = dict(zip(keys, values, strict=True))
                 one = changed(config, change)
-                if not refusal(one) and fits(one, room, device):
+                if not refusal(one) and fits(one, room, device) and memory.predict(one).total <= below:
                     return " ".join(f"{key}={plain(get(one, key))}" for key in change)
     return ""
 
