@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
 from types import FrameType, TracebackType
 
 import torch
@@ -25,8 +24,8 @@ STORE = 5.0                                          # seconds in which the stor
 class Stop:
     """Listens for stop signals while a run is in its loop; a second Ctrl-C interrupts at once."""
 
-    def __init__(self, everyone: Axis, last: Callable[[], None] = lambda: None):
-        self.everyone, self.last = everyone, last    # what to do before this process ends because another one has failed
+    def __init__(self, everyone: Axis):
+        self.everyone = everyone
         self.name = ""                               # of the signal that came to this rank
         self._asked = torch.zeros(1, dtype=torch.int32)
         self._pending: dist.Work | None = None
@@ -66,7 +65,6 @@ class Stop:
         while not self._over.wait(LOOK):
             if abandoned() and not self._over.wait(GRACE):
                 print("another rank has failed: this one ends, too", file=sys.stderr, flush=True)
-                self.last()
                 os._exit(1)
 
     def agreed(self) -> bool:

@@ -143,7 +143,7 @@ def fit(training: Training, watchdog: Watchdog | None = None) -> bool:
     watch, pace = Stopwatch(mesh.world.device), Pace(mesh.world.device)
     look = Look(config.profile, start, run / "profile", mesh.world.rank, mesh.world.device)
     with (Report(run, t.steps, start, mesh.world.rank == 0, config.log.tensorboard, config.log.every,
-                 lambda: describe(config, run)) as report, Stop(mesh.all, watchdog.end_silent) as stop,
+                 lambda: describe(config, run)) as report, Stop(mesh.all) as stop,
           closing(batches), look.open):              # now that its data can be read: a run that is refused leaves no trace
         report.say(opening(config, mesh, run) + idle(config, mesh))
         for number in range(start + 1, t.steps + 1):
