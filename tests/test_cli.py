@@ -119,14 +119,14 @@ def test_a_full_disk_while_saving(monkeypatch, capsys, tiny):
 def test_a_worker_that_fails_gives_the_sentence_alone(monkeypatch, capsys, tmp_path, own_data):
     from course.data.pairs import Pairs
 
-    original = Pairs.state
+    original = Pairs._read
 
-    def broken(self, sample, ahead=0):
+    def broken(self, sample, ahead):
         if sample > 10:
             (own_data / "train" / "1980.h5").unlink(missing_ok=True)
         return original(self, sample, ahead)
 
-    monkeypatch.setattr(Pairs, "state", broken)
+    monkeypatch.setattr(Pairs, "_read", broken)
     status, text = call(monkeypatch, capsys, "train", "vit-demo", *tiny_settings(own_data, tmp_path / "runs"), "data.workers=1")
     assert status == 1 and text.startswith("course: ") and "1980.h5 cannot be opened" in text and "Traceback" not in text
 

@@ -4,8 +4,8 @@ Storage that nobody wrote gives 0 (HDF5, Zarr) or its format's fill value, such 
 -9999 or 1e20. `Plausible` knows the channels by name and finds such numbers, in a whole state or in a few points of it.
 
 The ranges are wide: the records in the World Meteorological Organization's Weather and Climate Extremes Archive
-(https://wmo.asu.edu: 184.0 K and 329.9 K, 870 hPa and 1084 hPa, a gust of 113 m/s) and a margin; for geopotential what these
-pressures and temperatures give. A number outside is no weather, real or simulated.
+(https://wmo.asu.edu: 184.0 K and 329.9 K, 870 hPa and 1084 hPa, a gust of 113 m/s) and a margin; for geopotential all levels from
+the ground up to 0.1 hPa, about 64 km. A number outside is no weather, real or simulated.
 """
 
 import re
@@ -18,9 +18,8 @@ import numpy as np
 RANGES = {
     "u10": (-150, 150), "v10": (-150, 150), "t2m": (130, 370), "sp": (20_000, 130_000), "msl": (75_000, 125_000),
     "tcwv": (-20, 250),
-    "z1000": (-25_000, 25_000), "z850": (-10_000, 35_000), "z500": (25_000, 80_000), "z50": (130_000, 260_000),
 }
-LEVELS = {"u": (-300, 300), "v": (-300, 300), "t": (100, 400), "z": (-25_000, 600_000), "r": (-100, 400), "q": (-0.05, 0.5)}
+LEVELS = {"u": (-300, 300), "v": (-300, 300), "t": (100, 400), "z": (-25_000, 650_000), "r": (-100, 400), "q": (-0.05, 0.5)}
 UNKNOWN = (-np.inf, np.inf)
 # NetCDF's default fills of each kind of number (netcdf.h, NC_FILL_...), and those that other programs like
 FILLS = np.array([9.969209968386869e36, -32767, 65535, -2147483647, 4294967295, -9223372036854775806, 18446744073709551614,
@@ -80,9 +79,8 @@ class Plausible:
 
     def _wrong(self, points: np.ndarray) -> np.ndarray:
         """Which channels of which states (N, C, points) hold numbers that cannot be, (N, C). NaN is not judged here."""
-        low, high = (np.where(np.isnan(points), bound, points) for bound in (np.inf, -np.inf))
-        low, high = low.min(2), high.max(2)
-        wrong = (low < self.low) & (low < np.inf) | (high > self.high) & (high > -np.inf)
+        low, high = np.fmin.reduce(points, 2), np.fmax.reduce(points, 2)                # which leave out NaN
+        wrong = (low < self.low) | (high > self.high)
         for at in zip(*np.nonzero(np.isin(low, FILLS) | np.isin(high, FILLS)), strict=True):
             fills = points[at][np.isin(points[at], FILLS)]
             wrong[at] |= len(fills) > MOST_FILLS * points.shape[2] or (np.abs(fills) >= HUGE).any()

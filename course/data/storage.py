@@ -29,7 +29,7 @@ def opened(path: Path | str, mode: str = "r") -> h5py.File:
     try:
         return h5py.File(path, mode)
     except OSError as error:
-        if reason_of(error) not in NO_LOCKS:
+        if reason_of(error) not in NO_LOCKS and "file locking flag" not in str(error):     # the latter: open here without one
             raise
         return h5py.File(path, mode, locking=False)
 

@@ -197,6 +197,13 @@ def test_files_are_written_and_read_where_there_are_no_locks(tmp_path, monkeypat
     assert inspect_year(tmp_path / "1979.h5").shape == SHAPE
 
 
+def test_a_file_that_is_open_without_a_lock_is_opened_again(tmp_path):
+    with h5py.File(tmp_path / "1979.h5", "w") as file:
+        file["fields"] = values()
+    with h5py.File(tmp_path / "1979.h5", "r", locking=False), storage.opened(tmp_path / "1979.h5") as file:
+        assert file["fields"].shape == SHAPE
+
+
 @pytest.mark.parametrize(("number", "text", "cure"), [
     (errno.ENOLCK, "unable to lock file", "set HDF5_USE_FILE_LOCKING=FALSE"),
     (errno.EAGAIN, "unable to lock file", "another process is writing it: wait"),
