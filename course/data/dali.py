@@ -40,12 +40,12 @@ def loader(pairs: Pairs, ids: "Ids", workers: int, ahead: int, device: torch.dev
     read raises `CourseError`, up to `ahead` batches early. Closing the generator ends the processes. One that is killed in a
     moment in which it holds the lock of DALI's queue leaves the trainer waiting: DALI sets no limit to that.
     """
+    short_sockets()
     return run(partial(hdf5_pipeline, pairs, ids, workers, ahead, device), ids(), device)
 
 
 def hdf5_pipeline(pairs: Pairs, ids: "Ids", workers: int, ahead: int, device: torch.device) -> Any:
     """The pipeline of `loader`, its workers started."""
-    short_sockets()
     pipe = pipeline(len(next(ids())), workers, ahead, device, py_num_workers=workers, py_start_method="spawn")
     from nvidia.dali import fn, types
 
