@@ -92,6 +92,8 @@ def cure(path: Path) -> str:
     if path.suffix.lower() == ".py":
         return "save it as text, in percent format"
     try:
+        if path.stat().st_size > LARGEST:
+            return "clear its outputs and save it again"
         raw = path.read_bytes()
         json.loads(text_of(raw))
     except OSError:

@@ -71,6 +71,7 @@ class Verdict:
     isolation: str = ""                              # what the answer was kept from
     late: bool = False                               # it took too long, which a busy machine can be the cause of
     of: int = 0                                      # facts that there are if nothing stops the check early
+    unchecked: bool = False                          # this machine failed, so that nothing is known about the answer
 
     @property
     def passed(self) -> bool:

@@ -11,8 +11,9 @@ import hashlib
 import json
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -38,6 +39,11 @@ class Graded:
     verdicts: tuple[Verdict, ...]
 
     @property
+    def unchecked(self) -> bool:
+        """Whether something in it could not be checked, so that it is no mark yet."""
+        return any(verdict.unchecked for verdict in self.verdicts)
+
+    @property
     def points(self) -> int:
         """The points of the exercises that passed, as the exercises are worth today."""
         return sum(find(verdict.exercise).points for verdict in self.verdicts if verdict.passed)
@@ -49,12 +55,12 @@ def main(folder: Path, out: Path, only: Sequence[str] = (), jobs: int = 0, seed:
 
     All three hold whatever was ever graded into `out`: other lessons and other folders, too.
     """
-    submissions, notes = collect(folder)
+    submissions, notes = collect(folder, lambda learner: print(f"reading {present.printable(learner)}", flush=True))
     only = [lesson.zfill(2) for lesson in only]
     submissions = [s for s in submissions if not only or s.lesson in only]
     if not submissions:
         which = f"lesson {' or '.join(only)}" if only else "a lesson that has exercises"
-        raise CourseError("\n".join([f"{folder} holds no notebook of {which}", *notes]))
+        raise CourseError("\n".join([f"{folder} holds no notebook of {which}", *map(present.printable, notes)]))
     late = {submission: why for submission in submissions if (why := outdated(submission, out))}
     submissions, notes = [s for s in submissions if s not in late], [*notes, *late.values()]
     seed = settle_seed(out, seed)
@@ -72,11 +78,24 @@ def main(folder: Path, out: Path, only: Sequence[str] = (), jobs: int = 0, seed:
     gradebook(graded, out / "gradebook.csv")
     junit(graded, out / "junit.xml")
     for learner in dict.fromkeys(g.submission.learner for g in graded):
-        own = [g for g in graded if g.submission.learner == learner]
-        feedback(learner, own, out / "feedback" / f"{slug(learner)}.html", claims)
+        with told_of(f"the feedback page of {learner}"):
+            own = [g for g in graded if g.submission.learner == learner]
+            feedback(learner, own, out / "feedback" / f"{slug(learner)}.html", claims)
     kept = f"; in them are also {len(others)} notebooks that earlier runs graded and this one did not look at" if others else ""
-    print(f"wrote {out}/gradebook.csv, {out}/junit.xml and {out}/feedback/{kept}")
+    if again := [f"{g.submission.learner}, lesson {g.submission.lesson}" for g in graded if g.unchecked]:
+        print("\n  ".join(["could not be checked, so that it is no mark; the next run tries again:",
+                           *map(present.printable, again)]))
+    print(present.printable(f"wrote {out}/gradebook.csv, {out}/junit.xml and {out}/feedback/{kept}"))
     return graded
+
+
+@contextmanager
+def told_of(what: str) -> Iterator[None]:
+    """Print what went wrong with one learner's files, and go on: it must not end a class's run."""
+    try:
+        yield
+    except Exception as error:
+        print(present.printable(f"{what} is left out: {present.why(error)}"), flush=True)
 
 
 def protection(trust: bool) -> str:
@@ -108,7 +127,8 @@ def grade_all(submissions: Sequence[Submission], out: Path, jobs: int, seed: int
                 last = graded[-1]
                 print(f"{len(graded)}/{len(tasks)} {present.printable(last.submission.learner)}, lesson "
                       f"{last.submission.lesson}: {last.points} of {sum(e.points for e in of_lesson(last.submission.lesson))} "
-                      f"points{replaced(last, before[last.submission])}", flush=True)
+                      f"points{', some could not be checked' * last.unchecked}{replaced(last, before[last.submission])}",
+                      flush=True)
         except KeyboardInterrupt:
             pool.shutdown(wait=False, cancel_futures=True)              # leaving the block waits for those in hand
             print(f"stopped: what is graded is kept in {out / 'results'}, and the same command goes on", flush=True)
@@ -121,7 +141,7 @@ def replaced(new: Graded, kept: Kept | None) -> str:
     if not kept:
         return ""
     old = Graded(new.submission, tuple(v for v in kept[1] if v.exercise in all_exercises())).points
-    if kept[0]["notebook"] != sha256(new.submission.path):
+    if kept[0]["notebook"] != digest(new.submission):
         return f" (replaces the notebook of {day(kept[0]['date'])}: {old} -> {new.points})"
     return f" (the checks or their inputs are others now: {old} -> {new.points})" if old != new.points else ""
 
@@ -129,7 +149,7 @@ def replaced(new: Graded, kept: Kept | None) -> str:
 def outdated(submission: Submission, out: Path) -> str:
     """Why a notebook does not count: an earlier run graded a newer one; "" if it counts."""
     kept, date = result(kept_at(submission, out)), dated(submission)
-    if not kept or date >= kept[0]["date"] or kept[0]["notebook"] == sha256(submission.path):
+    if not kept or date >= kept[0]["date"] or kept[0]["notebook"] == digest(submission):
         return ""
     return (f"{submission.learner}, lesson {submission.lesson}: {submission.path.name} of {day(date)} is left out, since an "
             f"earlier run graded one of {day(kept[0]['date'])}; to let it count, delete {kept_at(submission, out)}")
@@ -137,12 +157,27 @@ def outdated(submission: Submission, out: Path) -> str:
 
 def dated(submission: Submission) -> float:
     """When it was handed in: as the platform's name for it says, else as the file does."""
-    return submission.date or submission.path.stat().st_mtime
+    try:
+        return submission.date or submission.path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def digest(submission: Submission) -> str:
+    """The notebook's SHA-256, or its size where it is too large to be one; "" if it cannot be read."""
+    try:
+        size = submission.path.stat().st_size
+        return sha256(submission.path) if size <= cells.LARGEST else f"{size} bytes"
+    except OSError:
+        return ""
 
 
 def day(date: float) -> str:
     """A file's date in words; of marks that were kept without one, that."""
-    return datetime.fromtimestamp(date).strftime("%Y-%m-%d %H:%M") if date else "an unknown date"
+    try:
+        return datetime.fromtimestamp(date).strftime("%Y-%m-%d %H:%M") if date else "an unknown date"
+    except (OverflowError, ValueError, OSError):     # some file systems take any number
+        return "an unknown date"
 
 
 def take_in(folder: Path, graded: Sequence[Graded], out: Path) -> list[scale.Claim]:
@@ -152,14 +187,8 @@ def take_in(folder: Path, graded: Sequence[Graded], out: Path) -> list[scale.Cla
     learner's new one, is forgotten.
     """
     for one in graded:
-        s = one.submission
-        kept, found = out / "claims" / kept_at(s, out).name, scale.result_files(folder, s.learner, s.lesson)
-        if not found:
-            kept.unlink(missing_ok=True)
-            continue
-        claim = scale.lasting(scale.judge(found[-1], s.learner, s.lesson, s.path, one.verdicts), claimed(kept))
-        with atomic(kept) as temporary:
-            temporary.write_text(json.dumps(asdict(claim), indent=1), encoding="utf-8")
+        with told_of(f"the result file of {one.submission.learner}, lesson {one.submission.lesson},"):
+            take_in_one(folder, one, out)
     claims = list(filter(None, map(claimed, sorted((out / "claims").glob("*.json")))))
     (out / "claims.csv").unlink(missing_ok=True)     # written below, if there are any
     if claims:
@@ -178,6 +207,18 @@ def take_in(folder: Path, graded: Sequence[Graded], out: Path) -> list[scale.Cla
         print(f"{len(claims)} result files of jobs, {sum(bool(claim.refused) for claim in claims)} refused, "
               f"{sum(claim.confirmed for claim in claims)} confirmed by Slurm: {out}/claims.csv", flush=True)
     return claims
+
+
+def take_in_one(folder: Path, one: Graded, out: Path) -> None:
+    """Judge the newest result file that came with a notebook, and keep what became of it."""
+    s = one.submission
+    kept, found = out / "claims" / kept_at(s, out).name, scale.result_files(folder, s.learner, s.lesson)
+    if not found:
+        kept.unlink(missing_ok=True)
+        return
+    claim = scale.lasting(scale.judge(found[-1], s.learner, s.lesson, s.path, one.verdicts), claimed(kept))
+    with atomic(kept) as temporary:
+        temporary.write_text(json.dumps(asdict(claim), indent=1), encoding="utf-8")
 
 
 def claimed(path: Path) -> scale.Claim | None:
@@ -216,13 +257,26 @@ def keep_seed(out: Path, seed: int) -> None:
 
 
 def grade(submission: Submission, out: Path, seed: int) -> Graded:
-    """Grade one submission and keep the result."""
-    verdicts = tuple(safely(exercise, submission, seed) for exercise in of_lesson(submission.lesson))
-    record = {**key(submission, seed), "date": dated(submission),
-              "verdicts": [asdict(verdict) for verdict in verdicts]}
-    with atomic(kept_at(submission, out)) as temporary:
-        temporary.write_text(json.dumps(record, indent=1), encoding="utf-8")
-    return Graded(submission, verdicts)
+    """Grade one submission and keep the result, unless something in it could not be checked."""
+    print(present.printable(f"grading {submission.learner}, lesson {submission.lesson}"), flush=True)
+    exercises = of_lesson(submission.lesson)
+    try:
+        about = {**key(submission, seed), "date": dated(submission)}             # of the file as it is before it is read
+        graded = Graded(submission, tuple(safely(exercise, submission, seed) for exercise in exercises))
+        if not graded.unchecked:
+            with atomic(kept_at(submission, out)) as temporary:
+                record = about | {"verdicts": [asdict(verdict) for verdict in graded.verdicts]}
+                temporary.write_text(json.dumps(record, indent=1), encoding="utf-8")
+        return graded
+    except Exception as error:                       # such as a full disk: it is no learner's fault
+        return Graded(submission, tuple(unchecked(exercise, error, seed) for exercise in exercises))
+
+
+def unchecked(exercise: Exercise, error: BaseException, seed: int) -> Verdict:
+    """The verdict where this machine failed: no mark, and tried again by the next run."""
+    fact = Fact(False, f"it could not be checked on this machine ({present.why(error)})", tried=False)
+    return Verdict(exercise.name, (fact,), "nothing for you to do: whoever grades runs it again", seed=seed,
+                   version=exercise.version, unchecked=True)
 
 
 def kept_at(submission: Submission, out: Path) -> Path:
@@ -232,7 +286,7 @@ def kept_at(submission: Submission, out: Path) -> Path:
 
 def key(submission: Submission, seed: int) -> dict[str, Any]:
     """All that a result depends on: whose it is, the notebook, the checks and their inputs."""
-    return {"learner": submission.learner, "lesson": submission.lesson, "notebook": sha256(submission.path), "seed": seed,
+    return {"learner": submission.learner, "lesson": submission.lesson, "notebook": digest(submission), "seed": seed,
             "versions": {exercise.name: exercise.version for exercise in of_lesson(submission.lesson)}}
 
 
@@ -272,14 +326,17 @@ def safely(exercise: Exercise, submission: Submission, seed: int) -> Verdict:
     """The verdict on one exercise; a notebook that cannot be read, or whatever else goes wrong with it, is one too."""
     try:
         notebook = cells.load(submission.path)
+    except CourseError as error:
+        if isinstance(error.__cause__, OSError | MemoryError) or not submission.path.is_file():
+            return unchecked(exercise, error.__cause__ or error, seed)
+        text = str(error).replace(str(submission.path), submission.path.name)
+        return Verdict(exercise.name, (Fact(False, text),), seed=seed, version=exercise.version,
+                       hint="open the notebook in JupyterLab, run it, save it, and hand it in again")
+    try:
         verdict = judge(exercise, notebook, seed, hidden=True)
         return judge(exercise, notebook, seed, hidden=True) if verdict.late else verdict          # the machine may have been busy
-    except CourseError as error:
-        text = str(error).replace(str(submission.path), submission.path.name)
     except Exception as error:                       # one submission must not end the class's run
-        text = f"the check could not be run on it ({type(error).__name__}: {error})"
-    return Verdict(exercise.name, (Fact(False, text),), "open the notebook in JupyterLab, run it, save it, and hand it in again",
-                   seed=seed, version=exercise.version)
+        return unchecked(exercise, error, seed)
 
 
 def gradebook(graded: Sequence[Graded], path: Path) -> None:
@@ -290,7 +347,8 @@ def gradebook(graded: Sequence[Graded], path: Path) -> None:
     for one in graded:
         row = rows.setdefault(one.submission.learner, {"learner": harmless(one.submission.learner), "points": 0})
         row["points"] += one.points
-        row |= {column(find(v.exercise)): find(v.exercise).points * v.passed for v in one.verdicts}
+        row |= {column(find(v.exercise)): "could not be checked" if v.unchecked else find(v.exercise).points * v.passed
+                for v in one.verdicts}
     heads = ["learner", "points", "out_of", *map(column, exercises)]
     with atomic(path) as temporary, open(temporary, "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, heads, restval="")
@@ -307,14 +365,15 @@ def junit(graded: Sequence[Graded], path: Path) -> None:
     """The verdicts as JUnit XML, which CI systems show: a suite for each notebook, a case for each exercise."""
     root = ElementTree.Element("testsuites")
     for one in graded:
-        failed = sum(not verdict.passed for verdict in one.verdicts)
-        suite = ElementTree.SubElement(root, "testsuite", tests=str(len(one.verdicts)), failures=str(failed),
+        failed, errors = (sum(not v.passed and v.unchecked is machine for v in one.verdicts) for machine in (False, True))
+        suite = ElementTree.SubElement(root, "testsuite", tests=str(len(one.verdicts)), failures=str(failed), errors=str(errors),
                                        name=f"{present.printable(one.submission.learner)}, lesson {one.submission.lesson}")
         for verdict in one.verdicts:
             case = ElementTree.SubElement(suite, "testcase", name=verdict.exercise, classname=f"lesson {one.submission.lesson}",
                                           time=f"{verdict.seconds:.2f}")
             if not verdict.passed:
-                failure = ElementTree.SubElement(case, "failure", message=present.headline(verdict))
+                kind = "error" if verdict.unchecked else "failure"
+                failure = ElementTree.SubElement(case, kind, message=present.headline(verdict))
                 failure.text = present.text(verdict, colour=False, graded=True)
     with atomic(path) as temporary:
         ElementTree.ElementTree(root).write(temporary, encoding="utf-8", xml_declaration=True)
@@ -354,7 +413,7 @@ def feedback(learner: str, graded: Sequence[Graded], path: Path, claims: Sequenc
 def slug(name: str) -> str:
     """A name as a safe file name, different for different names."""
     readable = re.sub(r"[^A-Za-z0-9.-]+", "_", name).strip("._")[:60] or "learner"
-    return f"{readable}-{hashlib.sha256(name.encode()).hexdigest()[:6]}"
+    return f"{readable}-{hashlib.sha256(name.encode('utf-8', 'surrogatepass')).hexdigest()[:6]}"
 
 
 def harmless(text: str) -> str:

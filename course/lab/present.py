@@ -20,6 +20,8 @@ def outcome(fact: Fact) -> str:
 
 def headline(verdict: Verdict) -> str:
     """The outcome in one line."""
+    if verdict.unchecked:
+        return f"{verdict.exercise}: could not be checked"
     held = sum(fact.held for fact in verdict.facts)
     of, made = max(verdict.of, len(verdict.facts)), len(verdict.facts)
     later = f" ({of - made} more come once these do)" if 1 < made < of else ""          # those on more ranks, say
@@ -73,6 +75,12 @@ def html(verdict: Verdict, graded: bool = False) -> str:
 def printable(text: str) -> str:
     """Without control characters, which could play tricks on a terminal."""
     return "".join(char if char.isprintable() or char in "\n\t" else "�" for char in text)
+
+
+def why(error: BaseException) -> str:
+    """What went wrong, in a clause of at most 200 characters."""
+    said = getattr(error, "strerror", None) or str(error)
+    return f"{type(error).__name__}: {printable(str(said))[:200]}" if said else type(error).__name__
 
 
 def shortened(text: str, most: int = 1500) -> str:

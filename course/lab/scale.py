@@ -32,7 +32,7 @@ from course.lab.cluster import fields
 from course.lab.exercise import Exercise, find
 from course.lab.platforms import Platform
 from course.lab.present import MARKS, outcome
-from course.lab.submissions import lesson_of, normal_path, of_lesson, owner
+from course.lab.submissions import files, lesson_of, normal_path, of_lesson, owner
 from course.meet import lost
 from course.parallel.mesh import World, abandon, join, leave
 
@@ -244,7 +244,9 @@ class Claim:
 def result_files(folder: Path, learner: str, lesson: str) -> list[Path]:
     """A learner's result files of a lesson below the folder of submissions, the last one last."""
     found, platform = [], Platform.of(folder, lesson_of)
-    for path in sorted(folder.rglob(f"*{SUFFIX}")):
+    for path in files(folder, []):                   # what it leaves out, collecting has noted
+        if not path.name.endswith(SUFFIX):
+            continue
         named = path.with_name(path.name.removesuffix(SUFFIX) + ".ipynb").relative_to(folder)
         if path.is_file() and not path.is_symlink() and owner(named, platform) == learner and lesson_of(named) == lesson:
             told = platform.attempt(normal_path(named))

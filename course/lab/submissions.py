@@ -5,14 +5,15 @@ import re
 import unicodedata
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from course.errors import CourseError
-from course.lab import cells, lessons
+from course.lab import cells, lessons, present
 from course.lab import exercise as exercises
 from course.lab.check import Verdict, examine, unread
 from course.lab.exercise import Exercise
@@ -21,6 +22,8 @@ from course.lab.platforms import BLACKBOARD, GRADESCOPE, METADATA, Platform, lik
 NAMED = re.compile(r"(?P<owner>.*?)[_ -]?(?P<lesson>\d\d)_[A-Za-z][\w -]*?(?:-Copy\d+| \(\d+\)|-\d+)?$")     # LEARNER_01_baseline
 COUNTER = re.compile(r"(?:-| ?\()(\d+)\)?$")        # of Canvas and of browsers: name-1, name (1)
 COPY = re.compile(r"-Copy\d+$| - \w+(?: \(\d+\))?$")                               # of JupyterLab and desktops: no counters
+DEEPEST = 20                                         # folders in one another, below a learner's
+MOST_ENTRIES = 10_000                                # files and folders of one learner
 # what to do about an answer that cannot be run: for whoever checks a file, and for whoever is graded; by whether a cell is broken
 LEARNER = {True: "mend that line, run the cell again, save, and check again",
            False: "write the exercise's cell, run it, save, and check again"}
@@ -87,39 +90,41 @@ def lesson_of(path: Path, notebook: Any = None) -> str:
     return named
 
 
-def collect(folder: Path) -> tuple[list[Submission], list[str]]:
-    """All submissions below a folder, one for each learner and lesson, and a note on everything left out and everyone without."""
+def collect(folder: Path, tell: Callable[[str], object] = lambda learner: None) -> tuple[list[Submission], list[str]]:
+    """All submissions below a folder, one for each learner and lesson, and a note on everything left out and everyone without.
+
+    `tell` hears of each learner before anything of theirs is read. What goes wrong with one file is a note; the rest is read.
+    """
     if not folder.is_dir():
         raise CourseError(f"{folder} is not a folder: give the one that holds the submissions")
+    if not os.access(folder, os.R_OK | os.X_OK):
+        raise CourseError(f"{folder} may not be read by you: change its permissions, or grade as its owner")
     notes: list[str] = []
     newest: dict[tuple[str, str], Submission] = {}
     platform = Platform.of(folder, lesson_of)
-    paths = sorted(notebooks(folder, notes), key=lambda path: order(path, folder, platform))
+    dated: list[tuple[Any, Path]] = []
+    for path in notebooks(folder, notes):
+        with noted(str(path.relative_to(folder)), notes):
+            dated.append((order(path, folder, platform), path))
+    paths = [path for _, path in sorted(dated)]
+    told = ""
     for path in paths:
-        name, lesson = path.relative_to(folder), lesson_of(path)
-        learner = owner(name, platform)
-        try:
-            told = lesson_of(path, cells.load(path))
-        except CourseError:
-            told = lesson
-            notes.append(f"{name} cannot be read" + (f": all its exercises fail; {cells.cure(path)}" if lesson else
-                                                     ", and its name says no lesson: left out"))
-            if not lesson:
+        name = path.relative_to(folder)
+        with noted(str(name), notes):
+            learner = owner(name, platform)
+            if learner != told:
+                tell(learner)
+            told = learner
+            if not (lesson := settle_lesson(path, name, notes)):
                 continue
-        if lesson and told != lesson:
-            notes.append(f"{name} is of lesson {told}, as its metadata say, and has no exercise of lesson {lesson}")
-        lesson = told
-        if not of_lesson(lesson):
-            notes.append(f"{name} is of no lesson that has exercises: left out")
-            continue
-        if earlier := newest.get((learner, lesson)):
-            notes.append(f"{earlier.path.relative_to(folder)} is replaced by the later {name}")
-        if len(name.parts) == 1 and learner == normal(path.stem) and parts_of(path.stem)[1]:
-            notes.append(f"{name} names no learner, and counts as one of that name: call it LEARNER_{name}, or give the folder "
-                         "above")
-        if GRADESCOPE.fullmatch(name.parts[0]) and learner == name.parts[0]:
-            notes.append(f"{learner} names no learner, and counts as one of that name: put Gradescope's {METADATA} beside it")
-        newest[learner, lesson] = Submission(learner, lesson, path, platform.attempt(normal_path(name)).moment)
+            if earlier := newest.get((learner, lesson)):
+                notes.append(f"{earlier.path.relative_to(folder)} is replaced by the later {name}")
+            if len(name.parts) == 1 and learner == normal(path.stem) and parts_of(path.stem)[1]:
+                notes.append(f"{name} names no learner, and counts as one of that name: call it LEARNER_{name}, or give the "
+                             "folder above")
+            if GRADESCOPE.fullmatch(name.parts[0]) and learner == name.parts[0]:
+                notes.append(f"{learner} names no learner, and counts as one of that name: put Gradescope's {METADATA} beside it")
+            newest[learner, lesson] = Submission(learner, lesson, path, platform.attempt(normal_path(name)).moment)
     notes += alike(folder, newest.values(), platform)
     notes += crowded(folder, paths)
     came = {learner for learner, _ in newest}
@@ -127,6 +132,32 @@ def collect(folder: Path) -> tuple[list[Submission], list[str]]:
     learners = list(dict.fromkeys(owner(Path(name, "any"), platform) for name in folders))
     notes += [f"{learner}: no notebook of a lesson" for learner in learners if learner not in came]
     return sorted(newest.values(), key=lambda s: (s.learner, s.lesson)), notes
+
+
+@contextmanager
+def noted(name: str, notes: list[str]) -> Iterator[None]:
+    """Whatever goes wrong with one file becomes a note that names it: one submission must not end a class's run."""
+    try:
+        yield
+    except Exception as error:
+        notes.append(f"{name} is left out: {present.why(error)}")
+
+
+def settle_lesson(path: Path, name: Path, notes: list[str]) -> str:
+    """The lesson that a notebook counts for, with a note where its name does not settle that; "" if it counts for none."""
+    named = lesson = lesson_of(path)
+    try:
+        lesson = lesson_of(path, cells.load(path))
+    except Exception:                                # whatever a damaged or hostile notebook leads to
+        notes.append(f"{name} cannot be read" + (f": none of its exercises can pass; {cells.cure(path)}" if named else
+                                                 ", and its name says no lesson: left out"))
+        return named if of_lesson(named) else ""
+    if named and lesson != named:
+        notes.append(f"{name} is of lesson {lesson}, as its metadata say, and has no exercise of lesson {named}")
+    if not of_lesson(lesson):
+        notes.append(f"{name} is of no lesson that has exercises: left out")
+        return ""
+    return lesson
 
 
 def alike(folder: Path, submissions: Iterable[Submission], platform: Platform) -> list[str]:
@@ -156,19 +187,54 @@ def crowded(folder: Path, files: Sequence[Path]) -> list[str]:
 
 def notebooks(folder: Path, notes: list[str]) -> Iterator[Path]:
     """Notebooks and scripts below a folder; symbolic links, which may lead anywhere, and JupyterLab's checkpoints stay out."""
-    for path in sorted(folder.rglob("*")):
+    for path in files(folder, notes):
         parts = path.relative_to(folder).parts
-        if any(part.startswith(".") or part == "__MACOSX" for part in parts):
-            continue
         if path.suffix.lower() not in (".ipynb", ".py"):
             platforms = path.name in (METADATA, "index.html") or (path.suffix == ".txt" and BLACKBOARD.fullmatch(path.name))
             if len(parts) == 1 and path.is_file() and not path.name.endswith(".result.json") and not platforms:
                 notes.append(f"{path.name} is no notebook: left out")
             continue
-        if any(above.is_symlink() for above in [path, *path.parents[:len(parts) - 1]]):
+        if path.is_symlink():
             notes.append(f"{path.relative_to(folder)} is a symbolic link: left out")
         elif path.is_file():
             yield path
+
+
+def files(folder: Path, notes: list[str]) -> list[Path]:
+    """What lies below a folder and is no folder, in order; symbolic links are not followed, hidden files stay out.
+
+    What cannot be opened, lies deeper than `DEEPEST` or comes after a learner's first `MOST_ENTRIES` is left out with a note.
+    """
+    found: list[Path] = []
+    for top in sorted(folder.iterdir()):
+        if top.is_symlink() or not top.is_dir():
+            found += [top] if visible(top.name) else []
+            continue
+        folders, seen, deep = [top] if visible(top.name) else [], 0, False
+        while folders and seen <= MOST_ENTRIES:
+            here = folders.pop()
+            try:
+                with os.scandir(here) as scan:
+                    entries = [entry for entry in islice(scan, MOST_ENTRIES + 1) if visible(entry.name)]
+                inside = {Path(entry.path): entry.is_dir(follow_symlinks=False) for entry in entries}
+            except OSError as error:
+                notes.append(f"{here.relative_to(folder)} cannot be opened ({error.strerror}): what is in it is left out")
+                continue
+            seen += len(inside)
+            found += [path for path, is_folder in inside.items() if not is_folder]
+            below = [path for path, is_folder in inside.items() if is_folder]
+            folders += below if (shallow := len(here.relative_to(top).parts) < DEEPEST) else []
+            deep = deep or (bool(below) and not shallow)
+        if deep:
+            notes.append(f"{top.name} has more than {DEEPEST} folders in one another: what lies deeper is left out")
+        if seen > MOST_ENTRIES:
+            notes.append(f"{top.name} has more than {MOST_ENTRIES} files and folders: what comes after them is left out")
+    return sorted(found)
+
+
+def visible(name: str) -> bool:
+    """Whether a file or folder is somebody's work: JupyterLab's checkpoints and what macOS adds are not."""
+    return not name.startswith(".") and name != "__MACOSX"
 
 
 def order(path: Path, folder: Path, platform: Platform) -> tuple[float, int, int, float, str]:

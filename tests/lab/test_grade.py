@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from course.cli import app
 from course.errors import CourseError
-from course.lab import check, grade, present, sandbox
+from course.lab import check, grade, present, sandbox, submissions
 from course.lab.exercise import find
 from course.lab.submissions import Submission, collect, owner
 from tests.lab import classroom
@@ -231,6 +231,112 @@ def test_an_older_notebook_replaces_no_mark_and_a_newer_one_says_so(tmp_path, mo
     assert "-00.json" in told and "earlier run graded one of 2033-05-18" in told
     points, told = graded("week5", blank, 2_000_000_100)
     assert points == "0" and "fay, lesson 00: 0 of 2 points (replaces the notebook of 2033-05-18" in told and "2 -> 0)" in told
+
+
+def passing(monkeypatch) -> None:
+    """Every answer passes without being run."""
+    monkeypatch.setattr(grade, "reference", lambda *_: ())
+    monkeypatch.setattr(sandbox, "layers", lambda: sandbox.Layers(True, False))
+    monkeypatch.setattr(grade, "judge", lambda exercise, *_, **how: grade.Verdict(exercise.name, (grade.Fact(True, "it holds"),)))
+
+
+def nested(folder: Path, name: str, depth: int) -> None:
+    """So many folders in one another, and a notebook in the last: a path too long to be opened by its name."""
+    folder.mkdir(parents=True)
+    here = os.getcwd()
+    try:
+        os.chdir(folder)
+        for _ in range(depth):
+            os.mkdir(name)
+            os.chdir(name)
+        Path("00_start_here.ipynb").write_text("{}")
+    finally:
+        os.chdir(here)
+
+
+def test_a_hostile_folder_is_named_and_the_rest_is_graded(tmp_path, monkeypatch, capsys):
+    passing(monkeypatch)
+    here, blank = tmp_path / "in", classroom.nbformat.writes(classroom.notebook("00"))
+    classroom.hand_in(here / "ann/00_start_here.ipynb", classroom.notebook("00"))
+    classroom.hand_in(here / "zoe/00_start_here.ipynb", classroom.notebook("00"))
+    nested(here / "deep", "d", 1100)
+    nested(here / "long", "d" * 200, 100)
+    for name in (b"submission_1/", b"\xff\x81/", b"file/\xe9"):                    # no UTF-8
+        os.makedirs(os.path.dirname(os.fsencode(here) + b"/" + name), exist_ok=True)
+        Path(os.fsdecode(os.fsencode(here) + b"/" + name + b"00_start_here.ipynb")).write_text(blank)
+    (here / "submission_metadata.yml").write_text('submission_1:\n  :submitters:\n  - :name: "Eve \\uD800"\n')     # nor a letter
+    (here / "many").mkdir()
+    monkeypatch.setattr(submissions, "MOST_ENTRIES", 30)
+    for number in range(40):
+        (here / "many" / f"{number}.txt").touch()
+    grade.main(here, tmp_path / "out")
+    points = {name: row["points"] for name, row in marks(tmp_path / "out").items()}
+    assert len(points) == 5 and set(points.values()) == {"2"} and {"ann", "zoe", "file", "Eve \ufffd"} < set(points)
+    told = capsys.readouterr().out
+    assert "deep has more than 20 folders" in told and "long has more than 20 folders" in told
+    assert "deep: no notebook of a lesson" in told and "many has more than 30 files" in told
+    assert len(ElementTree.parse(tmp_path / "out/junit.xml").getroot()) == 5
+    assert len(list((tmp_path / "out/feedback").iterdir())) == 5
+
+
+def test_a_notebook_that_may_not_be_read_is_no_mark_and_tried_again(tmp_path, monkeypatch, capsys):
+    passing(monkeypatch)
+    here, out, opens = tmp_path / "in", tmp_path / "out", open
+    for name in ("ann", "bob"):
+        classroom.hand_in(here / name / "00_start_here.ipynb", classroom.notebook("00"))
+
+    def denied(path, *args, **named):                # as to who is not root
+        if "/bob/" in str(path):
+            raise PermissionError(13, "Permission denied", str(path))
+        return opens(path, *args, **named)
+
+    with monkeypatch.context() as closed:
+        closed.setattr("io.open", denied)
+        closed.setattr("course.files.open", denied, raising=False)
+        grade.main(here, out)
+    told = capsys.readouterr().out
+    assert "see whether you may read it" in told and "reading bob" in told and "grading bob, lesson 00" in told
+    assert "the next run tries again:\n  bob, lesson 00" in told
+    row = marks(out)["bob"]
+    assert row["points"] == "0" and row["00 roofline (1)"] == "could not be checked" and marks(out)["ann"]["points"] == "2"
+    suites = {suite.get("name"): suite for suite in ElementTree.parse(out / "junit.xml").getroot()}
+    bob = suites["bob, lesson 00"]
+    assert (bob.get("failures"), bob.get("errors")) == ("0", "2") and bob[0][0].tag == "error"
+    page = (out / "feedback" / f"{grade.slug('bob')}.html").read_text()
+    assert "roofline: could not be checked" in page and "Permission denied" in page
+    grade.main(here, out)
+    assert marks(out)["bob"]["points"] == "2" and "1 to grade" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("broken", ["judge", "feedback", "take_in_one"])
+def test_whatever_fails_with_one_learner_is_theirs_alone(tmp_path, monkeypatch, capsys, broken):
+    passing(monkeypatch)
+    here, out, works = tmp_path / "in", tmp_path / "out", getattr(grade, broken)
+    for name in ("ann", "bob"):
+        content = classroom.notebook("00")
+        content.metadata["whose"] = name
+        classroom.hand_in(here / name / "00_start_here.ipynb", content)
+
+    def fails(*args, **how):
+        if "bob" in str(args):
+            raise RecursionError("too deep")
+        return works(*args, **how)
+
+    monkeypatch.setattr(grade, broken, fails)
+    grade.main(here, out)
+    assert marks(out)["ann"]["points"] == "2" and (out / "junit.xml").exists()
+    assert (marks(out)["bob"]["00 roofline (1)"] == "could not be checked") == (broken == "judge")
+    assert "bob" in capsys.readouterr().out and (out / "feedback" / f"{grade.slug('ann')}.html").exists()
+
+
+def test_a_file_too_large_to_be_a_notebook_is_not_read(tmp_path, monkeypatch):
+    passing(monkeypatch)
+    classroom.hand_in(tmp_path / "in/ann/00_start_here.ipynb", classroom.notebook("00"))
+    (tmp_path / "in/bob").mkdir()
+    with open(tmp_path / "in/bob/00_start_here.ipynb", "wb") as file:
+        file.truncate(10**12)                        # takes no room
+    grade.main(tmp_path / "in", tmp_path / "out")
+    assert {name: row["points"] for name, row in marks(tmp_path / "out").items()} == {"ann": "2", "bob": "0"}
 
 
 @pytest.mark.parametrize(("layers", "words"), [
