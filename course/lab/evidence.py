@@ -43,7 +43,7 @@ def recorded(run: Path) -> dict[str, Any] | None:
 def judge(runs: Mapping[str, Any], user: str, ask: Callable[[int], Known]) -> str:
     """What becomes of reported runs, in a line that begins each finding with "confirmed" or "claimed".
 
-    user: whose job checked the notebook, "" if none did; ask: what Slurm says of a job's number. Raises whatever a damaged report
+    user: the learner's account; ask: what Slurm says of a job's number. Raises whatever a damaged report
     leads to (KeyError, TypeError, ValueError).
     """
     said = []
@@ -73,8 +73,8 @@ def of_job(told: Mapping[str, Any], user: str, ask: Callable[[int], Known]) -> t
     claim = f"job {number} of {owner} on {nodes}, requeued {times(again)}"
     if not told["by"]:
         return False, f"{claim}, without Slurm"
-    if user and owner != user:
-        return False, f"{claim}: another user than that of the job that checked the notebook, {user}"
+    if owner != user:
+        return False, f"{claim}: another user than that of the job that checked the notebook, {user or 'unknown'}"
     known, restarts = ask(number)
     if not known:
         return False, f"{claim}: no Slurm here knows it"

@@ -11,9 +11,10 @@ import hashlib
 import json
 import re
 import secrets
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -28,6 +29,8 @@ from course.lab.exercise import Exercise, all_exercises, find
 from course.lab.submissions import Submission, collect, judge, of_lesson
 from course.machine import cores
 
+DIGITS = 32                                          # hexadecimal ones that tell names apart: nobody can make two that share them
+FORMULA = re.compile(r"""(^|[,;\t|])([\s"']*)(?=[=+\-@＝＋－＠])""")   # where a spreadsheet begins a cell, and a formula in it
 Kept = tuple[dict[str, Any], tuple[Verdict, ...]]    # a result as it lies in results/, and its verdicts
 
 
@@ -64,6 +67,7 @@ def main(folder: Path, out: Path, only: Sequence[str] = (), jobs: int = 0, seed:
     late = {submission: why for submission in submissions if (why := outdated(submission, out))}
     submissions, notes = [s for s in submissions if s not in late], [*notes, *late.values()]
     seed = settle_seed(out, seed)
+    rename(out)
     known = [one for one in (recall(submission, out, seed) for submission in submissions) if one]
     new = [s for s in submissions if s not in {one.submission for one in known}]
     learners, lessons = {s.learner for s in submissions}, sorted({s.lesson for s in submissions})
@@ -72,6 +76,7 @@ def main(folder: Path, out: Path, only: Sequence[str] = (), jobs: int = 0, seed:
     if new:
         print(protection(trust), flush=True)
     others = earlier(out, submissions)
+    apart({one.submission.learner for one in others} | {s.learner for s in submissions})
     graded = known + (grade_all(new, out, jobs, seed) if new else []) + others
     graded.sort(key=lambda g: (g.submission.learner, g.submission.lesson))
     claims = take_in(folder, [one for one in graded if one.submission in submissions], out)
@@ -87,6 +92,28 @@ def main(folder: Path, out: Path, only: Sequence[str] = (), jobs: int = 0, seed:
                            *map(present.printable, again)]))
     print(present.printable(f"wrote {out}/gradebook.csv, {out}/junit.xml and {out}/feedback/{kept}"))
     return graded
+
+
+def apart(learners: set[str]) -> None:
+    """Raise `CourseError` if two learners would share files: one of them would be dropped."""
+    owners: dict[str, str] = {}
+    for learner in sorted(learners):
+        if (other := owners.setdefault(slug(learner), learner)) != learner:
+            raise CourseError(f"{other!a} and {learner!a} would share the file {slug(learner)}: rename one of the two folders")
+
+
+def rename(out: Path) -> None:
+    """Give what earlier versions of the course kept the names that this one looks for: theirs had fewer digits."""
+    for folder in ("results", "claims"):
+        for path in sorted((out / folder).glob("*.json")):
+            try:
+                told = json.loads(path.read_text(encoding="utf-8"))
+                learner, lesson = str(told["learner"]), str(told["lesson"])
+                old, new = (path.with_name(f"{name}-{lesson}.json") for name in (slug(learner, 60, 6), slug(learner)))
+            except (OSError, ValueError, KeyError, TypeError):
+                continue                             # damaged: it counts for nothing anyway
+            if path == old and not new.exists():
+                path.rename(new)
 
 
 @contextmanager
@@ -194,7 +221,7 @@ def take_in(folder: Path, graded: Sequence[Graded], out: Path) -> list[scale.Cla
     if claims:
         heads = ["learner", "lesson", "file", "taken", "job", "speed", "hardware", "numbers", "note", "runs"]
         with atomic(out / "claims.csv") as temporary, open(temporary, "w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
+            writer = csv.writer(file, quoting=csv.QUOTE_NONNUMERIC)
             writer.writerow(heads)
             for claim in claims:
                 also = sorted({other.learner for other in claims if claim.job and other.learner != claim.learner
@@ -216,9 +243,20 @@ def take_in_one(folder: Path, one: Graded, out: Path) -> None:
     if not found:
         kept.unlink(missing_ok=True)
         return
-    claim = scale.lasting(scale.judge(found[-1], s.learner, s.lesson, s.path, one.verdicts), claimed(kept))
+    judged = scale.judge(found[-1], s.learner, s.lesson, s.path, one.verdicts, accounts=accounts(out))
+    claim = scale.lasting(judged, claimed(kept))
     with atomic(kept) as temporary:
         temporary.write_text(json.dumps(asdict(claim), indent=1), encoding="utf-8")
+
+
+def accounts(out: Path) -> dict[str, set[str]]:
+    """Learners' accounts on the cluster, from accounts.csv (learner,account), which whoever grades may write."""
+    found = defaultdict[str, set[str]](set)
+    with suppress(FileNotFoundError), open(out / "accounts.csv", newline="", encoding="utf-8-sig") as file:
+        for row in csv.reader(file):
+            if len(row) >= 2:
+                found[row[0].strip()].add(row[1].strip())
+    return found
 
 
 def claimed(path: Path) -> scale.Claim | None:
@@ -230,8 +268,9 @@ def claimed(path: Path) -> scale.Claim | None:
 
 
 def hardware(claim: scale.Claim) -> str:
-    """What is known of the hardware that a job had; without exercises on ranks the file names no device."""
-    return ("confirmed" if claim.confirmed else "claimed") + (f": {claim.devices}" if claim.devices else "")
+    """What Slurm says of the learner's job, and beside it what their file says of its devices, which nobody confirms."""
+    said = [f"confirmed: {claim.slurm or 'the job, not its devices'}"] if claim.confirmed else []
+    return "; ".join([*said, f"claimed: {claim.devices}"] if claim.devices or not said else said).removesuffix(": ")
 
 
 def note(claim: scale.Claim) -> str:
@@ -351,7 +390,7 @@ def gradebook(graded: Sequence[Graded], path: Path) -> None:
                 for v in one.verdicts}
     heads = ["learner", "points", "out_of", *map(column, exercises)]
     with atomic(path) as temporary, open(temporary, "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, heads, restval="")
+        writer = csv.DictWriter(file, heads, restval="", quoting=csv.QUOTE_NONNUMERIC)
         writer.writeheader()
         writer.writerows(row | {"out_of": sum(e.points for e in exercises)} for row in rows.values())
 
@@ -410,13 +449,12 @@ def feedback(learner: str, graded: Sequence[Graded], path: Path, claims: Sequenc
         temporary.write_text(PAGE.format(learner=escape(present.printable(learner)), body="\n".join(parts)), encoding="utf-8")
 
 
-def slug(name: str) -> str:
+def slug(name: str, readable: int = 40, digits: int = DIGITS) -> str:
     """A name as a safe file name, different for different names."""
-    readable = re.sub(r"[^A-Za-z0-9.-]+", "_", name).strip("._")[:60] or "learner"
-    return f"{readable}-{hashlib.sha256(name.encode('utf-8', 'surrogatepass')).hexdigest()[:6]}"
+    letters = re.sub(r"[^A-Za-z0-9.-]+", "_", name).strip("._")[:readable] or "learner"
+    return f"{letters}-{hashlib.sha256(name.encode('utf-8', 'surrogatepass')).hexdigest()[:digits]}"
 
 
 def harmless(text: str) -> str:
-    """A cell of a table that no spreadsheet takes for a formula."""
-    text = present.printable(text).replace("\n", " ").replace("\t", " ")
-    return f"'{text}" if text.startswith(("=", "+", "-", "@")) else text
+    """A cell of a table that no spreadsheet takes for a formula, whether commas or semicolons separate its cells."""
+    return FORMULA.sub(r"\1\2'", " ".join(present.printable(text).split()))

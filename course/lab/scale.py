@@ -15,10 +15,11 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -239,6 +240,7 @@ class Claim:
     sha: str = ""                                    # of the result file
     day: str = ""                                    # on which it was judged so
     place: str = ""                                  # cluster, user and nodes: numbers of jobs are a cluster's own
+    slurm: str = ""                                  # the nodes and GPUs that Slurm says the job had
 
 
 def result_files(folder: Path, learner: str, lesson: str) -> list[Path]:
@@ -255,10 +257,12 @@ def result_files(folder: Path, learner: str, lesson: str) -> list[Path]:
 
 
 def judge(path: Path, learner: str, lesson: str, notebook: Path, verdicts: Sequence[Verdict],
-          ask: Callable[[dict[str, Any]], tuple[bool, str]] | None = None) -> Claim:
+          ask: Callable[[dict[str, Any]], tuple[bool, str]] | None = None,
+          accounts: Mapping[str, Collection[str]] = MappingProxyType({})) -> Claim:
     """Take a result file in, or refuse it; `verdicts` are those of grading itself, `ask` asks Slurm about the job.
 
-    Of the jobs that wrote a learner's runs Slurm itself is asked.
+    accounts: of learners on the cluster; whoever is not in it has the account of their name or of a part of it (`owns`). Of the
+    jobs that wrote a learner's runs Slurm itself is asked.
     """
     def refused(why: str) -> Claim:
         return Claim(learner, lesson, path.name, refused=why)
@@ -279,17 +283,39 @@ def judge(path: Path, learner: str, lesson: str, notebook: Path, verdicts: Seque
         if odd := [name for name, one in found.items() if one["passed"] != Verdict(name, held(one["facts"])).passed]:
             return refused(f"its verdicts contradict its facts, so somebody changed it ({', '.join(odd)})")
         told, about = dict(result["job"] or {}), dict(result["hardware"])
+        user = str(told.get("user", ""))
+        mine = owns(learner, user, accounts)
         passed = {verdict.exercise: verdict.passed for verdict in verdicts}
         wrong = tuple(name for name, one in found.items() if one.get("passed") is True and passed.get(name) is False)
         confirmed, why = (ask or confirm)({**told, "checked": result["checked"], "file": result["file"]}) if told else (
             False, "it was no job of Slurm")
+        if confirmed and not mine:
+            confirmed, why = False, (f"nothing says that the account {user[:40]} is this learner's: if it is, write them as "
+                                     "learner,account into accounts.csv beside the gradebook")
         return Claim(learner, lesson, path.name, "", wrong, confirmed, why, f"{told.get('id', '')}"[:20],
                      "; ".join(map(str, about["devices"]))[:300], numbers(found, dict(result["measured"])),
-                     evidence.judge(result.get("runs", {}), str(told.get("user", "")), lambda n: (described(n), restarts(n))),
+                     evidence.judge(result.get("runs", {}), user if mine else learner, lambda n: (described(n), restarts(n))),
                      sha256(path), f"{datetime.now():%Y-%m-%d}",
-                     " ".join(str(told.get(name, "")) for name in ("cluster", "user", "nodes"))[:300])
+                     " ".join(str(told.get(name, "")) for name in ("cluster", "user", "nodes"))[:300],
+                     allocated(described(int(told["id"]))) if confirmed else "")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, ArithmeticError):
         return refused("it is damaged: it is no result file of submit/check.sh")
+
+
+def owns(learner: str, user: str, accounts: Mapping[str, Collection[str]]) -> bool:
+    """Whether an account is known to be a learner's: the list says so, or, without an entry, their name or a part of it does."""
+    known = accounts.get(learner) or {learner, *learner.split("_")}
+    return bool(user) and user.casefold() in {name.casefold() for name in known}
+
+
+def allocated(known: Mapping[str, str]) -> str:
+    """The nodes and GPUs of a job, from what Slurm says of it: n[1-2], 8 GPUs (h100)."""
+    resources = known.get("AllocTRES") or known.get("TRES") or ""
+    counts = {kind: int(number) for kind, number in re.findall(r"gres/gpu(?::([\w.-]+))?=(\d{1,6})(?=,|$)", resources)}
+    gpus = counts.get("", sum(counts.values()))
+    kinds = ", ".join(sorted(filter(None, counts)))
+    said = f"{gpus or 'no'} GPU{'s' * (gpus != 1)}{f' ({kinds})' * bool(kinds)}" if resources else "Slurm does not say which GPUs"
+    return f"{known['NodeList']}, {said}" if known.get("NodeList") else ""
 
 
 def held(facts: Sequence[Mapping[str, Any]]) -> tuple[Fact, ...]:
@@ -302,7 +328,8 @@ def lasting(new: Claim, kept: Claim | None) -> Claim:
     if new.refused or not kept or not new.sha or new.sha != kept.sha:
         return new
     if kept.confirmed and not new.confirmed and new.why == FORGOTTEN:
-        new = replace(new, confirmed=True, day=kept.day, why=f"{kept.why.removesuffix(ASKED + kept.day)}{ASKED}{kept.day}")
+        new = replace(new, confirmed=True, day=kept.day, slurm=kept.slurm,
+                      why=f"{kept.why.removesuffix(ASKED + kept.day)}{ASKED}{kept.day}")
     if kept.runs.count(CONFIRMED) > new.runs.count(CONFIRMED):
         new = replace(new, runs=kept.runs)
     return new
@@ -330,8 +357,10 @@ def confirm(told: dict[str, Any]) -> tuple[bool, str]:
     same = [known.get("NodeList") == told.get("nodes"), known.get("UserId", "").split("(")[0] == told.get("user"),
             not known.get("ClusterName") or known["ClusterName"] == told.get("cluster"),
             begin is not None and begin <= checked and (end is None or checked <= end)]
-    if "Command" in known:
-        same.append("check.sh" in known["Command"] and str(told["file"]) in known["Command"])
+    file, command = str(told["file"]), known.get("Command", "")
+    same.append(bool(file.strip()) and Path(file).name == file and Path(file).suffix.lower() in (".ipynb", ".py"))
+    if "Command" in known:                           # the script's path, a space, the notebook's path; either may have spaces
+        same.append(re.search(r"(?:^|/)check\.sh ", command) is not None and command.endswith((f" {file}", f"/{file}")))
     if not all(same):
         return False, f"Slurm's job {number} is another one: nodes, user, time or command differ"
     return True, f"Slurm knows job {number}: {known['NodeList']}, {known['UserId'].split('(')[0]}, {known['StartTime']}"
@@ -342,11 +371,11 @@ def described(number: int) -> dict[str, str]:
     line = said("scontrol", "--oneliner", "show", "job", str(number))
     if line:                                         # two users in it: somebody has written one of them
         return fields(line) if line.count(" UserId=") == 1 else {}
-    names = ["NodeList", "User", "Cluster", "Start", "End"]
+    names = ["NodeList", "User", "Cluster", "Start", "End", "AllocTRES"]
     if line := said("sacct", "-X", "-n", "-P", "-j", str(number), "-o", ",".join(names)):
         values = dict(zip(names, line.split("|"), strict=False))
         return {"NodeList": values["NodeList"], "UserId": values["User"], "ClusterName": values["Cluster"],
-                "StartTime": values["Start"], "EndTime": values["End"]}
+                "StartTime": values["Start"], "EndTime": values["End"], "AllocTRES": values.get("AllocTRES", "")}
     return {}
 
 

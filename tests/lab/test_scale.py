@@ -126,6 +126,36 @@ def test_sacct_confirms_where_slurm_has_forgotten_the_job(handed_in, tmp_path, m
         assert scale.judge(path, "ann", "10", notebook, []).confirmed is confirmed
 
 
+@pytest.mark.parametrize(("learner", "file", "user", "command", "sure"), [
+    ("ann", "10_tensor_parallel.ipynb", "ann", "/x/check.sh notebooks/10_tensor_parallel.ipynb", True),
+    ("Ann_ann", "my 10.ipynb", "ann", "/x y/submit/check.sh my 10.ipynb", True),
+    ("Ann A", "10.ipynb", "aa12", "/x/check.sh 10.ipynb", True),                    # accounts.csv says so
+    ("ann", "", "ann", "/x/check.sh 10.ipynb", False), ("ann", " ", "ann", "/x/check.sh 10.ipynb ", False),
+    ("ann", "b", "ann", "/x/check.sh 10.ipynb", False), ("ann", ".ipynb", "ann", "/x/check.sh 10.ipynb", False),
+    ("ann", "10.ipynb", "ann", "/x/train.sh check.sh 10.ipynb", False),
+    ("ann", "10.ipynb", "ann", "/x/check.sh 110.ipynb", False),
+    ("ann", "10.ipynb", "eve", "/x/check.sh 10.ipynb", False), ("ann", "10.ipynb", "", "/x/check.sh 10.ipynb", False),
+])
+def test_only_the_learners_own_job_with_this_notebook_is_confirmed(handed_in, monkeypatch, learner, file, user, command, sure):
+    notebook, path = handed_in
+    result = json.loads(path.read_text())
+    path.write_text(json.dumps(result | {"file": file, "job": JOB | {"user": user},
+                                         "hardware": {"devices": ["8 x NVIDIA H100"]}}))
+    known = {"NodeList": "n[1-2]", "UserId": f"{user}(1)", "StartTime": result["checked"], "EndTime": "Unknown",
+             "Command": command, "TRES": "cpu=8,node=2,gres/gpu=2,gres/gpu:t4=2"}
+    monkeypatch.setattr(scale, "described", lambda number: known)
+    claim = scale.judge(path, learner, "10", notebook, [], accounts={"Ann A": {"aa12"}})
+    assert claim.confirmed is sure and not claim.refused, claim.why
+    assert grade.hardware(claim) == "confirmed: n[1-2], 2 GPUs (t4); " * sure + "claimed: 8 x NVIDIA H100"
+
+
+@pytest.mark.parametrize(("resources", "words"), [
+    ("cpu=8,gres/gpu=8", "n1, 8 GPUs"), ("cpu=8,gres/gpu:a100=1", "n1, 1 GPU (a100)"), ("cpu=8", "n1, no GPUs"),
+    ("", "n1, Slurm does not say which GPUs"), ("cpu=8,gres/gpu=4,gres/gpu:a=2,gres/gpu:b=2", "n1, 4 GPUs (a, b)")])
+def test_slurm_says_which_gpus_a_job_had(resources, words):
+    assert scale.allocated({"NodeList": "n1", "AllocTRES": resources}) == words
+
+
 def test_a_result_is_found_beside_its_notebook_however_a_platform_names_files(tmp_path):
     for name in ("ann/10_tensor_parallel_mine.result.json", "bob_4711_816_10_tensor_parallel.result.json",
                  "eve/09_mesh.result.json"):
@@ -145,6 +175,9 @@ def test_what_slurm_confirmed_it_may_forget_and_a_job_of_two_learners_is_named(h
     handed_in[1].write_text(json.dumps(result))
     graded = [grade.Graded(Submission(name, "10", folder / name / "10_tensor_parallel.ipynb"), ()) for name in ("ann", "bob")]
 
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "accounts.csv").write_text("learner,account\nann,ann\nbob,ann\n")      # a group's
+
     def rows(known: tuple[bool, str]) -> list[str]:
         monkeypatch.setattr(scale, "confirm", lambda told: known)
         grade.take_in(folder, graded, out)
@@ -152,14 +185,15 @@ def test_what_slurm_confirmed_it_may_forget_and_a_job_of_two_learners_is_named(h
 
     for known in ((True, "Slurm knows job 7"), (False, scale.FORGOTTEN), (False, scale.FORGOTTEN)):
         ann, bob = rows(known)
-        assert ",claimed,confirmed," in ann and ",confirmed: GPU," in bob and "Slurm knows job 7" in ann
+        assert '"claimed","confirmed: the job, not its devices"' in ann and "Slurm knows job 7" in ann
+        assert '"confirmed: the job, not its devices; claimed: GPU"' in bob
         assert "also claimed by bob" in ann and "also claimed by ann" in bob
     assert ann.count("asked on") == 1
-    assert all(",confirmed" not in row for row in rows((False, "Slurm's job 7 is another one")))
+    assert all('"confirmed' not in row for row in rows((False, "Slurm's job 7 is another one")))
     rows((True, "Slurm knows job 7"))
     handed_in[1].write_text(json.dumps(result | {"measured": {"a": 1}}))          # another file: it says other things of the job
     ann, bob = rows((False, scale.FORGOTTEN))
-    assert ",confirmed" not in ann and ",confirmed: GPU," in bob
+    assert '"confirmed' not in ann and '"confirmed: the job, not its devices; claimed: GPU"' in bob
     handed_in[1].write_text(json.dumps(result | {"job": JOB | {"user": "eve"}}))  # job 7 of another cluster, or of another user
     assert not any("also claimed" in row for row in rows((False, scale.FORGOTTEN)))
 
@@ -172,11 +206,12 @@ def test_the_claims_are_listed_and_no_mark_changes(handed_in, tmp_path, monkeypa
     (graded,) = grade.main(handed_in[0].parents[1], tmp_path / "out", trust=True)
     assert graded.points == 0
     rows = (tmp_path / "out" / "claims.csv").read_text().splitlines()
-    assert len(rows) == 2 and "ann,10,10_tensor_parallel.result.json,taken,7,claimed,claimed: GPU" in rows[1]
+    assert len(rows) == 2
+    assert rows[1].startswith('"ann","10","10_tensor_parallel.result.json","taken","7","claimed","claimed: GPU"')
     assert "nobody knows" in rows[1] and "copy-reduce" in rows[1]
     handed_in[1].write_text("{}")
     grade.main(handed_in[0].parents[1], tmp_path / "out", trust=True)
-    assert ",refused," in (tmp_path / "out" / "claims.csv").read_text()
+    assert '"refused"' in (tmp_path / "out" / "claims.csv").read_text()
 
 
 def test_claims_that_cannot_be_read_or_that_nobody_makes_any_more_are_left_out(handed_in, tmp_path, monkeypatch):

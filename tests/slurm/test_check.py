@@ -30,7 +30,7 @@ def test_a_notebook_is_checked_on_four_ranks_of_two_nodes_and_its_result_handed_
 
     def judged(**changes) -> scale.Claim:
         path.write_text(json.dumps(result | changes))
-        return scale.judge(path, "ann", "09", notebook, [])
+        return scale.judge(path, "ann", "09", notebook, [], accounts={"ann": {result["job"]["user"]}})
 
     claim = judged()
     assert claim.confirmed and f"job {job}: n[1-2]" in claim.why and not claim.refused
@@ -43,6 +43,8 @@ def test_a_notebook_is_checked_on_four_ranks_of_two_nodes_and_its_result_handed_
     assert "contradict its facts" in judged(exercises=found | {blank: found[blank] | {"passed": True}}).refused
     judged(exercises=found | {blank: found[blank] | {"passed": True, "facts": found[name]["facts"]}})
     monkeypatch.setattr(grade, "reference", lambda *_: ())       # known mistakes, for hints that a blank answer does not need
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "accounts.csv").write_text(f"ann,{result['job']['user']}\n")
     grade.main(tmp_path / "in", tmp_path / "out", trust=True)
     (row,) = csv.DictReader((tmp_path / "out" / "claims.csv").read_text().splitlines())
     assert row["taken"] == "taken" and row["speed"] == "claimed" and row["hardware"].startswith("confirmed: ")
