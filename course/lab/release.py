@@ -1,7 +1,10 @@
 """`course release`: what learners get."""
 
+import os
 import re
 import shutil
+import subprocess
+from fnmatch import fnmatch
 from pathlib import Path
 
 from course.errors import CourseError
@@ -19,6 +22,7 @@ ANSWERS = ("lab",)                                               # of tests: wha
 def main(out: Path, root: Path = lessons.ROOT) -> None:
     """Write the course without its solutions, with blank notebooks, to a new folder.
 
+    Of a clone it takes what git tracks, and the site's script; it names what it leaves out.
     Raises `CourseError` if the folder exists, if a notebook is stale or gives an answer away, or if something names a lesson that
     is not there.
     """
@@ -28,19 +32,57 @@ def main(out: Path, root: Path = lessons.ROOT) -> None:
         raise CourseError("\n".join(["not released:", *found]))
     notebooks = [f"notebooks/{master.stem}.ipynb" for master in lessons.masters([], root)]      # no copies that lie beside them
     with atomic(out) as temporary:
-        for name in (*TOP, *notebooks):
+        for name in chosen(root, notebooks):
             source, target = root / name, temporary / name
-            if source.is_dir():
-                left = shutil.ignore_patterns(*NOT, *{"tests": ANSWERS, "docs": MADE}.get(name, ()))
-                shutil.copytree(source, target, symlinks=True, ignore=left)     # submit/site as a file means something else
-            elif source.is_file():
+            if source.is_symlink() or source.is_file():              # git also lists what was deleted, and submodules
                 target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(source, target)
+                shutil.copy2(source, target, follow_symlinks=False)             # submit/site as a file means something else
         ignored = temporary / ".gitignore"
         if (temporary / "submit" / "site").exists() and ignored.is_file():      # it goes into whatever repository this becomes
             ignored.write_text(ignored.read_text(encoding="utf-8").replace("submit/site\n", ""))
     print(f"wrote {out}: {len(notebooks)} blank notebooks and the library. The library is public: it holds the answers to those "
           "exercises that are objects of it, and the known mistakes from which checks draw their hints")
+
+
+def chosen(root: Path, notebooks: list[str]) -> list[str]:
+    """The files to release, by their paths below the root; prints what is left out or may not be meant."""
+    places = (*TOP, *notebooks)
+    if not (root / ".git").exists():
+        print(f"{root} is no git clone, so that nothing says which files belong to the course: look through what is released")
+        found = [path for name in places for path in [root / name, *sorted((root / name).rglob("*"))]]
+        return [name for path in found if not path.is_dir() or path.is_symlink() if released(name := str(path.relative_to(root)))]
+    tracked = [name for name in git(root, "--cached", "--", *places) if released(name)]
+    site = root / "submit" / "site"                  # deliberately not in git; its script may be new
+    scripts = {path.relative_to(root).as_posix() for path in (site, site.resolve())
+               if site.exists() and path.is_relative_to(root / "submit")}
+    for option, why in (("--others", "left out, since git does not track them"),
+                        ("--modified", "released as they are here, which git has not yet")):
+        if names := [name for name in git(root, option, "--exclude-standard", "--", *places)
+                     if released(name) and name not in scripts]:
+            more = f" and {len(names) - 20} more" if len(names) > 20 else ""
+            print(f"warning: {why}: {', '.join(map(ascii, names[:20]))}{more}")
+    return sorted({*tracked, *scripts})
+
+
+def git(root: Path, *options: str) -> list[str]:
+    """The files that `git ls-files` names. Raises `CourseError` where git does not work."""
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}       # as in a hook
+    command = ["git", "-c", "safe.directory=*", "-c", "core.fsmonitor=false", "ls-files", "-z", *options]
+    try:
+        done = subprocess.run(command, cwd=root, env=plain, capture_output=True)
+    except OSError as error:
+        raise CourseError(f"not released: {root} is a git clone, and git cannot be run here: install git") from error
+    if done.returncode:
+        said = (done.stderr.decode(errors="replace").strip().splitlines() or ["it says nothing"])[-1]
+        raise CourseError(f"not released: git does not say which files of {root} it tracks ({said})")
+    return [os.fsdecode(name) for name in done.stdout.split(b"\0") if name]
+
+
+def released(name: str) -> bool:
+    """Whether a file that lies in a released place is for learners."""
+    parts = Path(name).parts
+    left = {"tests": ANSWERS, "docs": MADE}.get(parts[0], ())
+    return name in TOP or not any(fnmatch(part, pattern) for part in parts for pattern in (*NOT, *left))
 
 
 def dangling(root: Path) -> list[str]:

@@ -36,6 +36,52 @@ def test_a_notebook_that_somebody_worked_in_stays_here(tmp_path, monkeypatch):
     assert found == {"notebooks/00_x.ipynb", ".gitignore", "docs/lab/page.md"}
 
 
+@pytest.fixture
+def clone(tmp_path, monkeypatch):
+    """A small course in git, and beside it what an instructor's folder gathers."""
+    here = tmp_path / "here"
+    for name in ("notebooks/00_x.ipynb", "solutions/00_x.py", ".gitignore", "docs/page.md", "course/gone.py", "course/tool.py",
+                 "tests/lab/test_x.py", "submit/check.sh"):
+        (here / name).parent.mkdir(parents=True, exist_ok=True)
+        (here / name).write_text("")
+    (here / ".gitignore").write_text("submit/site\n*.log\n")
+    for words in (["init", "-q"], ["add", "."]):
+        subprocess.run(["git", *words], cwd=here, check=True)
+    for name in ("docs/solved.ipynb", "course/seed", "submit/mine.sh", "tests/seed", "docs/a.log", "course/M\u00fcller.py"):
+        (here / name).write_text("a secret")
+    (here / "course/gone.py").unlink()
+    (here / "course/tool.py").write_text("changed = 1")
+    monkeypatch.setattr(lessons, "verify", lambda *_: [])
+    return here
+
+
+def test_what_git_does_not_track_stays_here_and_is_named(clone, tmp_path, capsys):
+    release.main(tmp_path / "out", clone)
+    found = {str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    assert found == {"notebooks/00_x.ipynb", ".gitignore", "docs/page.md", "course/tool.py", "submit/check.sh"}
+    left, changed = capsys.readouterr().out.splitlines()[:2]
+    assert all(name in left for name in ("docs/solved.ipynb", "course/seed", "submit/mine.sh", "tests/seed", "ller.py"))
+    assert "course/tool.py" in changed and "check.sh" not in left + changed
+
+
+def test_a_new_script_of_the_site_is_released(clone, tmp_path):
+    (clone / "submit/sites").mkdir()
+    (clone / "submit/sites/ours.sh").write_text("# ours")
+    (clone / "submit/site").symlink_to("sites/ours.sh")
+    release.main(tmp_path / "out", clone)
+    assert (tmp_path / "out/submit/site").read_text() == "# ours" and (tmp_path / "out/submit/site").is_symlink()
+
+
+def test_where_git_does_not_work_nothing_is_released(clone, tmp_path, monkeypatch):
+    (clone / ".git/HEAD").write_text("")
+    with pytest.raises(CourseError, match="git does not say which files"):
+        release.main(tmp_path / "out", clone)
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(CourseError, match="install git"):
+        release.main(tmp_path / "out", clone)
+    assert not (tmp_path / "out").exists()
+
+
 def test_what_names_a_lesson_that_is_left_out_is_said(tmp_path, monkeypatch):
     for name, text in (("notebooks/00_x.ipynb", ""), ("solutions/00_x.py", "# as in\n# [lesson 17](17_y.ipynb)"),
                        ("README.md", "| [00](notebooks/00_x.ipynb) |\n| [17](notebooks/17_y.ipynb) |"),
