@@ -11,6 +11,8 @@ import hashlib
 import json
 import re
 import secrets
+import shutil
+import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -30,6 +32,7 @@ from course.lab.submissions import Submission, collect, judge, of_lesson
 from course.machine import cores
 
 DIGITS = 32                                          # hexadecimal ones that tell names apart: nobody can make two that share them
+RESERVE = 100_000_000                                # bytes; with fewer free, what failed may have failed for that reason
 FORMULA = re.compile(r"""(^|[,;\t|])([\s"']*)(?=[=+\-@＝＋－＠])""")   # where a spreadsheet begins a cell, and a formula in it
 Kept = tuple[dict[str, Any], tuple[Verdict, ...]]    # a result as it lies in results/, and its verdicts
 
@@ -147,7 +150,7 @@ def grade_all(submissions: Sequence[Submission], out: Path, jobs: int, seed: int
     exercises = [exercise for lesson in sorted({s.lesson for s in submissions}) for exercise in of_lesson(lesson)]
     with ThreadPoolExecutor(jobs or max(1, cores() // 2)) as pool:
         try:
-            list(pool.map(lambda job: reference(*job), [(e.name, seed, True, size) for e in exercises for size in e.sizes]))
+            list(pool.map(prepare, [(e.name, seed, True, size) for e in exercises for size in e.sizes]))
             tasks = [pool.submit(grade, submission, out, seed) for submission in submissions]
             for task in as_completed(tasks):
                 graded.append(task.result())
@@ -161,6 +164,12 @@ def grade_all(submissions: Sequence[Submission], out: Path, jobs: int, seed: int
             print(f"stopped: what is graded is kept in {out / 'results'}, and the same command goes on", flush=True)
             raise
     return graded
+
+
+def prepare(job: tuple[str, int, bool, int]) -> None:
+    """Run the right answer and the known mistakes; where that fails, grading meets it again and says for whom."""
+    with suppress(Exception):
+        reference(*job)
 
 
 def replaced(new: Graded, kept: Kept | None) -> str:
@@ -373,7 +382,11 @@ def safely(exercise: Exercise, submission: Submission, seed: int) -> Verdict:
                        hint="open the notebook in JupyterLab, run it, save it, and hand it in again")
     try:
         verdict = judge(exercise, notebook, seed, hidden=True)
-        return judge(exercise, notebook, seed, hidden=True) if verdict.late else verdict          # the machine may have been busy
+        if verdict.late:                             # the machine may have been busy
+            verdict = judge(exercise, notebook, seed, hidden=True)
+        if not verdict.passed and (left := shutil.disk_usage(tempfile.gettempdir()).free) < RESERVE:
+            raise OSError(f"the folder for temporary files has only {left // 1_000_000} MB left")
+        return verdict
     except Exception as error:                       # one submission must not end the class's run
         return unchecked(exercise, error, seed)
 

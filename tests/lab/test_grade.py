@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import time
 from pathlib import Path
 from unittest import mock
@@ -240,21 +241,26 @@ def passing(monkeypatch) -> None:
     monkeypatch.setattr(grade, "judge", lambda exercise, *_, **how: grade.Verdict(exercise.name, (grade.Fact(True, "it holds"),)))
 
 
-def nested(folder: Path, name: str, depth: int) -> None:
-    """So many folders in one another, and a notebook in the last: a path too long to be opened by its name."""
-    folder.mkdir(parents=True)
-    here = os.getcwd()
-    try:
-        os.chdir(folder)
-        for _ in range(depth):
-            os.mkdir(name)
-            os.chdir(name)
-        Path("00_start_here.ipynb").write_text("{}")
-    finally:
-        os.chdir(here)
+@pytest.fixture
+def nested(tmp_path):
+    """A function that makes folders in one another, and a notebook in the last: no path is long enough to open it."""
+    def make(folder: Path, name: str, depth: int) -> None:
+        folder.mkdir(parents=True)
+        here = os.getcwd()
+        try:
+            os.chdir(folder)
+            for _ in range(depth):
+                os.mkdir(name)
+                os.chdir(name)
+            Path("00_start_here.ipynb").write_text("{}")
+        finally:
+            os.chdir(here)
+
+    yield make
+    subprocess.run(["rm", "-rf", tmp_path / "in"], check=True)                      # pytest recurses, and cannot
 
 
-def test_a_hostile_folder_is_named_and_the_rest_is_graded(tmp_path, monkeypatch, capsys):
+def test_a_hostile_folder_is_named_and_the_rest_is_graded(tmp_path, nested, monkeypatch, capsys):
     passing(monkeypatch)
     here, blank = tmp_path / "in", classroom.nbformat.writes(classroom.notebook("00"))
     classroom.hand_in(here / "ann/00_start_here.ipynb", classroom.notebook("00"))
@@ -306,6 +312,30 @@ def test_a_notebook_that_may_not_be_read_is_no_mark_and_tried_again(tmp_path, mo
     assert "roofline: could not be checked" in page and "Permission denied" in page
     grade.main(here, out)
     assert marks(out)["bob"]["points"] == "2" and "1 to grade" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("what", ["users", "folder"])
+def test_a_failure_of_the_machine_is_no_mark(tmp_path, monkeypatch, what):
+    """All users of the sandbox taken by somebody on this machine; no room for temporary files, which others' answers may hold."""
+    monkeypatch.setattr(sandbox, "layers", lambda: sandbox.Layers(True, False))
+    classroom.hand_in(tmp_path / "in/ann/00_start_here.ipynb", classroom.solved("00"))
+    with monkeypatch.context() as failing:
+        if what == "users":
+            def busy(*_, **how):
+                raise CourseError("all of the users 60800 to 60863 are busy on this machine")
+
+            failing.setattr(sandbox, "run", busy)
+        else:
+            failing.setattr(grade, "reference", lambda *_: ())
+            failing.setattr(grade, "judge", lambda exercise, *_, **how: grade.Verdict(exercise.name, (grade.Fact(False, "no"),)))
+            failing.setattr("shutil.disk_usage", lambda path: mock.Mock(free=5_000_000))
+        grade.main(tmp_path / "in", tmp_path / "out")
+    assert marks(tmp_path / "out")["ann"]["00 roofline (1)"] == "could not be checked"
+    page = (tmp_path / "out/feedback" / f"{grade.slug('ann')}.html").read_text()
+    assert ("users 60800" if what == "users" else "only 5 MB left") in page
+    passing(monkeypatch)
+    grade.main(tmp_path / "in", tmp_path / "out")
+    assert marks(tmp_path / "out")["ann"]["points"] == "2"
 
 
 @pytest.mark.parametrize("broken", ["judge", "feedback", "take_in_one"])
