@@ -5,7 +5,8 @@
 #     GPUS=2 bash submit/check.sh notebooks/10_tensor_parallel_mine.ipynb          without Slurm: two ranks of this machine
 #
 # Exercises with ranks run on all tasks of the job, two or four, each in a step of its own with three minutes; the others as
-# `course check` runs them. Save the notebook first: the result is of the file as it is now.
+# `course check` runs them. Save the notebook first: the result is of the file as it is now. On ranks nothing isolates an answer:
+# a notebook outside your course's notebooks folder is refused, unless --trust follows its name.
 #SBATCH --job-name=check
 #SBATCH --output=slurm-%x-%j.log
 #SBATCH --open-mode=append
@@ -27,17 +28,18 @@ done
 source "$folder/common.sh"
 
 notebook=$1
+shift                                                                        # what is left is for `course check`
 [ -f "$notebook" ] || fail "there is no $notebook: give the path of your notebook"
 found=$(mktemp -d "$(dirname "$notebook")/.check-XXXXXX")                    # where all nodes see it
 trap 'rm -rf "$found"' EXIT
 course=(${before[@]+"${before[@]}"} "$python" -m course.cli)
 [ -z "${SLURM_JOB_ID:-}" ] || srun_options+=(--time=3)                       # minutes of a step: an answer may never end
-names=$("${course[@]}" check "$notebook" --list-ranks)
+names=$("${course[@]}" check "$notebook" "$@" --list-ranks)
 for name in $names; do
     status=0
-    course_on_ranks check "$notebook" --exercise "$name" --on-ranks "$found" || status=$?
+    course_on_ranks check "$notebook" "$@" --exercise "$name" --on-ranks "$found" || status=$?
     [ "$status" = 0 ] || echo "$name: its step failed; what it said is above"
     [ "$status" != 138 ] || fail "the time limit came before all was checked: sbatch --time=01:00:00"       # 128 + USR1
     trap - USR1                                      # of this step; the next one has its own
 done
-"${course[@]}" check "$notebook" --result "$found"
+"${course[@]}" check "$notebook" "$@" --result "$found"

@@ -94,10 +94,10 @@ def test_an_unknown_exercise_is_answered_with_those_of_the_lesson(monkeypatch, c
 
     for name in ("00_start_here.ipynb", "mine.ipynb"):
         (tmp_path / name).write_text('{"cells": [], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}')
-    status, text = call(monkeypatch, capsys, "check", tmp_path / "00_start_here.ipynb", "--exercise", "rooflin")
+    status, text = call(monkeypatch, capsys, "check", tmp_path / "00_start_here.ipynb", "--exercise", "rooflin", "--trust")
     assert status == 1 and "there is no exercise 'rooflin' (did you mean 'roofline'?); lesson 00 has " in text
     assert text.strip().endswith("lesson 00 has " + ", ".join(exercise.name for exercise in of_lesson("00")))
-    status, text = call(monkeypatch, capsys, "check", tmp_path / "mine.ipynb", "--exercise", "rooflin")
+    status, text = call(monkeypatch, capsys, "check", tmp_path / "mine.ipynb", "--exercise", "rooflin", "--trust")
     assert status == 1 and "; there are " in text and len(text) > 300
 
 

@@ -25,7 +25,7 @@ from xml.etree import ElementTree
 
 from course.errors import CourseError
 from course.files import atomic, sha256
-from course.lab import cells, present, sandbox, scale
+from course.lab import cells, present, sandbox, scale, shut
 from course.lab.check import Fact, Verdict, reference
 from course.lab.exercise import Exercise, all_exercises, find
 from course.lab.submissions import Submission, collect, judge, of_lesson
@@ -77,7 +77,8 @@ def main(folder: Path, out: Path, only: Sequence[str] = (), jobs: int = 0, seed:
     print("\n  ".join([f"{len(submissions)} notebooks of {len(learners)} learners, lessons {', '.join(lessons)}: "
                        f"{len(new)} to grade, {len(known)} graded already", *map(present.printable, notes)]), flush=True)
     if new:
-        print(protection(trust), flush=True)
+        print("\n".join([protection(trust), *shut.to_others([folder, shut.SOLUTIONS])]), flush=True)
+    shut.private(out)
     others = earlier(out, submissions)
     apart({one.submission.learner for one in others} | {s.learner for s in submissions})
     graded = known + (grade_all(new, out, jobs, seed) if new else []) + others

@@ -21,7 +21,7 @@ from typing import Any
 
 from course.errors import CourseError
 from course.files import atomic
-from course.lab import blank, cells, given
+from course.lab import blank, cells, given, own
 from course.lab import exercise as exercises
 from course.lab.exercise import Exercise
 from course.lab.notebook import BUILDING, RESULTS
@@ -109,6 +109,7 @@ def copy(folder: Path, home: Path | None = None) -> None:
     for name in sorted({*names} - {*there}):
         with atomic(folder / name) as temporary:
             shutil.copy(home / name, temporary)
+    own.remember(folder)
     print(f"{folder}/notebooks has the lessons; begin with: jupyter lab {shlex.quote(str(folder / first))}\n"
           f"{folder}/submit has scripts for clusters; say before sbatch: export COURSE_PYTHON={shlex.quote(sys.executable)}")
 

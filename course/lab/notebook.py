@@ -16,7 +16,7 @@ import torch
 from matplotlib.figure import Figure
 
 from course.errors import CourseError
-from course.lab import blank, cells, present, widgets
+from course.lab import blank, cells, own, present, widgets
 from course.lab import check as checks
 from course.lab import exercise as exercises
 from course.machine import cores
@@ -45,6 +45,7 @@ def begin(lesson: str) -> None:
                  if (folder / "notebooks").is_dir() and ((folder / "course").is_dir() or (folder / "submit").is_dir())), None)
     if home:
         os.chdir(home)
+        own.remember(home)
     device = f"{torch.cuda.get_device_name()} GPU" if torch.cuda.is_available() else "no GPU: everything here runs on the CPU"
     print(f"Lesson {lesson}, PyTorch {torch.__version__}, {cores()} CPU cores, {device}")
     if not home:

@@ -119,8 +119,8 @@ def test_hints_work_without_solutions(out, tmp_path):
     wrong = tmp_path / "00_start_here.py"
     wrong.write_text('# %%\ndef roofline_seconds(flops, moved, peak_flops, peak_bytes):\n'
                      "    return flops / peak_flops + moved / peak_bytes\n")
-    done = subprocess.run([sys.executable, "-m", "course.cli", "check", str(wrong), "--exercise", "roofline"], cwd=out, text=True,
-                          capture_output=True, env={**os.environ, "PYTHONPATH": str(out)})
+    done = subprocess.run([sys.executable, "-m", "course.cli", "check", str(wrong), "--exercise", "roofline", "--trust"], cwd=out,
+                          text=True, capture_output=True, env={**os.environ, "PYTHONPATH": str(out)})
     assert done.returncode == 1 and "the longer of the two times counts" in done.stdout, done.stdout + done.stderr
 
 

@@ -15,7 +15,7 @@ def test_a_notebook_is_checked_on_four_ranks_of_two_nodes_and_its_result_handed_
     content = classroom.notebook("09", **{name.replace("-", "_"): classroom.answer(name)})
     content.cells.append(classroom.nbformat.v4.new_code_cell('measured = {"tokens_per_s": 1234.5, "net": [1]}'))
     notebook = classroom.hand_in(ann / "09_mesh.ipynb", content)
-    job = submit("--nodes=2", "--ntasks-per-node=2", "submit/check.sh", notebook)
+    job = submit("--nodes=2", "--ntasks-per-node=2", "submit/check.sh", notebook, "--trust")
     assert cluster.wait(job, seconds=280) == "COMPLETED", cluster.log(job)
     path = ann / "09_mesh.result.json"
     result = json.loads(path.read_text())
