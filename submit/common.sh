@@ -159,7 +159,9 @@ stopped=
 course_on_ranks() {
     if [ -z "${SLURM_JOB_ID:-}" ]; then
         local many=()
-        [ "$tasks" = 1 ] || many=(-m torch.distributed.run --standalone --nproc-per-node "$tasks")
+        # torchrun unpickles what is in its store: at a file of its own no other user writes to it
+        [ "$tasks" = 1 ] || many=(-m torch.distributed.run --rdzv-backend=c10d --rdzv-conf=store_type=file
+                                  --local-addr=127.0.0.1 --nproc-per-node "$tasks")
         ${before[@]+"${before[@]}"} ${tool[@]+"${tool[@]}"} "$python" ${many[@]+"${many[@]}"} -m course.cli "$@"
         return
     fi

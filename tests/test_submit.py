@@ -47,7 +47,8 @@ def test_a_second_look_with_nsys_is_a_run_of_its_own(tmp_path):
 
 def test_without_nsys_pytorch_looks_on_all_gpus(tmp_path):
     (call,), told = profiled(tmp_path, "vit-opt", "parallel.tp=2", programs=["python"], GPUS="2")
-    assert call.split() == ["[python]", "[-m]", "[torch.distributed.run]", "[--standalone]", "[--nproc-per-node]", "[2]", "[-m]",
+    assert call.split() == ["[python]", "[-m]", "[torch.distributed.run]", "[--rdzv-backend=c10d]",
+                            "[--rdzv-conf=store_type=file]", "[--local-addr=127.0.0.1]", "[--nproc-per-node]", "[2]", "[-m]",
                             "[course.cli]", "[profile]", "[vit-opt]", "[parallel.tp=2]"]
     assert "nsys is not installed" in told
 

@@ -10,7 +10,9 @@ import os
 import platform
 import re
 import socket
+import stat
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -23,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.rendezvous import rendezvous
 
 from course.errors import CourseError
 from course.machine import end_with_parent
@@ -98,6 +101,8 @@ def groups(grid: Tensor, dim: int) -> Tensor:
     return grid.movedim(dim, -1).reshape(-1, grid.shape[dim])
 
 
+MEETING = "course-ranks-"                            # so begin names of the folders where ranks of one node meet
+_kept: list[dist.Store] = []                         # a launcher's stores: rank 0 may keep one for the others
 FAILED = "course/failed"                             # the key under which a process that fails tells the others
 
 
@@ -128,7 +133,8 @@ def join(device: str = "auto") -> World:
         # PyTorch notes the newest collectives, of gloo and of NCCL: what a stalled run tells of (course/watchdog.py)
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
         with telling(rank, size, launcher()):
-            dist.init_process_group(backend, rank=rank, world_size=size, device_id=chosen if chosen.type == "cuda" else None)
+            dist.init_process_group(backend, rank=rank, world_size=size, store=together(rank, size) if on_one_node() else None,
+                                    device_id=chosen if chosen.type == "cuda" else None)
     return World(rank, size, chosen)
 
 
@@ -139,6 +145,51 @@ def wait_at_most(seconds: float) -> None:
     """
     for group in list(distributed_c10d._world.pg_map):
         distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+def on_one_node() -> bool:
+    """Whether all ranks of a launcher are on this node; no if it does not say."""
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        return os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
+    return os.environ.get("SLURM_STEP_NUM_NODES") == "1"
+
+
+def together(rank: int, size: int) -> dist.Store:
+    """Where the ranks of one node meet: at a file that no other user can read or write, and on the loopback network.
+
+    The launcher's store listens on all addresses and asks nobody who they are. So only the file's name comes through it, and is
+    believed if it is that of a folder of this user's which is closed to others. Raises `CourseError` if it is not.
+    """
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    key = f"course/file/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"           # torchrun's store outlives the ranks
+    open_to_all, *_ = next(rendezvous("env://", rank, size))
+    if rank == 0:
+        folder = Path(tempfile.mkdtemp(prefix=MEETING))                 # closed to others
+        open_to_all.set(key, str(folder))
+    else:
+        folder = Path(open_to_all.get(key).decode(errors="replace"))
+        if not ours(folder):
+            raise CourseError(f"rank 0 says that the ranks of this node meet in {folder}, which is not a folder of yours that is "
+                              "closed to others: if each rank has a temporary folder of its own, set TMPDIR to one that all of "
+                              "them see; else somebody else is writing to the place where the ranks meet")
+    atexit.register(rmdir, folder)                   # the last rank that leaves has removed the file
+    _kept.append(open_to_all)
+    return dist.FileStore(str(folder / "ranks"), size)
+
+
+def rmdir(folder: Path) -> None:
+    """Remove a folder if it is empty."""
+    with suppress(OSError):
+        folder.rmdir()
+
+
+def ours(folder: Path) -> bool:
+    """Whether a folder, and no link to one, was made by `together` in the temporary folder for this user alone."""
+    with suppress(OSError, ValueError):
+        found = folder.lstat()
+        return (folder.name.startswith(MEETING) and folder.parent == Path(tempfile.gettempdir()) and ".." not in folder.parts
+                and stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077)
+    return False
 
 
 def launched() -> bool:

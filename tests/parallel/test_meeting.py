@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 
 import psutil
@@ -132,3 +133,69 @@ def test_ranks_end_with_a_torchrun_that_is_killed(tmp_path, size, stop):
 
 def alive(pid: int) -> bool:
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+MEETS = """
+import os, psutil, torch
+from torch.distributed import all_gather_object, barrier
+from course.parallel import mesh
+world = mesh.join("cpu")
+got = [None] * world.size
+all_gather_object(got, world.rank)
+heard = sorted({c.laddr.ip for c in psutil.Process().net_connections("tcp") if c.status == "LISTEN"})
+print("found", got, heard, mesh.abandoned(), flush=True)
+barrier()
+mesh.leave()
+"""
+
+
+def test_ranks_of_one_node_meet_at_a_file_and_on_loopback(tmp_path):
+    program, folder = tmp_path / "rank.py", tmp_path / "tmp"
+    program.write_text(MEETS)
+    folder.mkdir()
+    command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-conf=store_type=file",
+               "--local-addr=127.0.0.1", "--nproc-per-node=2", program]                # as submit/common.sh has it
+    done = subprocess.run(command, text=True, capture_output=True, timeout=200,
+                          env=os.environ | {"TMPDIR": str(folder), "PYTHONPATH": os.getcwd()})
+    assert done.stdout.count("found [0, 1] ['127.0.0.1'] False") == 2, done.stdout + done.stderr
+    assert not list(folder.glob("course-ranks-*"))
+
+
+def test_a_rank_believes_only_in_a_closed_folder_of_its_own_user(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    good = tmp_path / "course-ranks-abc"
+    good.mkdir(mode=0o700)
+    assert mesh.ours(good)
+    (tmp_path / "course-ranks-link").symlink_to(good)
+    (tmp_path / "course-ranks-file").touch(mode=0o600)
+    (tmp_path / "home").mkdir(mode=0o700)
+    (tmp_path / "course-ranks-open").mkdir(mode=0o700)
+    (tmp_path / "course-ranks-open").chmod(0o770)
+    (tmp_path / "home/course-ranks-abc").mkdir(mode=0o700)
+    for name in ("course-ranks-link", "course-ranks-file", "home", "course-ranks-open", "home/course-ranks-abc", "absent",
+                 "course-ranks-abc/.."):
+        assert not mesh.ours(tmp_path / name), name
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    assert not mesh.ours(good)
+
+
+def test_a_place_that_somebody_else_has_planted_is_refused(tmp_path, monkeypatch):
+    store = dist.HashStore()
+    store.set("course/file/0", str(tmp_path))
+    monkeypatch.setattr(mesh, "rendezvous", lambda *_: iter([(store, 1, 2)]))
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    with pytest.raises(CourseError, match=r"closed to others.*somebody else"):
+        mesh.together(1, 2)
+
+
+@pytest.mark.parametrize(("variables", "one"), [
+    ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, True),
+    ({"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, False),
+    ({"RANK": "0", "WORLD_SIZE": "2"}, False), ({"SLURM_STEP_NUM_NODES": "1"}, True), ({"SLURM_STEP_NUM_NODES": "2"}, False)])
+def test_one_node_is_what_the_launcher_says(monkeypatch, variables, one):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_STEP_NUM_NODES"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert mesh.on_one_node() == one
