@@ -4,7 +4,6 @@ The process receives inputs and returns tensors. What they should be, and the ve
 """
 
 import atexit
-import builtins
 import json
 import re
 import shutil
@@ -45,6 +44,7 @@ DISCREET = {                                         # what stopped an answer, w
     "late": "it took too long",
     "ended": "it ended before it returned anything",
 }
+STOPPED = "it stopped with an error, which is left out: it could show hidden inputs"
 RANK_SECONDS = 30.0                                  # that ranks wait for one another; the whole has twice that
 
 
@@ -278,14 +278,16 @@ def against(exercise: Exercise, key: str, expected: Tensor, got: Tensor | None) 
 def described(exercise: Exercise, key: str, expected: Tensor, got: Tensor | None, inputs: Tensors, hidden: bool) -> str:
     """As `differ`, in words that help: a flag as a sentence, few numbers as what came and what is right.
 
-    Of hidden inputs no number is shown: whoever hands in again is graded on the same.
+    Of hidden inputs no number is shown, nor any that the answer has chosen: whoever hands in again is graded on the same.
     """
     difference = against(exercise, key, expected, got)
-    if not difference or got is None or got.dtype != expected.dtype or difference == exercise.untried.get(key):
+    if not difference or got is None or difference == exercise.untried.get(key):
         return difference
-    if key in exercise.flags:
+    if key in exercise.flags and got.dtype == expected.dtype:
         return exercise.flags[key]
     if hidden:
+        return unlike(expected, got)
+    if got.dtype != expected.dtype:
         return difference
     if exercise.cases and got.shape == expected.shape:
         wrong = wrong_cases(expected, got, exercise.tolerance)
@@ -296,6 +298,13 @@ def described(exercise: Exercise, key: str, expected: Tensor, got: Tensor | None
     if max(expected.numel(), got.numel()) <= FEW and expected.ndim <= 1:
         return "it is {}; it should be {}".format(*told_apart(got, expected, exercise.read_as))
     return difference
+
+
+def unlike(expected: Tensor, got: Tensor) -> str:
+    """In what two tensors differ, without how."""
+    if got.shape != expected.shape:
+        return "its shape is not what it should be"
+    return "its type is not what it should be" if got.dtype != expected.dtype else "its numbers are not what they should be"
 
 
 def wrong_cases(expected: Tensor, got: Tensor, tolerance: float) -> list[int]:
@@ -334,44 +343,39 @@ def execute(exercise: Exercise, answers: Sequence[tuple[Sequence[Piece], Tensors
         package = blanked(exercise.objects)
         ended = sandbox.run([sys.executable, "-m", "course.lab.child", str(folder)], folder, [package],
                             {"PYTHONPATH": str(package)}, limits, layers, [f"began-{rank}" for rank in range(size)])
-        runs = [collect(folder, number, pieces, size, ended) for number, (pieces, _) in enumerate(answers)]
+        runs = [collect(folder, number, size, ended) for number in range(len(answers))]
         return [replace(run, error=run.error.replace(f"{package}/", "")) for run in runs], ended
 
 
-def collect(folder: Path, number: int, answer: Sequence[Piece], size: int, ended: sandbox.Outcome) -> Run:
+def collect(folder: Path, number: int, size: int, ended: sandbox.Outcome) -> Run:
     """Read what an answer left behind, trusting none of it."""
     if not ended.ok and ended.ended:
-        return Run(kind="late" if ended.late else "ended", error=ended.ended, discreet=ended.ended)
+        chosen = ended.ended.startswith(("it ended by itself", "it crashed"))          # with a status or a signal of its choice
+        return Run(kind="late" if ended.late else "ended", error=ended.ended,
+                   discreet=DISCREET["ended"] if chosen else ended.ended)
     outputs = []
     for rank in range(size):
         try:
             outputs.append(load_tensors(read(folder, f"out-{number}-{rank}.safetensors", MOST)))
         except Exception:                            # absent, or not what it should be
-            return complaint(folder, number, answer)
+            return complaint(folder, number)
     return Run(outputs=tuple(outputs))
 
 
-def complaint(folder: Path, number: int, answer: Sequence[Piece]) -> Run:
+def complaint(folder: Path, number: int) -> Run:
     """What an answer that returned nothing says of itself."""
     try:
         told = json.loads(read(folder, f"error-{number}.json", 100_000))
         kind, text = str(told["kind"]), str(told["text"]) or str(told["kind"])
-        return Run(kind=kind, error=text, cure=str(told["cure"]), discreet=discreetly(kind, text, answer))
+        return Run(kind=kind, error=text, cure=str(told["cure"]), discreet=discreetly(kind, text))
     except Exception:
         ended = "it ended before it returned anything (does it call sys.exit or os._exit?)"
         return Run(kind="ended", error=ended, discreet=ended)
 
 
-def discreetly(kind: str, text: str, answer: Sequence[Piece]) -> str:
-    """What stopped an answer on hidden inputs, which its message may hold: the kind, and those of its lines that are named."""
-    if unwritten(kind, text):
-        return UNWRITTEN
-    known = isinstance(getattr(builtins, kind, None), type)
-    sentence = DISCREET.get(kind, f"it stopped: {kind if known else 'an exception'}, whose message is left out: "
-                                  "it could show hidden inputs")
-    own = {f"line {first + i} of {cell}: {line.strip()}" for cell, first, source in map(astuple, answer)
-           for i, line in enumerate(source.splitlines())}
-    return "\n".join([sentence, *dict.fromkeys(line for line in text.splitlines() if line in own)])
+def discreetly(kind: str, text: str) -> str:
+    """What stopped an answer on hidden inputs, in words of ours: its error, its kind and its lines could tell of the inputs."""
+    return UNWRITTEN if unwritten(kind, text) else DISCREET.get(kind, STOPPED)
 
 
 @contextmanager

@@ -151,7 +151,7 @@ def grade_all(submissions: Sequence[Submission], out: Path, jobs: int, seed: int
     exercises = [exercise for lesson in sorted({s.lesson for s in submissions}) for exercise in of_lesson(lesson)]
     with ThreadPoolExecutor(jobs or max(1, cores() // 2)) as pool:
         try:
-            list(pool.map(prepare, [(e.name, seed, True, size) for e in exercises for size in e.sizes]))
+            list(pool.map(prepare, [(e.name, seed_of(e, seed), True, size) for e in exercises for size in e.sizes]))
             tasks = [pool.submit(grade, submission, out, seed) for submission in submissions]
             for task in as_completed(tasks):
                 graded.append(task.result())
@@ -296,7 +296,12 @@ def settle_seed(out: Path, seed: int | None) -> int:
     path = out / "seed"
     if seed is None and path.is_file() and path.read_text(encoding="utf-8").strip().isdigit():
         return int(path.read_text(encoding="utf-8"))
-    return secrets.randbits(31) if seed is None else seed
+    return secrets.randbits(128) if seed is None else seed
+
+
+def seed_of(exercise: Exercise, seed: int) -> int:
+    """An exercise's own seed, from which neither another's nor `seed` can be found: 31 bits, as PyTorch's generators take."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {exercise.name}".encode()).digest()[:4]) >> 1
 
 
 def keep_seed(out: Path, seed: int) -> None:
@@ -311,14 +316,14 @@ def grade(submission: Submission, out: Path, seed: int) -> Graded:
     exercises = of_lesson(submission.lesson)
     try:
         about = {**key(submission, seed), "date": dated(submission)}             # of the file as it is before it is read
-        graded = Graded(submission, tuple(safely(exercise, submission, seed) for exercise in exercises))
+        graded = Graded(submission, tuple(safely(exercise, submission, seed_of(exercise, seed)) for exercise in exercises))
         if not graded.unchecked:
             with atomic(kept_at(submission, out)) as temporary:
                 record = about | {"verdicts": [asdict(verdict) for verdict in graded.verdicts]}
                 temporary.write_text(json.dumps(record, indent=1), encoding="utf-8")
         return graded
     except Exception as error:                       # such as a full disk: it is no learner's fault
-        return Graded(submission, tuple(unchecked(exercise, error, seed) for exercise in exercises))
+        return Graded(submission, tuple(unchecked(exercise, error, seed_of(exercise, seed)) for exercise in exercises))
 
 
 def unchecked(exercise: Exercise, error: BaseException, seed: int) -> Verdict:

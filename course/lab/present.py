@@ -29,9 +29,9 @@ def headline(verdict: Verdict) -> str:
 
 
 def footer(verdict: Verdict, graded: bool = False) -> str:
-    """How it was checked, in one line."""
+    """How it was checked, in one line; without the seconds if graded, since an answer can wait as long as it likes."""
     how = f"; your code ran {verdict.isolation}" if verdict.isolation else ""
-    return f"{verdict.seconds:.1f} s, {'hidden inputs' if graded else f'inputs of seed {verdict.seed}'}{how}"
+    return f"{'hidden inputs' if graded else f'{verdict.seconds:.1f} s, inputs of seed {verdict.seed}'}{how}"
 
 
 def printed(verdict: Verdict, graded: bool = False) -> str:

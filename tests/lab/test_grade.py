@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from course.cli import app
 from course.errors import CourseError
 from course.lab import check, grade, present, sandbox, submissions
-from course.lab.exercise import find
+from course.lab.exercise import all_exercises, find
 from course.lab.submissions import Submission, collect, owner
 from tests.lab import classroom
 
@@ -448,6 +448,16 @@ def test_pages_do_not_give_hidden_inputs_away(tmp_path):
         text = (tmp_path / name).read_text()
         assert "12345" not in text and "987654" not in text and "output of graded runs is not shown" in text
     assert all("12345" in said and "987654" in said for said in (present.text(verdict), present.html(verdict)))
+
+
+def test_every_exercise_has_a_seed_of_its_own_out_of_128_bits(tmp_path):
+    seeds = [grade.settle_seed(tmp_path, None) for _ in range(4)]
+    assert all(seed.bit_length() > 100 for seed in seeds) and len({*seeds}) == 4
+    own = [grade.seed_of(exercise, seed) for exercise in all_exercises().values() for seed in (*seeds, 1)]
+    assert len({*own}) > 0.99 * len(own) and all(0 <= one < 2**31 for one in own)
+    assert own == [grade.seed_of(exercise, seed) for exercise in all_exercises().values() for seed in (*seeds, 1)]
+    grade.keep_seed(tmp_path, seeds[0])
+    assert grade.settle_seed(tmp_path, None) == seeds[0] and grade.settle_seed(tmp_path, 7) == 7
 
 
 @pytest.mark.slow
