@@ -135,8 +135,8 @@ lab.beside(f"copy of {megabytes} MB", my_bytes_per_second / 1e9, peak_bytes / 1e
 print(f"\nIn the time in which one byte moves, this machine does {peak_flops / peak_bytes:.1f} floating-point operations.")
 
 # %% [markdown]
-# **What you should see:** a good part of what the memory's data sheet says, seldom all of it: one core alone cannot keep
-# all of the memory busy, and reading and writing get in each other's way.
+# **What you should see:** a good part of what the memory's data sheet says, and not all of it. The data sheet's number is the
+# clock times the width of the bus, as if each cycle moved data. From here on, this ceiling too is what you *measured*.
 #
 # Remember that last number: it is the **balance** of your machine. Work that does fewer operations than this for each
 # byte it moves leaves the arithmetic units waiting. On the best GPUs the balance is above 100, which is why so
@@ -250,8 +250,9 @@ lab.picture(figures.roofline({"this machine": (peak_flops, peak_bytes)}, points,
 #
 # <details><summary>Answer</summary>
 # For somebody to start them: calling an operation costs a few microseconds whatever its size. You will meet this
-# <i>launch overhead</i> again in lesson 06, where CUDA graphs remove it. And for one another: cores that share a small
-# multiplication have hardly begun when they have to wait for the last of them.
+# <i>launch overhead</i> again in lesson 06, where CUDA graphs remove it. And for one another: all cores that share a
+# multiplication wait for the last of them. Call <code>torch.set_num_threads(1)</code> and run the cell again: a single core
+# waits for nobody. Which rows change?<br>
 # Above the slope: the same small matrices are multiplied again and again while we measure, so they stay in the caches,
 # which are faster than the memory that the copy measured.
 # </details>

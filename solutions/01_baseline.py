@@ -416,8 +416,8 @@ check("accumulate")
 #
 # <details><summary>Answer</summary>
 # The mean of four samples and the mean of one would count the same, so the lonely sample would have four times the
-# weight of each of the others. Sums, divided once by <i>W</i> = 5, give every sample the same. This mistake is common,
-# and hard to see: training works, only a little worse than it should.
+# weight of each of the others. Sums, divided once by <i>W</i> = 5, give every sample the same. The mistake
+# is hard to see: training works, only a little worse than it should.
 # </details>
 
 # %% [markdown]

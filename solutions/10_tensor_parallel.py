@@ -117,12 +117,10 @@ print(models.layers.TENSOR_PLAN)
 # `autograd.Function` for each: `forward` gets the tensor and the axis, and stores in `ctx` what `backward` needs;
 # `backward` gets the gradient and returns one for each argument of `forward`, `None` for the axis.
 #
-# You get `all_reduce(x, axis)`, the sum over the axis in new memory. Two rules hold for every mapping of the library:
-#
-# - **the forward pass never writes into its input, the backward pass never into its gradient.** Both may be in use
-#   elsewhere: the residual connection has the same tensor. `dist.all_reduce` writes in place, which is why the library's
-#   helper clones first;
-# - `copy` returns a tensor that autograd can tell from its input: `x.view_as(x)`, which copies nothing.
+# You get `all_reduce(x, axis)`, the sum over the axis in new memory. One rule holds for every mapping of the library: **the
+# forward pass never writes into its input, the backward pass never into its gradient.** Both may be in use elsewhere: the
+# residual connection has the same tensor. `dist.all_reduce` writes in place, which is why the library's helper clones first.
+# `copy` may return its input as it is. Autograd then makes a view of it, which has a gradient of its own.
 
 # %% exercise="copy-reduce"
 from course.parallel.mappings import Copy, Reduce  # noqa: F401
@@ -132,7 +130,8 @@ check("copy-reduce")
 
 # %% [markdown]
 # The check has trained the library's vision transformer on 2 and on 4 ranks with your classes, and compared losses and
-# weights.
+# weights. It has counted the bytes that each pass sends, too. The right sum is not enough: whoever gathers all tensors and adds
+# them up gets it as well, for twice the bytes on 4 ranks.
 #
 # ## Does it train as one process does?
 #
@@ -218,11 +217,10 @@ check("qkv-rows")
 print("rank 0:", qkv_rows(4, 2, 2, 0).tolist(), "- you said", my_rows)
 
 # %% [markdown]
-# Three blocks, not one. A plain `chunk` gives rank 0 all queries and half of the keys. Nothing in the shapes would tell
-# you, if the code behind it splits what it gets into three. This is one of the most frequent mistakes in converting
-# checkpoints. In the library every parameter carries its *logical* shape: for qkv `(3, heads, head_dim, dim)`, in
-# `placement(weight).global_shape`. So "cut dim 1 of it" is all there is to say, and checkpoints, clipping and `verify` read
-# the same.
+# Three blocks, not one. A plain `chunk` gives rank 0 all queries and half of the keys. Nothing in the shapes would tell you,
+# if the code behind it splits what it gets into three. Lesson 16 meets the same in checkpoints. In the library every
+# parameter carries its *logical* shape: for qkv `(3, heads, head_dim, dim)`, in `placement(weight).global_shape`. So "cut dim
+# 1 of it" is all there is to say, and checkpoints, clipping and `verify` read the same.
 #
 # > **Question.** Why may a rank not have half of every head instead?
 #
@@ -255,8 +253,8 @@ print("rank 0:", qkv_rows(4, 2, 2, 0).tolist(), "- you said", my_rows)
 # > **Question, before you write.** Where does the row linear's bias go: before the sum, or after it?
 #
 # <details><summary>Answer</summary>
-# After it. Before it, each rank would add the bias to its part, and the sum would have it <code>tp</code> times. It is a
-# favourite mistake: biases start at zero, so the first loss is right. In bf16 the parts and their sum are in 16 bits and the
+# After it. Before it, each rank would add the bias to its part, and the sum would have it <code>tp</code> times. At
+# first nothing shows it: biases start at zero, so the first loss is right. In bf16 the parts and their sum are in 16 bits and the
 # bias is kept in 32: bring it to the format of the sum, or all that follows is in 32 as well.
 # </details>
 
@@ -303,7 +301,7 @@ lab.beside("kilobytes of each", my_kilobytes, calls[0].bytes / 1000, "kB", "coun
 # %% [markdown]
 # ## What is kept for the backward pass
 #
-# In training, activations take more memory than weights. `counting.saved` counts the bytes that a forward pass keeps: it
+# Weights are not all that takes memory in training. `counting.saved` counts the bytes that a forward pass keeps: it
 # hooks into autograd wherever a tensor is saved.
 
 # %%
@@ -522,9 +520,8 @@ lab.recorded("sp_2xh100", table, why="Whole steps with sequence parallelism on t
 
 # %% [markdown]
 # **What you should see:** hiding is not free. It was meant to save what the collectives take, and cost more than it saved, in
-# every model. A multiplication of half the size takes more than half the time, and while NCCL's kernels have some of the
-# multiprocessors, it takes longer still. So `overlap.py` cuts nothing; backward it still starts collectives beside
-# multiplications.
+# every model. The section after this one measures a reason: NCCL's kernels need multiprocessors, and the multiplication
+# beside them has all of them. So `overlap.py` cuts nothing; backward it still starts collectives beside multiplications.
 #
 # One question is left. A collective puts pieces one after the other: all samples' *first* pieces, then all their second ones,
 # where you want each sample's tokens together. Either gather the samples **one by one**, a call for each, all in one kernel; or

@@ -250,8 +250,9 @@ lab.beside("4 ranks, one piece each", my_percent, 100 * at_work, "%", "computed"
 # <details><summary>Answer</summary>
 # 57%. In round 0 each rank has a triangle, half of a square. After that, in each round some ranks have a whole square and
 # the others nothing, as keys that lie ahead are of no use to them; and the round lasts as long as a square. n ranks have
-# n²/2 squares to do in n − ½ rounds: n / (2 n − 1), so almost half of the machine waits. Others have measured 54% on 8 GPUs
-# (this rule says 53%).
+# n²/2 squares to do in n − ½ rounds: n / (2 n − 1), so almost half of the machine waits. On 8 GPUs
+# this rule says 53%, and <a href="https://github.com/zhuzilin/ring-flash-attention">ring-flash-attention</a> reports 54% on 8
+# H800s, forward and backward.
 # </details>
 #
 # The work is there, it is only badly shared: rank 0 has the beginning, which sees little, rank 3 the end, which sees
@@ -367,7 +368,8 @@ for label, mine in {"one piece each": (pieces_in_a_row, all_or_nothing), "zigzag
         print(f"   rank {rank}: " + "  ".join(f"{square:.2f}" for square in squares) + "   squares, round by round")
 
 # %% [markdown]
-# **What you should see:** both are right. With one piece each, whole squares and zeros; with the zigzag, a half everywhere.
+# **What you should see:** both are right. Round 0, a rank's own keys, is counted as a whole square in both. After it come whole
+# squares and zeros with one piece each, and with the zigzag a half on every rank in every round.
 #
 # ## Third way: exchange tokens for heads
 #
@@ -478,8 +480,8 @@ for length, percent in my_gather.items():
     lab.beside(f"gather, {length} tokens", percent, efficiency[f"{length} full gather"], "%", "recorded")
 
 # %% [markdown]
-# **What you should see:** the plain gather wins, 77% and 92%. Four GPUs with NVLink gather fast, one large kernel is better
-# than four small ones, and the merges cost time as well. The ring is for when memory runs out, or the links are slow. So
+# **What you should see:** the plain gather wins, 77% and 92%. Its sending is not hidden, and still costs less than what the ring
+# adds: four kernels in place of one, and three merges. Over slower links, or where memory runs out, the ring can win. So
 # measure your own case; the library keeps all three, and `parallel.context` chooses.
 
 # %%

@@ -136,7 +136,7 @@ lab.beside("the logits are", my_logits_gb, figures_gpt.logits_bytes(64, c.contex
 
 # %% [markdown]
 # One tensor of 13 GB, as much as eight of the twelve blocks keep. And it does not come alone: autograd keeps the logarithms of
-# the softmax, and makes a gradient of the same size. Out of memory at a batch that "should fit" is very often this.
+# the softmax, and makes a gradient of the same size. Out of memory at a batch that "should fit" can be just this.
 #
 # > **Question.** Each token's loss needs the logits of that token alone. So why not compute the loss for some tokens at a time,
 # > in a loop, and let autograd do the rest?
@@ -565,9 +565,9 @@ lab.beside("samples", my_samples, len(samples), how="counted")
 # > first? Is that a mistake?
 #
 # <details><summary>Answer</summary>
-# All of it: causal attention knows no documents. The token between them tells the model that what was before does not matter, and
-# it learns that. Megatron-LM and GPT-3 do the same; <code>--reset-attention-mask</code> is the option that forbids it, for a more
-# expensive attention.
+# All of it: causal attention knows no documents. The token between them tells the model that what was before does not matter,
+# and it learns that. GPT-3 does the same (<a href="https://arxiv.org/abs/2005.14165">Brown et al. 2020</a>, appendix B), and
+# so does Megatron-LM; <code>--reset-attention-mask</code> is the option that forbids it, for a more expensive attention.
 # </details>
 #
 # **The epoch's shuffle.** Samples are drawn in a random order. That order must not depend on the layout, or eight ranks of
@@ -856,11 +856,12 @@ grid = widgets.explore(figures_gpt.explained, cases=list(figures_gpt.GROUPS),
 #
 # > **Predict.** From V100 to H200 matrix multiplications became about eight times as fast by the data sheets (125 and
 # > 989 TFLOP/s in 16 bits), NVLink three times (300 and 900 GB/s, both directions together). On eight V100s 1x8x1 took
-# > 44% longer than 8x1x1. Two H200s were measured, with a case each that stands for these two: all ranks along tp, and
-# > all along dp. How much longer does the former take, for the same work?
+# > 44% longer than 8x1x1. Two H200s were measured, with a case each that stands for these two: all ranks along tp with 16
+# > samples at a time, and all along dp with 2. The micro-batch matters by itself, so compare each with *one* H200 that has as
+# > many samples at a time, beside as slow a host. How much longer does each take, for the same work?
 
 # %%
-my_loss_percent = 44.0           # your prediction for two H200s; negative if it takes less time
+my_tp_percent, my_dp_percent = 44.0, 4.0             # your predictions, for two H200s over one
 
 # %%
 files = [name for name in ("grid_h200", "grid_2xh200") if (lab.RESULTS / f"{name}.json").is_file()]
@@ -871,19 +872,17 @@ if files:
         lab.recorded(file, figures_gpt.table(rows), why="The grid on H200s: an iteration, a GPU's peak and model TFLOP/s")
     rows = [row for of_file in steps.values() for row in of_file]
     lab.picture(figures_gpt.measured(rows), f"TFLOP/s of a GPU for each case: {figures_gpt.in_words(rows)}")
-    most = max(row["gpus"] for row in rows)
-    ours = {row["source"]: row["tflops"] for row in rows if row["gpus"] == most and "tflops" in row}
-    if {eight[0].name, eight[-1].name} <= ours.keys():
-        loss = 100 * (ours[eight[0].name] / ours[eight[-1].name] - 1)
-        took, said = (f"{abs(percent):.0f}% {'more' if percent > 0 else 'less'}" for percent in (loss, my_loss_percent))
-        print(f"On {most} GPUs tensor parallelism takes {took} time for the same work; you said {said}.")
 else:
     print("Not measured yet. On a machine with GPUs: course bench grid --out course/perf/results/grid_h200.json")
 
 # %%
 later = lab.results("grid_h200")["again"]
-alone = next(row for row in later["rows"] if row["case"] == "1x1x1_2_1536x16")
-print(f"One H200 beside the slow host: {alone['case']}, {alone['tflops']:.0f} TFLOP/s")
+one, two = ({row["case"]: row["tflops"] for row in found if "tflops" in row}
+            for found in (later["rows"], lab.results("grid_2xh200")["rows"]))
+for what, predicted, alone, cut in (("tp", my_tp_percent, "1x1x1_16_1536x16", "1x2x1_16_1536x16"),
+                                    ("dp", my_dp_percent, "1x1x1_2_1536x16", "2x1x1_4_1536x16")):
+    lab.beside(f"{what} over two H200s", predicted, 100 * (one[alone] / two[cut] - 1), "% longer than one", "recorded")
+    print(f"One H200 beside the slow host: {alone}, {one[alone]:.0f} TFLOP/s; two: {cut}, {two[cut]:.0f} TFLOP/s each")
 again = {"grid_h200": [row for row in later["rows"] if row["case"].endswith("layers")]}
 for words, tables in (("", layers), (f", again on {later['date']}, beside the slow host of the two GPUs", again)):
     for file, rows in tables.items():
@@ -891,15 +890,17 @@ for words, tables in (("", layers), (f", again on {later['date']}, beside the sl
         lab.picture(figures_gpt.measured(rows), f"TFLOP/s of a GPU, a panel for each software: {figures_gpt.in_words(rows)}")
 
 # %% [markdown]
-# > **Question.** On two GPUs the case that stands for 8x1x1 is far *slower* for its work than the one that stands for 1x8x1,
-# > which has all the communication. What else differs?
+# > **Question.** Each is slower than one GPU by what it sends and by what more it has to launch. Compare the two with each other
+# > now: the case that stands for 8x1x1 is far *slower* for its work than the one that stands for 1x8x1, which has all the
+# > communication. Why?
 #
 # <details><summary>Answer</summary>
-# The micro-batch: 2 samples against 16, because on V100s no more fitted. On one H200 that alone takes the rate from 537 to 405
-# TFLOP/s: with 4096 tokens a step the GPU is often done before the host has launched the next kernel. And the host of the two
-# GPUs was a slow one: beside it one H200 alone comes to 295. The rest, down to 245, is what data parallelism adds, which has more
-# to launch as well. On a V100, eight times slower, the same launches were hidden behind the work. A faster GPU does not make a
-# small step faster; a larger micro-batch, a CUDA graph (lesson 06) or fewer launches do.
+# Their micro-batches: 2 samples against 16, as in the cases that they stand for, where eight data-parallel ranks share 16
+# samples, or tensor-parallel ones have all. On one H200 that alone takes the rate from 537 to 405 TFLOP/s: with 4096 tokens a
+# step the GPU is often done before the host has launched the next kernel. And the host of the two GPUs was a slow one: beside
+# it one H200 alone comes to 295. The rest, down to 245, is what data parallelism adds, which has more to launch as well. On a
+# V100, eight times slower, the same launches were hidden behind the work. A faster GPU does not make a small step faster; a
+# larger micro-batch, a CUDA graph (lesson 06) or fewer launches do.
 # </details>
 #
 # The tables of *layers* have the time of the layers alone, ours and megatron-core's, on the same GPUs. Where they are
@@ -985,7 +986,8 @@ lab.beside("GB that chunks save", my_gb_saved, saved, "GB", "recorded")
 # | `model.kv_heads` | as many | fewer, in Llama 3 8 of 32 | a smaller cache |
 # | `model.bias`, `model.tied` | true | false | |
 #
-# All of them are settings here; the layouts, the loss and the files stay as they are.
+# (RMS norm: arXiv:1910.07467. SwiGLU: arXiv:2002.05202. Rotary positions: arXiv:2104.09864. Fewer heads of keys and values:
+# arXiv:2305.13245.) All of them are settings here; the layouts, the loss and the files stay as they are.
 #
 # > **Predict.** Llama 2 7B has 32 blocks of width 4096, 32 heads, an MLP of width 11008 with three matrices, 32,000 tokens,
 # > untied. How many parameters are that? Count blocks by hand: attention has four matrices of 4096².

@@ -5,9 +5,9 @@
     cells       what a learner wrote, from a notebook, a script or the kernel
     sandbox     other people's code in a process of its own; namespaces (bubblewrap), watchdog and scratch, its parts
     child       what runs in that process; returned, sentences on what a learner's function returned
-    check       run, compare, judge; present shows the verdict
+    check       run, compare, judge; diagnosis, what is said of what no known mistake explains; present shows the verdict
     notebook    what lessons call; figures; widgets, pictures with sliders; quiet, whether others compute here
-    observe, traffic        when each bucket of a step is sent; how many bytes a rank sends
+    observe, traffic        when each bucket of a step is sent; what a rank sends, and the largest tensor that it makes
     sleepers, meter         a pipeline whose stages sleep; how many bytes of tensors are alive
     launches, tape          what a function starts: operators, graphs, kernels; CUDA graphs' semantics on a CPU
     tiny        the real model at its smallest, for checks; pretend, context parallelism with one mistake, in one process

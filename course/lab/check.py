@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, replace
+from difflib import SequenceMatcher
 from functools import lru_cache
 from pathlib import Path
 
@@ -23,10 +24,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from course.errors import CourseError
-from course.lab import blank, sandbox
+from course.lab import blank, diagnosis, sandbox
 from course.lab.cells import Piece, whole
-from course.lab.exercise import Exercise, Mistake, Tensors, all_exercises, find, known_mistakes, right, wrong
+from course.lab.exercise import UNKNOWN, Exercise, Mistake, Tensors, all_exercises, find, known_mistakes, right, wrong
 from course.lab.scratch import read, remove
+from course.lab.traffic import by_what
 from course.meet import CELL
 
 MOST = 200_000_000                                   # bytes of an outputs file
@@ -34,10 +36,13 @@ FEW = 8                                              # numbers that are shown on
 COPY = "do not write into {}; work on a copy"
 ENDED = ("look for a loop that does not end, for memory that grows, and for a call that ends the process (sys.exit, os._exit) or "
          "makes it crash")
-UNMET = "every rank of a group has to call the same collectives, in the same order, with tensors of the same shape"
+EITHER = "; or: "                                    # between the hints of mistakes that stop in just the same way
+ON_RANKS = f"{UNKNOWN}, printing what each rank has; is every call with async_op=True waited for?"
+BY_CASE = "no known mistake gives these numbers: take the case that is named, and go through your code with it, line by line"
 AGAIN = "run the cell, and check again"              # in a notebook
 MISSING = "it calls what an earlier exercise asks for, which is not written yet"
 UNWRITTEN = "it is not written yet"
+TRAINED = ("losses", "trained", "weights")           # so end the names of outputs of a training
 DISCREET = {                                         # what stopped an answer, where its own words are left out
     "Returned": "what your code returned cannot be used: compare its type and shape with what the docstring says",
     "ranks": "the ranks did not meet in the same collectives",
@@ -159,10 +164,8 @@ def finding(claim: str, differences: Sequence[str], untried: str = "") -> Fact:
 
 
 def hint_for_numbers(exercise: Exercise, run: Run, expected: Run, slips: Sequence[Run]) -> str:
-    """The hint of the mistake that gives just these outputs; or else of one that gives those which it makes wrong.
-
-    The second is for who made two mistakes, each with outputs of its own.
-    """
+    """The hint of the mistake that gives just these outputs; or else of one that gives those which it is known by; or else of one
+    that gives those which it makes wrong, for who made two mistakes, each with outputs of its own."""
     def same(one: Run, other: Run, keys: Collection[str]) -> bool:
         return not any(differ(a[key], b.get(key), exercise.tolerance)
                        for a, b in zip(one.outputs, other.outputs, strict=True) for key in keys)
@@ -172,12 +175,44 @@ def hint_for_numbers(exercise: Exercise, run: Run, expected: Run, slips: Sequenc
         if same(slip, run, exercise.claims):
             return mistake.hint
     for mistake, slip in known:
+        if mistake.by and same(slip, run, mistake.by) and not same(expected, run, mistake.by):
+            return mistake.hint
+    for mistake, slip in known:
         changed = [key for key in exercise.claims if not same(expected, slip, [key])]
         if changed and same(slip, run, changed):
             return mistake.hint
     if "kept" in exercise.claims and not same(expected, run, ["kept"]):
         return COPY.format("`batch`" if "the batch" in exercise.claims["kept"] else "what you are given")
-    return exercise.unknown
+    return unexplained(exercise, run, expected)
+
+
+def unexplained(exercise: Exercise, run: Run, expected: Run) -> str:
+    """What to say of outputs that no known mistake gives."""
+    ranks = list(zip(expected.outputs, run.outputs, strict=True))
+    wrong = {key: [apart(exercise, one.get(key), other.get(key)) for one, other in ranks] for key in exercise.claims}
+    broken = {key: pairs for key, pairs in wrong.items() if any(pairs)}
+    codes = [pair[1].amin().item() for key, pairs in broken.items() if key in exercise.flags for pair in pairs if pair]
+    values = [key for key in broken if key not in exercise.flags]
+    if not values:
+        return diagnosis.of_flags(codes) if broken else generally(exercise, len(run.outputs))
+    fewer = exercise.sizes[0] if len(run.outputs) > exercise.sizes[0] else 0       # on which it was right, or nobody had got here
+    look = diagnosis.of_training if values[0].endswith(TRAINED) else diagnosis.of_numbers
+    said = [look(broken[values[0]], fewer), diagnosis.of_flags(codes) if min(codes, default=0) < 0 else ""]
+    return "; besides, ".join(filter(None, said)) or generally(exercise, len(run.outputs))
+
+
+def apart(exercise: Exercise, expected: Tensor | None, got: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    """Both, if they differ and there is something to compare."""
+    if expected is None or got is None or not got.numel() or not differ(expected, got, exercise.tolerance):
+        return None
+    return expected, got
+
+
+def generally(exercise: Exercise, size: int) -> str:
+    """What to say of outputs on so many ranks of which nothing else can be said."""
+    if exercise.unknown != UNKNOWN:
+        return exercise.unknown
+    return BY_CASE if exercise.cases else ON_RANKS if size > 1 else UNKNOWN
 
 
 def stopped(exercise: Exercise, run: Run) -> str:
@@ -211,11 +246,14 @@ def hint_for_error(exercise: Exercise, run: Run, seed: int, hidden: bool, size: 
         seen = "; ".join(mistake.hint for mistake in known_mistakes(exercise) if mistake.waits)
         return f"seen here before: {seen}. Else {ENDED}" if seen and run.kind == "late" else ENDED
     looking()
-    for mistake, slip in zip(comparable(exercise), reference(exercise.name, seed, hidden, size)[1:], strict=True):
-        if slip.error and opening(slip.error) == opening(run.error):
-            return mistake.hint
+    slips = reference(exercise.name, seed, hidden, size)[1:]
+    alike = {mistake.hint: SequenceMatcher(None, slip.error, run.error).ratio()             # of the lines that they stopped at
+             for mistake, slip in zip(comparable(exercise), slips, strict=True)
+             if slip.error and opening(slip.error) == opening(run.error)}
+    if alike:
+        return EITHER.join(hint for hint, ratio in alike.items() if ratio == max(alike.values()))
     if run.kind == "ranks":
-        return UNMET
+        return diagnosis.of_ranks(run.error)
     return (not hidden and run.cure) or "read the error first; then the line of your code that it names"
 
 
@@ -284,7 +322,8 @@ def described(exercise: Exercise, key: str, expected: Tensor, got: Tensor | None
     if not difference or got is None or difference == exercise.untried.get(key):
         return difference
     if key in exercise.flags and got.dtype == expected.dtype:
-        return exercise.flags[key]
+        kinds = [] if hidden else by_what(got.amin().item())
+        return exercise.flags[key] + (f", by {' and '.join(kinds)}" if kinds else "")
     if hidden:
         return unlike(expected, got)
     if got.dtype != expected.dtype:

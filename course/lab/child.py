@@ -13,6 +13,7 @@ import __future__
 
 import json
 import linecache
+import re
 import sys
 import traceback
 import types
@@ -26,6 +27,32 @@ from course.meet import CELL
 
 NOT_YOURS = ("no line of yours raised this, but the library could not go on with what your code takes, returns or yields: "
              "compare that with what the docstring and the lesson say")
+
+
+CURES = (                                            # what PyTorch and NumPy say -> what to do about it
+    (r"returned an incorrect number of gradients",
+     "`backward` returns one thing for each argument of `forward` after ctx, in order: a gradient, or None for what has none"),
+    (r"returned an invalid gradient",
+     "the gradient that `backward` returns has to have the shape of the argument that it belongs to"),
+    (r"Mismatch in shape: grad_output",
+     "what `forward` returned is longer or shorter than it should be: look at the dim that is cut, and at whose piece it is"),
+    (r"buffer is smaller than requested size|offset must be non-negative",
+     "more is asked of the file than it has from there on: a count, a type or an offset is too large. Go through the parts in "
+     "order, with the bytes that each takes"),
+    (r"index out of range|out of bounds",
+     "an index is negative, or too large for what is here: look at what it is on each rank, at both ends of what it may be"),
+    (r"shapes cannot be multiplied|must match the size of tensor|must match the existing size|doesn't match the broadcast shape",
+     "two shapes do not fit: print both, and ask of each dim whether it is cut here or whole"),
+    (r"must have the same dtype|expected scalar type|same dtype",
+     "two number formats meet: bring one tensor to the other's, .to(other.dtype)"),
+    (r"modified by an inplace operation|is being modified inplace|a leaf Variable that requires grad",
+     "this writes into a tensor that autograd still needs: make a new one"),
+    (r"does not require grad",
+     "the way back to the input is cut: look for .detach(), .data, torch.no_grad() or a collective of torch.distributed, which "
+     "has no gradient"),
+    (r"Boolean value of Tensor|truth value of an array",
+     "an `if` or a `while` wants one truth, and here is a whole tensor of them: choose with torch.where"),
+)
 
 
 def main(folder: Path) -> None:
@@ -155,7 +182,7 @@ def complaint(error: BaseException) -> dict[str, str]:
     if isinstance(error, NotImplementedError) and str(error) == "not implemented yet" and frames:         # a blank
         error = NotImplementedError(f"`{owner(error)}`: {error}")
     return {"kind": type(error).__name__, "text": "\n".join([f"{type(error).__name__}: {error}", *lines]),
-            "cure": "" if lines else NOT_YOURS}
+            "cure": next((cure for words, cure in CURES if re.search(words, str(error))), "" if lines else NOT_YOURS)}
 
 
 def owner(error: BaseException) -> str:

@@ -69,14 +69,16 @@ class Exercise:
 class Mistake:
     """A known wrong answer: the right one with a piece replaced, and what to tell whoever made it.
 
-    The answer's outputs are compared with those of each mistake, so a hint is given only to who made just
-    that mistake. `silent` marks one that yields nothing to compare with: it stops, or `waits` for ever.
+    The answer's outputs are compared with those of each mistake, so a hint is given only to who made just that mistake;
+    `by` names outputs that are enough to know it by, such as which collectives sent too much. `silent` marks one that yields
+    nothing to compare with: it stops, or `waits` for ever.
     """
 
     name: str                                        # "a sum for a mean"
     old: str                                         # a piece of the answer
     new: str                                         # what stands there instead
     hint: str
+    by: tuple[str, ...] = ()
     silent: bool = False
     waits: bool = False
 

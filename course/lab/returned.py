@@ -100,11 +100,25 @@ def tensor(value: Any, who: str, shape: tuple[int, ...], dtype: torch.dtype, par
         raise Returned(f"`{who}` returned {told(value)}{part}; {wanted}", todo)
     if value.shape != shape:
         raise Returned(f"`{who}` returned a tensor of shape {tuple(value.shape)}{part}; {wanted}",
-                       "look at the shapes of what you compute: which dims should be summed over, and which kept?")
+                       reshaped(tuple(value.shape), shape))
     if value.dtype != dtype:
         raise Returned(f"`{who}` returned a tensor of type {value.dtype}{part}; {dtype} is wanted",
                        mistyped(value.dtype, dtype))
     return value
+
+
+def reshaped(got: tuple[int, ...], wanted: tuple[int, ...]) -> str:
+    """What to do about a tensor of the wrong shape."""
+    if len(got) > len(wanted):
+        return "it has a dim too many: which should be summed over, or taken away, and which kept?"
+    if len(got) < len(wanted):
+        return "a dim is missing: one was summed over, or taken by an index, that has to be kept"
+    if sorted(got) == sorted(wanted):
+        return "its dims are in another order: look for a transpose, or for one that is missing"
+    wrong = [dim for dim, (a, b) in enumerate(zip(got, wanted, strict=True)) if a != b]
+    of = f"dim {wrong[0]}" if len(wrong) == 1 else f"dims {', '.join(map(str, wrong))}"
+    return (f"the length of {of} is wrong: what should it be, in terms of what the function is given? Look for a fixed number "
+            "where one of these belongs, for a cut that is missing or made twice, and for what was to be summed over")
 
 
 def mistyped(got: torch.dtype, wanted: torch.dtype) -> str:

@@ -102,7 +102,7 @@ class Copy(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
-        return x.view_as(x)
+        return x.view_as(x)                          # x itself would do: autograd makes a view of it by itself
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

@@ -32,13 +32,53 @@ KERNELS = {kind: torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, kind.uppe
 LIBRARIES = os.path.dirname(os.path.dirname(torch.__file__))
 
 
-class Trace(TorchDispatchMode):
+class Seen(TorchDispatchMode):
+    """Within this context `seen` is called for every collective of this thread, forward and backward, before it starts.
+
+    Not seen: collectives that other threads call.
+    """
+
+    supports_higher_order_operators = True           # such as flex_attention
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let torch.compile work within this mode."""
+        return True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False                                 # else the first tensor operation imports torch._dynamo for a second and more
+
+    def seen(self, word: str, given: dict[str, Any]) -> None:
+        """A collective is about to start: what it does, of `WORDS`, and its arguments by name."""
+        raise NotImplementedError
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind.__name__ == "DTensor" for kind in types):       # the collectives that it calls come here by themselves
+            return NotImplemented
+        word, names = _operator(func)
+        if word:
+            self.seen(word, dict(zip(names, args, strict=False)))
+        if func.namespace == "course":               # an operator of ours: what it calls is to come here, too
+            with self._again():
+                return func.redispatch(KERNELS[args[0].device.type], *args, **(kwargs or {}))    # past this mode
+        return func(*args, **(kwargs or {}))
+
+    @contextmanager
+    def _again(self) -> Iterator[None]:
+        """PyTorch takes a mode away while that handles an operator."""
+        super().__enter__()
+        try:
+            yield
+        finally:
+            super().__exit__(None, None, None)
+
+
+class Trace(Seen):
     """Within this context every collective of this thread, forward and backward, is written down before it starts.
 
     Not seen: collectives that other threads call, and `new_group(use_local_synchronization=True)`.
     """
-
-    supports_higher_order_operators = True           # such as flex_attention
 
     def __init__(self, folder: Path | str, rank: int):
         super().__init__()
@@ -57,44 +97,12 @@ class Trace(TorchDispatchMode):
         distributed_c10d._new_group_with_tag = self.make_group
         os.close(self.file)
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let torch.compile work within this mode."""
-        return True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False                                 # else the first tensor operation imports torch._dynamo for a second and more
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(kind.__name__ == "DTensor" for kind in types):       # the collectives that it calls come here by themselves
-            return NotImplemented
-        word, names = _operator(func)
-        if word:
-            self._collective(word, dict(zip(names, args, strict=False)))
-        if func.namespace == "course":               # an operator of ours: what it calls is to come here, too
-            with self._again():
-                return func.redispatch(KERNELS[args[0].device.type], *args, **(kwargs or {}))    # past this mode
-        return func(*args, **(kwargs or {}))
-
-    @contextmanager
-    def _again(self) -> Iterator[None]:
-        """PyTorch takes a mode away while that handles an operator."""
-        super().__enter__()
-        try:
-            yield
-        finally:
-            super().__exit__(None, None, None)
-
-    def _collective(self, word: str, given: dict[str, Any]) -> None:
-        group = given["process_group" if "process_group" in given else "group_name"]
-        group = _resolve(group) if isinstance(group, str) else dist.ProcessGroup.unbox(group)
-        ranks = dist.get_process_group_ranks(group)
-        end = next((given[key] for key in ("root_rank", "src", "dst") if key in given), None)
-        one = None if end is None else ranks[end]    # the rank that has or gets all, or the other of two
+    def seen(self, word: str, given: dict[str, Any]) -> None:
+        """Write it down."""
+        op, group, ranks, one = called(word, given)
         place, inside = _user(sys._getframe())
         blocks = word in inside if word in ("send", "recv") else not given.get("async_op", True)    # recv does, irecv does not
-        self._write(word if one is None else f"{word} {DIRECTION[word]} {one}", _tensors(word, given), group, ranks, place,
+        self._write(op, brought(word, given), group, ranks, place,
                     waits=_awaited(word, one, self.rank, ranks) if blocks else [], tag=given.get("tag", 0))
 
     def _new_group(self, ranks: Sequence[int] | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -110,6 +118,17 @@ class Trace(TorchDispatchMode):
                   "dtype": str(tensors[0].dtype).removeprefix("torch.") if tensors else "",
                   "group": group.group_name, "ranks": ranks, **more, **place}
         os.write(self.file, json.dumps(record).encode() + b"\n")
+
+
+def called(word: str, given: dict[str, Any]) -> tuple[str, dist.ProcessGroup, list[int], int | None]:
+    """Of a collective: its name, such as "all-reduce" or "send to 1", its group, the group's ranks, and the one rank that has or
+    gets all, or the other of two."""
+    group = given["process_group" if "process_group" in given else "group_name"]
+    group = _resolve(group) if isinstance(group, str) else dist.ProcessGroup.unbox(group)
+    ranks = dist.get_process_group_ranks(group)
+    end = next((given[key] for key in ("root_rank", "src", "dst") if key in given), None)
+    one = None if end is None else ranks[end]
+    return word if one is None else f"{word} {DIRECTION[word]} {one}", group, ranks, one
 
 
 def where(frame: FrameType | None) -> str:
@@ -134,7 +153,7 @@ def _awaited(word: str, one: int | None, me: int, ranks: list[int]) -> list[int]
     return [one] if one is not None and word not in ("reduce", "gather") else ranks
 
 
-def _tensors(word: str, given: dict[str, Any]) -> list[Tensor]:
+def brought(word: str, given: dict[str, Any]) -> list[Tensor]:
     """What each rank contributes, or of scatter, to which one alone contributes, what it gets."""
     if word == "barrier":
         return []

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from course.lab import blank, cells, check, present
-from course.lab.exercise import UNKNOWN, Exercise, all_exercises, find, known_mistakes, right, wrong
+from course.lab.exercise import Exercise, all_exercises, find, known_mistakes, right, wrong
 from course.lab.exercises import model
 
 EXERCISES = all_exercises()
@@ -34,7 +34,7 @@ def test_a_mistake_that_changes_nothing_on_these_inputs_explains_no_other():
     exercise = find("roofline")
     first, second = ({"seconds": torch.tensor([x], dtype=torch.float64)} for x in (1.0, 2.0))
     expected, unknown = check.Run((first,)), check.Run((second,))
-    assert check.hint_for_numbers(exercise, unknown, expected, [expected] * len(check.comparable(exercise))) == UNKNOWN
+    assert check.hint_for_numbers(exercise, unknown, expected, [expected] * len(check.comparable(exercise))) == check.BY_CASE
 
 
 def test_who_writes_into_the_batch_in_a_way_of_their_own_is_told_of_it():
@@ -375,7 +375,7 @@ def test_seconds_are_those_that_one_waits(monkeypatch):
 
 def test_hint_only_for_just_that_mistake():
     found = verdict("roofline", "def roofline_seconds(*row):\n    return 0.123\n")
-    assert not found.passed and found.hint == UNKNOWN
+    assert not found.passed and found.hint == check.BY_CASE
 
 
 def test_differ_knows_shapes_types_and_sizes():

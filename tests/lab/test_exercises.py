@@ -110,7 +110,7 @@ def test_whoever_bisects_a_curve_fails_with_the_same_hint_on_every_seed():
 
 QUICK = ["scaled-rate", "samples-to-target", "noise-scale", "amax-history", "delayed-scale", "in-buckets", "collective-times",
          "nodes-touched", "bytes-sent", "agrees", "block-flops", "activation-bytes", "all-reduce-seconds", "pipeline-seconds",
-         "step-seconds", "translate"]
+         "step-seconds", "translate", "fp8-cast", "qkv-rows", "zigzag", "one-document", "read-index"]
 SLOW = ["adaln", "guidance", "dit-flops", "training-bytes", "recompute", "box-overlap", "put-together", "go-on"]
 
 

@@ -765,7 +765,7 @@ SAID: list[tuple[str, str, Numbers]] = [
      lambda: [pick(percent(sp(model, MEMORY, 2), sp(model, NO_SP, 2)) for model in SP_MODELS) for pick in (min, max)]),
     ("10", "(It needs {:.1f} GB more than the table says", lambda: [2 * 2 * 4 * 4096 * 4096 * 2 / 1e9]),
     # 11
-    ("11", "n / (2 n − 1), so almost half of the machine waits. Others have measured 54% on 8 GPUs (this rule says {:.0f}%).",
+    ("11", "n / (2 n − 1), so almost half of the machine waits. On 8 GPUs this rule says {:.0f}%, and",
      lambda: [100 * 8 / 15]),
     ("11", "This library's ring is {:.0f}% efficient at 16,384 tokens and {:.0f}% at 65,536.",
      lambda: [100 * cp("16k full ring"), 100 * cp("64k full ring")]),

@@ -1,13 +1,15 @@
 """Lesson 11: keys and values gathered in order, answers merged, a zigzag of tokens, and what a ring's rounds have to compute."""
 
 from contextlib import suppress
+from functools import partial
 
 import torch
 
 from course.config import Parallel
 from course.lab import returned, tiny
 from course.lab.exercise import Exercise, Tensors
-from course.lab.exercises.tensor import MOVES, RANKS, WRITES, measure
+from course.lab.exercises.tensor import MORE, MOVES, RANKS, WRITES, measure
+from course.lab.traffic import pieces, thrift
 from course.parallel import Axis, build_mesh, context, join, ring, sequence
 from course.parallel.sequence import SplitTokens
 
@@ -39,15 +41,18 @@ def draw_pairs(seed: int, hidden: bool) -> Tensors:
 def gather(inputs: Tensors) -> Tensors:
     """Keys and values gathered, from pieces of one kind and the other; and a model trained with them."""
     found: Tensors = {}
-    kept = []
+    kept, sent = [], []
     for name, zigzag, less in (("plain", False, 3), ("zigzag", True, 0)):           # 13 tokens cannot be cut evenly
         pairs = inputs["qkv"][1:, :, :, less:]                          # (2, B, h, T, d)
         tokens = tokens_of(pairs.shape[3], zigzag)
         mine = pairs.index_select(3, tokens.order(pairs.device)[tokens.cp.rank])
         grad = inputs["grads"][tokens.cp.rank][:, :, :, less:]
-        found[name], found[f"{name}_back"], unchanged = measure(lambda x, t=tokens: context.gather_in_order(x, t), mine, grad)  # type: ignore[misc]
-        kept.append(float(unchanged))
-    return found | {"kept": torch.tensor(min(kept))} | train(inputs, "gather")
+        passes = measure(partial(context.gather_in_order, tokens=tokens), mine, grad)
+        found |= {name: passes.value, f"{name}_back": passes.back}
+        kept.append(passes.kept)
+        most = pieces(pairs, 3, tokens.cp.size)
+        sent += [(passes.forward, most), (passes.backward, most)]
+    return found | {"kept": torch.tensor(min(kept)), "sent": thrift(*sent)} | train(inputs, "gather")
 
 
 def draw_blocks(seed: int, hidden: bool) -> Tensors:
@@ -98,6 +103,12 @@ def zigzag(inputs: Tensors) -> Tensors:
     return {"positions": torch.cat(found).double(), "there": torch.tensor(float(there))}
 
 
+def positions_asked(inputs: Tensors) -> dict[str, list[str]]:
+    """Each position as a call, and its place in what that returns."""
+    return {"positions": [f"zigzag({2 * size * half}, {size}, device)[{rank}][{place}]" for size, half in inputs["sizes"].tolist()
+                          for rank in range(size) for place in range(2 * half)], "there": ["zigzag on another device"]}
+
+
 def visible(inputs: Tensors) -> Tensors:
     """Ring attention of this rank's queries, causal and not, with its gradients; and how many scores each round computes."""
     found: Tensors = {}
@@ -125,8 +136,10 @@ EXERCISES = [
         "zigzag": "from a zigzag too they come in the order of time",
         "zigzag_back": "and backward their gradients find their way back",
         "kept": "it leaves its input and its gradient as they are",
+        "sent": "it sends each piece once to every other rank, and back as much",
         "losses": "the library trains a context-parallel model with it: the losses are those of one process",
-        "weights": "and so are the weights"}, flags={"kept": WRITES}, sizes=(2, 4), limits=RANKS, points=2),
+        "weights": "and so are the weights"}, flags={"kept": WRITES, "sent": MORE}, sizes=(2, 4), limits=RANKS,
+        points=2),
     Exercise("merge", "11", ("course.parallel.ring.merge",), draw_blocks, merge, {
         "out": "four blocks' answers merge into the answer for all keys",
         "lse": "and so do their log-sum-exps",
@@ -137,7 +150,8 @@ EXERCISES = [
         "weights": "and so are the weights"}, flags={"kept": WRITES}, sizes=(2, 4), limits=RANKS, points=2),
     Exercise("zigzag", "11", ("course.parallel.sequence.zigzag",), draw_sizes, zigzag, {
         "positions": "every rank has a piece from the front and one from the back, in order",
-        "there": "the positions are on the device that it is given"}, flags={"there": "they are on another one"}),
+        "there": "the positions are on the device that it is given"}, flags={"there": "they are on another one"},
+        cases=positions_asked),
     Exercise("visible", "11", ("course.parallel.ring.visible",), draw_pairs, visible, {
         "causal_out": "causal ring attention over a zigzag gives every query its answer",
         "causal_back": "and its gradients are right",

@@ -122,7 +122,7 @@ def go_round(inputs: Tensors) -> Tensors:
             total = ring_all_reduce(mine, axis)
         found[name] = returned.tensor(total, "ring_all_reduce", tuple(mine.shape), mine.dtype)
         most = 2 * (axis.size - 1) * -(-mine.numel() // axis.size) * mine.element_size()
-        thrifty, alone = thrifty and traffic.bytes <= most, alone and not traffic.collectives
+        thrifty, alone = thrifty and traffic.sent <= most, alone and not {*traffic.kinds} - {"send", "recv"}
         right, one = right and traffic.to <= neighbours, one and len(traffic.to) < 2
         sent = sent and all(message.waited for message in messages if message.coming is None)
         came = came and all(message.waited for message in messages if message.coming is not None)
@@ -152,15 +152,15 @@ def train(inputs: Tensors) -> Tensors:
         parameter.grad = torch.full_like(parameter, (1 + axis.ranks[axis.rank]) / 3)
     with Traffic() as traffic:
         data.average_gradients((p for p in parameters), axis)           # as model.parameters() does, it comes once
-    together = len(traffic.collectives)
-    lean = not traffic.messages and all(name.startswith("allreduce") for name in traffic.collectives)
+    together = sum(kind not in ("send", "recv") for kind in traffic.kinds)
+    lean = {*traffic.kinds} <= {"all-reduce"}
     absent = parameters[1].grad is None
     means = torch.stack([p.grad[0] for p in parameters[::2] if p.grad is not None])
     with Traffic() as traffic:
         data.average_gradients(parameters, mesh.cp)
     return trained | {"together": torch.tensor(float(together)), "lean": torch.tensor(float(lean)),
                       "absent": torch.tensor(float(absent)), "means": means,
-                      "one": torch.tensor(float(not traffic.collectives and not traffic.messages))}
+                      "one": torch.tensor(float(not traffic.calls))}
 
 
 def draw_sizes(seed: int, hidden: bool) -> Tensors:
@@ -279,7 +279,7 @@ def overlap(inputs: Tensors) -> Tensors:
         started = torch.tensor(seen).reshape(-1, 3)
         found |= {f"{name}_{key}": trained[key] for key in ("losses", "weights")}
         found |= {f"{name}_sizes": started[:, 0], f"{name}_beside": started[:, 1]}
-        lean = lean and all(called.startswith("allreduce") for called in traffic.collectives)
+        lean = lean and {*traffic.kinds} - {"send", "recv"} <= {"all-reduce"}
     there: list[int] = []
     with watched(there) as seen:
         found["branches"] = branches(inputs, there)

@@ -6,6 +6,7 @@
 import mmap
 import tempfile
 from contextlib import chdir
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import FlopCounterMode
 
 from course import config, train
@@ -24,7 +23,9 @@ from course.data.indexed import Index
 from course.errors import CourseError
 from course.lab import counting, returned, tiny
 from course.lab.exercise import Exercise, Tensors
+from course.lab.exercises.tensor import MORE
 from course.lab.meter import Meter
+from course.lab.traffic import Traffic, pieces, thrift
 from course.lab.watchdog import Limits
 from course.parallel import build_mesh, join, mappings, vocabulary
 from course.parallel.mesh import Axis
@@ -35,6 +36,7 @@ RANKS = Limits(seconds=150)                          # of which four have to sta
 TINY = ["model.vocab=32", "model.context=8", "model.dim=16", "model.depth=1", "model.heads=4", "model.loss_chunk=5",
         "train.global_batch=3", "optim.name=sgd", "optim.momentum=0", "optim.lr=0.5", "optim.schedule=constant", "optim.warmup=0",
         "optim.clip=0", "precision=fp64", "parallel.data=naive", "parallel.overlap=none", "train.device=cpu"]
+JOINED = {"cat": 0.5, "stack": 0.5}                  # how a tensor that is too large was made, where it was not computed at once
 CHUNKS, SUMS = 10, 4                                 # tensors at a time: of a chunk's logits' size, of that of a gradient
 FLOAT32 = 1e-5                                       # a few roundings of float32, in which the loss of 16-bit logits is taken
 
@@ -67,17 +69,6 @@ class LossInChunks(Function):
         return of_x * grad, of_weight * grad, None, None
 
 
-class Largest(TorchDispatchMode):
-    """Within this context `numbers` is how many the largest tensor has that an operator put out."""
-
-    numbers = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        self.numbers = max([self.numbers, *(made.numel() for made in tree_iter(out) if isinstance(made, Tensor))])
-        return out
-
-
 def draw_tokens(seed: int, hidden: bool) -> Tensors:
     """Features of tokens, a map to logits, targets, sizes of chunks, and the gradient of the loss.
 
@@ -99,7 +90,7 @@ def lose_in_chunks(inputs: Tensors) -> Tensors:
     for size in inputs["sizes"].tolist():
         x, weight = (inputs[name].clone().requires_grad_() for name in ("x", "weight"))
         target = inputs["target"].clone()
-        with Largest() as largest, Meter() as meter:
+        with Traffic() as made, Meter() as meter:
             loss = LossInChunks.apply(x, weight, target, size)
             returned.tensor(loss, "forward", (), torch.float64)
             passing.append(float(meter.peak <= 8 * (CHUNKS * size * len(weight) + SUMS * (x.numel() + weight.numel()))))
@@ -111,7 +102,7 @@ def lose_in_chunks(inputs: Tensors) -> Tensors:
             found[name].append(tensor)
         kept.append(float(all(inputs[name].equal(given) for name, given in zip(("x", "weight", "target"), (x, weight, target),
                                                                                strict=True))))
-        sparing.append(float(largest.numbers <= max(size * len(weight), x.numel(), weight.numel())))
+        sparing.append(1.0 if made.largest <= max(size * len(weight), x.numel(), weight.numel()) else JOINED.get(made.by, 0.0))
     large = LossInChunks.apply(1e4 * inputs["x"], inputs["weight"], inputs["target"], int(inputs["sizes"][0]))
     return {name: torch.stack(each) for name, each in found.items()} | {
         "large": large.detach().nan_to_num(torch.inf, torch.inf), "sparing": torch.tensor(sparing).amin(),
@@ -168,9 +159,26 @@ def look_up(inputs: Tensors) -> Tensors:
     if vectors.requires_grad:
         vectors.backward(inputs["grad"])
     found = {"vectors": vectors.detach(), "gradient": got(module.weight),
-             "kept": torch.tensor(float(tokens.equal(inputs["tokens"])))}
+             "kept": torch.tensor(float(tokens.equal(inputs["tokens"]))), "sent": look_up_few(inputs)}
     sequence = {f"sp_{name}": value for name, value in train_on(inputs, "parallel.sp=true").items()}
     return found | train_on(inputs) | sequence
+
+
+def look_up_few(inputs: Tensors) -> Tensor:
+    """Whether the vectors of a few tokens cost the bytes of these and no more, over all ranks, forward and backward."""
+    world, tokens = join("cpu"), inputs["tokens"][:, :2]
+    axis = build_mesh(config.Parallel(tp=world.size), world).tp
+    serial = nn.Embedding(*inputs["rows"].shape).double()
+    place_serial(serial)
+    module = vocabulary.VocabularyEmbedding(serial, axis)
+    with torch.no_grad():
+        module.weight.copy_(mappings.shard(inputs["rows"], 0, axis))
+    with Traffic() as forward:
+        vectors = module(tokens)
+    with Traffic() as backward:
+        if vectors.requires_grad:
+            vectors.sum().backward()
+    return thrift((forward, 2 * pieces(vectors, -1, axis.size)), (backward, 0))
 
 
 def lose_in_pieces(inputs: Tensors) -> Tensors:
@@ -192,15 +200,16 @@ def lose_in_pieces(inputs: Tensors) -> Tensors:
     large, of_large, _ = loss(1e4 * inputs["logits"])
     narrow = torch.stack([loss(inputs["logits"].to(kind))[0] for kind in (torch.bfloat16, torch.float16)])
     numbers = sum(call.bytes for call in calls) / 8 / target.numel()
+    thrifty = 1.0 if numbers <= 3 else 0.5 if numbers < inputs["logits"].shape[-1] / 2 else 0.0     # a few more, or whole logits
     return {"values": values, "gradient": gradient, "large": torch.cat([large, of_large.flatten(1)], 1), "narrow": narrow,
-            "numbers": torch.tensor(float(numbers <= 3)), "kept": torch.tensor(float(kept)), **train_on(inputs)}
+            "numbers": torch.tensor(thrifty), "kept": torch.tensor(float(kept)), **train_on(inputs)}
 
 
 def draw_files(seed: int, hidden: bool) -> Tensors:
     """Token files: the code of the kind of number, the bytes a sequence at the end, lengths, documents, tokens."""
     rng = np.random.default_rng(seed)
     found: Tensors = {}
-    for number, code in enumerate((4, 8, 1, 5, 3) if hidden else (4, 8)):
+    for number, code in enumerate((4, 8, 1, 5, 3) if hidden else (4, 8, 5)):
         lengths = rng.integers(0, 12, rng.integers(9, 12) + 4 * hidden)
         lengths[[0, -1]] = 5, 7                                         # not all empty
         cuts = np.sort(rng.integers(1, len(lengths), rng.integers(3, 6)))
@@ -304,8 +313,9 @@ def document(index: Index, tokens: np.ndarray, i: int) -> np.ndarray:
 
 
 def read_documents(inputs: Tensors) -> Tensors:
-    """All documents of the drawn files, -1 after each."""
+    """All documents of the drawn files, -1 after each, and how many tokens each has."""
     found: list[float] = []
+    sizes: list[float] = []
     for number in range(sum(name.startswith("code") for name in inputs)):
         lengths, documents, tokens = (inputs[f"{name}{number}"].numpy() for name in ("lengths", "documents", "tokens"))
         kind = np.dtype(indexed.DTYPES[int(inputs[f"code{number}"][0])])
@@ -318,7 +328,20 @@ def read_documents(inputs: Tensors) -> Tensors:
                 raise returned.Returned(f"`document` returned {told}; an array of whole numbers is wanted, a part of `tokens`",
                                         returned.cure(each, "return tokens[start:stop]"))
             found += [*each.astype(float).tolist(), -1.0]
-    return {"documents": torch.tensor(found, dtype=torch.float64)}
+            sizes.append(len(each))
+    return {"sizes": torch.tensor(sizes, dtype=torch.float64), "documents": torch.tensor(found, dtype=torch.float64)}
+
+
+def documents_asked(inputs: Tensors) -> dict[str, list[str]]:
+    """Each document by its number and its sequences, and each of its tokens."""
+    sizes, tokens = [], []
+    for number in range(sum(name.startswith("code") for name in inputs)):
+        lengths, documents = (inputs[f"{name}{number}"].tolist() for name in ("lengths", "documents"))
+        for i, (first, last) in enumerate(pairwise(documents)):
+            what = f"document {i} of file {number}, of the sequences {first} to {last} (that one not)"
+            sizes.append(f"len of {what},")
+            tokens += [f"token {place} of {what}," for place in range(sum(lengths[first:last]) + 1)]
+    return {"sizes": sizes, "documents": tokens}
 
 
 EXERCISES = [
@@ -341,10 +364,12 @@ EXERCISES = [
         "vectors": "every rank gets the vectors of all tokens",
         "gradient": "a rank's rows get the gradients of their tokens, added up",
         "kept": "it leaves the tokens as they are",
+        "sent": "for a few tokens no more is sent than the sum of their vectors takes, and nothing backward",
         "trained": "the library trains a GPT with them: the losses of two steps are those of one process",
         "weights": "and so are the weights",
         "sp_trained": "with sequence parallelism too: the losses",
-        "sp_weights": "and the weights"}, flags={"kept": "numbers in them have changed"}, sizes=(2, 4), limits=RANKS, points=2),
+        "sp_weights": "and the weights"},
+        flags={"kept": "numbers in them have changed", "sent": MORE}, sizes=(2, 4), limits=RANKS, points=2),
     Exercise("vocabulary-loss", "14",
              ("course.parallel.vocabulary.losses_and_softmax", "course.parallel.vocabulary.minus_target"),
              draw_vocabulary, lose_in_pieces, {
@@ -370,5 +395,6 @@ EXERCISES = [
                "refused": "one was read as if it were whole, or stopped with an error that tells nobody what to do: "
                           "`check_header` refuses them all"}, limits=QUICK, points=2),
     Exercise("one-document", "14", (f"{__name__}.document",), draw_files, read_documents, {
-        "documents": "every document has its tokens, of one sequence, of several or of none"}, limits=QUICK),
+        "sizes": "every document has as many tokens as its sequences have together",
+        "documents": "and they are its own, of one sequence, of several or of none"}, cases=documents_asked, limits=QUICK),
 ]

@@ -1,7 +1,11 @@
 """Lesson 04: a dynamic loss scaler, a cast to FP8, and the scale that an amax history gives."""
 
+import math
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from course import precision
 from course.lab import returned
@@ -37,9 +41,12 @@ def draw_steps(seed: int, hidden: bool) -> Tensors:
     many, long = (24, 6 * precision.GROW_AFTER) if hidden else (12, 4 * precision.GROW_AFTER)
     good = torch.randint(0, precision.GROW_AFTER - 1, (many,), generator=generator)
     good[::3] = precision.GROW_AFTER - 1             # the next good step is the one that counts
+    scale = 2.0 ** torch.randint(3, 20, (many,), generator=generator).double()
+    scale[-1] = 8.0                                  # a low one that is bad: there is no floor
     bad_at = torch.randint(0, long, (3,), generator=generator)
-    return {"scale": 2.0 ** torch.randint(3, 20, (many,), generator=generator).double(), "good": good,
-            "bad": (torch.rand(many, generator=generator) < 0.4).double(), "long": torch.zeros(long).index_fill(0, bad_at, 1.0)}
+    bad = (torch.rand(many, generator=generator) < 0.4).double()
+    bad[-1] = 1.0
+    return {"scale": scale, "good": good, "bad": bad, "long": torch.zeros(long).index_fill(0, bad_at, 1.0)}
 
 
 def scale_losses(inputs: Tensors) -> Tensors:
@@ -82,45 +89,70 @@ def pair_of(kind: str, scale: Tensor, good: Tensor, bad: Tensor) -> tuple[Tensor
         if not isinstance(value, Tensor):
             raise Returned(f"`next_scale` returned {returned.told(value)} in its pair; tensors are wanted",
                            "keep the scale and the count as tensors: torch.where takes numbers beside them")
+    if two.dtype.is_floating_point or not one.dtype.is_floating_point:
+        raise Returned(f"`next_scale` returned a scale of type {one.dtype} and a count of type {two.dtype}; a count is whole",
+                       "a product with `bad`, 0.0 or 1.0 in torch.where, or / makes a float of the count: write 0 and good + 1, "
+                       "and compare, bad > 0")
     return one, two
 
 
+class Casts(TorchDispatchMode):
+    """Within this context `beyond` becomes True where a number that the format cannot hold is cast to `kind`."""
+
+    def __init__(self, kind: torch.dtype):
+        super().__init__()
+        self.kind, self.beyond = kind, False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = next((x for x in reversed(args) if isinstance(x, Tensor) and x.dtype != self.kind), None)
+        if isinstance(out, Tensor) and out.dtype == self.kind and given is not None and given.is_floating_point():
+            self.beyond = self.beyond or bool((given.double().abs() > torch.finfo(self.kind).max).any())
+        return out
+
+
 def draw_tensors(seed: int, hidden: bool) -> Tensors:
-    """Numbers over many orders of magnitude, some far beyond what a format holds, and scales: one below 1, one above."""
+    """Numbers over many orders of magnitude, some far beyond what a format holds, two that are only just rounded up, and scales:
+    one below 1, one above."""
     generator = torch.Generator().manual_seed(seed)
     many = 400 if hidden else 200
     x = torch.randn(2, many, generator=generator) * 10.0 ** (6 * torch.rand(2, many, generator=generator) - 4)
     down, up = torch.randint(1, 3, (), generator=generator), torch.randint(1, 6, (), generator=generator)
     scale = 2.0 ** torch.stack([-down, up])[torch.randperm(2, generator=generator)].float()
     x[:, :5] = torch.tensor([0.0, 1e9, -1e9, 1e-9, -1.0])
+    beyond = torch.tensor([1 + 2**-4, 1 + 2**-3]) * (1 + 2**-13)         # the middle of two neighbours, and a little more
+    x[:, 5:7] = (beyond / scale)[:, None] * torch.tensor([1.0, -1.0])   # which 16 bits do not see
     return {"x": x, "scale": scale}
 
 
 def cast_all(inputs: Tensors) -> Tensors:
     """The numbers that casts give, of both formats, as float32; and that they are in these formats."""
-    found, types, kept = {}, [], True
+    found, types, kept, beyond = {}, [], True, False
     for name, kind, x, scale in zip(("e4m3", "e5m2"), (E4M3, E5M2), inputs["x"], inputs["scale"], strict=True):
         given = x.clone()
-        q = to_fp8(given, scale, kind)
+        with Casts(kind) as casts:
+            q = to_fp8(given, scale, kind)
+        beyond = beyond or casts.beyond
         kept = kept and torch.equal(given, x)
         if not isinstance(q, Tensor) or q.shape != x.shape:
             raise Returned(f"`to_fp8` returned {returned.told(q)}; a tensor of shape {tuple(x.shape)} is wanted",
                            returned.cure(q, "return the whole tensor, cast"))
         types.append(float(q.dtype == kind))
         found[name] = q.float()
-    return {**found, "type": torch.tensor(min(types)), "kept": torch.tensor(float(kept))}
+    return {**found, "type": torch.tensor(min(types)), "before": torch.tensor(float(not beyond)),
+            "kept": torch.tensor(float(kept))}
 
 
 def draw_histories(seed: int, hidden: bool) -> Tensors:
     """Amax histories of several tensors, and the amaxes of a step.
 
-    The first tensor's amax is smaller than the one before it, the second has seen only zeros, the third was larger before; the
-    first and the fourth have been there for fewer steps than there are places.
+    The first tensor's amax is smaller than the one before it, the second has seen only zeros, the third was larger before, the
+    fourth is the largest now; the first and the fourth have been there for fewer steps than there are places.
     """
     generator = torch.Generator().manual_seed(seed)
     tensors, steps = (7, 12) if hidden else (5, 6)
     history = tenths(tensors, steps, generator=generator)
-    history[1], history[2, 0] = 0, history[2, 1] / 2
+    history[1], history[2, 0], history[3, 0] = 0, history[2, 1] / 2, history[3, 1] + 1
     history[0, -1] = history[3, 2:] = 0              # not full yet
     amax = 2 * tenths(tensors, generator=generator)
     amax[0] = history[0, 0] / 2
@@ -155,8 +187,15 @@ def scales(inputs: Tensors) -> Tensors:
     """Scales for both formats, and for a tensor of zeros."""
     history = inputs["history"]
     some = torch.cat([history[:1], history[2:]])
-    return {name: returned.tensor(delayed_scale(part.clone(), largest), "delayed_scale", (len(part),), torch.float64)
-            for name, part, largest in (("e4m3", some, 448.0), ("e5m2", some, 57344.0), ("zeros", history, 448.0))}
+    found = {name: returned.tensor(delayed_scale(part.clone(), largest), "delayed_scale", (len(part),), torch.float64)
+            for name, part, largest in (("e4m3", some, 448.0), ("e5m2", some, 57344.0), ("small", 1e-9 * some, 448.0),
+                                        ("zeros", history, 448.0))}
+    return found | {"empty": torch.tensor(of_nothing(found["zeros"][1].item()))}
+
+
+def of_nothing(scale: float) -> float:
+    """What kind of scale a tensor of zeros was given, as a number: 1.0 if it is right."""
+    return 2.0 if math.isnan(scale) else 3.0 if math.isinf(scale) else 4.0 if scale == 0 else 5.0 if scale > 1000 else scale
 
 
 EXERCISES = [
@@ -169,8 +208,11 @@ EXERCISES = [
         "e4m3": "the numbers of E4M3, cut off at 448",
         "e5m2": "the numbers of E5M2, cut off at 57344",
         "type": "the result is in the format that is asked for",
+        "before": "nothing is cast that the format cannot hold",
         "kept": "x stays as it is"},
-        flags={"type": "it is in another format: end with .to(kind)", "kept": "numbers in it have changed"}),
+        flags={"type": "it is in another format: end with .to(kind)",
+               "before": "a number beyond the largest is, of which each device makes something else",
+               "kept": "numbers in it have changed"}),
     Exercise("amax-history", "04", (f"{__name__}.remember",), draw_histories, move, {
         "one": "the newest amax comes first, the oldest goes",
         "three": "and so on, step after step",
@@ -179,5 +221,7 @@ EXERCISES = [
     Exercise("delayed-scale", "04", (f"{__name__}.delayed_scale",), draw_histories, scales, {
         "e4m3": "the largest amax of the history becomes the format's largest number",
         "e5m2": "in the wider format as well",
-        "zeros": "a tensor of zeros has a scale, 1, and those beside it keep theirs"}),
+        "small": "and if its numbers are as small as gradients are",
+        "empty": "a tensor of zeros has the scale 1",
+        "zeros": "and those beside it keep theirs"}, flags={"empty": "it has another"}),
 ]

@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,12 +14,14 @@ from torch.nn import functional
 
 from course.lab import returned, tiny
 from course.lab.exercise import Exercise, Tensors
+from course.lab.traffic import Traffic, pieces, thrift
 from course.lab.watchdog import Limits
 from course.parallel import mappings
 from course.parallel.mesh import Axis
 
 RANKS = Limits(seconds=120)                          # of which four have to start, on two cores perhaps
 WRITES = "it wrote into what it was given"
+MORE = "more bytes are sent"
 HEADS = "model.heads=4"                              # which two ranks and four can share
 MOVES = "model.residual=false"                       # so that all parameters move from the first step on
 
@@ -45,6 +48,13 @@ def rows_of_heads(inputs: Tensors) -> Tensors:
     return {"rows": torch.cat(found).double()}
 
 
+def rows_asked(inputs: Tensors) -> list[str]:
+    """Each row as a call, and its place in what that returns."""
+    return [f"qkv_rows(heads={size * each}, head_dim={head_dim}, size={size}, rank={rank})[{place}]"
+            for (size, each, head_dim), drawn in zip(inputs["cases"].tolist(), inputs["rank"].tolist(), strict=True)
+            for rank in (0, drawn % size, size - 1) for place in range(3 * each * head_dim)]
+
+
 def draw(seed: int, hidden: bool) -> Tensors:
     """What training draws, and a tensor and a gradient for each of up to four ranks, whose rows no axis divides."""
     generator = torch.Generator().manual_seed(seed)
@@ -58,13 +68,26 @@ def world(c: list[str]) -> Axis:
     return tiny.mesh(tiny.settings(f"parallel.tp={dist.get_world_size()}", *c)).tp
 
 
-def measure(function: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, bool]:
-    """The function's value at x, what it makes of a gradient, and whether it left both as they were."""
+@dataclass(frozen=True)
+class Passes:
+    """A mapping's forward and backward pass: what came out, what was sent, and whether what it was given is as it was."""
+
+    value: Tensor
+    back: Tensor
+    forward: Traffic
+    backward: Traffic
+    kept: float
+
+
+def measure(function: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor) -> Passes:
+    """The function's value at x, and what it makes of a gradient."""
     given, came = x.clone().requires_grad_(), grad.clone()
-    value = returned.some(function(given), "forward", x.dtype)
+    with Traffic() as forward:
+        value = returned.some(function(given), "forward", x.dtype)
     result = value.detach().clone()
-    back, = torch.autograd.grad(value, given, came)
-    return result, back.clone(), torch.equal(given.detach(), x) and torch.equal(came, grad)
+    with Traffic() as backward:
+        back, = torch.autograd.grad(value, given, came)
+    return Passes(result, back.clone(), forward, backward, float(torch.equal(given.detach(), x) and torch.equal(came, grad)))
 
 
 def train(inputs: Tensors, *overrides: str) -> Tensors:
@@ -78,10 +101,12 @@ def copy_reduce(inputs: Tensors) -> Tensors:
     """Copy and Reduce of drawn tensors, and a model trained with them."""
     axis = world([HEADS])
     x, grad = inputs["x"][axis.rank], inputs["grad"][axis.rank]
-    copied, back_copy, kept_copy = measure(lambda t: mappings.copy(t, axis), x, grad)
-    reduced, back_reduce, kept_reduce = measure(lambda t: mappings.reduce(t, axis), x, grad)
-    return {"copied": copied, "back_copy": back_copy, "reduced": reduced, "back_reduce": back_reduce,
-            "kept": torch.tensor([float(kept_copy), float(kept_reduce)]), "axes": along_two_axes(inputs), **train(inputs)}
+    copied = measure(lambda t: mappings.copy(t, axis), x, grad)
+    reduced = measure(lambda t: mappings.reduce(t, axis), x, grad)
+    most = 2 * pieces(x, 1, axis.size)               # of an all-reduce
+    return {"copied": copied.value, "back_copy": copied.back, "reduced": reduced.value, "back_reduce": reduced.back,
+            "sent": thrift((copied.forward, 0), (copied.backward, most), (reduced.forward, most), (reduced.backward, 0)),
+            "kept": torch.tensor([copied.kept, reduced.kept]), "axes": along_two_axes(inputs), **train(inputs)}
 
 
 def along_two_axes(inputs: Tensors) -> Tensor:
@@ -99,10 +124,14 @@ def gather_scatter(inputs: Tensors) -> Tensors:
     x, grad = inputs["x"][axis.rank], inputs["grad"][axis.rank]
     n = x.shape[1]
     start, stop = mappings.bounds(n, axis.size, axis.rank)
-    gathered, back_gather, kept_gather = measure(lambda t: mappings.gather(t, 1, axis, n), x[:, start:stop], grad)
-    scattered, back_scatter, kept_scatter = measure(lambda t: mappings.scatter(t, 1, axis), x, grad[:, start:stop])
-    return {"gathered": gathered, "back_gather": back_gather, "scattered": scattered, "back_scatter": back_scatter,
-            "kept": torch.tensor([float(kept_gather), float(kept_scatter)]), "dims": along_two_dims(axis, x, grad),
+    gathered = measure(lambda t: mappings.gather(t, 1, axis, n), x[:, start:stop], grad)
+    scattered = measure(lambda t: mappings.scatter(t, 1, axis), x, grad[:, start:stop])
+    most = pieces(x, 1, axis.size)
+    return {"gathered": gathered.value, "back_gather": gathered.back,
+            "scattered": scattered.value, "back_scatter": scattered.back,
+            "sent_whole": thrift((gathered.forward, most), (scattered.backward, most)),
+            "sent_sum": thrift((gathered.backward, most), (scattered.forward, most)),
+            "kept": torch.tensor([gathered.kept, scattered.kept]), "dims": along_two_dims(axis, x, grad),
             **train(inputs, "parallel.sp=true")}
 
 
@@ -125,7 +154,25 @@ def linears(inputs: Tensors) -> Tensors:
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):        # which lets float64 be
         out = mlp.float()(x.float())
     found["format"] = torch.tensor(float(out.dtype == torch.bfloat16))
-    return train(inputs) | found | {"product": with_another_product(mlp.double(), x)}
+    return train(inputs) | found | {"product": with_another_product(mlp.double(), x), **without_gathering(inputs)}
+
+
+def without_gathering(inputs: Tensors) -> Tensors:
+    """What an MLP sends forward and backward, without and with sequence parallelism, and whether a tensor in it is whole."""
+    sent, lean = [], True
+    for sp in ("false", "true"):
+        c = tiny.settings(HEADS, f"parallel.tp={dist.get_world_size()}", f"parallel.sp={sp}", "parallel.overlap=none")
+        model: Any = tiny.model(c, over := tiny.mesh(c), int(inputs["seed"]))
+        batch = model.tokens.cut(tiny.prepared(model, tiny.batches_of(inputs)[0])) if model.tokens else {}
+        mlp, tokens = model.get_submodule("blocks.0.mlp"), c.model.tokens
+        whole = torch.zeros(2, tokens, c.model.dim, dtype=torch.float64)
+        x = mappings.shard(whole, 1, over.tp) if batch else whole
+        with Traffic() as traffic:
+            mlp.down(mlp.up(x.clone().requires_grad_())).sum().backward()
+        sent.append((traffic, 4.0 * pieces(whole, 1, over.tp.size)))
+        hidden = whole.numel() // c.model.dim * mlp.up.weight.shape[0]
+        lean = lean and traffic.largest <= max(mlp.up.weight.numel(), hidden, whole.numel())
+    return {"sent": thrift(*sent), "lean": torch.tensor(float(lean))}
 
 
 def mlp_of(inputs: Tensors) -> tuple[Any, Tensor]:
@@ -146,24 +193,29 @@ def with_another_product(mlp: Any, x: Tensor) -> Tensor:
 
 EXERCISES = [
     Exercise("qkv-rows", "10", (f"{__name__}.qkv_rows",), draw_heads, rows_of_heads, {
-        "rows": "a rank has the rows of its heads, in q, in k and in v, in order"}, limits=Limits(seconds=30)),
+        "rows": "a rank has the rows of its heads, in q, in k and in v, in order"}, cases=rows_asked,
+        limits=Limits(seconds=30)),
     Exercise("copy-reduce", "10", ("course.parallel.mappings.Copy", "course.parallel.mappings.Reduce"), draw, copy_reduce, {
         "copied": "copy: every rank goes on with its own tensor",
         "back_copy": "copy, backward: every rank gets the sum of all ranks' gradients",
         "reduced": "reduce: every rank gets the sum of all ranks' tensors",
         "back_reduce": "reduce, backward: the gradient goes through as it is",
+        "sent": "they send no more than one all-reduce does, each in one of its passes and nothing in the other",
         "kept": "neither writes into its input or its gradient",
         "axes": "in a mesh of two axes each adds up along its own",
         "losses": "the library trains a tensor-parallel model with them: the losses are those of one process",
-        "weights": "and so are the weights"}, flags={"kept": WRITES}, sizes=(2, 4), limits=RANKS, points=2),
+        "weights": "and so are the weights"}, flags={"kept": WRITES, "sent": MORE}, sizes=(2, 4), limits=RANKS, points=2),
     Exercise("column-row", "10", ("course.parallel.tensor.ColumnLinear", "course.parallel.tensor.RowLinear"), draw, linears, {
         "losses": "the library trains with them: the losses of two steps are those of one process",
         "weights": "and so are the weights",
         "sp_losses": "with sequence parallelism too: the losses",
         "sp_weights": "and the weights",
         "product": "both multiply with `self.matmul`, where a number format can have put its own product",
-        "format": "the sum with the bias is in the format of the product, here bf16"},
-        flags={"format": "it is in another one: a bias in float32 makes float32 of the whole"},
+        "format": "the sum with the bias is in the format of the product, here bf16",
+        "sent": "forward and backward a pair of them sends the bytes of one all-reduce of the activation each",
+        "lean": "no tensor is larger than this rank's part of a weight"},
+        flags={"format": "it is in another one: a bias in float32 makes float32 of the whole", "sent": MORE,
+               "lean": "one is: something was put together that is cut for good reason"},
         sizes=(2, 4), limits=RANKS, points=3),
     Exercise("gather-scatter", "10", ("course.parallel.mappings.Gather", "course.parallel.mappings.Scatter"), draw,
              gather_scatter, {
@@ -171,8 +223,11 @@ EXERCISES = [
         "back_gather": "gather, backward: every rank gets its piece of the sum of all gradients",
         "scattered": "scatter: every rank gets its piece of the sum of all tensors",
         "back_scatter": "scatter, backward: the pieces of the gradient are put together",
+        "sent_whole": "where pieces are put together, each rank sends its piece to the others and no more",
+        "sent_sum": "where parts are added up, each rank is sent the sum of its piece and no more",
         "kept": "neither writes into its input or its gradient",
         "dims": "both work along another dim too, and with a call along one dim between another's two passes",
         "losses": "the library trains with sequence parallelism: the losses are those of one process",
-        "weights": "and so are the weights"}, flags={"kept": WRITES}, sizes=(2, 4), limits=RANKS, points=2),
+        "weights": "and so are the weights"}, flags={"kept": WRITES, "sent_whole": MORE, "sent_sum": MORE}, sizes=(2, 4),
+        limits=RANKS, points=2),
 ]

@@ -34,6 +34,28 @@ MISTAKES = {
                 "the gradients of all ranks' uses add up: do not divide"),
         Mistake("all pieces as long as mine", "len(order))", "pairs.shape[3] * tokens.cp.size)",
                 "pieces need not be equally long: give mappings.gather the number of all rows"),
+        Mistake("zeros around the piece, and an all-reduce", GATHER + "\n    " + IN_ORDER,
+                "whole = pairs.new_zeros(*pairs.shape[:3], len(order), pairs.shape[4])\n"
+                "    whole = whole.index_copy(3, tokens.order(pairs.device)[tokens.cp.rank], pairs)\n"
+                "    return mappings.copy(mappings.reduce(whole, tokens.cp), tokens.cp)",
+                "zeros are sent and added: an all-reduce of all tokens' keys sends twice what an all-gather of the pieces does, "
+                "and so "
+                "again in the backward pass", by=("sent",)),
+        Mistake("gathered twice", GATHER, GATHER.replace("pairs = ", "twice = ") + "\n    "
+                + GATHER.replace("pairs = ", "pairs = torch.stack([twice[0], ") + "[1]])",
+                "keys and values are gathered twice, and half of what comes is thrown away: they are one tensor, (2, ...), so "
+                "one gather "
+                "brings both", by=("sent",)),
+        Mistake("the latest first", "order.argsort()", "order.argsort(descending=True)",
+                "this puts the latest token first: the order of time begins with position 0"),
+        Mistake("along the heads", GATHER, GATHER.replace("pairs, 3,", "pairs, 2,"),
+                "tokens are dim 3 of (2, B, h, T / cp, d): this gathers along the heads"),
+        Mistake("pieces of two ranks", IN_ORDER, "quarter = len(order) // 4\n"
+                "    return torch.cat([pairs[:, :, :, :quarter], pairs[:, :, :, 2 * quarter:], pairs[:, :, :, quarter:2 * "
+                "quarter]], 3) "
+                "if tokens.zigzag else pairs",
+                "this is the order of four pieces, which two ranks have: n ranks have 2 n. The inverse permutation is right for "
+                "all"),
     ),
     "merge": (
         Mistake("a plain mean", WEIGHED, "out.add_(new_out).div_(2)",
@@ -63,6 +85,19 @@ MISTAKES = {
         Mistake("right for a whole tensor, not for a view", "out.mul_", "flat = out.reshape(-1).view_as(out)\n    flat.mul_",
                 "the ring gives a view, a part of its queries: write into `out` itself, as mul_ and add_ do; what `reshape` "
                 "gives can be a copy, and `out.data = ...` leaves the whole as it was"),
+        Mistake("denominators before the logarithm", "torch.logaddexp(lse, new_lse)", "(lse.exp() + new_lse.exp()).log()",
+                "exp(1000) is infinite, and so is its logarithm: torch.logaddexp subtracts the larger one first"),
+        Mistake("the larger log-sum-exp is kept", "lse.copy_(both)", "lse.copy_(torch.maximum(lse, new_lse))",
+                "the larger of the two is written into `lse`, so the next block weighs too much: the log-sum-exp of both is "
+                "`both`"),
+        Mistake("a mean of the log-sum-exps", "lse.copy_(both)", "lse.copy_((lse + new_lse) / 2)",
+                "`lse` becomes a mean here: denominators add up, and their logarithm is `both`"),
+        Mistake("logarithms for weights", WEIGHED,
+                "out.mul_((lse / both)[..., None]).add_(new_out * (new_lse / both)[..., None])",
+                "weights are denominators over their sum, and these are logarithms: exp(lse - both), not lse / both"),
+        Mistake("an epsilon", BOTH, "both = torch.logaddexp(lse, new_lse) + 1e-6",
+                "nothing can be zero here, so an epsilon has nothing to prevent: it only makes the weights add up to less than "
+                "1"),
     ),
     "zigzag": (
         Mistake("one piece each", PIECES, "torch.cat([pieces[2 * rank], pieces[2 * rank + 1]])",
@@ -79,6 +114,18 @@ MISTAKES = {
                 "these are on the CPU: torch.arange(total, device=device) makes them where they are needed"),
         Mistake("dealt like cards", PIECES, "torch.arange(total, device=device)[rank::size]",
                 "this deals single tokens like cards, which balances as well, but no round is then a rectangle: pieces, please"),
+        Mistake("3 - rank", PIECES, "torch.cat([pieces[rank], pieces[3 - rank]])",
+                "3 - rank is right for two ranks, which have four pieces: of 2 size pieces it is 2 size - 1 - rank"),
+        Mistake("as many pieces as ranks", "chunk(2 * size)", "chunk(size)",
+                "each rank has two pieces, so there are 2 size of them"),
+        Mistake("one piece too far in front", PIECES, "torch.cat([pieces[rank], pieces[max(2 * size - 2 - rank, 0)]])",
+                "the last piece has the number 2 size - 1, so rank r pairs with 2 size - 1 - r"),
+        Mistake("snaking", PIECES, "torch.cat([pieces[rank], pieces[-1 - rank]][::1 if rank % 2 == 0 else -1])",
+                "every second rank has its back piece first: the front piece is first on all of them"),
+        Mistake("ranks from the end", PIECES, "torch.cat([pieces[size - 1 - rank], pieces[size + rank]])",
+                "rank 0 has the outermost pieces, the first and the last: here it has the two in the middle"),
+        Mistake("token by token", PIECES, "torch.stack([pieces[rank], pieces[-1 - rank]], 1).flatten()",
+                "the two pieces come one after the other, not a token of this and a token of that"),
     ),
     "visible": (
         Mistake("rows for columns", CAUSAL, CHANGED_OVER,
@@ -101,5 +148,32 @@ MISTAKES = {
         Mistake("a ring without zigzag", CAUSAL,
                 "return (slice(None), slice(None)) if source < rank else (slice(0, 0), slice(None))",
                 "this is right if each rank has one piece, all before or all after mine; in a zigzag it is half of each square"),
+        Mistake("everything of lower ranks", CAUSAL, CAUSAL.replace("slice(0, keys // 2)", "slice(None)"),
+                "of a lower rank you do not see everything: its back piece lies behind all of yours, so the first half of its "
+                "keys",
+                by=("causal_work",)),
+        Mistake("everything of lower ranks, back with back", CAUSAL,
+                "return (slice(None), slice(None)) if source < rank else (slice(queries // 2, None), slice(keys // 2, None))",
+                "of a lower rank only the front piece is seen, by all your queries; of a higher one all keys, by your back "
+                "piece"),
+        Mistake("nothing of higher ranks", CAUSAL, CAUSAL.replace("(slice(queries // 2, None), "
+                "slice(None))", "(slice(0, 0), slice(None))"),
+                "a higher rank's front piece and back piece both lie before your back piece: the second half of your queries "
+                "sees them"),
+        Mistake("back sees front, nothing else", CAUSAL, "return slice(queries // 2, None), slice(0, keys // 2)",
+                "this is one pair of pieces of four, and two have to be computed: which is the other one, for a lower and for a "
+                "higher "
+                "rank?"),
+        Mistake("as if all were lower", CAUSAL, "return slice(None), slice(0, keys // 2)",
+                "right for lower ranks alone: of a higher rank's keys it is your back piece that sees all"),
+        Mistake("as if all were higher", CAUSAL, "return slice(queries // 2, None), slice(None)",
+                "right for higher ranks alone: of a lower rank's keys all your queries see the front piece"),
+        Mistake("rank 1", CAUSAL, CAUSAL.replace("source < rank", "rank == 1"),
+                "`rank == 1` says the same as `source < rank` for two ranks alone: with four it depends on both"),
+        Mistake("the front half without causality", "return slice(None), slice(None)\n", "return slice(None), slice(0, keys // "
+                "2)\n",
+                "without causality every query sees every key, the second half too"),
+        Mistake("one key too many", CAUSAL, CAUSAL.replace("slice(0, keys // 2)", "slice(0, keys // 2 + 1)"),
+                "the front piece is the keys 0 to keys // 2 - 1, and a slice ends before its end: slice(0, keys // 2)"),
     ),
 }

@@ -7,6 +7,9 @@ LOG = "log = (rows @ weight.T).log_softmax(-1)"
 CHUNKS = "for rows, aims in zip(x.split(size), target.split(size), strict=True):"
 HERE = "here = (row >= 0) & (row < rows)"
 PART = "part = F.embedding(row, self.weight) * here[..., None]"
+BODY = """row, here = own(tokens, len(self.weight), self.axis)            # 2 x (B, T)
+        part = F.embedding(row, self.weight) * here[..., None]          # (B, T, D)
+        return leave(part, self.axis, self.tokens)                      # (B, T, D), sequence parallel (B, T / tp, D)"""
 LEAVE = "return leave(part, self.axis, self.tokens)"
 WANTED = "wanted = s.gather(-1, column[..., None]).squeeze(-1) * here"
 MOST = "    dist.all_reduce(largest, dist.ReduceOp.MAX, group=axis.group)\n"
@@ -65,11 +68,28 @@ MISTAKES = {
                 "once"),
         Mistake("the logits are kept", "ctx.save_for_backward(torch.cat(of_x), of_weight)",
                 "ctx.grad = grad\n        ctx.save_for_backward(torch.cat(of_x), of_weight)",
-                "logits, or their gradient, outlive the forward pass: keep what backward needs and nothing else"),
+                "more than two gradients outlives the forward pass: logits, their gradient, or copies of x and weight. Keep "
+                "what backward "
+                "needs and nothing else", by=("light",)),
         Mistake("one gradient of two multiplied", "of_x * grad, of_weight * grad", "of_x * grad, of_weight",
                 "both gradients have to be multiplied with `grad`, that of weight too"),
         Mistake("two gradients for four arguments", "of_weight * grad, None, None", "of_weight * grad",
                 "backward returns something for each argument of forward: None for target and for size"),
+        Mistake("the last chunk is left out", CHUNKS, CHUNKS + "\n            if len(rows) < size:\n"
+                "                of_x.append(torch.zeros_like(rows))\n                continue",
+                "the last chunk is shorter where `size` does not divide the tokens, and counts as well: x.split(size) gives it "
+                "too"),
+        Mistake("the last rows have no gradient", "torch.cat(of_x)", "torch.cat(of_x)[:len(x) // size * size]",
+                "there are fewer rows of x's gradient than of x: the last, shorter chunk is missing"),
+        Mistake("plus one at the target", "-torch.ones_like(log[:, :1])", "torch.ones_like(log[:, :1])",
+                "the gradient is the probability *minus* 1 at the target"),
+        Mistake("divided by the size", "return total", "return total / size",
+                "the sum of the tokens' losses is wanted, whatever the chunks: do not divide by their size"),
+        Mistake("a mean within a chunk for the weight", "of_weight += grad.T @ rows", "of_weight += grad.T @ rows / len(rows)",
+                "the weight's gradient is a sum over all tokens: do not divide by those of a chunk"),
+        Mistake("one gradient too few", "of_weight * grad, None, None", "of_weight * grad, None",
+                "backward returns something for each of the four arguments of forward: two gradients, None for target and None "
+                "for size"),
     ),
     "vocabulary-embedding": (
         Mistake("tokens of others count", HERE, "here = row == row",
@@ -90,11 +110,47 @@ MISTAKES = {
                 "only one of the ranks has a token's vector, the others add zeros: do not divide"),
         Mistake("a sum with a second one behind", LEAVE,
                 "from course.parallel.mappings import copy\n        return copy(leave(part, self.axis, self.tokens), self.axis)",
-                "the gradient is all-reduced too: every rank has it whole already, so it comes out multiplied by their number"),
+                "the gradient is all-reduced too: every rank has it whole already, so it comes out multiplied by their number",
+                by=("gradient", "sp_trained")),
+        Mistake("what is left over, and no mask", PART, "part = F.embedding(tokens % len(self.weight), self.weight)",
+                "every rank looks up what is left over, and so adds a vector for every token: zeros where the token is not "
+                "`here`"),
         Mistake("numbers for a mask", PART, "part = F.embedding(row * here, self.weight)",
                 "row 0 is a token like any other: the vectors of tokens that are not here have to be zeros"),
         Mistake("tokens without sequence parallelism", LEAVE, "return leave(part, self.axis, None)",
                 "pass `self.tokens` to `leave`: with sequence parallelism each rank keeps its own tokens"),
+        Mistake("the matrix gathered", BODY, """from course.parallel import mappings
+        weight = mappings.collect(self.weight, 0, self.axis)
+        x = F.embedding(tokens, weight)
+        return mappings.scatter(x / self.axis.size, 1, self.axis) if self.tokens else x""",
+                "rows are gathered, or all ranks' vectors: the matrix is the largest there is, and cut so that no rank has it. "
+                "Look up what "
+                "is here, zeros for the rest, and let `leave` add up the vectors", by=("sent",)),
+        Mistake("the matrix gathered, and its gradient scattered", BODY, """from course.parallel import mappings
+        weight = mappings.gather(self.weight, 0, self.axis)
+        x = F.embedding(tokens, weight)
+        return mappings.shard(x, 1, self.axis) if self.tokens else x""",
+                "every rank gathers the whole matrix, and its gradient is scattered back: it was cut so that no rank has it. "
+                "Look up what is "
+                "here, zeros for the rest, and let `leave` add up the vectors", by=("sent",)),
+        Mistake("only the upper bound", HERE, "row, here = row.clamp(min=0), row < rows",
+                "tokens below this rank's first one count as its row 0 here: `here` has two ends, 0 <= row and row < rows"),
+        Mistake("only the upper bound, and what is left over", HERE, "here = row < rows\n    row = tokens % rows",
+                "a token of a lower rank counts here too, as the row that is left over: `here` has two ends, the first of this "
+                "rank's tokens "
+                "as well as the last"),
+        Mistake("only the lower bound", HERE, "row, here = row.clamp(max=rows - 1), row >= 0",
+                "tokens behind this rank's last one count as its last row here: `here` has two ends, 0 <= row and row < rows"),
+        Mistake("everybody counts", "* here[..., None]", "* torch.ones_like(here)[..., None]",
+                "every rank adds a vector for every token, of row 0 if it has none: zeros where the token is not `here`"),
+        Mistake("rank 1", "axis.rank * rows", "(axis.rank > 0) * rows",
+                "every rank but the first takes the rows of rank 1, which is right for two ranks alone: rank r begins at r · "
+                "rows"),
+        Mistake("a door in front as well", PART, PART + "\n        from course.parallel.mappings import copy\n"
+                "        part = copy(part, self.axis)",
+                "in front of `leave` stands a copy, whose backward pass adds up a gradient that every rank has whole already: "
+                "it comes out "
+                "multiplied by their number", by=("gradient",)),
     ),
     "vocabulary-loss": (
         Mistake("a maximum of one's own", MOST, "",
@@ -146,7 +202,21 @@ MISTAKES = {
                 "everyone = torch.empty(axis.size * s.numel(), dtype=s.dtype)\n"
                 "    getattr(dist, 'all_gather_single', dist.all_gather_into_tensor)(everyone, s.flatten(), group=axis.group)\n"
                 "    sums = torch.stack([wanted, s.exp_().sum(-1)])",
-                "whole logits are exchanged: three numbers a token are enough"),
+                "whole logits are exchanged: three numbers a token are enough", by=("numbers",)),
+        Mistake("the largest of the first rank", MOST, "    dist.broadcast(largest, axis.ranks[0], group=axis.group)\n",
+                "the first rank's largest logit is not the largest: where another's is far above it, exp overflows. All-reduce "
+                "with MAX"),
+        Mistake("more than three numbers", ADD, ADD + "    dist.all_reduce(here.to(s.dtype), group=axis.group)\n",
+                "more than three numbers a token are exchanged: the largest logit, the sum of exponentials and the target's "
+                "logit are "
+                "enough", by=("numbers",)),
+        Mistake("a total too large", "s.div_(total[..., None])", "s.div_(axis.size * total[..., None])",
+                "`total` is the sum over all ranks already: dividing by their number as well makes the gradient too small"),
+        Mistake("the target's probability taken away", "total.log() - wanted", "(total - wanted.exp()).log()",
+                "log(total) - wanted is the loss: the target's exponential stays in the sum"),
+        Mistake("a logarithm too early", "sums = torch.stack([wanted, s.exp_().sum(-1)])",
+                "sums = torch.stack([wanted, s.exp_().sum(-1).log()])",
+                "logarithms of sums are added up here: add up the sums over the ranks, then take the logarithm"),
     ),
     "read-index": (
         Mistake("no look at the file", CHECK, "",
@@ -159,7 +229,7 @@ MISTAKES = {
         Mistake("a copy of the pointers", POINTERS, POINTERS + ".copy()",
                 "np.frombuffer gives the pointers where they lie in the file: a copy reads all of them"),
         Mistake("lengths of eight bytes", LENGTHS, LENGTHS.replace("<i4", "<i8"),
-                "lengths are int32, of 4 bytes each", silent=True),
+                "lengths are int32, of 4 bytes each: with 8 bytes all that follows is looked for too far behind"),
         Mistake("pointers from the start", POINTERS, POINTERS.replace(" + lengths.nbytes", ""),
                 "the pointers come after the lengths, S int32"),
         Mistake("documents without the pointers", DOCUMENTS, DOCUMENTS.replace(" + pointers.nbytes", ""),
@@ -181,6 +251,26 @@ MISTAKES = {
                 "code 8 is uint16, without a sign: as int16 tokens from 32,768 on are negative"),
         Mistake("big-endian", '.newbyteorder("<"), lengths', ', lengths.byteswap()',
                 "the file is little-endian: ask for that in the dtype, \"<i4\""),
+        Mistake("one document a sequence", DOCUMENTS, DOCUMENTS.replace(", D,", ", S + 1,"),
+                "documents has D numbers, which the header says: S + 1 of them only where every document has one sequence"),
+        Mistake("one document too many", DOCUMENTS, DOCUMENTS.replace(", D,", ", D + 1,"),
+                "D counts the S at the end already: D numbers, not D + 1"),
+        Mistake("as many documents as sequences", DOCUMENTS, DOCUMENTS.replace(", D,", ", S,"),
+                "a document may have several sequences, or none: documents has D numbers, not S"),
+        Mistake("always uint16", "DTYPES[code]", '"uint16"',
+                "two bytes a token is right for small vocabularies alone: the kind of number stands in the header, look `code` "
+                "up in DTYPES"),
+        Mistake("only two kinds", "DTYPES[code]", '{8: "uint16", 4: "int32"}[code]',
+                "there are more kinds of number than two: DTYPES has all of them"),
+        Mistake("lengths of two bytes", LENGTHS, LENGTHS.replace("<i4", "<u2"), "lengths are int32, of 4 bytes, not of 2"),
+        Mistake("sequences and documents changed over", "_, _, code, S, D", "_, _, code, D, S",
+                "S comes before D in the header: how many sequences, then how many numbers documents has"),
+        Mistake("pointers big-endian", POINTERS, POINTERS.replace("<i8", ">i8"), "everything is little-endian: \"<i8\""),
+        Mistake("documents of four bytes", DOCUMENTS, DOCUMENTS.replace("<i8", "<i4"), "documents are int64, of 8 bytes each"),
+        Mistake("a copy of the lengths", LENGTHS, LENGTHS + ".copy()",
+                "something is copied, or made another type with astype: the parts stay in the file, where np.frombuffer finds "
+                "them",
+                by=("mapped",)),
     ),
     "one-document": (
         Mistake("bytes for tokens", "index.pointers[first] // index.dtype.itemsize", "index.pointers[first]",
@@ -197,5 +287,21 @@ MISTAKES = {
                 "a document of no sequences at the end begins behind the last one, where there is no pointer"),
         Mistake("without the last token", STOP, STOP.replace(".sum()]", ".sum() - (first < last)]"),
                 "the end of a slice is not part of it: take nothing away"),
+        Mistake("one token more", STOP, STOP.replace(".sum()]", ".sum() + 1]"),
+                "a slice ends before its end, so start + the number of tokens: nothing to add"),
+        Mistake("up to the next pointer", STOP, "stop = index.pointers[last] // index.dtype.itemsize if last < "
+                "len(index.pointers) else None\n"
+                "    return tokens[start:stop]",
+                "a document of no sequences has no pointer of its own: its start and its end are not to be found there. Add up "
+                "its lengths"),
+        Mistake("the lengths before", START, "start = index.lengths[:i].sum()",
+                "documents[i] says with which sequence document i begins, and before it come those, not i: lengths[:first]"),
+        Mistake("without its last sequence", STOP, STOP.replace("first:last]", "first:max(last - 1, first)]"),
+                "documents[i + 1] is the next one's first sequence, and a slice ends before it: take nothing away"),
+        Mistake("four bytes always", "// index.dtype.itemsize", "// 4",
+                "four bytes a token is right for int32 alone: how many it is stands in the index, index.dtype.itemsize"),
+        Mistake("the first length for all", "index.lengths[first:last].sum()", "(index.lengths[first:last].sum() and "
+                "index.lengths[first] "
+                "* (last - first))", "sequences have lengths of their own: add them up, first to last"),
     ),
 }

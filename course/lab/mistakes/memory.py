@@ -64,7 +64,15 @@ MISTAKES = {
         Mistake("an all-reduce", STEP,
                 "        whole = gradient.clone()\n        torch.distributed.all_reduce(whole, group=self.axis.group)\n"
                 "        self.mine.grad = whole.chunk(self.axis.size)[self.axis.rank].clone() / self.axis.size\n",
-                "an all-reduce brings each rank all sums, of which it needs an n-th: a reduce-scatter sends half as much"),
+                "an all-reduce brings each rank all sums, of which it needs an n-th: a reduce-scatter sends half as much",
+                by=("shares",)),
+        Mistake("all gradients gathered", STEP,
+                "        every = torch.empty(self.axis.size * len(gradient), dtype=gradient.dtype)\n"
+                "        all_gather_single(every, gradient, group=self.axis.group)\n"
+                "        self.mine.grad = every.view(self.axis.size, self.axis.size, -1).mean(0)[self.axis.rank].clone()\n",
+                "whole gradients are gathered from all ranks and added up here: a reduce-scatter brings this rank its share of "
+                "the sum "
+                "alone, an n-th of that", by=("shares",)),
         Mistake("a share that is a view", "weights[mine].clone()", "weights.clone()[mine]",
                 "a tensor of all weights or gradients stays in memory: keep none between steps, and cut before you copy, "
                 "weights[mine].clone(), since a piece of a copy keeps the whole copy"),

@@ -24,6 +24,12 @@ MISTAKES = {
                 "only fp16 needs a scale: bf16 has the range of float32"),
         Mistake("the wrong way", "bad > 0, scale / 2", "bad > 0, scale * 2",
                 "what overflowed was too large: a bad step halves the scale"),
+        Mistake("a quarter", "scale / 2", "scale / 4",
+                "halve it: a quarter goes lower than a bad step says, and 2000 good ones bring back only half of that"),
+        Mistake("never above the start", "scale * 2, scale))", "(scale * 2).clamp(max=2.0**16), scale))",
+                "there is no upper bound: gradients shrink in the course of training, and the scale has to follow them"),
+        Mistake("two more", "scale * 2, scale))", "scale + 2, scale))",
+                "double it: scales are powers of two, by which multiplying rounds nothing"),
     ),
     "fp8-cast": (
         Mistake("not cut off", ".clamp(-largest, largest)", "",
@@ -40,6 +46,27 @@ MISTAKES = {
         Mistake("scaled in place", "(x * scale)", "x.mul_(scale)",
                 "mul_ writes into x, which whoever gave it still needs: x * scale makes a new tensor"),
         Mistake("one format", ".to(kind)", ".to(torch.float8_e4m3fn)", "cast to the format that is asked for, `kind`"),
+        Mistake("rounded twice", "(x * scale).clamp(-largest, largest)", "(x * scale).bfloat16().clamp(-largest, largest)",
+                "this rounds twice, to bf16 and then to FP8: a number that bf16 puts halfway between two of FP8 goes the wrong "
+                "way. "
+                "Multiply and clamp in the format of x", by=("e4m3",)),
+        Mistake("through fp16", "(x * scale).clamp(-largest, largest)", "(x * scale).half().clamp(-largest, largest)",
+                "this rounds twice, to fp16 and then to FP8; besides, fp16 ends at 65504. Multiply and clamp in the format of x",
+                by=("e4m3",)),
+        Mistake("whole numbers", "(x * scale)", "(x * scale).round()",
+                "FP8 has fractions, down to 2^-9 and 2^-16: the cast rounds by itself, do not round to whole numbers"),
+        Mistake("zeros beyond the largest", ".clamp(-largest, largest)", ".where((x * scale).abs() <= largest, 0.0)",
+                "what lies beyond the largest number becomes the largest number, not zero: clamp"),
+        Mistake("cast before it is cut off", ".clamp(-largest, largest).to(kind)",
+                ".to(kind).float().clamp(-largest, largest).to(kind)",
+                "clamp comes before the cast: what a cast makes of a number that is too large depends on format, device and "
+                "version",
+                by=("before",)),
+        Mistake("the other E4M3", "torch.finfo(kind).max", "min(torch.finfo(kind).max, 240.0 if kind != torch.float8_e5m2 else "
+                "57344)",
+                "240 is the largest number of another E4M3, one with infinities: here it is 448, torch.finfo(kind).max"),
+        Mistake("a scale of its own", "x * scale", "x * (largest / x.abs().max())",
+                "the scale is given: it was made from a history, and the matmul divides by just that one"),
     ),
     "amax-history": (
         Mistake("at the end", "torch.cat([amax[:, None], history[:, :-1]], 1)", "torch.cat([history[:, 1:], amax[:, None]], 1)",
@@ -61,6 +88,22 @@ MISTAKES = {
         Mistake("rolled through the rows", "return torch.cat([amax[:, None], history[:, :-1]], 1)",
                 "history = history.roll(1)\n    history[:, -1] = amax\n    return history",
                 "roll(1) without a dim takes what leaves one row into the next, to column 0: the new amax belongs there"),
+        Mistake("the largest of all is written down", "amax[:, None], history", "torch.maximum(amax, history.amax(1))[:, None], "
+                "history",
+                "a step's own amax is remembered, not the largest so far: else a spike is never forgotten"),
+        Mistake("one amax for all", "amax[:, None], history", "amax.amax().expand_as(amax)[:, None], history",
+                "each tensor has a row, and its own amax goes to the front of it, not the largest of all tensors"),
+        Mistake("the oldest is written over", "return torch.cat([amax[:, None], history[:, :-1]], 1)",
+                "return torch.cat([history[:, :-1], amax[:, None]], 1)",
+                "the new amax takes the oldest one's place at the end, and nothing moves on: newest first, all others one "
+                "further"),
+        Mistake("the first zero is filled", "return torch.cat([amax[:, None], history[:, :-1]], 1)",
+                "history, full = history.clone(), history.all(1)\n"
+                "    history[torch.arange(len(history)), (history == 0).int().argmax(1)] = amax\n    return history",
+                "a zero in a history is no free place, but a step in which the tensor was zero: the newest always goes to the "
+                "front"),
+        Mistake("stacked below", "torch.cat([amax[:, None], history[:, :-1]], 1)", "torch.cat([amax[None], history[:-1]], 0)",
+                "rows are tensors, columns are steps: the new amaxes are a column, amax[:, None], and go along dim 1"),
     ),
     "delayed-scale": (
         Mistake("the newest alone", "history.amax(1)", "history[:, 0]",
@@ -86,6 +129,29 @@ MISTAKES = {
         Mistake("one number", "history.amax(1)", "history.amax()",
                 "max() without a dim is one number, the largest of all tensors: amax(1) is the largest of each row"),
         Mistake("clamped", "torch.where(amax > 0, largest / amax, 1.0)", "largest / amax.clamp(min=1e-12)",
-                "clamping makes an enormous scale of an empty history, and all that comes next is cut off: it has to be 1 there"),
+                "clamping makes an enormous scale of an empty history, and all that comes next is cut off: it has to be 1 there",
+                by=("empty", "e4m3", "e5m2")),
+        Mistake("an epsilon added", "torch.where(amax > 0, largest / amax, 1.0)", "torch.where(amax > 0, largest / (amax + "
+                "1e-12), 1.0)",
+                "an epsilon in the denominator makes every scale too small, and that of small gradients by far: an amax can be "
+                "as small "
+                "as it likes, so look whether it is 0 and leave the rest alone", by=("small",)),
+        Mistake("an epsilon for zero", "torch.where(amax > 0, largest / amax, 1.0)", "largest / (amax + 1e-8)",
+                "an epsilon makes an enormous scale of an empty history, and every other scale a little wrong, that of small "
+                "gradients "
+                "by far: choose, torch.where(amax > 0, ..., 1)", by=("empty",)),
+        Mistake("room for twice the amax", "largest / amax, 1.0", "0.5 * largest / amax, 1.0",
+                "the largest amax becomes `largest` itself, with no factor of safety: that is what the history is for"),
+        Mistake("a power of two", "largest / amax, 1.0", "2 ** (largest / amax).log2().floor(), 1.0",
+                "the amax has to become `largest`: rounding the scale down to a power of two (as some recipes do) is another "
+                "one"),
+        Mistake("the oldest alone", "history.amax(1)", "history[:, -1]",
+                "this is the oldest amax of each history: the largest of all of them counts"),
+        Mistake("without the newest", "history.amax(1)", "history[:, 1:].amax(1)",
+                "the newest amax is in column 0, and counts as well: the largest of the whole row"),
+        Mistake("the median", "history.amax(1)", "history.median(1).values",
+                "half of the steps would be cut off at the median: the largest amax has to fit"),
+        Mistake("the largest of each step", "history.amax(1)", "history.amax(0)",
+                "amax(0) goes over the tensors: a row is a tensor, and its largest is amax(1)"),
     ),
 }

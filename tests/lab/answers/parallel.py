@@ -1,5 +1,31 @@
 """Answers to exercises of lessons 09 to 11 that are not the library's own."""
 
+TWO = '''
+import torch
+import torch.distributed as dist
+from course.parallel.mappings import bounds
+{}
+class Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, dim, axis, n):
+        ctx.given = dim, axis
+        return joined(x, dim, axis, n)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return cut(grad, *ctx.given), None, None, None
+
+class Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, dim, axis):
+        ctx.given = dim, axis, x.shape[dim]
+        return cut(x, dim, axis)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return joined(grad, *ctx.given), None, None
+'''
+
 RIGHT = {
     "lay-out": '''
 import itertools
@@ -49,20 +75,22 @@ def qkv_rows(heads, head_dim, size, rank):
     return torch.tensor([part * heads * head_dim + head * head_dim + row
                          for part in range(3) for head in mine for row in range(head_dim)])
 ''',
-    "copy-reduce": '''
+    "copy-reduce": ['''
 import torch
 import torch.distributed as dist
 
 def added(x, axis):
-    everyone = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(axis.size)]
-    dist.all_gather(everyone, x.contiguous(), group=axis.group)
-    return torch.stack(everyone).sum(0)
+    """An all-reduce that is waited for later, of a copy."""
+    total = x.clone(memory_format=torch.contiguous_format)
+    work = dist.all_reduce(total, group=axis.group, async_op=True)
+    work.wait()
+    return total
 
 class Copy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, axis):
         ctx.axis = axis
-        return x.clone()
+        return x
 
     @staticmethod
     def backward(ctx, grad):
@@ -76,8 +104,65 @@ class Reduce(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return grad.clone(), None
-''',
-    "column-row": '''
+''', '''
+import torch
+from torch.distributed import _functional_collectives as functional
+
+class Copy(torch.autograd.Function):
+    """By collectives that give a new tensor."""
+
+    @staticmethod
+    def forward(ctx, x, axis):
+        ctx.axis = axis
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return functional.wait_tensor(functional.all_reduce(grad.contiguous(), "sum", ctx.axis.group)), None
+
+class Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, axis):
+        return functional.wait_tensor(functional.all_reduce(x.contiguous(), "sum", axis.group))
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+''', '''
+import torch
+import torch.distributed as dist
+from torch.nn.functional import pad
+from course.parallel.mappings import all_gather_single, reduce_scatter_single
+
+def added(x, axis):
+    """What an all-reduce is: a reduce-scatter and an all-gather."""
+    flat = x.flatten()
+    flat = pad(flat, (0, -len(flat) % axis.size))
+    piece = flat.new_empty(len(flat) // axis.size)
+    reduce_scatter_single(piece, flat, group=axis.group)
+    all_gather_single(flat, piece, group=axis.group)
+    return flat[:x.numel()].view(x.shape)
+
+class Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, axis):
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return added(grad, ctx.axis), None
+
+class Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, axis):
+        return added(x, axis)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.clone(), None
+'''],
+    "column-row": ['''
 import torch
 from torch import nn
 from course.parallel.placement import cut, placement
@@ -102,47 +187,100 @@ class RowLinear(nn.Module):
     def forward(self, x):
         whole = leave(self.matmul(x, self.weight, None), tokens=self.tokens, axis=self.axis)
         return torch.add(whole, self.bias.to(whole))
-''',
-    "gather-scatter": '''
+''', '''
 import torch
-import torch.distributed as dist
-from course.parallel.mappings import bounds
+import torch.nn.functional as F
+from torch import nn
+from course.parallel import mappings
+from course.parallel.placement import cut, placement
+from course.parallel.sequence import matmul_of
 
-def laid_in(x, dim, axis, n):
-    """Every rank's piece among zeros, added up."""
-    shape = list(x.shape)
-    shape[dim] = n
-    whole = x.new_zeros(shape)
-    start, stop = bounds(n, axis.size, axis.rank)
-    whole.narrow(dim, start, stop - start).copy_(x)
-    dist.all_reduce(whole, group=axis.group)
-    return whole
+class ColumnLinear(nn.Module):
+    """With the mappings themselves."""
 
-def taken_out(x, dim, axis):
-    whole = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(whole, group=axis.group)
-    return whole.tensor_split(axis.size, dim)[axis.rank].clone()
+    def __init__(self, linear, axis, tokens=None):
+        super().__init__()
+        self.axis, self.tokens, self.matmul = axis, tokens, matmul_of(linear, axis)
+        heads = max(0, len(placement(linear.bias).global_shape) - 2)
+        self.weight, self.bias = cut(linear.weight, heads, axis), cut(linear.bias, heads, axis)
 
-class Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, dim, axis, n):
-        ctx.given = dim, axis
-        return laid_in(x, dim, axis, n)
+    def forward(self, x):
+        x = mappings.gather(x, 1, self.axis, self.tokens.here) if self.tokens is not None else mappings.copy(x, self.axis)
+        return self.matmul(x, self.weight, self.bias)
 
-    @staticmethod
-    def backward(ctx, grad):
-        return taken_out(grad, *ctx.given), None, None, None
+class RowLinear(nn.Module):
+    def __init__(self, linear, axis, tokens=None):
+        super().__init__()
+        self.axis, self.tokens, self.matmul = axis, tokens, matmul_of(linear, axis)
+        self.weight = cut(linear.weight, len(placement(linear.weight).global_shape) - 1, axis)
+        self.bias = linear.bias
 
-class Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, dim, axis):
-        ctx.given = dim, axis, x.shape[dim]
-        return taken_out(x, dim, axis)
+    def forward(self, x):
+        y = self.matmul(x, self.weight)
+        y = mappings.scatter(y, 1, self.axis) if self.tokens is not None else mappings.reduce(y, self.axis)
+        return y + self.bias.type_as(y)
+'''],
+    "gather-scatter": [TWO.format('''
+def joined(x, dim, axis, n):
+    """Into a list of tensors, as long as the longest piece."""
+    most, rows = -(-n // axis.size), x.movedim(dim, 0)
+    rows = torch.cat([rows, rows.new_zeros(most - len(rows), *rows.shape[1:])])
+    pieces = [torch.empty_like(rows) for _ in range(axis.size)]
+    dist.all_gather(pieces, rows, group=axis.group)
+    counts = [stop - start for start, stop in (bounds(n, axis.size, rank) for rank in range(axis.size))]
+    return torch.cat([piece[:count] for piece, count in zip(pieces, counts)]).movedim(0, dim)
 
-    @staticmethod
-    def backward(ctx, grad):
-        return laid_in(grad, *ctx.given), None, None
-''',
+def cut(x, dim, axis):
+    """From a list of tensors."""
+    parts = [part.contiguous() for part in x.movedim(dim, 0).tensor_split(axis.size)]
+    most = len(parts[0])
+    padded = [torch.cat([part, part.new_zeros(most - len(part), *part.shape[1:])]) for part in parts]
+    mine = torch.empty_like(padded[0])
+    dist.reduce_scatter(mine, padded, group=axis.group)
+    return mine[:len(parts[axis.rank])].movedim(0, dim)
+'''), TWO.format('''
+def joined(x, dim, axis, n):
+    """A broadcast of each rank's piece."""
+    pieces = []
+    for rank in range(axis.size):
+        start, stop = bounds(n, axis.size, rank)
+        shape = list(x.shape)
+        shape[dim] = stop - start
+        piece = x.clone(memory_format=torch.contiguous_format) if rank == axis.rank else x.new_empty(shape)
+        dist.broadcast(piece, axis.ranks[rank], group=axis.group)
+        pieces.append(piece)
+    return torch.cat(pieces, dim)
+
+def cut(x, dim, axis):
+    """A sum of each piece, on the rank whose it is."""
+    parts = [part.clone(memory_format=torch.contiguous_format) for part in x.tensor_split(axis.size, dim)]
+    for rank, part in enumerate(parts):
+        dist.reduce(part, axis.ranks[rank], group=axis.group)
+    return parts[axis.rank]
+'''), TWO.format('''
+def joined(x, dim, axis, n):
+    """By messages, to each of the others and from each."""
+    pieces, works = [], []
+    mine = x.contiguous()
+    for rank in range(axis.size):
+        start, stop = bounds(n, axis.size, rank)
+        shape = list(x.shape)
+        shape[dim] = stop - start
+        pieces.append(mine if rank == axis.rank else x.new_empty(shape))
+        if rank != axis.rank:
+            works += [dist.isend(mine, axis.ranks[rank]), dist.irecv(pieces[-1], axis.ranks[rank])]
+    for work in works:
+        work.wait()
+    return torch.cat(pieces, dim)
+
+def cut(x, dim, axis):
+    """Everybody's part of this rank's piece, by an all-to-all, added up here."""
+    parts = [part.contiguous() for part in x.movedim(dim, 0).tensor_split(axis.size)]
+    got = parts[axis.rank].new_empty(axis.size, *parts[axis.rank].shape)
+    counts = [len(part) for part in parts]
+    dist.all_to_all_single(got.flatten(0, 1), torch.cat(parts), [counts[axis.rank]] * axis.size, counts, group=axis.group)
+    return got.sum(0).movedim(0, dim)
+''')],
     "gather-in-order": '''
 import torch
 from course.parallel import mappings

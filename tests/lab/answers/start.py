@@ -317,7 +317,12 @@ WRONG = [
         "reduce_scatter_single(own, gradient, group=self.axis.group)",
         "parts = [torch.empty_like(gradient) for _ in range(self.axis.size)]\n"
         "        dist.all_gather(parts, gradient, group=self.axis.group)\n"
-        "        own = sum(parts).chunk(self.axis.size)[self.axis.rank]"), "half as much"),
+        "        own = sum(parts).chunk(self.axis.size)[self.axis.rank]"), "whole gradients are gathered"),
+    ("zero-optimizer", RIGHT["zero-optimizer"][0].replace(
+        "reduce_scatter_single(own, gradient, group=self.axis.group)",
+        "own = 0\n        for rank in self.axis.ranks:\n            other = gradient.clone()\n"
+        "            dist.broadcast(other, rank, group=self.axis.group)\n"
+        "            own = own + other.chunk(self.axis.size)[self.axis.rank]"), "by all-gather and broadcast more is sent"),
     ("zero-optimizer", RIGHT["zero-optimizer"][0].replace(
         "        own =", "        self.gradient = gradient.clone()\n        own ="), "keep none between steps"),
     ("accumulate", ACCUMULATE.replace("(total / weight * mesh", "(total / own * mesh"), "each micro-batch's own mean"),
