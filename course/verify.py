@@ -207,9 +207,9 @@ def hard(preset: str, overrides: Sequence[str], settings: Sequence[str]) -> Conf
     return usual(preset, overrides, taken)
 
 
-def compare(config: Config) -> Comparison:
-    """Join, compare and part, on every rank of the layout."""
-    return (compare_all([seeds(simple(config))]) or [Comparison([])])[0]
+def compare(config: Config) -> list[Gap]:
+    """Join, compare and part, on every rank of the layout; rank 0 has the gaps."""
+    return [gap for comparison in compare_all([seeds(simple(config))]) for gap in comparison.gaps]
 
 
 def compare_all(trials: list[list[Trial]]) -> list[Comparison]:

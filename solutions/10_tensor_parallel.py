@@ -635,7 +635,7 @@ lab.recorded("sp_4xh200", table, why="Whole steps on four H200s, in a graph")
 # - Sequence parallelism cuts what is left, for the same bytes; then parameters that are whole have gradients that are
 #   partial.
 # - Beside a multiplication that fills the GPU, NCCL hides little or nothing: measure it. Copy engines hide more.
-# - `course verify` says whether a layout trains as one process does, and if not, which parameter was the first to differ.
+# - `course verify` says whether a layout trains as one process does, and if not, which parameters differ most.
 #
 # **Check your work once more, from outside.** Save the notebook; then, in a terminal: `course check
 # notebooks/10_tensor_parallel_mine.ipynb`.

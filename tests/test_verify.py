@@ -42,7 +42,7 @@ def test_a_mistake_is_named_by_what_differs_most(settings, worst, capsys):
         with mock.patch("course.parallel.data.add_partial_gradients", lambda parameters: None):
             return verify.compare(settings)
 
-    assert not verify.tell(settings, ranks(2)(forgetful, settings)[0].gaps)
+    assert not verify.tell(settings, ranks(2)(forgetful, settings)[0])
     said = capsys.readouterr().out
     assert "DIFFERENT from step 1 on" in said and f"worst {worst}" in said
     sizes = [float(size) for size in re.findall(r"\((\d\.\de[+-]\d+)\)", said.partition("worst ")[2])]
@@ -94,8 +94,8 @@ def test_a_mistake_does_not_hide_in_rounding(preset, precision, layout, what, ca
         with mock.patch(f"course.parallel.{what}", lambda x, *of: x):
             return verify.compare(settings)
 
-    assert verify.tell(settings, ranks(2)(verify.compare, settings)[0].gaps)
-    assert not verify.tell(settings, ranks(2)(forgetful, settings, what)[0].gaps) and "DIFFERENT" in capsys.readouterr().out
+    assert verify.tell(settings, ranks(2)(verify.compare, settings)[0])
+    assert not verify.tell(settings, ranks(2)(forgetful, settings, what)[0]) and "DIFFERENT" in capsys.readouterr().out
 
 
 def test_what_was_not_tried_is_said(capsys):
