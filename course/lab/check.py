@@ -149,7 +149,7 @@ def judge(exercise: Exercise, run: Run, seed: int, hidden: bool, size: int,
     if all(fact.held for fact in facts):
         return facts, ""
     looking()
-    return facts, hint_for_numbers(exercise, run, expected, reference(exercise.name, seed, hidden, size)[1:])
+    return facts, hint_for_numbers(exercise, run, expected, reference(exercise.name, seed, hidden, size)[1:], hidden)
 
 
 def finding(claim: str, differences: Sequence[str], untried: str = "") -> Fact:
@@ -163,9 +163,12 @@ def finding(claim: str, differences: Sequence[str], untried: str = "") -> Fact:
     return Fact(False, f"{claim}: no, {who}{differences[rank]}")
 
 
-def hint_for_numbers(exercise: Exercise, run: Run, expected: Run, slips: Sequence[Run]) -> str:
+def hint_for_numbers(exercise: Exercise, run: Run, expected: Run, slips: Sequence[Run], hidden: bool = False) -> str:
     """The hint of the mistake that gives just these outputs; or else of one that gives those which it is known by; or else of one
-    that gives those which it makes wrong, for who made two mistakes, each with outputs of its own."""
+    that gives those which it makes wrong, for who made two mistakes, each with outputs of its own.
+
+    Of hidden inputs nothing is said that depends on the numbers: an answer can choose them.
+    """
     def same(one: Run, other: Run, keys: Collection[str]) -> bool:
         return not any(differ(a[key], b.get(key), exercise.tolerance)
                        for a, b in zip(one.outputs, other.outputs, strict=True) for key in keys)
@@ -183,7 +186,7 @@ def hint_for_numbers(exercise: Exercise, run: Run, expected: Run, slips: Sequenc
             return mistake.hint
     if "kept" in exercise.claims and not same(expected, run, ["kept"]):
         return COPY.format("`batch`" if "the batch" in exercise.claims["kept"] else "what you are given")
-    return unexplained(exercise, run, expected)
+    return generally(exercise, len(run.outputs)) if hidden else unexplained(exercise, run, expected)
 
 
 def unexplained(exercise: Exercise, run: Run, expected: Run) -> str:

@@ -290,7 +290,7 @@ def test_flags_and_few_numbers_in_words():
     assert told("scaled_cast", 1.0, 0.0) == told("scaled_cast", 1.0, 0.0, hidden=True) == exercise.flags["scaled_cast"]
     assert told("micro_seen", [4.0, 2.0], [6.0]) == "it is 6; it should be 4, 2"
     assert told("whole_losses", [1.25, 2.0], [2.5, 4.0]) == "it is 2.5, 4; it should be 1.25, 2"
-    assert "should" not in told("whole_losses", [1.25, 2.0], [2.5, 4.0], hidden=True)
+    assert told("whole_losses", [1.25, 2.0], [2.5, 4.0], hidden=True) == "its numbers are not what they should be"
     assert told("whole_losses", [1.25, 2.0], [1.25, 2.0]) == ""
 
 
