@@ -33,10 +33,12 @@ def qkv_rows(heads: int, head_dim: int, size: int, rank: int) -> Tensor:
 
 
 def draw_heads(seed: int, hidden: bool) -> Tensors:
-    """Numbers of ranks, heads of each rank and rows of each head; the first has sizes that all differ."""
+    """Numbers of ranks, heads of each rank and rows of each head; the first has sizes that all differ, the second more than two
+    ranks, since what is right for two alone has to show."""
     generator = torch.Generator().manual_seed(seed)
     cases = torch.randint(1, 6, (7 if hidden else 4, 3), generator=generator)
     cases[0] = torch.tensor([4, 3, 2] if hidden else [2, 3, 4])
+    cases[1, 0] = 3 + cases[1, 0] % 3
     return {"cases": cases, "rank": torch.randint(0, 100, (len(cases),), generator=generator)}
 
 
