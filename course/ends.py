@@ -53,7 +53,7 @@ def note(folder: Path, ends: Iterable[int]) -> None:
     """Write down a run's end tokens, if there are any."""
     if text := as_text(ends):
         with atomic(folder / NOTE) as temporary:
-            temporary.write_text(text)
+            temporary.write_text(text, encoding="utf-8")
 
 
 def as_text(ends: Iterable[int]) -> str:

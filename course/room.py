@@ -168,7 +168,7 @@ def free(device: torch.device) -> int:
 def in_groups() -> Iterator[int]:
     """Bytes that each control group of this process has left, of version 2 and 1; what files take in memory can be had back."""
     try:
-        lines = OWN.read_text().splitlines()
+        lines = OWN.read_text(encoding="utf-8").splitlines()
     except OSError:                                  # not on Linux
         return
     for line in lines:
@@ -186,10 +186,10 @@ def in_groups() -> Iterator[int]:
 def left_in(folder: Path, limit: str, used: str, *caches: str) -> int | None:
     """Bytes that a control group has left; None if it has no limit, or is not there."""
     try:
-        most, now = (folder / limit).read_text().strip(), int((folder / used).read_text())
+        most, now = (folder / limit).read_text(encoding="utf-8").strip(), int((folder / used).read_text(encoding="utf-8"))
         if not most.isdecimal():                     # "max"
             return None
-        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text(encoding="utf-8").splitlines())
     except (OSError, ValueError):
         return None
     return max(0, int(most) - now + sum(int(stat.get(name, 0)) for name in caches))

@@ -2,7 +2,6 @@ import errno
 import json
 import os
 import random as random_numbers
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -454,7 +453,7 @@ def test_a_checkpoint_that_cannot_be_reached_is_not_passed_over(tmp_path, monkey
     def fails(*arguments, **options):
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(*((Path, "read_text") if what == "index" else (checkpoint, "sha256")), fails)
+    monkeypatch.setattr(checkpoint, "read_file" if what == "index" else "sha256", fails)
     name = "index.json" if what == "index" else "rank00000.safetensors"
     with pytest.raises(CourseError, match=rf"step_000008/{name} cannot be read .*, whether it is good or not") as error:
         checkpoint.newest(tmp_path, print, ALONE, writes=True)

@@ -287,7 +287,7 @@ def test_a_resumed_run_equals_the_undisturbed_one(tmp_path):
 
 REFUSED = {
     ("fp8.recipe=block",): "fp8.recipe=block is Transformer Engine's",
-    ("parallel.tp=2", "parallel.sp=true"): "set parallel.overlap=none",
+    ("parallel.tp=2", "parallel.sp=true", "parallel.overlap=nccl"): "set parallel.overlap=none",
     ("fp8.history=0",): "fp8.history=0 must be at least 1",
     ("fp8.by=te", "parallel.pp=2"): "use fp8.by=hand with parallel.pp=2",
     ("fp8.by=te", "train.recompute=full"): "train.recompute=none",
