@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from course.average import average_of
 from course.errors import CourseError
-from course.files import atomic, flush, free_bytes, read_file, remedy, remove, sha256
+from course.files import NoFile, atomic, flush, free_bytes, read_file, remedy, remove, sha256
 from course.parallel.mesh import Axis
 from course.parallel.placement import Placement, placement
 from course.pieces import (
@@ -237,7 +237,7 @@ def check_files(checkpoint: Path, rank: int, size: int) -> dict[str, Any]:
         check_index(index)
         for name, found in list(index["files"].items())[rank::size]:
             check_file(checkpoint, name, found["bytes"], found["sha256"])
-    except (FileNotFoundError, *MALFORMED) as error:
+    except (FileNotFoundError, NoFile, *MALFORMED) as error:
         raise Damaged(f"{checkpoint}/index.json is missing or damaged: restore it, or move {checkpoint} away") from error
     except OSError as error:
         raise unreachable(checkpoint / "index.json", error) from error

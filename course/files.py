@@ -95,11 +95,15 @@ def remove(path: Path) -> None:
             path.unlink()
 
 
+class NoFile(OSError):
+    """Something else than an ordinary file stands where one belongs, such as a named pipe."""
+
+
 def read_file(path: Path) -> bytes:
-    """The bytes of an ordinary file; `OSError` if it is anything else: opening a named pipe would wait for somebody to write."""
+    """The bytes of an ordinary file; `NoFile` if it is anything else: opening a named pipe would wait for somebody to write."""
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(errno.EINVAL, "it is no ordinary file", str(path))
+            raise NoFile(errno.EINVAL, "it is no ordinary file", str(path))
         return file.read()
 
 
