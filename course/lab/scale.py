@@ -357,7 +357,7 @@ def confirm(told: dict[str, Any]) -> tuple[bool, str]:
     same = [known.get("NodeList") == told.get("nodes"), known.get("UserId", "").split("(")[0] == told.get("user"),
             not known.get("ClusterName") or known["ClusterName"] == told.get("cluster"),
             begin is not None and begin <= checked and (end is None or checked <= end)]
-    file, command = str(told["file"]), known.get("Command", "")
+    file, command = str(told["file"]), known.get("Command", "").removesuffix(" --trust")
     same.append(bool(file.strip()) and Path(file).name == file and Path(file).suffix.lower() in (".ipynb", ".py"))
     if "Command" in known:                           # the script's path, a space, the notebook's path; either may have spaces
         same.append(re.search(r"(?:^|/)check\.sh ", command) is not None and command.endswith((f" {file}", f"/{file}")))

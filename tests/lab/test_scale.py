@@ -130,6 +130,7 @@ def test_sacct_confirms_where_slurm_has_forgotten_the_job(handed_in, tmp_path, m
     ("ann", "10_tensor_parallel.ipynb", "ann", "/x/check.sh notebooks/10_tensor_parallel.ipynb", True),
     ("Ann_ann", "my 10.ipynb", "ann", "/x y/submit/check.sh my 10.ipynb", True),
     ("Ann A", "10.ipynb", "aa12", "/x/check.sh 10.ipynb", True),                    # accounts.csv says so
+    ("ann", "10.ipynb", "ann", "/x/check.sh 10.ipynb --trust", True),
     ("ann", "", "ann", "/x/check.sh 10.ipynb", False), ("ann", " ", "ann", "/x/check.sh 10.ipynb ", False),
     ("ann", "b", "ann", "/x/check.sh 10.ipynb", False), ("ann", ".ipynb", "ann", "/x/check.sh 10.ipynb", False),
     ("ann", "10.ipynb", "ann", "/x/train.sh check.sh 10.ipynb", False),
