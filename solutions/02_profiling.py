@@ -10,7 +10,7 @@
 # # 02 · Profiling
 #
 # In lesson 01 you counted a training step's floating-point operations and found that your machine reaches a part of its
-# peak. Where does the rest of the time go? Guesses are usually wrong; this lesson is about looking. You take a step
+# peak. Where does the rest of the time go? This lesson is about looking instead of guessing. You take a step
 # apart with a profiler, learn why a clock around a line of code lies on a GPU, and write the arithmetic that turns a
 # thousand little bars into one sentence: *this step waits for data*, or *for the host*, or *for other GPUs*.
 #

@@ -121,7 +121,7 @@ lab.beside("the page cache over the disk", my_times, disk / cache, "times")
 # **What you should see:** a few times as fast; how many depends on your disk. (On a cloud machine "the disk" may itself
 # be a cache on somebody else's computer, and on macOS this cell cannot make the system forget.) If you measure a loader
 # in its second epoch, you measure the page cache. That is fine if the training will run from there, too: 10 years of
-# this data are 300 GB, and nodes with eight GPUs often have 2 TB.
+# this data are 300 GB, and a node such as NVIDIA's DGX H100 has 2 TB (its data sheet).
 #
 # `os.preadv` deserves a look: it reads so many bytes at such a place of a file, *into memory that you give it*. While it
 # copies, it lets go of Python's lock, so several threads can do it at once.
