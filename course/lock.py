@@ -26,6 +26,7 @@ import psutil
 from course.checkpoint import together
 from course.errors import CourseError
 from course.files import begin, check_kind, read_file
+from course.machine import in_notebook
 from course.parallel.mesh import Axis, job
 
 BEAT, SILENT = 3.0, 20.0                             # seconds between signs of life; without one, after which a holder is dead
@@ -192,7 +193,7 @@ class Lock:
                     os.utime(self.path)
                 elif not self.path.exists():         # somebody removed or renamed the folder: who comes must find a writer
                     self._create()
-                elif (other := read(self.path)) and "ipykernel" not in sys.modules:     # a notebook's process is not ours to end
+                elif (other := read(self.path)) and not in_notebook():  # a notebook's process is not ours to end
                     print(f"course: {self.folder} has been taken over by {other.name}, because this process gave no sign of life "
                           f"for {SILENT:g} s: it ends", file=sys.stderr, flush=True)
                     os._exit(1)

@@ -18,6 +18,12 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def in_notebook() -> bool:
+    """Whether this process is a Jupyter kernel. One that has merely imported `ipykernel`, as libraries do, is none."""
+    kernel = sys.modules.get("ipykernel.kernelapp")
+    return kernel is not None and kernel.IPKernelApp.initialized()
+
+
 def load() -> str:
     """How busy it is, in half a sentence."""
     import psutil

@@ -14,6 +14,7 @@ from tqdm.auto import tqdm
 
 from course.errors import CourseError
 from course.files import atomic, read_file
+from course.machine import in_notebook
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure  # half a second, which every rank would take
@@ -187,25 +188,27 @@ class Report:
         return ""
 
     def _draw(self, record: dict[str, Any]) -> None:
-        """Give the numbers to TensorBoard; it does not recover from a full disk, and training does not end for it."""
+        """Give the numbers to TensorBoard."""
+        self._to_board(lambda board: [board.add_scalar(name, value, record["step"]) for name, value in scalars(record)])
+
+    def picture(self, name: str, figure: "Figure", step: int) -> None:
+        """A figure for TensorBoard's image tab."""
+        self._to_board(lambda board: board.add_figure(name, figure, step))
+
+    def _to_board(self, add: Callable[[Any], object]) -> None:
+        """TensorBoard does not recover from a full disk or a folder that is gone, and training does not end for it."""
         if self._board is None:
             return
         try:
-            for name, value in scalars(record):
-                self._board.add_scalar(name, value, record["step"])
+            add(self._board)
         except OSError as error:
             self.say(f"WARNING: {self.folder}/tensorboard cannot be written ({error.strerror}): no curves until a new start")
             self._board = None
 
-    def picture(self, name: str, figure: "Figure", step: int) -> None:
-        """A figure for TensorBoard's image tab."""
-        if self._board is not None:
-            self._board.add_figure(name, figure, step)
-
 
 def interactive() -> bool:
     """Whether a progress bar can be drawn: a terminal or a notebook, not a batch job's log file."""
-    return sys.stderr.isatty() or "ipykernel" in sys.modules
+    return sys.stderr.isatty() or in_notebook()
 
 
 def line(record: dict[str, Any], steps: int) -> str:

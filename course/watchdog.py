@@ -31,6 +31,7 @@ from course.checkpoint import steps
 from course.errors import CourseError
 from course.files import check_kind, read_file
 from course.lock import ended, process_space
+from course.machine import in_notebook
 from course.meet import lost, name
 from course.parallel.mesh import World, fail, node
 from course.parallel.trace import where
@@ -135,7 +136,7 @@ class Watchdog:
 
     def watching(self) -> bool:
         """Whether there is a watch: not in a notebook's own process, which must not be ended."""
-        return self.stall_s > 0 and "ipykernel" not in sys.modules
+        return self.stall_s > 0 and not in_notebook()
 
     def _watch(self) -> None:
         """The life of the thread: write, look at one neighbour, and judge if stuck."""

@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 import threading
 import time
 from dataclasses import asdict, replace
@@ -14,12 +13,6 @@ from course import config, lock, train
 from course.errors import CourseError
 from course.lock import Lock, myself
 from course.parallel import Axis
-
-
-@pytest.fixture(autouse=True)
-def no_notebook(monkeypatch):
-    """A process that has imported ipykernel, as other tests do, would count as a notebook's, which is not ended."""
-    monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
 
 
 @pytest.fixture(autouse=True)

@@ -1,5 +1,6 @@
 """What a run writes stays whole, whoever removes, renames or replaces it meanwhile."""
 
+import errno
 import os
 import shutil
 import signal
@@ -183,3 +184,16 @@ def interrupted():
     yield
     signal.alarm(0)
     signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("add", ["add_scalar", "add_figure"])
+def test_a_board_that_cannot_be_written_ends_no_training(tiny, monkeypatch, capsys, add):
+    from torch.utils.tensorboard import SummaryWriter
+
+    def full(*_args, **_more):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(SummaryWriter, add, full)
+    folder = run([*tiny, "train.steps=6", "log.tensorboard=true", "train.eval_every=3"])
+    assert "tensorboard cannot be written (No space left on device)" in capsys.readouterr().out
+    assert [record["step"] for record in read_metrics(folder / "metrics.jsonl")] == list(range(1, 7))

@@ -3,7 +3,6 @@
 import json
 import signal
 import subprocess
-import sys
 import threading
 import time
 from dataclasses import asdict, replace
@@ -22,12 +21,6 @@ from tests.faults import finish, start
 
 class Ended(BaseException):
     """Instead of the end of this process."""
-
-
-@pytest.fixture(autouse=True)
-def no_notebook(monkeypatch):
-    """A process that has imported ipykernel, as other tests do, would count as a notebook's, which is not ended."""
-    monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
 
 
 @pytest.fixture

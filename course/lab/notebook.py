@@ -19,7 +19,7 @@ from course.errors import CourseError
 from course.lab import blank, cells, own, present, widgets
 from course.lab import check as checks
 from course.lab import exercise as exercises
-from course.machine import cores
+from course.machine import cores, in_notebook
 
 RESULTS = blank.PACKAGE / "perf" / "results"
 MISSING = "write the cell of the exercise, run it, then this one"
@@ -228,6 +228,3 @@ def display(rich: dict[str, str], plain: str, metadata: dict[str, Any] | None = 
     draw(rich | {"text/plain": plain}, raw=True, metadata=metadata)
 
 
-def in_notebook() -> bool:
-    """Whether this runs in a Jupyter kernel."""
-    return "ipykernel" in sys.modules and bool(cells.history())
