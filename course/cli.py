@@ -312,11 +312,12 @@ def grade(folder: Annotated[Path, typer.Argument(help="of submissions, as nbgrad
 
 
 @app.command()
-def release(out: Annotated[Path, typer.Option(help="a folder that does not exist yet")]) -> None:
+def release(out: Annotated[Path, typer.Option(help="a folder that does not exist yet")],
+            hide_answers: Annotated[bool, typer.Option(help="blank what exercises ask for in the library, too")] = False) -> None:
     """Write what learners get: the course with blank notebooks, without solutions."""
     from course.lab import release as releasing
 
-    releasing.main(out)
+    releasing.main(out, hide_answers=hide_answers)
 
 
 def main() -> None:

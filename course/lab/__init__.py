@@ -1,6 +1,6 @@
 """The course on top of the library: lessons, exercises, checks, grading. Nothing below imports it.
 
-    blank       a library object's answer and its blank; a copy of the package with blanks
+    blank       a library object's answer and its blank; a copy of the package with blanks; hidden, answers out of sight
     exercise    what an exercise is; exercises/, one module a lesson; mistakes/, their known wrong answers
     cells       what a learner wrote, from a notebook, a script or the kernel
     sandbox     other people's code in a process of its own; namespaces (bubblewrap), watchdog and scratch, its parts

@@ -15,11 +15,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from course.errors import CourseError
+from course.lab import hidden
 
 BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"            # nbgrader's own markers
 STUB = 'raise NotImplementedError("not implemented yet")  # your code here'
 PACKAGE = Path(__file__).parent.parent                           # the folder of `course` itself
-LEFT_OUT = ("__pycache__", "mistakes", "results")                # of a built copy
+LEFT_OUT = ("__pycache__", "mistakes", "results", Path(hidden.ARCHIVE).name)         # of a built copy
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -47,7 +48,7 @@ def find(dotted: str) -> Object:
     if spec is None or spec.origin is None:
         raise CourseError(f"{dotted}: the library has no module {module}")
     file = Path(spec.origin)
-    text = file.read_text(encoding="utf-8")
+    text = hidden.original(module, file)
     tree = ast.parse(text)
     for node in tree.body:
         if isinstance(node, Function | ast.ClassDef) and node.name == name:
@@ -145,7 +146,7 @@ def shown(dotted: str) -> str:
     """An object's source, for a lesson to show."""
     found = find(dotted)
     first, last = found.lines
-    return "\n".join(readable(found.text)[first - 1:last]) + "\n"
+    return "\n".join(readable(found.file.read_text(encoding="utf-8"))[first - 1:last]) + "\n"
 
 
 def readable(text: str) -> list[str]:
@@ -160,12 +161,21 @@ def build(objects: Sequence[str], folder: Path) -> Path:
     """
     target = folder / "course"
     shutil.copytree(PACKAGE, target, ignore=shutil.ignore_patterns(*LEFT_OUT))
-    by_file: dict[Path, list[Object]] = {}
-    for found in map(find, objects):
-        by_file.setdefault(found.file, []).append(found)
-    for file, group in by_file.items():
-        lines = group[0].text.splitlines()
-        for start, end, indent in sorted((body for found in group for body in bodies(found.node)), reverse=True):
-            lines[start - 1:end] = [indent + STUB]
-        (target / file.relative_to(PACKAGE)).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    shown = {hidden.file_of(module): text for module, text in hidden.texts().items() if ".mistakes." not in module}
+    for file, text in (shown | blanked(objects)).items():
+        (target / file.relative_to(PACKAGE)).write_text(text, encoding="utf-8")
     return folder
+
+
+def blanked(objects: Sequence[str]) -> dict[Path, str]:
+    """The texts of the modules of these objects, by their files, with the objects blank and every line where it was."""
+    groups: dict[Path, list[Object]] = {}
+    for found in map(find, objects):
+        groups.setdefault(found.file, []).append(found)
+    texts = {}
+    for file, group in groups.items():
+        lines = group[0].text.splitlines()
+        for start, end, indent in (body for found in group for body in bodies(found.node)):
+            lines[start - 1:end] = [indent + STUB, *[""] * (end - start)]
+        texts[file] = "\n".join(lines) + "\n"
+    return texts

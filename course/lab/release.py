@@ -9,7 +9,8 @@ from pathlib import Path
 
 from course.errors import CourseError
 from course.files import atomic
-from course.lab import lessons
+from course.lab import blank, hidden, lessons
+from course.lab.exercise import all_exercises
 
 TOP = (".gitignore", "README.md", "LICENSE", "Makefile", "pyproject.toml", "setup.py", "MANIFEST.in", "constraints.txt",
        "environment.yml", "docs", "course", "data/README.md", "submit", "tests")
@@ -19,10 +20,11 @@ LINK = re.compile(r"\]\([\w./]*?(\d\d_\w+)\.ipynb")
 ANSWERS = ("lab",)                                               # of tests: what tests the lessons shows answers
 
 
-def main(out: Path, root: Path = lessons.ROOT) -> None:
+def main(out: Path, root: Path = lessons.ROOT, hide_answers: bool = False) -> None:
     """Write the course without its solutions, with blank notebooks, to a new folder.
 
     Of a clone it takes what git tracks, and the site's script; it names what it leaves out.
+    hide_answers: the objects that exercises ask for are blank in its library, too, which still runs and checks.
     Raises `CourseError` if the folder exists, if a notebook is stale or gives an answer away, or if something names a lesson that
     is not there.
     """
@@ -40,8 +42,29 @@ def main(out: Path, root: Path = lessons.ROOT) -> None:
         ignored = temporary / ".gitignore"
         if (temporary / "submit" / "site").exists() and ignored.is_file():      # it goes into whatever repository this becomes
             ignored.write_text(ignored.read_text(encoding="utf-8").replace("submit/site\n", ""))
-    print(f"wrote {out}: {len(notebooks)} blank notebooks and the library. The library is public: it holds the answers to those "
-          "exercises that are objects of it, and the known mistakes from which checks draw their hints")
+        if hide_answers:
+            hide(temporary / "course")
+    print(f"wrote {out}: {len(notebooks)} blank notebooks and the library. " + (
+        "Its files show no answers: they are packed in course/" + hidden.ARCHIVE if hide_answers else
+        "The library is public: it holds the answers to those exercises that are objects of it, and the known mistakes from "
+        "which checks draw their hints"))
+
+
+def hide(package: Path) -> None:
+    """Blank what exercises ask for in a copy of this package, and pack the modules as they were, and the known mistakes."""
+    answers = {dotted for exercise in all_exercises().values() for dotted in exercise.objects}
+    blank_texts = blank.blanked(sorted(answers))
+    mistakes = [path for path in (blank.PACKAGE / "lab" / "mistakes").glob("*.py") if path.name != "__init__.py"]
+    names = {file: ".".join(("course", *file.relative_to(blank.PACKAGE).with_suffix("").parts))
+             for file in (*blank_texts, *mistakes)}
+    packed = hidden.pack({name: file.read_text(encoding="utf-8") for file, name in names.items()})
+    (package / hidden.ARCHIVE).write_bytes(packed)
+    for file, text in blank_texts.items():
+        (package / file.relative_to(blank.PACKAGE)).write_text(text, encoding="utf-8")
+    for file in mistakes:
+        (package / file.relative_to(blank.PACKAGE)).unlink()
+    with open(package / "__init__.py", "a", encoding="utf-8") as init:
+        init.write(hidden.INSTALL)
 
 
 def chosen(root: Path, notebooks: list[str]) -> list[str]:

@@ -7,8 +7,10 @@ import sys
 
 import pytest
 
+from course.data.order import train_batches
 from course.errors import CourseError
 from course.lab import blank, cells, lessons, release
+from course.lab.exercise import all_exercises, find, known_mistakes, right, wrong
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +138,56 @@ def test_a_learner_can_check_there(out):
     done = subprocess.run([sys.executable, "-m", "course.cli", "check", "notebooks/00_start_here.ipynb"], cwd=out, text=True,
                           capture_output=True, env={**os.environ, "PYTHONPATH": str(out)})
     assert done.returncode == 1 and done.stdout.count("it is not written yet") == 2, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def hiding(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hiding") / "course"
+    release.main(folder, hide_answers=True)
+    return folder
+
+
+def python(folder, *words):
+    return subprocess.run([sys.executable, *words], cwd=folder, text=True, capture_output=True,
+                          env={**os.environ, "PYTHONPATH": str(folder)})
+
+
+def test_a_copy_that_hides_its_answers_shows_none(hiding):
+    """No body of an answer of two lines or more, and no known mistake, is in any file of it."""
+    texts = {path: path.read_text(errors="replace") for path in hiding.rglob("*") if path.is_file()}
+    for dotted in {dotted for exercise in all_exercises().values() for dotted in exercise.objects}:
+        found = blank.find(dotted)
+        lines = found.text.splitlines()
+        shown = texts[hiding / found.file.relative_to(blank.PACKAGE.parent)]
+        assert len(shown.splitlines()) == len(lines)
+        for start, end, _ in blank.bodies(found.node):
+            body = "\n".join(lines[start - 1:end])
+            if end > start:
+                assert [path for path, text in texts.items() if body in text] == [], dotted
+            assert blank.STUB in shown.splitlines()[start - 1]
+    assert [path.name for path in (hiding / "course/lab/mistakes").glob("*.py")] == ["__init__.py"]
+
+
+def test_a_copy_that_hides_its_answers_computes_with_them(hiding):
+    told = python(hiding, "-c", "import inspect; from course.data.order import train_batches as f\n"
+                  "print('not implemented yet' in inspect.getsource(f), next(f(1, 50, 6, 2, 1, 0)))")
+    assert told.stdout == f"True {next(train_batches(1, 50, 6, 2, 1, 0))}\n", told.stdout + told.stderr
+    assert not list((hiding / "course/data").rglob("order*.pyc"))
+
+
+@pytest.mark.parametrize("exercise", ["training-step", "column-row"])
+def test_a_copy_that_hides_its_answers_checks_answers(hiding, tmp_path, exercise):
+    mistake = known_mistakes(find(exercise))[0]
+    for source, status, said in ((right(find(exercise)), 0, ""), (wrong(find(exercise), mistake), 1, mistake.hint[:40])):
+        (tmp_path / "answer.py").write_text(f"# %%\n{source}")
+        done = python(hiding, "-m", "course.cli", "check", str(tmp_path / "answer.py"), "--exercise", exercise, "--trust")
+        assert done.returncode == status and said in " ".join(done.stdout.split()), done.stdout + done.stderr
+
+
+def test_the_checks_of_a_copy_that_hides_its_answers_are_those_of_the_clone(hiding):
+    program = "from course.lab.exercise import all_exercises\nfor one in all_exercises().values(): print(one.name, one.version)"
+    told = python(hiding, "-c", program)
+    assert told.stdout.splitlines() == [f"{one.name} {one.version}" for one in all_exercises().values()], told.stderr
 
 
 def test_refuses_to_overwrite_and_to_release_what_is_stale(out, tmp_path, monkeypatch):
