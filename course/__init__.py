@@ -16,9 +16,8 @@
                         rank is in)
     precision           number formats and the loss scale; fp8, FP8 by hand (its kernel in fp8_kernel), and te,
                         Transformer Engine behind the same seam; attention, its implementations; operators, what kernels by
-                        hand have in common: between, what blocks do between matmuls (in between_kernel), gelu (there too, and in
-                        cublaslt, within a matmul), products, those matmuls (cublaslt, after a trial), and packed, attention
-                        (attention_kernel)
+                        hand have in common: between, what blocks do between matmuls, and gelu (both in between_kernel), and
+                        packed, attention (attention_kernel)
     step                one optimizer step, for every layout; average, of its weights, and adam, which follows them in one pass
                         (adam_kernel); recompute, activations that are not kept; compilation, torch.compile; graphs, the whole
                         step as one CUDA graph
@@ -34,16 +33,16 @@
                         huggingface (GPT-2 and Llama), dit, te (Transformer Engine's layers); command, `course convert`
     report, pictures    what a run tells; profile, a look into its steps
     stop                signals; watchdog, who stalls and who is gone; lock, one job at a time
-    perf                Measured: bench, loaders, fp8, fused, products and parallel (with harness, rivals, megatron, efficiency);
+    perf                Measured: bench, loaders and parallel (with harness, rivals, megatron, efficiency);
                         ladder, one GPU's, with its rungs, side by side in lanes; grid, the cases of a Megatron-LM reproduction;
-                        curves and alignment, losses in every format; convergence, the runs behind lesson 08; profile, account,
-                        looks and their picture, where a step's time goes; command, how they are started.
+                        curves, losses in every format; convergence, the runs behind lesson 08; profile, account and looks, where
+                        a step's time goes; command, how they are started.
                         Predicted: flops and peaks; memory, with weights and activations; hardware, comms, kernels and host (with
                         kernel_table, with stand_in, and host_table, which measure them), of which blocktime predicts a block, as
                         local says what a rank has of it, and steptime a step; recorded and published, steps measured here and by
-                        others (who compute as in others), and what is predicted of them; heldout, what it is tested on.
+                        others (who compute as in others), and what is predicted of them.
                         Planned: layouts, those that a run takes, and their variants, of which plan finds the fastest (misfits,
-                        why there is none); proposal, `course plan`; planned, whether it was right; catalogue, `course presets`
+                        why there is none); proposal, `course plan`; catalogue, `course presets`
     launch, worker      a function, even of a notebook's cell, on several ranks of this machine (forks of seed); meet, who
                         waits for whom
     doctor, cli         what this machine has; the `course` command, with its groups cli_data and cli_bench, and cli_words, what

@@ -30,7 +30,6 @@ from course.models.layers import Batch, Block
 from course.operators import apart, operator
 from course.packed import fitting, packed_attention
 from course.precision import check_capability, format_of_matmuls
-from course.products import choose_products
 
 
 def add_norm_plain(x: Tensor, y: Tensor | None, gate: Tensor | None, weight: Tensor, bias: Tensor, eps: float, offset: float,
@@ -187,12 +186,11 @@ def check(device: torch.device) -> None:
     check_capability(device, (8, 0), "kernels=hand", "Ampere and later", "set kernels=pytorch")
 
 
-def fuse(model: Any, attention: bool = True, merged: bool = True) -> nn.Module:
+def fuse(model: Any, attention: bool = True) -> nn.Module:
     """Let the blocks of a model compute so, after it is cut and before they are compiled or checkpointed.
 
     Blocks of other kinds, those whose norms are no LayerNorms, and MLPs of other kinds stay as they are; attention, too, unless
     `attention`, where it is not of whole samples, turns queries and keys or shares keys, and for heads that are not `fitting`.
-    merged: with GELU in the matmuls of MLPs, where it can be (`gelu.py`). Of all linears products are chosen (`products.py`).
     """
     for block in model.blocks.values():
         attn: Any = getattr(block, "attn", None)
@@ -201,13 +199,14 @@ def fuse(model: Any, attention: bool = True, merged: bool = True) -> nn.Module:
             set_apart(attn.qkv)
             attn.forward = attention_forward.__get__(attn)
         if type(mlp) in (layers.MLP, dit.MLP, layers.GeluMLP):
-            fuse_mlp(mlp, merged)
+            fuse_mlp(mlp)
         forward = FUSED.get(type(block))
         if forward is not None and all(type(norm) is nn.LayerNorm for norm in (block.norm1, block.norm2)):
             block.forward = forward.__get__(block)
             for linear in branches(block):
                 set_apart(linear)
-    return choose_products(model)
+    whole: nn.Module = model
+    return whole
 
 
 def can_pack(attn: Any) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor
 from course.errors import CourseError
 
 # rows of a program, and of how many the reading has begun before they are needed: the best of those tried on an H200, for widths
-# of 768 to 1152 (`python -m course.perf.fused` measures what came of it)
+# of 768 to 1152 (`python -m experiments.fused_kernels` measures what came of it)
 ROWS, STAGES = 32, 3
 MOST = 65535                                        # programs of a launch in any dim but the first
 TILE, COLUMNS, SPAN, GELU_WARPS = 4, 256, 64, 8     # GELU's backward: rows and columns of a tile, rows of a program, its warps

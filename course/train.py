@@ -103,8 +103,7 @@ def assemble(config: Config, mesh: Mesh, noise: float = 0.0) -> Training:
         narrow(model, config.precision)
     if config.kernels == "hand":
         between.check(mesh.world.device)
-        between.fuse(model, config.attention == "default" and packable(config.precision, mesh.world.device),
-                     config.train.recompute == "none")
+        between.fuse(model, config.attention == "default" and packable(config.precision, mesh.world.device))
     within = compiled_inside(config)
     if within:
         compile_within(model)

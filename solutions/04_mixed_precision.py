@@ -803,7 +803,7 @@ lab.picture(figures.rungs(panels, "samples/s", "Training steps of the weather mo
 # course train vit-mp precision=fp8 fp8.recipe=current
 # course train vit-mp precision=fp8 fp8.by=te                 # by Transformer Engine; fp8.recipe=block too
 # python -m course.perf.curves FILE                           # loss curves in all formats of your machine
-# python -m course.perf.fp8 FILE                              # the speeds above, on your GPU
+# python -m experiments.fp8_speed FILE                              # the speeds above, on your GPU
 # ```
 #
 # - **bf16 first.** Keep the float32 curve of a short run, and compare.

@@ -662,7 +662,7 @@ fused = lab.results("dit_fused_h200")["rows"]
 lab.recorded("dit_fused_h200", {f"{row['case']}, {row['samples']} x {row['tokens']} tokens of {row['dim']}": {
     "eager, ms": row["eager_ms"], "compiled, ms": row["compiled_ms"], "times as fast": row["eager_ms"] / row["compiled_ms"],
     "TB/s, compiled": row["gb_per_s"] / 1e3, "by hand, ms": row["hand_ms"], "TB/s, by hand": row["hand_gb_per_s"] / 1e3}
-    for row in fused}, "The three steps, forward and backward (`python -m course.perf.fused FILE`)")
+    for row in fused}, "The three steps, forward and backward (`python -m experiments.fused_kernels FILE`)")
 gains, more = ([row[one] / row[two] for row in fused]
                for one, two in (("eager_ms", "compiled_ms"), ("compiled_ms", "hand_ms")))
 print(f"compiled {min(gains):.1f} to {max(gains):.1f} times as fast as eager; by hand {min(more):.1f} to {max(more):.1f} times "
@@ -716,7 +716,7 @@ print(f"{beside['compilers_ms'] / beside['ms']:.2f} times as fast, both measured
 #
 # One step between matmuls can go *into* one. A matmul has its result in registers before it writes it, and what it does
 # there, its **epilogue**, costs no pass over memory. So backward, GELU's gradient is computed by the matmul before it:
-# cuBLASLt, NVIDIA's library, has kernels for that, which PyTorch does not use (`course/cublaslt.py` calls them). It has
+# cuBLASLt, NVIDIA's library, has kernels for that, which PyTorch does not use; we called them through its C interface. It has
 # one that takes even the next step, too, the sum over tokens that is the gradient of the bias.
 #
 # > **Predict.** In DiT-XL's MLP that matmul alone takes 275 us, and with GELU's gradient and the sum in a kernel after it
@@ -734,9 +734,10 @@ print(f"a kernel for the sum alone: {kernels['backward: sum over tokens']} us")
 
 # %% [markdown]
 # The kernel that does most is by far the slowest, slower than all three apart: an option that exists is not yet one that
-# is fast. So the course takes the first, and a kernel of 50 us for the sum. Of a step of 100 ms, with 28 blocks, that
-# spares 0.9 ms: less than 28 times what the kernels say, since power bounds this step, as you see next, and a GPU that
-# waits less for memory has to lower its clock.
+# is fast. With the first, and a kernel of 50 us for the sum, a step of 100 ms, with 28 blocks, was shorter by
+# 0.9 ms: less than 28 times what the kernels say, since power bounds this step, as you see next, and a GPU that
+# waits less for memory has to lower its clock. Less than 2% of a step is not worth 300 lines of code, so the library
+# no longer has it. The steps that follow were recorded with it.
 
 # %%
 hand = {row["rung"]: row for row in lab.results("dit_h200")["rows"] if "kernels by hand" in row["rung"]}
@@ -749,7 +750,7 @@ for pixels in ("256 px", "512 px"):
 # %% [markdown]
 # At 256 pixels FP8 gains more now than the 1.16 times from before: it makes the multiplications shorter and nothing else, so the
 # less there is besides them, the more of the step becomes faster (Amdahl). At 512 pixels hardly: there bf16 has gained as
-# much, by GELU's gradient in the epilogue, which the FP8 product does not have.
+# much, by GELU's gradient in the epilogue, which the FP8 product did not have.
 #
 # An MFU of 46% in bf16: what keeps it from more? Not only code.
 #
@@ -776,7 +777,7 @@ print(f"clocks of {min(clocks):.0f} to {max(clocks):.0f} MHz in {len(rows)} runs
 # been power that the next multiplication takes.
 #
 # Even a faster multiplication may save nothing. For each shape cuBLAS has many algorithms, and a rule of thumb for which
-# is the fastest. `course/trial.py` tries them out. Its first version timed them by turns, a few milliseconds each: on an H100,
+# is the fastest. We tried them out. At first we timed them by turns, a few milliseconds each: on an H100,
 # of 46 products of GPT's and DiT's layers, each by itself, the best takes 4% less time than the one that the rule says, in the
 # median, and 20% less at most, with the same bits.
 #
@@ -815,13 +816,16 @@ for model, mine in (("1.3B", my_gpt_step), ("256 px", my_dit_step)):
 # Repeat one alone until the clock has settled, some 50 ms: then it draws the 700 W, and its seconds are its joules.
 # </details>
 #
-# So `course/trial.py` does it now, also with tiles that cuBLAS does not offer, and for the gradients of weights.
+# So we tried it again in this way, also with tiles that cuBLAS does not offer, and for the gradients of weights.
 
 # %%
 for model in ("124M", "350M", "1.3B", "256 px", "512 px"):
     saved = [100 * (1 - mean(rows, model) / mean(by_rule, model)) for rows in (by_turns, alone)]
     print(f"{model:7s} a step is shorter by {saved[0]:5.1f}% if products are chosen at one clock, "
           f"by {saved[1]:4.1f}% if each is tried at its own")
+
+# %% [markdown]
+# That is 1.5% of a step in the mean of these five, for 20 s of trials in each run's first step. The library does without it.
 
 # %% [markdown]
 # ## A curve that is a little worse

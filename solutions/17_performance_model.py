@@ -43,7 +43,7 @@ from course.lab import notebook as lab
 from course.lab.notebook import check
 from course.lab.planning import Rates, Run
 from course.perf import (
-    activations, comms, flops, hardware, heldout, kernels, memory, plan, proposal, published, recorded, steptime,
+    activations, comms, flops, hardware, kernels, memory, plan, proposal, published, recorded, steptime,
 )
 
 lab.begin("17")
@@ -573,7 +573,7 @@ for step in off[:8]:
     print(f"    {step.error:+4.0%}  {step.ms:7.1f} ms  {step.name}")
 
 # %% [markdown]
-# **What you should see:** a median of about 2.4%, and a tail with reasons. Attention of 16,000 tokens over four ranks has
+# **What you should see:** a median of about 2.5%, and a tail with reasons. Attention of 16,000 tokens over four ranks has
 # kernels so short that the GPU waits for the host. The ViT whose 4050 tokens four ranks cannot cut evenly takes 122 ms with
 # communication overlapped where 101 are predicted; left to its host, that is: in a graph it takes 111, and no term here
 # counts the copies of uneven tokens. "Read by the training process" waits for files, which the model takes as free with no
@@ -651,14 +651,14 @@ for tp, pp in ((4, 4), (8, 2), (2, 8)):
 # `heldout_2.json`, and a third, `heldout_3.json`, each committed after the one before was measured, and before *it*
 # was.
 #
-# > **Predict.** The median error of time was 2.4% above. What is it for the third list, which nobody had seen? And what
+# > **Predict.** The median error of time was 2.5% above. What is it for the third list, which nobody had seen? And what
 # > is the worst error?
 
 # %%
 my_held_median, my_held_worst = 8.0, 30.0            # your predictions, in percent
 
 # %%
-drawn = {row["name"]: row for row in heldout.listed("heldout_3")}
+drawn = {row["name"]: row for row in lab.results("heldout_3")["configurations"]}
 held: dict[str, list[tuple[float, float]]] = {"one GPU": [], "two GPUs": []}
 misses, apart = [], []
 for row in lab.results("heldout_3_h200")["rows"]:
@@ -682,7 +682,7 @@ for error, words in sorted(misses, key=lambda miss: -abs(miss[0]))[:6]:
 
 # %% [markdown]
 # **What you should see:** twenty of the thirty, on one and two GPUs; the others wait for a machine with four. The median error
-# is 4%, not much more than the 2.4% of the steps that the authors had looked at. But look at the two kinds apart: on one GPU
+# is 4%, not much more than the 2.5% of the steps that the authors had looked at. But look at the two kinds apart: on one GPU
 # all twelve are within 6%; on two the median is 16%, and none is too long by more than half a percent. What one GPU does
 # alone, kernel after kernel, is arithmetic by now. What two do *together* is not: they wait for each other's hosts, and a
 # collective beside a matrix multiplication slows both. That is how the 74% came: the list said where to look, and older steps

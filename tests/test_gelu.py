@@ -1,6 +1,4 @@
-"""GELU in the matmuls of an MLP: what is computed, what is left alone, and that a training is the same."""
-
-from unittest import mock
+"""GELU of an MLP as one operator: what is computed, in which formats, and that a compiled block keeps it."""
 
 import pytest
 import torch
@@ -9,12 +7,6 @@ from torch.nn import functional as F
 
 from course import between, config, gelu, models
 from course.models import layers
-from course.parallel import World, build_mesh
-from course.perf import hardware
-from course.perf.local import local_of
-from course.reshard import pretended
-from course.train import assemble
-from tests.test_between import SETTINGS, losses
 
 
 def drawn(*shape):
@@ -44,8 +36,7 @@ def two_ways(bias=True):
 @pytest.mark.parametrize("frozen", ["", "up.weight", "up.bias", "down.weight", "down.bias"])
 def test_an_mlp_and_all_its_gradients_are_those_of_the_formula(frozen):
     mlp, apart = two_ways()
-    gelu.fuse_mlp(mlp, True)
-    assert mlp.down.matmul is gelu.gelu_linear
+    gelu.fuse_mlp(mlp)
     for model in (mlp, apart.mlp):
         if frozen:
             model.get_parameter(frozen).requires_grad_(False)
@@ -60,7 +51,7 @@ def test_an_mlp_and_all_its_gradients_are_those_of_the_formula(frozen):
 
 def test_a_gradient_of_a_gradient_is_an_error():
     mlp, _ = two_ways()
-    gelu.fuse_mlp(mlp, True)
+    gelu.fuse_mlp(mlp)
     x = drawn(1, 3, 8)
     grad, = torch.autograd.grad(mlp(x).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):
@@ -69,7 +60,7 @@ def test_a_gradient_of_a_gradient_is_an_error():
 
 def test_under_autocast_formats_are_those_of_linears():
     mlp = layers.GeluMLP(8, 24, True, "tanh")
-    gelu.fuse_mlp(mlp, True)
+    gelu.fuse_mlp(mlp)
     x = torch.randn(2, 5, 8, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
         y = mlp(x)
@@ -78,48 +69,12 @@ def test_under_autocast_formats_are_those_of_linears():
     assert all(p.grad.dtype == torch.float32 for p in mlp.parameters())
 
 
-def test_what_has_another_product_stays_apart():
-    mlp, _ = two_ways()
-    mlp.down.matmul = nn.Identity()
-    gelu.fuse_mlp(mlp, True)
-    assert type(mlp.down.matmul) is nn.Identity and mlp.forward.__func__ is gelu.apart_forward
-
-
-def test_without_biases_it_is_merged_too():
+def test_without_biases_it_is_the_formula_too():
     mlp, apart = two_ways(bias=False)
-    gelu.fuse_mlp(mlp, True)
+    gelu.fuse_mlp(mlp)
     x = drawn(2, 5, 8)
     torch.testing.assert_close(torch.autograd.grad(mlp(x).sum(), [x, *mlp.parameters()]),
                                torch.autograd.grad(apart(x).sum(), [x, *apart.mlp.parameters()]), rtol=1e-11, atol=1e-12)
-
-
-@pytest.mark.parametrize(("settings", "merged"), [((), True), (("train.recompute=selective",), False),
-                                                  (("train.recompute=full",), False), (("model.mlp=gelu",), False),
-                                                  (("model.mlp=swiglu",), False), (("precision=fp8",), False),
-                                                  (("precision=fp8", "fp8.keep=[blocks.*.mlp.down]"), True),
-                                                  (("parallel.tp=2",), True), (("parallel.tp=2", "model.bias=false"), True),
-                                                  (("parallel.tp=2", "parallel.sp=true"), True),
-                                                  (("parallel.tp=2", "parallel.sp=true", "parallel.overlap=symmetric"), True),
-                                                  (("parallel.tp=2", "parallel.sp=true", "parallel.overlap=none"), True)])
-def test_which_trainings_have_it(settings, merged):
-    """Recomputation ends before the linear after GELU, whose result nobody needs; what is ours it would compute again. The model
-    of a step's time says the same."""
-    preset, *changes = SETTINGS["gpt"]
-    c = config.load(preset, [*changes, "data.source=mock", "train.device=cpu", "kernels=hand", "train.global_batch=2",
-                             "train.micro_batch=0", "precision=bf16", *settings])
-    size = c.parallel.tp
-    with pretended(0, size):
-        model = assemble(c, build_mesh(c.parallel, World(0, size, torch.device("cpu")))).model
-    matmul = model.blocks["0"].mlp.down.matmul
-    assert (getattr(matmul, "func", matmul) is gelu.gelu_linear) == merged              # a partial, where it knows an axis
-    assert local_of(c, hardware.load("h200"), size).merged == merged
-
-
-@pytest.mark.parametrize("kind", ["gpt", "dit"])
-def test_training_is_the_same(kind):
-    with mock.patch("course.gelu.can_merge", return_value=False):
-        apart = losses(kind, "kernels=hand")
-    assert losses(kind, "kernels=hand") == pytest.approx(apart, rel=1e-11) and apart[0] != pytest.approx(apart[-1], rel=1e-3)
 
 
 def test_a_compiled_block_is_one_graph_with_both_operators():

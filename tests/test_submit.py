@@ -60,11 +60,11 @@ def test_everything_of_one_gpu_is_measured_and_a_failure_named(tmp_path):
     for name, status in {"course": 0, "python": 3, "nvidia-smi": 0}.items():
         (programs / name).write_text(f"#!/bin/bash\necho {name} \"$@\"\nexit {status}\n")
         (programs / name).chmod(0o755)
-    done = subprocess.run(["bash", SCRIPT.with_name("bench_one_gpu.sh"), "out", "fp8", "ladder", "curves"], cwd=tmp_path,
+    done = subprocess.run(["bash", SCRIPT.with_name("bench_one_gpu.sh"), "out", "fp8_speed", "ladder", "curves"], cwd=tmp_path,
                           capture_output=True, text=True, env={**os.environ, "PATH": f"{programs}:/usr/bin:/bin"})
-    assert done.returncode == 0 and "fp8 failed:" in done.stdout and "curves failed:" in done.stdout
+    assert done.returncode == 0 and "fp8_speed failed:" in done.stdout and "curves failed:" in done.stdout
     assert (tmp_path / "out" / "ladder.log").read_text() == "course bench vit --out out/ladder.json\n"
-    assert (tmp_path / "out" / "fp8.log").read_text() == "python -m course.perf.fp8 out/fp8.json\n"
+    assert (tmp_path / "out" / "fp8_speed.log").read_text() == "python -m experiments.fp8_speed out/fp8_speed.json\n"
     (programs / "nvidia-smi").write_text("#!/bin/bash\nexit 9\n")
     done = subprocess.run(["bash", SCRIPT.with_name("bench_one_gpu.sh"), "none"], cwd=tmp_path, capture_output=True, text=True,
                           env={**os.environ, "PATH": f"{programs}:/usr/bin:/bin"})

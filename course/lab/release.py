@@ -13,7 +13,7 @@ from course.lab import blank, hidden, lessons
 from course.lab.exercise import all_exercises
 
 TOP = (".gitignore", "README.md", "LICENSE", "Makefile", "pyproject.toml", "setup.py", "MANIFEST.in", "constraints.txt",
-       "environment.yml", "docs", "course", "data/README.md", "submit", "tests")
+       "environment.yml", "docs", "course", "experiments", "data/README.md", "submit", "tests")
 NOT = ("__pycache__", ".*", "*.pyc", "*.egg-info")
 MADE = ("api",)                                                  # of docs: what `make docs` writes there
 LINK = re.compile(r"\]\([\w./]*?(\d\d_\w+)\.ipynb")

@@ -170,7 +170,7 @@ class ChunkedLoss(Function):
         for rows, aims, factors in zip(x.to(low).split(size), target.split(size), weights.split(size), strict=True):
             loss, grad = (chunk or chunk_of_loss)(rows, matrix, aims, factors, cross_entropy)           # (), (n, V)
             total = total + loss
-            parts.append(chunk.back(grad, matrix) if chunk else grad @ matrix)          # (n, D)
+            parts.append(grad @ matrix)          # (n, D)
             add_product(sums, grad.T, rows)                             # (V, D)
             del grad                                                    # before the next chunk's logits
         ctx.save_for_backward(torch.cat(parts), sums)
@@ -207,20 +207,15 @@ class Chunk:
 
     def __init__(self) -> None:
         self.run: Any = chunk_of_loss
-        self.product: Any = None                    # `course.products` puts its own here
 
     def __call__(self, x: Tensor, weight: Tensor, target: Tensor, weights: Tensor,      # (n, D), (V, D), 2 x (n,)
                  cross_entropy: Any) -> tuple[Tensor, Tensor]:
         in_place = vars(type(cross_entropy)).get("in_place")            # its own, not of a class of which it changes the rest
         if in_place and x.is_cuda and x.dtype != torch.float64:
-            logits = self.product(x, weight, True, None) if self.product else F.linear(x, weight)       # (n, V)
+            logits = F.linear(x, weight)                                # (n, V)
             losses = in_place(cross_entropy, logits, target, weights)   # (n,)
             return (losses * weights).sum(), logits                     # the gradients are in the logits' place
         return self.run(x, weight, target, weights, cross_entropy)      # (), (n, V)
-
-    def back(self, grad: Tensor, weight: Tensor) -> Tensor:            # (n, V), (V, D)
-        """The gradient of x from that of the logits."""
-        return self.product(grad, weight, False, None) if self.product else grad @ weight           # (n, D)
 
     def compile(self, **how: Any) -> None:
         """From now on compiled."""

@@ -35,7 +35,6 @@ from course.parallel import mappings, symmetric
 from course.parallel.mesh import Axis, axis_of, group_of
 from course.parallel.sequence import SplitTokens, whole_samples
 from course.precision import format_of_matmuls
-from course.products import times, weight_gradient_plain
 
 # Bytes of a batch below which its GPU is taken to wait for its host: left to slow hosts, all of 19 to 50 MB did; one of 201 did
 # not, and was 8% slower as one. And of a sample, below which a copy of it is worth a call: with those of up to 2.4 MB steps were
@@ -47,19 +46,14 @@ operator: Any = torch.library.custom_op
 
 
 @operator("course::gather_linear", mutates_args=())
-def gather_linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, n: int, chosen: bool,
-                          direct: bool) -> Tensor:
+def gather_linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, n: int, direct: bool) -> Tensor:
     """(B, T/tp, D), (F, D), (F,) -> (B, T, F) with T = n."""
-    return product(gather(x, axis_of(group), n, direct)(), weight, bias, chosen)
+    return F.linear(gather(x, axis_of(group), n, direct)(), weight, bias)
 
 
 @operator("course::gather_linear_backward", mutates_args=())
 def gather_linear_backward(grad: Tensor, x: Tensor, weight: Tensor, group: str, direct: bool) -> tuple[Tensor, Tensor]:
-    """(B, T, F), (B, T/tp, D), (F, D) -> the gradients of x and of the weight.
-
-    The matmuls are PyTorch's: an algorithm that won its trial had all multiprocessors, and here some communicate. Steps of five
-    models with it were 0.0 to 0.7% longer ("chosen" in perf/results/sp_2xh100.json).
-    """
+    """(B, T, F), (B, T/tp, D), (F, D) -> the gradients of x and of the weight."""
     axis = axis_of(group)
     again = gather(x, axis, grad.shape[1], direct, hidden=True)         # whole, beside the matmul that does not need it
     sums = grad @ weight
@@ -70,22 +64,21 @@ def gather_linear_backward(grad: Tensor, x: Tensor, weight: Tensor, group: str, 
 
 
 @operator("course::linear_scatter", mutates_args=())
-def linear_scatter_forward(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, chosen: bool, direct: bool) -> Tensor:
+def linear_scatter_forward(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, direct: bool) -> Tensor:
     """(B, T, F), (D, F), (D,) -> (B, T/tp, D). The bias, the same on all ranks, is in the first one's product."""
     axis = axis_of(group)
-    return scatter(product(x, weight, None if axis.rank else bias, chosen), axis, direct)()
+    return scatter(F.linear(x, weight, None if axis.rank else bias), axis, direct)()
 
 
 @operator("course::linear_scatter_backward", mutates_args=())
-def linear_scatter_backward(grad: Tensor, x: Tensor, weight: Tensor, group: str, chosen: bool,
-                            direct: bool) -> tuple[Tensor, Tensor]:
+def linear_scatter_backward(grad: Tensor, x: Tensor, weight: Tensor, group: str, direct: bool) -> tuple[Tensor, Tensor]:
     """(B, T/tp, D), (B, T, F), (D, F) -> the gradients of x and of the weight."""
     whole = gather(grad, axis_of(group), x.shape[1], direct)()          # (B, T, D)
-    return back(whole, weight, chosen), weight_gradient(whole, x, chosen)
+    return whole @ weight, weight_gradient(whole, x)
 
 
 @gather_linear_forward.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, n: int, chosen: bool, direct: bool) -> Tensor:
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, n: int, direct: bool) -> Tensor:
     return x.new_empty(len(x), n, len(weight))
 
 
@@ -96,7 +89,7 @@ def _(grad: Tensor, x: Tensor, weight: Tensor, *how: Any) -> tuple[Tensor, Tenso
 
 
 @linear_scatter_forward.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, chosen: bool, direct: bool) -> Tensor:
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, direct: bool) -> Tensor:
     axis = axis_of(group)
     return x.new_empty(len(x), mappings.lengths(x.shape[1], axis.size)[axis.rank], len(weight))
 
@@ -105,17 +98,16 @@ class GatherLinear(Function):
     """(B, T/tp, D), (F, D), (F,) -> (B, T, F) with T = n."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: str, n: int, chosen: bool,
-                direct: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: str, n: int, direct: bool) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.how = group, direct
-        y: Tensor = gather_linear_forward(x, weight, bias, group, n, chosen, direct)
+        y: Tensor = gather_linear_forward(x, weight, bias, group, n, direct)
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         dx, dw = gather_linear_backward(grad, *ctx.saved_tensors, *ctx.how)
-        return dx, dw, grad.sum((0, 1)) if ctx.needs_input_grad[2] else None, None, None, None, None
+        return dx, dw, grad.sum((0, 1)) if ctx.needs_input_grad[2] else None, None, None, None
 
 
 class LinearScatter(Function):
@@ -124,7 +116,7 @@ class LinearScatter(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *how: Any) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.how = how                               # group, chosen, direct
+        ctx.how = how                               # group, direct
         y: Tensor = linear_scatter_forward(x, weight, bias, *how)
         return y
 
@@ -132,24 +124,12 @@ class LinearScatter(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         dx, dw = linear_scatter_backward(grad, *ctx.saved_tensors, *ctx.how)
         dbias = grad.sum((0, 1)) if ctx.needs_input_grad[2] else None   # of this rank's tokens
-        return dx, dw, dbias, None, None, None
+        return dx, dw, dbias, None, None
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor | None, chosen: bool) -> Tensor:
-    """A linear, (B, T, D), (F, D), (F,) -> (B, T, F), by PyTorch's choice or by our own (`course/products.py`)."""
-    return times(x, weight, bias) if chosen else F.linear(x, weight, bias)
-
-
-def back(grad: Tensor, weight: Tensor, chosen: bool) -> Tensor:
-    """The gradient of its input, (B, T, D), from that of its output, (B, T, F)."""
-    return times(grad, weight, turned=False) if chosen else grad @ weight
-
-
-def weight_gradient(grad: Tensor, x: Tensor, chosen: bool = False) -> Tensor:
-    """Of its weight, (F, D), from the gradient of its output and its input."""
-    rows = grad.flatten(0, 1), x.flatten(0, 1)
-    dw: Tensor = torch.ops.course.weight_gradient(*rows) if chosen else weight_gradient_plain(*rows)
-    return dw
+def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    """The gradient of a linear's weight, (F, D), from those of its output and its input, (B, T, F) and (B, T, D)."""
+    return grad.flatten(0, 1).T @ x.flatten(0, 1)
 
 
 def small(samples: int, nbytes: float) -> bool:
@@ -280,24 +260,20 @@ def padded(x: Tensor, tokens: int) -> Tensor:
     return F.pad(x, (0, 0, 0, missing)) if missing else x                           # padding with nothing would copy
 
 
-def gather_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, tokens: SplitTokens, chosen: bool = False,
+def gather_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, tokens: SplitTokens,
                   direct: bool = False) -> Tensor:
-    """Column linear of gathered tokens, (B, T/tp, D) -> (B, T, F/tp).
-
-    chosen: by products of `course/products.py`; direct: through each other's memory.
-    """
+    """Column linear of gathered tokens, (B, T/tp, D) -> (B, T, F/tp). direct: through each other's memory."""
     x, weight, bias = cast(whole_samples(x), weight, bias)
     with torch.autocast(x.device.type, enabled=False):                  # what a linear computes is cast by now
-        return GatherLinear.apply(x, weight, bias, group_of(axis).group_name, tokens.here, chosen, direct)
+        return GatherLinear.apply(x, weight, bias, group_of(axis).group_name, tokens.here, direct)
 
 
-def linear_scatter(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, chosen: bool = False,
-                   direct: bool = False) -> Tensor:
+def linear_scatter(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, direct: bool = False) -> Tensor:
     """Row linear whose sum is scattered, (B, T, F/tp) -> (B, T/tp, D). The bias is added once; its gradient is of this rank's
     tokens."""
     x, weight, bias = cast(x, weight, bias)
     with torch.autocast(x.device.type, enabled=False):
-        return LinearScatter.apply(x, weight, bias, group_of(axis).group_name, chosen, direct)
+        return LinearScatter.apply(x, weight, bias, group_of(axis).group_name, direct)
 
 
 def cast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:        # (..., K), (N, K), (N,)

@@ -73,7 +73,7 @@ class OverlappedColumnLinear(BareColumnLinear):
         super().__init__(linear, axis, tokens)
         if linear.bias is not None:
             self.bias = cut(linear.bias, max(0, len(placement(linear.bias).global_shape) - 2), axis)
-        self.matmul = partial(overlap.gather_linear, axis=axis, tokens=tokens, chosen=False, direct=direct(tokens))
+        self.matmul = partial(overlap.gather_linear, axis=axis, tokens=tokens, direct=direct(tokens))
 
     def forward(self, x: Tensor) -> Tensor:                             # (B, T / tp, D) -> (B, T, F / tp)
         return self.matmul(x, self.weight, self.bias)
@@ -84,7 +84,7 @@ class OverlappedRowLinear(RowLinear):
 
     def __init__(self, linear: nn.Linear, axis: Axis, tokens: SplitTokens):
         super().__init__(linear, axis, tokens)
-        self.matmul = partial(overlap.linear_scatter, axis=axis, chosen=False, direct=direct(tokens))
+        self.matmul = partial(overlap.linear_scatter, axis=axis, direct=direct(tokens))
 
     def forward(self, x: Tensor) -> Tensor:                             # (B, T, F / tp) -> (B, T / tp, D)
         return self.matmul(x, self.weight, self.bias)

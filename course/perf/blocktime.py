@@ -88,15 +88,14 @@ def backward_bytes(local: Local) -> Moved:
     middle = 0 if local.config.kernels == "hand" and not swiglu else inner * (2 if swiglu else 1)
     sums: Moved = [(own, low * (qkv * (not local.packed) + middle + ends * rest))] if local.bias else []
     joined = 0 if local.packed else low * qkv
-    passes = 2 if local.merged else 3               # merged: a matmul reads what GELU is of, and the sum what it writes
     if local.config.compile:
         found: Moved = [("fused", size) for size in norm_bytes(local, True)] * 2
-        moved = inner * (5 if swiglu else passes) * low
+        moved = inner * (5 if swiglu else 3) * low
         return found + sums + [("fused", moved), ("fused", 2 * joined), ("fused", turn * 2 * low)]
     cast = n if not local.p.overlapped else rest
     found = [("norm_back", rest * 3 * wide), ("elementwise", rest * 3 * stream), ("elementwise", rest * (stream + low)),
              ("elementwise", cast * (wide + low) * (low < wide)), ("columns", rest * 2 * wide)] * 2
-    found += [("elementwise", inner * (8 if swiglu else passes) * low), ("elementwise", turn * 30),
+    found += [("elementwise", inner * (8 if swiglu else 3) * low), ("elementwise", turn * 30),
               ("shuffle", 2 * joined), ("shuffle", 2 * joined)]
     return found + sums + [("elementwise", rest * 6 * wide), ("elementwise", rest * (3 * wide + low))] * gates
 

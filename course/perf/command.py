@@ -1,4 +1,4 @@
-"""What all modules share that are started as `python -m course.perf.NAME`: usage and errors in a sentence."""
+"""What modules share that are started as `python -m course.perf.NAME` or `experiments.NAME`: usage and errors in a sentence."""
 
 import re
 import sys
@@ -18,7 +18,9 @@ def command(usage: str, least: int = 1) -> Iterator[list[str]]:
     words = [word for word in sys.argv[1:] if not word.startswith("--")]
     flags = {word for word in sys.argv[1:] if word.startswith("--")}
     if len(words) < least or not flags <= set(re.findall(r"--\w+", usage)):
-        sys.exit(f"usage: python -m course.perf.{Path(sys.argv[0]).stem} {usage}")
+        path = Path(sys.argv[0])
+        package = "experiments" if path.parent.name == "experiments" else "course.perf"
+        sys.exit(f"usage: python -m {package}.{path.stem} {usage}")
     try:
         yield words
     except CourseError as error:

@@ -126,16 +126,6 @@ class Local:
                 and fitting(m.dim // m.heads))
 
     @property
-    def merged(self) -> bool:
-        """Whether the gradient of an MLP's GELU is in a matmul (`course/gelu.py`); of some shapes cuBLASLt has no kernel for
-        that, which nothing tells beforehand."""
-        c, m = self.config, self.m
-        tanh = isinstance(m, DiTConfig) or getattr(m, "mlp", "") == "gelu_tanh"
-        own = self.precision_of("blocks.mlp.down") in ("bf16", "fp16")
-        return (c.kernels == "hand" and tanh and own and c.train.recompute == "none"
-                and self.kernels.hardware.capability >= 9.0)             # Hopper
-
-    @property
     def hidden(self) -> int:
         """The MLP's width."""
         return self.m.hidden if isinstance(self.m, GPTConfig) else int(self.m.dim * self.m.mlp_ratio)

@@ -12,16 +12,14 @@ from unittest import mock
 import pytest
 import torch
 
-from course import config, models, trial
+from course import config, models
 from course.lab import figures_data, figures_gpt, figures_memory, figures_plan, planning
 from course.parallel import schedule
 from course.perf import (
-    alignment,
     blocktime,
     comms,
     flops,
     hardware,
-    heldout,
     kernels,
     memory,
     plan,
@@ -30,6 +28,7 @@ from course.perf import (
     steptime,
 )
 from course.perf.grid import CASES
+from experiments import heldout, loss_alignment
 from tests.test_numbers import ROOT, results, steps_of
 
 Numbers = Callable[[], Sequence[float | str]]
@@ -373,8 +372,9 @@ def spread(model: str) -> float:
 def frozen_gpt() -> float:
     """Percent by which GPT 1.3B with frozen scales is off."""
     runs = results("alignment_h100")["models"]["gpt-1.3b"]["runs"]
-    frozen, same = (alignment.windows(torch.tensor(runs[name]["losses"]), 25) for name in (alignment.FROZEN, alignment.REFERENCE))
-    return 100 * alignment.gap(frozen, same)
+    frozen, same = (loss_alignment.windows(torch.tensor(runs[name]["losses"]), 25)
+                    for name in (loss_alignment.FROZEN, loss_alignment.REFERENCE))
+    return 100 * loss_alignment.gap(frozen, same)
 
 
 def losses(step: int) -> dict[str, float]:
@@ -883,7 +883,7 @@ SAID: list[tuple[str, str, Numbers]] = [
      lambda: [at("gelu_h200", f"256 px: bf16, {BY_HAND}", "compilers_ms", "before")]),
     ("15", "that matmul alone takes {:.0f} us, and with GELU's gradient and the sum in a kernel after it {:.0f} us. What is left "
      "of these {:.0f} us", lambda: [gelu("matmul alone"), gelu(APART), gelu(APART) - gelu("matmul alone")]),
-    ("15", "a kernel of {:.0f} us for the sum. Of a step of {:.0f} ms, with 28 blocks, that spares {:.1f} ms",
+    ("15", "a kernel of {:.0f} us for the sum, a step of {:.0f} ms, with 28 blocks, was shorter by {:.1f} ms",
      lambda: [gelu("sum over tokens"), gelu_step("apart"), gelu_step("apart") - gelu_step("in the matmul")]),
     ("15", "FP8 gains more now than the {:.2f} times from before", lambda: [
         dit(f"256 px: {BF16}") / dit("256 px: fp8, compiled, narrow stream")]),
@@ -893,8 +893,8 @@ SAID: list[tuple[str, str, Numbers]] = [
      "rule says, in the median, and {:.0f}% less at most", lambda: [len(gains()), statistics.median(gains()), max(gains())]),
     ("15", "DiT-XL's are {:.0f} to {:.0f}% apart above.", lambda: [pick(seeds("dit-xl", "dit-xl-512")) for pick in (min, max)]),
     ("15", "in the same notes, {:.1f}% at most above.", lambda: [gap("dit-xl-512", "bf16, flash attention")]),
-    ("15", "Repeat one alone until the clock has settled, some {:.0f} ms: then it draws the {:.0f} W",
-     lambda: [1e3 * trial.SETTLED, at("power_h200", f"256 px: bf16, {BY_HAND}", "power_limit_w")]),
+    ("15", "Repeat one alone until the clock has settled, some 50 ms: then it draws the {:.0f} W",
+     lambda: [at("power_h200", f"256 px: bf16, {BY_HAND}", "power_limit_w")]),
     # 16
     ("16", "A checkpoint of 70 billion parameters with Adam's states has {:.0f} GB.", lambda: [12 * 70]),
     # 17

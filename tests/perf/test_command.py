@@ -1,5 +1,6 @@
-"""`python -m course.perf.NAME`, with words that make no sense."""
+"""`python -m course.perf.NAME` and `experiments.NAME`, with words that make no sense."""
 
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -9,24 +10,28 @@ import torch
 
 import course.perf
 from course.errors import CourseError
+from course.lab.lessons import ROOT
 from course.perf.command import command
 from course.perf.stand_in import stand_in
 
-STARTED = sorted(file for file in Path(course.perf.__file__).parent.glob("*.py") if "__main__" in file.read_text())
+PLACES = {"course.perf": Path(course.perf.__file__).parent, "experiments": ROOT / "experiments"}
+STARTED = {f"{package}.{file.stem}": file for package, place in PLACES.items() for file in sorted(place.glob("*.py"))
+           if "__main__" in file.read_text()}
 
 
 def test_there_are_some():
-    names = {file.stem for file in STARTED}
-    assert {"alignment", "curves", "convergence", "fp8", "fused", "heldout", "looks"} <= names
+    assert {"experiments.loss_alignment", "course.perf.curves", "course.perf.convergence", "experiments.fp8_speed",
+            "experiments.fused_kernels", "experiments.heldout", "course.perf.looks"} <= set(STARTED)
 
 
-@pytest.mark.parametrize("file", STARTED, ids=lambda file: file.stem)
+@pytest.mark.parametrize("name", STARTED)
 @pytest.mark.parametrize("words", [[], ["--smal"], ["--help"]])
-def test_a_module_says_how_it_is_started(monkeypatch, file, words):
+def test_a_module_says_how_it_is_started(monkeypatch, name, words):
+    file = STARTED[name]
     if file.stem == "convergence" and not words:
         return                                       # needs none
     monkeypatch.setattr(sys, "argv", [str(file), *words])
-    with pytest.raises(SystemExit, match=rf"^usage: python -m course\.perf\.{file.stem} "):
+    with pytest.raises(SystemExit, match=f"^usage: python -m {re.escape(name)} "):
         runpy.run_path(str(file), run_name="__main__")
 
 

@@ -15,9 +15,10 @@ from course import cli
 from course.config import load
 from course.errors import CourseError
 from course.parallel.mesh import groups, lay_out
-from course.perf import comms, hardware, heldout, memory, misfits, plan, proposal, recorded, steptime, variants
+from course.perf import comms, hardware, memory, misfits, plan, proposal, recorded, steptime, variants
 from course.perf.layouts import divisors, factors, refusal
 from course.perf.plan import search
+from experiments import heldout
 
 H100, H200, V100 = (hardware.load(name) for name in ("h100-80", "h200", "v100-16"))
 

@@ -1,4 +1,6 @@
-"""Is the planner's first choice the best? It, and others that a user would try, measured: `python -m course.perf.planned FILE`.
+"""Is the planner's first choice the best? It, and others that a user would try, measured.
+
+`python -m experiments.planner_choice FILE`.
 
 For each of three models the planner orders the layouts of this machine's four GPUs, or two. Its best variant of each way to
 write that number as pp x dp x cp x tp is measured, whole training steps on random data, and of its first choice also neighbours:
@@ -80,14 +82,15 @@ def case(preset: str, own: Sequence[str], base: Config, config: Config, h: Hardw
 
 def main(file: Path, small: bool) -> None:
     """Measure on all GPUs, model after model, and write the rows as they come."""
-    gpus = lanes.gpus_of("python -m course.perf.planned", small)
+    gpus = lanes.gpus_of("python -m experiments.planner_choice", small)
     n = GPUS if small or len(gpus) >= GPUS else len(gpus) // 2 * 2
     if not n:
-        raise CourseError("python -m course.perf.planned needs two GPUs, and this machine shows one: --small tries it on the CPU")
+        raise CourseError("python -m experiments.planner_choice needs two GPUs, and this machine shows one: "
+                          "--small tries it on the CPU")
     h = (None if small else hardware.of_device(torch.cuda.get_device_name(0))) or hardware.load("h200")
     found = [row for preset, own in (TINY if small else MODELS).items()
              for row in cases_of(preset, own, h, n, 2 if small else 0)]
-    head = {**bench.machine(torch.device("cpu" if small else "cuda")), "command": "python -m course.perf.planned FILE",
+    head = {**bench.machine(torch.device("cpu" if small else "cuda")), "command": "python -m experiments.planner_choice FILE",
             "kernels": kernels.source(h), "predicted_for": h.name,
             "meaning": f"{TOYS}; without it " * small + "whole training steps of the planner's layouts for "
                        f"{n} GPUs: milliseconds, peak GB of the fullest rank; choice: the place in its list, 0 a neighbour of "
@@ -121,7 +124,7 @@ def text(rows: Iterable[Row], name: str) -> str:
 def started(cases: Path, preset: str, gpus: Sequence[str], n: int, small: bool) -> Iterable[Row]:
     """What the processes of one model measure, row by row."""
     program = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n}", "-m",
-               "course.perf.planned", "run", str(cases), preset, *["--small"] * small]
+               "experiments.planner_choice", "run", str(cases), preset, *["--small"] * small]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(gpus), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(program, env=environment, stdout=subprocess.PIPE, text=True, encoding="utf-8")
     assert process.stdout is not None

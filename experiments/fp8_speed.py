@@ -1,4 +1,4 @@
-"""How fast FP8 is beside bf16: `python -m course.perf.fp8 FILE`, on one GPU; with --small on a CPU, to see that it runs.
+"""How fast FP8 is beside bf16: `python -m experiments.fp8_speed FILE`, on one GPU; with --small on a CPU, to see that it runs.
 
 A causal stack of 8 layers of hidden 4096, 8 x 2048 tokens, float32 parameters: forward and backward with all casts and the
 update of the scales. By hand and by Transformer Engine (where it is installed), each recipe, plain and compiled; the stack's
@@ -127,7 +127,7 @@ def main(file: Path, small: bool) -> None:
         if world.device.type == "cuda":
             fp8.check_device(world.device)
         size, (samples, tokens) = ((64, 2, 4), (2, 24)) if small else ((4096, 8, 32), (8, 2048))
-        found: dict[str, Any] = {**bench.machine(world.device), "command": "python -m course.perf.fp8 FILE", "rows": [],
+        found: dict[str, Any] = {**bench.machine(world.device), "command": "python -m experiments.fp8_speed FILE", "rows": [],
                                  "parts": []}
         for kind, rows in (("rows", stacks(world, size, samples, tokens)), ("parts", parts(world, size[0], samples * tokens))):
             for row in rows:

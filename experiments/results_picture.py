@@ -1,4 +1,4 @@
-"""The recorded results as one picture, README's: `python -m course.perf.picture docs/h200.png`.
+"""The recorded results as one picture, README's: `python -m experiments.results_picture docs/h200.png`.
 
 Three panels: the way of the weather ViT from a plain loop to a fast one; the library beside what a user would take instead, on
 the same kind of GPU; and how efficient four GPUs are, beside PyTorch's own parallelism.
@@ -13,8 +13,8 @@ from matplotlib.figure import Figure
 
 from course import pictures
 from course.perf.command import command
+from course.perf.recorded import RESULTS
 
-RESULTS = Path(__file__).parent / "results"
 OURS, THEIRS = "#0072B2", "#D55E00"                  # told apart by the colour-blind
 LADDER = {"TF32, files read in line": "tf32, read by the training process", "TF32": "tf32, on the device",
           "bf16": "bf16, on the device", "compiled": "bf16, compiled", "narrow stream": "bf16, compiled, narrow stream",

@@ -6,8 +6,9 @@ from statistics import median
 import pytest
 
 from course.config import load
-from course.perf import hardware, memory, planned, recorded, steptime
+from course.perf import hardware, memory, recorded, steptime
 from course.perf.layouts import refusal
+from experiments import planner_choice
 
 H200 = hardware.load("h200")
 
@@ -20,17 +21,17 @@ def rows_of(*rows):
 def test_the_verdict_is_the_first_choices_time_over_the_fastests():
     rows = rows_of(("a", 1, 103.0), ("a", 2, 100.0), ("a", 0, 130.0), ("b", 2, 51.0), ("b", 1, 50.0),
                    ("c", 1, None), ("c", 2, 9.0), ("d", 1, None), ("e", 1, 7.0), ("e", 2, None))
-    assert planned.verdict(rows) == {"a": pytest.approx(1.03), "b": 1.0, "c": float("inf"), "d": float("inf")}
+    assert planner_choice.verdict(rows) == {"a": pytest.approx(1.03), "b": 1.0, "c": float("inf"), "d": float("inf")}
 
 
-@pytest.mark.parametrize("preset", planned.MODELS)
+@pytest.mark.parametrize("preset", planner_choice.MODELS)
 def test_what_is_measured_is_what_a_user_would_try(preset):
     """The planner's layouts over all axes, its first choice first, and neighbours of that; each runs and fits."""
-    cases = planned.cases_of(preset, planned.MODELS[preset], H200, 4)
+    cases = planner_choice.cases_of(preset, planner_choice.MODELS[preset], H200, 4)
     configs = [load(case["preset"], case["settings"]) for case in cases]
     assert [case["choice"] for case in cases if case["choice"]] == [*range(1, sum(case["choice"] > 0 for case in cases) + 1)]
     assert len(cases) >= 9 and len({case["name"] for case in cases}) == len(cases)
-    assert 2 <= sum(case["choice"] == 0 for case in cases) <= planned.NEAR
+    assert 2 <= sum(case["choice"] == 0 for case in cases) <= planner_choice.NEAR
     for axis in ("pp", "dp", "cp", "tp"):
         assert {getattr(c.parallel, axis) for c in configs} == {1, 2, 4}
     assert all(refusal(c) == "" and memory.predict(c).total <= H200.memory for c in configs)
@@ -41,14 +42,14 @@ def test_what_is_measured_is_what_a_user_would_try(preset):
 
 @pytest.mark.slow
 def test_small_measures_all_models(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(planned, "NEAR", 1)
-    monkeypatch.setattr(planned, "TINY", {"gpt-1.3b": planned.TINY["gpt-1.3b"]})
-    monkeypatch.setattr(planned, "MODELS", {"gpt-1.3b": []})
-    planned.main(tmp_path / "rows.json", small=True)
+    monkeypatch.setattr(planner_choice, "NEAR", 1)
+    monkeypatch.setattr(planner_choice, "TINY", {"gpt-1.3b": planner_choice.TINY["gpt-1.3b"]})
+    monkeypatch.setattr(planner_choice, "MODELS", {"gpt-1.3b": []})
+    planner_choice.main(tmp_path / "rows.json", small=True)
     found = json.loads((tmp_path / "rows.json").read_text())
     assert [row["choice"] for row in found["rows"]] == [1, 2, 0]
     assert all(row["ms"] > 0 and row["predicted_ms"] > 0 for row in found["rows"])
-    assert found["verdict"] == planned.verdict(found["rows"]) and "the first choice takes" in capsys.readouterr().out
+    assert found["verdict"] == planner_choice.verdict(found["rows"]) and "the first choice takes" in capsys.readouterr().out
     assert "--small" in found["meaning"]
 
 

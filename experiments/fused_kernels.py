@@ -1,4 +1,4 @@
-"""A DiT's steps between its matmuls, in PyTorch's kernels, its compiler's and ours: `python -m course.perf.fused FILE`.
+"""A DiT's steps between its matmuls, in PyTorch's kernels, its compiler's and ours: `python -m experiments.fused_kernels FILE`.
 
     modulated LayerNorm                     norm(x) · (1 + scale) + shift
     gate, add and modulated LayerNorm       x + gate · y, and of that the same
@@ -112,7 +112,7 @@ def measure(device: torch.device, small: bool) -> list[dict[str, Any]]:
 def main(file: Path, small: bool) -> None:
     """Measure, and write the rows as JSON."""
     with joined("cpu" if small else "auto") as world:
-        found = {**bench.machine(world.device), "command": "python -m course.perf.fused FILE" + " --small" * small,
+        found = {**bench.machine(world.device), "command": "python -m experiments.fused_kernels FILE" + " --small" * small,
                  "meaning": "steps of a DiT's block between matmuls, forward and backward, bf16, in a CUDA graph; bytes: the "
                             "least to be moved",
                  "rows": measure(world.device, small)}

@@ -1,4 +1,4 @@
-"""Does FP8 train as bf16 does? `python -m course.perf.alignment FILE [models=dit-xl,gpt-1.3b]`; --small in a minute on a CPU.
+"""Does FP8 train as bf16 does? `python -m experiments.loss_alignment FILE [models=...]`; --small in a minute on a CPU.
 
 DiT-XL/2 at 256 and at 512 pixels and GPT 1.3B, each some hundred steps from the same weights: in bf16, in FP8 with every recipe,
 by hand and by Transformer Engine, which takes the same parameters; with another attention; cut over two GPUs by tokens.
@@ -168,7 +168,7 @@ def follow(training: Training, batches: Any, frozen: bool) -> tuple[Tensor, floa
 def start(job: str, gpus: str, small: bool) -> Row:
     """A run in a process of its own, or, cut over two GPUs, in two."""
     model, run = job.split(" | ")
-    program = ["-m", "course.perf.alignment", "run", model, run, *["--small"] * small]
+    program = ["-m", "experiments.loss_alignment", "run", model, run, *["--small"] * small]
     if run == TOKENS_APART:
         program = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *program]
     row = lanes.start(program, gpus)
@@ -179,7 +179,7 @@ def start(job: str, gpus: str, small: bool) -> Row:
 
 def main(file: Path, jobs: list[str], small: bool) -> None:
     """Do all jobs, side by side on this machine's GPUs, and write the losses and what follows from them."""
-    gpus = lanes.gpus_of("course.perf.alignment", small)
+    gpus = lanes.gpus_of("experiments.loss_alignment", small)
     found: dict[str, dict[str, Row]] = {job.split(" | ")[0]: {} for job in jobs}
     for model in found:
         make_data(model, small)
@@ -214,7 +214,7 @@ def write(file: Path, found: dict[str, dict[str, Row]], small: bool) -> None:
         models[model] = {"steps": config.train.steps, "batch": config.train.global_batch,
                          "runs": {run: rows[run] for run in order}, **judge(rows, config.train.steps // WINDOWS)}
     record = {**bench.machine(torch.device("cpu" if small else "cuda")),
-              "command": "python -m course.perf.alignment FILE" + " --small" * small,
+              "command": "python -m experiments.loss_alignment FILE" + " --small" * small,
               "meaning": "losses of every step, from the same weights, on handwritten digits, enlarged, as latents, and on the "
                          "source text of Python's standard library; gap: to bf16, seed 0, in means of windows, a twentieth of "
                          "the run each, relative, in the mean over these; spread: standard deviation over the three seeds of "

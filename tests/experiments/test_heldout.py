@@ -6,8 +6,8 @@ from statistics import median
 import pytest
 
 from course import config
-from course.perf import heldout
 from course.perf.steptime import predict
+from experiments import heldout
 
 LISTS = pytest.mark.parametrize("name", list(heldout.SEEDS))
 

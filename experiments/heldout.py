@@ -1,4 +1,4 @@
-"""Configurations that nothing was fitted to, drawn by seed, committed, then measured: `python -m course.perf.heldout LIST FILE`.
+"""Configurations that nothing was fitted to, drawn by seed, committed, then measured: `python -m experiments.heldout LIST FILE`.
 
 A performance model is worth what it says of configurations that its authors never looked at. `draw` takes them from `GRID`,
 every setting by itself, and leaves out what the library refuses, what `rough_bytes` says would not fit and what is too small to
@@ -35,11 +35,11 @@ from course.perf import bench, flops, hardware, harness, host_table, lanes, memo
 from course.perf.command import command
 from course.perf.lanes import Row
 from course.perf.local import local_of
+from course.perf.recorded import RESULTS
 from course.perf.steptime import Time
 from course.report import memory_gb
 from course.train import assemble
 
-RESULTS = Path(__file__).parent / "results"
 SEEDS = {"heldout": 7, "heldout_2": 8, "heldout_3": 9, "heldout_4": 10}      # of the lists, by their names
 LAPS, LEAST = 5, 0.3                                 # laps of a step, and seconds of each
 # what each factor of two of the GPUs goes to; a configuration for each line: so all axes occur, alone and in pairs
@@ -175,17 +175,17 @@ def measure(of: str, name: str) -> Row:
 
 def main(of: str, file: Path) -> None:
     """Measure a whole list, on as many GPUs at a time as each configuration needs, and write the rows."""
-    gpus = lanes.gpus_of("python -m course.perf.heldout", False)
+    gpus = lanes.gpus_of("python -m experiments.heldout", False)
     todo = listed(of)
     by_name = {row["name"]: row for row in todo}
-    head = {**bench.machine(torch.device("cuda")), "command": f"python -m course.perf.heldout {of} FILE",
+    head = {**bench.machine(torch.device("cuda")), "command": f"python -m experiments.heldout {of} FILE",
             "meaning": f"whole training steps of the configurations of {of}.json: milliseconds, peak GB of the fullest rank; "
                        "plain_step: seconds of `host_table.plain_step`, measured by turns with them; predicted_ms, predicted_gb: "
                        "by the code that measured"}
     rows = lanes.Rows(file, head, [row["name"] for row in todo], "name")
 
     def run(name: str, group: str) -> Row:
-        program = ["-m", "course.perf.heldout", "run", of, name]
+        program = ["-m", "experiments.heldout", "run", of, name]
         if "," in group:
             program = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={len(group.split(','))}", *program]
         row = {"name": name, **lanes.start(program, group, timeout=240)}
