@@ -26,6 +26,7 @@ from torch import Tensor
 from course.errors import CourseError
 from course.lab import blank, diagnosis, sandbox
 from course.lab.cells import Piece, whole
+from course.lab.child import BEGUN
 from course.lab.exercise import UNKNOWN, Exercise, Mistake, Tensors, all_exercises, find, known_mistakes, right, wrong
 from course.lab.scratch import read, remove
 from course.lab.traffic import by_what
@@ -384,7 +385,7 @@ def execute(exercise: Exercise, answers: Sequence[tuple[Sequence[Piece], Tensors
             (folder / f"answer-{number}.json").write_text(json.dumps(list(map(astuple, pieces))), encoding="utf-8")
         package = blanked(exercise.objects)
         ended = sandbox.run([sys.executable, "-m", "course.lab.child", str(folder)], folder, [package],
-                            {"PYTHONPATH": str(package)}, limits, layers, [f"began-{rank}" for rank in range(size)])
+                            {"PYTHONPATH": str(package)}, limits, layers, BEGUN)
         runs = [collect(folder, number, size, ended) for number in range(len(answers))]
         return [replace(run, error=run.error.replace(f"{package}/", "")) for run in runs], ended
 

@@ -5,14 +5,15 @@
 imports a copy of the package in which the exercise's objects are blank. The folder holds `job.json`
 ({"exercise", "module", "answers", "ranks", "seconds"}) and, for each answer i, its inputs, `inputs-i.safetensors`, and
 itself, `answer-i.json`, a list of (cell, line, text). Of rank r the outputs go to `out-i-r.safetensors`; what went wrong goes to
-`error-i.json` ({"kind", "text", "cure"}); `began-r` appears once rank r has imported everything. Nothing here knows what
-the outputs should be.
+`error-i.json` ({"kind", "text", "cure"}). Once everything is imported, and before any answer's code runs, the watchdog is told.
+Nothing here knows what the outputs should be.
 """
 
 import __future__
 
 import json
 import linecache
+import os
 import re
 import sys
 import traceback
@@ -25,6 +26,7 @@ from typing import Any
 
 from course.meet import CELL
 
+BEGUN = "COURSE_SANDBOX_BEGUN"                       # the variable with the number of the file through which the watchdog is told
 NOT_YOURS = ("no line of yours raised this, but the library could not go on with what your code takes, returns or yields: "
              "compare that with what the docstring and the lesson say")
 
@@ -58,22 +60,25 @@ CURES = (                                            # what PyTorch and NumPy sa
 def main(folder: Path) -> None:
     """Run every answer of the job, on one rank or several."""
     job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
+    pipe = os.environ.pop(BEGUN, "")                 # ranks, which inherit no files, must not take another for it
     for number in range(job["answers"]):
         if job["ranks"] > 1:
-            on_ranks(job, folder, number)
+            on_ranks(job, folder, number, pipe if number == 0 else "")
             continue
         try:
-            work(folder, number, job["module"], job["exercise"], 0)
+            work(folder, number, job["module"], job["exercise"], 0, pipe if number == 0 else "")
         except BaseException as error:
             write(folder / f"error-{number}.json", complaint(error))
 
 
-def on_ranks(job: dict[str, Any], folder: Path, number: int) -> None:
-    """Run answer `number` on several ranks."""
+def on_ranks(job: dict[str, Any], folder: Path, number: int, pipe: str) -> None:
+    """Run answer `number` on several ranks. pipe: see `begun`."""
     from course.launch import RankError, ranks
 
     try:
         call = ranks(job["ranks"], timeout=job["seconds"], imports=job["module"])
+        call(int)                                    # when they answer, they have imported everything
+        begun(pipe)
         call(on_rank, str(folder), number, job["module"], job["exercise"])
     except RankError as error:
         said = {rank: json.loads(file.read_text(encoding="utf-8")) for rank in range(job["ranks"])
@@ -85,6 +90,13 @@ def on_ranks(job: dict[str, Any], folder: Path, number: int) -> None:
         else:
             told = {"kind": "late" if error.text.startswith("Not done after") else "ended", "text": error.text, "cure": ""}
         write(folder / f"error-{number}.json", told)
+
+
+def begun(pipe: str) -> None:
+    """Tell the watchdog that time begins to count, by the file of this number; "": it has been told, or there is none."""
+    if pipe:
+        os.write(int(pipe), b".")
+        os.close(int(pipe))
 
 
 def on_rank(folder: str, number: int, module: str, name: str) -> None:
@@ -113,15 +125,15 @@ def together(said: dict[int, dict[str, str]]) -> dict[str, str]:
     return first | {"text": "\n".join(f"{name(ranks)}: {text}" for text, ranks in who.items())}
 
 
-def work(folder: Path, number: int, module: str, name: str, rank: int) -> None:
-    """Run the exercise's program with answer `number` in the library's place."""
+def work(folder: Path, number: int, module: str, name: str, rank: int, pipe: str = "") -> None:
+    """Run the exercise's program with answer `number` in the library's place. pipe: see `begun`."""
     import torch  # not before: who only starts ranks does without, a second less
     from safetensors.torch import load_file, save_file
 
     torch.set_num_threads(1)
     exercise = next(one for one in import_module(module).EXERCISES if one.name == name)      # `find` imports all modules of them
     inputs = load_file(folder / f"inputs-{number}.safetensors")
-    (folder / f"began-{rank}").touch()
+    begun(pipe)
     with installed(exercise.objects, load(folder / f"answer-{number}.json", exercise.names)):
         outputs = exercise.program(inputs)
     save_file({key: value.detach().clone().contiguous() for key, value in outputs.items()},

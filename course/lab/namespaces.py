@@ -16,6 +16,8 @@ def arguments(scratch: Path, inner: Path, readable: Sequence[Path], root: bool) 
     hidden = [package if installed else package.parent]
     hidden += [path for folder in folders if (path := folder / package.name).is_dir()]
     mounts = {"/proc": ["--proc", "/proc"], "/dev": ["--dev", "/dev"]}
+    if os.path.exists("/proc/keys"):                 # the names of this user's keys
+        mounts["/proc/keys"] = ["--ro-bind", "/dev/null", "/proc/keys"]
     for name in filter(os.path.lexists, SYSTEM):
         mounts[name] = ["--symlink", os.readlink(name), name] if os.path.islink(name) else ["--ro-bind", name, name]
     mounts |= {str(path): ["--tmpfs", str(path)] for path in hidden}

@@ -1,11 +1,11 @@
 """Other people's code in a process of its own: cut off as far as this machine allows, watched, and gone afterwards.
 
-Three layers, each used where the machine has it: bubblewrap (own files, processes and network), an unprivileged
-user (where one is root), and a watchdog (time, memory, processes, output, disk). The watchdog alone keeps
-mistakes in bounds, not malice; and files deleted while open, or written beside the scratch folder where
-bubblewrap does not forbid it, escape its count.
+Layers, each used where the machine has it: bubblewrap (own files, processes and network), an unprivileged user (where one is
+root), a filter of system calls, and a watchdog (time, memory, processes, output, disk). The last two alone keep mistakes in
+bounds, not malice. Some memory of the kernel's escapes the count: of sockets, at most 4096 of them, and of pipes.
 """
 
+import fcntl
 import functools
 import grp
 import os
@@ -14,7 +14,6 @@ import secrets
 import shutil
 import signal
 import site
-import socket
 import stat
 import subprocess
 import sys
@@ -28,28 +27,37 @@ from pathlib import Path
 import psutil
 
 from course.errors import CourseError
+from course.lab import system_calls
+from course.lab.held import room
 from course.lab.namespaces import arguments
-from course.lab.scratch import below, remove
+from course.lab.scratch import SHARED, below, remove, strewn
 from course.lab.watchdog import MARK, Limits, Watched, of_user, running
 
 LINUX = sys.platform == "linux"
 USERS = range(60800, 60864)                          # systemd's list of user numbers has these down as unused
+STALE = 86400                                        # seconds after which nobody uses what a run left
+CLAIMS = (Path("/run"), Path("/var/lib"))            # where a folder for locks can be, out of other users' reach
 
 # The first thing that runs inside: it limits itself, becomes the unprivileged user, and turns into the command.
 # A program of its own, because a function between fork and exec (preexec_fn) can hang where there are threads.
 # The order matters: a process that has changed its user may no longer write to its /proc, and no longer dies
-# with its parent until it asks for that again.
+# with its parent until it asks for that again; and the filter refuses some of what comes before it.
 SHIM = r"""
 import ctypes, os, resource, sys
-user, processes, size = map(int, sys.argv[1:4])
+user, processes, size, keyctl = map(int, sys.argv[1:5])
+folder, steps, *command = sys.argv[5:]
 def limit(what, most):
     hard = resource.getrlimit(what)[1]
     most = most if hard == resource.RLIM_INFINITY else min(most, hard)
     resource.setrlimit(what, (most, most))
 limit(resource.RLIMIT_CORE, 0)
 limit(resource.RLIMIT_FSIZE, size)
+limit(resource.RLIMIT_NOFILE, 1024)
 linux = sys.platform == 'linux'
 if linux:
+    libc = ctypes.CDLL(None)
+    limit(resource.RLIMIT_MSGQUEUE, 0)
+    keyctl and libc.syscall(keyctl, 1, None)         # a new session keyring; where that is refused, so are the old one's keys
     with open('/proc/self/oom_score_adj', 'w') as file:
         file.write('1000')
 if user:
@@ -66,12 +74,17 @@ if processes:
     except OSError:                      # this user's processes in other containers count too
         resource.setrlimit(resource.RLIMIT_NPROC, (soft, hard))
 if linux:
-    prctl = ctypes.CDLL(None).prctl
-    prctl(36, 1, 0, 0, 0)                # its orphans become its children, where the watchdog sees them
-    prctl(38, 1, 0, 0, 0)                # no_new_privs
-    prctl(1, 9, 0, 0, 0)                 # SIGKILL when the parent dies
-os.chdir(sys.argv[4])                    # only now: a root without capabilities may not be let in
-os.execvp(sys.argv[5], sys.argv[5:])
+    libc.prctl(36, 1, 0, 0, 0)           # its orphans become its children, where the watchdog sees them
+    libc.prctl(38, 1, 0, 0, 0)           # no_new_privs
+    libc.prctl(1, 9, 0, 0, 0)            # SIGKILL when the parent dies
+os.chdir(folder)                         # only now: a root without capabilities may not be let in
+if steps:
+    class Program(ctypes.Structure):
+        _fields_ = [('length', ctypes.c_ushort), ('steps', ctypes.c_char_p)]
+    steps = bytes.fromhex(steps)
+    if libc.prctl(22, 2, ctypes.byref(Program(len(steps) // 8, steps)), 0, 0):
+        sys.exit('the filter of system calls was refused')
+os.execvp(command[0], command)
 """
 
 
@@ -104,7 +117,9 @@ class Layers:
         rows = [("namespaces", self.namespaces, "own files, processes and network (bubblewrap)"),
                 ("user", self.user, "an unprivileged user, where there is no bubblewrap")]
         lines = [f"{text}: " + ("yes" if has else f"no, {self.why.get(name, 'switched off')}") for name, has, text in rows]
-        return [*lines, "limits on time, memory, processes, output and disk (watchdog): yes"]
+        calls = f"no, {why}" if (why := system_calls.absent()) else "yes"
+        return [*lines, f"a filter of system calls (seccomp): {calls}",
+                "limits on time, memory, processes, output and disk (watchdog): yes"]
 
 
 @functools.cache
@@ -133,11 +148,11 @@ def _fault(chosen: Layers) -> str:
 
 
 def run(command: list[str], scratch: Path, readable: Sequence[Path] = (), environment: Mapping[str, str] | None = None,
-        limits: Limits = Limits(), layers: Layers | None = None, marks: Sequence[str] = ()) -> Outcome:
+        limits: Limits = Limits(), layers: Layers | None = None, begins: str = "") -> Outcome:
     """Run a command in the scratch folder, the only one that it may write to, until it ends or is beyond a limit.
 
-    Where there are `marks`, files that the command leaves in the scratch folder when it has started, its time counts
-    from then on, and starting has a limit of its own.
+    begins: an environment variable from which the command takes the number of a file; when it has begun, it writes a byte there.
+    Its time counts from then on, and starting has a limit of its own.
 
     `readable` are further folders that it may read. Of the environment it gets `environment` and a few variables
     such as HOME, nothing of this process's own. Where one is root it runs as another user, to whom the scratch
@@ -157,21 +172,28 @@ def run(command: list[str], scratch: Path, readable: Sequence[Path] = (), enviro
         user = 0
         if has.isolates and os.geteuid() == 0:
             user = stack.enter_context(_unprivileged())
+            if not has.namespaces:
+                stack.callback(_sweep, user, scratch)
             _hand_over(scratch, user, hidden=has.namespaces)
             stack.callback(os.chown, scratch, 0, 0)  # so that a later run of the same user has no way in
         whole = [sys.executable, "-I", "-S", "-c", SHIM, str(user), str(_threads(user, limits)),
-                 str(round(limits.disk * 1e9)), str(scratch), *command]
+                 str(round(limits.disk * 1e9)), str(system_calls.keyctl()), str(scratch), system_calls.program().hex(), *command]
         mark = secrets.token_hex(8)
         variables = _variables(inner, has) | dict(environment or {}) | {MARK: mark}
+        started, theirs = _pipe(stack) if begins else (None, None)
+        if theirs is not None:
+            variables[begins] = str(theirs)
+        before = room([str(scratch), *(SHARED if user and not has.namespaces else [])])
         if has.namespaces:
             whole = ["bwrap", *arguments(scratch, inner, readable, user > 0), "--", *whole]
         start = time.monotonic()
         process = subprocess.Popen(whole, env=variables, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                                   stderr=subprocess.STDOUT, start_new_session=True)
+                                   stderr=subprocess.STDOUT, start_new_session=True,
+                                   pass_fds=[] if theirs is None else [theirs])
         assert process.stdout
         pipe = stack.enter_context(process.stdout).fileno()
         watched = Watched(process, pipe, scratch, limits, mark, user, start, 2 * has.namespaces, {psutil.Process(process.pid)},
-                          marks)
+                          started, room=before)
         try:
             ended = watched.wait()
         finally:
@@ -196,16 +218,56 @@ def _variables(inner: Path, has: Layers) -> dict[str, str]:
 @contextmanager
 def _unprivileged() -> Iterator[int]:
     """The number of a user and group that have no account and no process, and that no other run on this machine has."""
+    folder = _claims()
     for number in USERS:
-        with socket.socket(socket.AF_UNIX) as claim:
+        with open(folder / str(number), "w") as claim:
             try:
-                claim.bind(f"\0course-sandbox-{number}")        # a name that the kernel gives once, and takes back
+                fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)        # which ends with this process
             except OSError:
                 continue
-            if _unused(number):
+            if _unused(number) and _tidy(number):
                 yield number
                 return
-    raise CourseError(f"all of the users {USERS[0]} to {USERS[-1]} are busy on this machine: run fewer answers at a time")
+    raise CourseError(f"all of the users {USERS[0]} to {USERS[-1]} are busy on this machine, or have files of today in /tmp or "
+                      "/dev/shm: run fewer answers at a time")
+
+
+def _claims() -> Path:
+    """The folder of the files that stand for users: only root can get there, or others could lock them all."""
+    for parent in CLAIMS:
+        folder = parent / "course-sandbox"
+        with suppress(OSError):
+            folder.mkdir(mode=0o700, exist_ok=True)
+            places = [path.lstat() for path in (folder, parent)]
+            if all(stat.S_ISDIR(place.st_mode) and place.st_uid == 0 for place in places) and not (
+                    places[0].st_mode & 0o077 or places[1].st_mode & 0o022):
+                return folder
+    raise CourseError(f"no folder that only root can write to could be made in {' or '.join(map(str, CLAIMS))}, to tell which "
+                      "users are taken: make one of them writable to root alone")
+
+
+def _sweep(user: int, scratch: Path) -> None:
+    """Remove what the user has in folders of all users."""
+    remove(*strewn(user, scratch))
+
+
+def _tidy(user: int) -> bool:
+    """Whether a user has nothing in folders of all users. Files of today are perhaps those of a run in another container; older
+    ones were left by a run whose watchdog was killed, and go."""
+    for path in strewn(user):
+        with suppress(FileNotFoundError):
+            if time.time() - path.lstat().st_ctime < STALE:
+                return False
+            remove(path)
+    return True
+
+
+def _pipe(stack: ExitStack) -> tuple[int, int]:
+    """Both ends of a pipe, closed in the end."""
+    ends = os.pipe()
+    for end in ends:
+        stack.callback(os.close, end)
+    return ends
 
 
 def _unused(number: int) -> bool:

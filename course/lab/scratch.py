@@ -1,20 +1,23 @@
-"""A folder that other people's code writes to: how much is in it, reading from it, removing it."""
+"""A folder that other people's code writes to: how much is in it, reading from it, removing it; and what it wrote elsewhere."""
 
 import math
 import os
 import stat
 import subprocess
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 from course.errors import CourseError
 
+SHARED = ("/dev/shm", "/tmp", "/var/tmp", "/run/lock")           # where every user may write
 
-def below(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
-    """Everything below a folder, without following symlinks. Unlike os.walk it does not recurse, so that depth is no trap."""
-    todo = [str(folder)]
+
+def below(*folders: Path) -> Iterator[tuple[str, os.stat_result]]:
+    """Everything below folders, without following symlinks. Unlike os.walk it does not recurse, so that depth is no trap."""
+    todo = list(map(str, folders))
     while todo:
         with suppress(FileNotFoundError, NotADirectoryError), os.scandir(todo.pop()) as entries:
             for entry in entries:
@@ -25,12 +28,17 @@ def below(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
                     yield entry.path, found
 
 
-def size(folder: Path, most: float) -> float:
-    """Bytes below a folder, a block for each name, counted until they exceed `most`; infinite if that takes too long."""
+def size(folder: Path, most: float, also: Iterable[Path] = ()) -> float:
+    """Bytes below a folder, a block for each name, counted until they exceed `most`; infinite if that takes too long.
+
+    also: files and folders elsewhere that count, too.
+    """
     total, until = 0, time.monotonic() + 2           # seconds; only folders made to keep us busy take so long
     try:
-        for _, found in below(folder):
-            total += 4096 + max(found.st_size, 512 * found.st_blocks)
+        known = [(path, found) for path in also if (found := _look(path))]
+        total += sum(_taken(found) for _, found in known)
+        for _, found in below(folder, *(path for path, found in known if stat.S_ISDIR(found.st_mode))):
+            total += _taken(found)
             if time.monotonic() > until:
                 return math.inf
             if total > most:
@@ -40,9 +48,37 @@ def size(folder: Path, most: float) -> float:
     return total
 
 
-def remove(folder: Path) -> None:
-    """Remove a folder that other people's code wrote to, however deep it made it (shutil.rmtree recurses)."""
-    subprocess.run(["rm", "-rf", "--", str(folder)], check=False, stderr=subprocess.DEVNULL)
+def _taken(found: os.stat_result) -> int:
+    """Bytes that a name stands for, the block of its entry among them."""
+    return 4096 + max(found.st_size, 512 * found.st_blocks)
+
+
+def _look(path: Path) -> os.stat_result | None:
+    with suppress(FileNotFoundError):                # gone meanwhile
+        return path.lstat()
+    return None
+
+
+def strewn(user: int, scratch: Path | None = None) -> list[Path]:
+    """What a user has in folders in which every user may write, but the scratch folder."""
+    found, own = list[Path](), scratch and os.path.realpath(scratch)
+    todo = list({os.path.realpath(place) for place in (*SHARED, tempfile.gettempdir())})
+    while todo:
+        with suppress(OSError), os.scandir(todo.pop()) as entries:
+            for entry in entries:
+                with suppress(OSError):              # gone meanwhile
+                    there = entry.stat(follow_symlinks=False)
+                    if there.st_uid == user and entry.path != own:
+                        found.append(Path(entry.path))
+                    elif there.st_uid == 0 and stat.S_ISDIR(there.st_mode) and there.st_mode & 0o1002 == 0o1002:
+                        todo.append(entry.path)      # whose entries only their owners can exchange
+    return found
+
+
+def remove(*paths: Path) -> None:
+    """Remove what other people's code wrote, however deep its folders are (shutil.rmtree recurses)."""
+    for first in range(0, len(paths), 1000):         # a command takes only so many
+        subprocess.run(["rm", "-rf", "--", *map(str, paths[first:first + 1000])], check=False, stderr=subprocess.DEVNULL)
 
 
 def read(scratch: Path, name: str, most: int) -> bytes:

@@ -150,6 +150,26 @@ def test_an_endless_loop_ends_in_a_sentence(monkeypatch):
     assert not found.passed and found.late and "more than 1 seconds" in found.facts[0].text and "loop" in found.hint
 
 
+@pytest.mark.slow
+def test_an_answer_on_ranks_cannot_keep_its_time_from_counting():
+    """Not even one that takes away all that lies beside it, on the first rank that comes to it."""
+    exercise = find("average-gradients")
+    short = Exercise(**{**vars(exercise), "limits": check.sandbox.Limits(seconds=2)})
+    source = """
+import os
+while True:
+    for file in os.scandir("."):
+        try:
+            os.remove(file)
+        except OSError:
+            pass
+def average_gradients(parameters, axis):
+    pass
+"""
+    (run,), ended = check.execute(short, [(cells.whole(source), short.draw(1, True))], 2, None)
+    assert ended.late and ended.ended == "it ran for more than 2 seconds and was stopped" and run.kind == "late", ended
+
+
 def test_the_learners_process_has_blanks_and_no_expected_values():
     """What an answer could find: no answer in its copy of the library, no mistakes, no verdict to change."""
     source = """
@@ -161,7 +181,7 @@ def roofline_seconds(*row):
 """
     text = verdict("roofline", source).facts[0].text
     assert "raise NotImplementedError" in text and "max(" not in text.split("in roofline_seconds")[0]
-    assert "'answer-0.json', 'began-0', 'inputs-0.safetensors', 'job.json']" in text and "|False" in text
+    assert "'answer-0.json', 'inputs-0.safetensors', 'job.json']" in text and "|False" in text
 
 
 AVERAGE = "import torch.distributed as dist\n\ndef average_gradients(parameters, axis):\n"

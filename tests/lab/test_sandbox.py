@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from course.errors import CourseError
-from course.lab import namespaces, sandbox
+from course.lab import held, namespaces, sandbox, system_calls, watchdog
 from course.lab.sandbox import Layers, Outcome
 from course.lab.scratch import read, remove
 from course.lab.watchdog import Limits
@@ -106,16 +106,15 @@ def test_bytes_that_are_not_text_are_shown_and_output_is_cut(scratch, layers):
     assert outcome.ok and outcome.output == "a\N{REPLACEMENT CHARACTER}" + 98 * "x"
 
 
-def test_time_counts_from_the_marks(scratch, layers):
+def test_time_counts_from_when_it_has_begun(scratch, layers):
     def timed(source: str, **limits: float) -> Outcome:
         command = [sys.executable, "-c", f"import time; {source}"]
-        return sandbox.run(command, scratch, limits=Limits(**limits), layers=layers, marks=["began"])
+        return sandbox.run(command, scratch, limits=Limits(**limits), layers=layers, begins="BEGUN")
 
-    begin = "open('began', 'w').close()"
+    begin = "import os; os.write(int(os.environ['BEGUN']), b'.')"
     slow = timed(f"time.sleep(2); {begin}; time.sleep(0.1)", seconds=1.5)
     assert slow.ok and not slow.late and slow.seconds > 2
-    (scratch / "began").unlink()
-    endless = timed(f"{begin}; time.sleep(0.5); import os; os.remove('began'); time.sleep(60)", seconds=1)
+    endless = timed(f"{begin}; os.close(int(os.environ['BEGUN'])); time.sleep(60)", seconds=1)
     assert endless.late and endless.ended == "it ran for more than 1 seconds and was stopped"
     never = timed("time.sleep(60)", starting=1)
     assert never.late and never.ended.startswith("it had not started after 1 seconds")
@@ -187,8 +186,8 @@ def test_endless_printing(scratch, layers):
 @pytest.mark.parametrize(("where", "more"), [
     ("many", ""), (".", ""), ("/tmp", ""), ("/dev/shm", ""), ("one", ""), ("one", "done")])
 def test_a_full_disk(scratch, layers, where, more):
-    if where.startswith("/") and not layers.namespaces:
-        pytest.skip("without bubblewrap only the scratch folder is watched")
+    if where.startswith("/") and not layers.isolates:
+        pytest.skip("of this user's own files only those in the scratch folder are the run's")
     outcome = run(scratch, """
         import os, sys, time
         where, more = sys.argv[1:]
@@ -208,6 +207,206 @@ def test_a_full_disk(scratch, layers, where, more):
     size = sum(path.lstat().st_size for path in scratch.rglob("*"))
     assert size < 110e6 if where != "one" else size < 21e6
     assert not left(scratch)
+    if where.startswith("/"):
+        assert not any(path.name.isdigit() for path in Path(where).iterdir())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it is Linux that tells what a process holds")
+@pytest.mark.parametrize("how", ["open", "mapped", "cut", "thread", "sent", "twice"])
+def test_deleted_files_count(scratch, layers, how):
+    """Held open; only mapped, of each file a page; by a process whose first thread has ended; in a socket's buffer, or in that of
+    a socket that is in one; shared memory without a name, of which a page is left."""
+    outcome = run(scratch, """
+        import ctypes, mmap, os, socket, sys, threading, time
+        how, libc = sys.argv[1], ctypes.CDLL(None)
+        libc.mmap.restype = ctypes.c_void_p
+        libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *3 * [ctypes.c_int], ctypes.c_long]
+        libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+        pairs = []
+        for number in range(40):
+            size = 5_000_000 // 4096 * 4096
+            if how == "cut":
+                place = libc.mmap(None, size, 3, mmap.MAP_SHARED | mmap.MAP_ANONYMOUS, -1, 0)
+                ctypes.memset(place, 1, size)
+                libc.munmap(place + 4096, size - 4096)
+                continue
+            file = os.open("file", os.O_RDWR | os.O_CREAT)
+            os.unlink("file")
+            os.write(file, bytes(size))
+            if how == "mapped":
+                libc.mmap(None, 4096, 1, mmap.MAP_SHARED, file, 0)
+            if how in ("sent", "twice"):
+                pairs.append(socket.socketpair())
+                socket.send_fds(pairs[-1][0], [b"x"], [file])
+            if how == "twice":
+                outer = socket.socketpair()
+                socket.send_fds(outer[0], [b"x"], [end.fileno() for end in pairs[-1]])
+                pairs[-1] = outer
+            if how not in ("open", "thread"):
+                os.close(file)
+        print("written")
+        if how == "thread":
+            threading.Thread(target=time.sleep, args=(60,)).start()
+            libc.syscall({"x86_64": 60, "aarch64": 93}[os.uname().machine], 0)
+        time.sleep(60)
+        """, layers, how, disk=0.05)
+    assert outcome.ended.startswith("it wrote more than 0.05 GB to disk"), outcome
+    assert outcome.seconds < 15 and not left(scratch)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it is Linux that tells what a process holds")
+def test_deleted_files_within_the_limit_are_fine(scratch, layers):
+    outcome = run(scratch, """
+        import mmap, tempfile, time
+        with tempfile.TemporaryFile() as file:
+            file.write(bytes(10_000_000)), file.flush()
+            kept = [mmap.mmap(file.fileno(), 0) for _ in range(10)]      # one file, however often it is mapped
+            time.sleep(2.5)
+        """, layers, disk=0.05)
+    assert outcome.ok, outcome
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it is Linux that tells what a process holds")
+def test_page_tables_are_memory(scratch, layers):
+    """Reading one byte of every 2 MB of nothing: no page is taken, and a table of 4 kB for each."""
+    outcome = run(scratch, """
+        import ctypes, mmap, time
+        libc = ctypes.CDLL(None)
+        libc.mmap.restype = ctypes.c_void_p
+        libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *3 * [ctypes.c_int], ctypes.c_long]
+        place = libc.mmap(None, 1 << 39, 1, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000, -1, 0)
+        read = ctypes.c_char.from_address
+        for offset in range(0, 1 << 39, 1 << 21):
+            read(place + offset).value
+        time.sleep(60)
+        """, layers, gigabytes=0.5)
+    assert outcome.ended == "it took more than 0.5 GB of memory and was stopped", outcome
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it is Linux that tells what a process holds")
+def test_too_many_open_files(scratch, layers):
+    outcome = run(scratch, """
+        import os, resource, time
+        print(resource.getrlimit(resource.RLIMIT_NOFILE)[1] <= 1024, flush=True)
+        pipes = [os.pipe() for _ in range(50)]
+        os.fork(), os.fork()
+        time.sleep(60)
+        """, layers, files=300)
+    assert outcome.ended == "it opened more than 300 files at the same time and was stopped"
+    assert outcome.output == "True\n"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it is Linux that tells what a process holds")
+def test_a_look_at_what_is_held_has_an_end(scratch, layers, monkeypatch):
+    monkeypatch.setattr(held, "PATIENCE", 0.1)
+    outcome = run(scratch, """
+        import ctypes, mmap, os, time
+        libc, file = ctypes.CDLL(None), os.open("file", os.O_RDWR | os.O_CREAT)
+        os.ftruncate(file, 1 << 20), os.unlink("file")
+        for number in range(20_000):     # one page, and another one, so that no two make one piece
+            libc.mmap(None, 4096, 1, mmap.MAP_SHARED, file, 4096 * (number % 2))
+        for _ in range(4):
+            os.fork()
+        time.sleep(60)
+        """, layers)
+    assert outcome.ended == "it has more files and pieces of memory than can be looked through, and was stopped", outcome
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere threads are not seen so")
+def test_a_process_whose_first_thread_ended_runs():
+    program = ("import ctypes, os, threading, time; threading.Thread(target=time.sleep, args=(60,)).start(); print(flush=True); "
+               "ctypes.CDLL(None).syscall({'x86_64': 60, 'aarch64': 93}[os.uname().machine], 0)")
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
+        found = psutil.Process(process.pid)
+        process.stdout.readline()
+        wait_for(lambda: found.status() == psutil.STATUS_ZOMBIE)
+        assert watchdog.running(found) and held.memory(found.pid) > 1e6
+        process.kill()
+        wait_for(lambda: not watchdog.running(found))
+
+
+filtered = pytest.mark.skipif(bool(system_calls.absent()), reason=system_calls.absent() or "-")
+
+
+@filtered
+def test_calls_are_refused(scratch, layers):
+    """Each by its number, and what takes a part of a call's uses; what honest answers need is not among them."""
+    column = ["x86_64", "aarch64"].index(os.uname().machine)
+    numbers = {name: pair[column] for name, pair in system_calls.REFUSED.items() if pair[column] != system_calls.NONE}
+    clone, close_range = system_calls.CLONE[column], system_calls.CLOSE_RANGE[column]
+    outcome = run(scratch, f"""
+        import ctypes, errno, fcntl, mmap, multiprocessing.shared_memory, os, platform, socket, subprocess, threading
+        libc = ctypes.CDLL(None, use_errno=True)
+        def call(*arguments):
+            ctypes.set_errno(0)
+            return errno.errorcode.get(ctypes.get_errno()) if libc.syscall(*map(ctypes.c_long, arguments)) < 0 else "done"
+        for name, number in {numbers}.items():
+            if (got := call(number, 0, 0, 0, 0, 0, 0)) != "ENOSYS":
+                print(name, got)
+        for flag in (17, 25, 26, 27, 28, 29, 30):
+            print(call({clone}, 1 << flag | 17, 0, 0, 0, 0), end=" ")
+        print(call({clone}, 0x10900, 0, 0, 0, 0), call({close_range}, 1000, 1001, 2))
+        for family in (9, 17, 21, 30, 31, 38, 40, 44):
+            for make in (socket.socket, socket.socketpair):
+                try:
+                    print(make(family, socket.SOCK_STREAM if family != 17 else socket.SOCK_DGRAM), end=" ")
+                except OSError as error:
+                    print(error.errno == errno.EAFNOSUPPORT, end=" ")
+        try:
+            fcntl.ioctl(0, 0x5412, b"x")
+        except OSError as error:
+            print(error.errno == errno.EPERM)
+        if platform.machine() == "x86_64":       # a call by the numbers of 32-bit programs: getpid
+            code = mmap.mmap(-1, 4096, prot=7)
+            code.write(bytes.fromhex("b814000000cd80c3"))
+            print(ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(code)))() == -errno.ENOSYS)
+        # and what is needed goes on working
+        socket.socketpair(), socket.socket(socket.AF_INET6), socket.if_nameindex()
+        (thread := threading.Thread(target=print, args=("thread",))).start(), thread.join()
+        ended = subprocess.run(["echo", "process"], capture_output=True, text=True)
+        print(ended.stdout.strip(), call({close_range}, 1000, 1001, 0))
+        memory = multiprocessing.shared_memory.SharedMemory(create=True, size=10)
+        memory.close(), memory.unlink()
+        """, layers)
+    assert outcome.ok, outcome
+    lines = outcome.output.splitlines()
+    assert lines[:2] == [" ".join(9 * ["EPERM"]), " ".join(17 * ["True"])], outcome
+    assert set(lines[2:]) == {"thread", "process done", *(["True"] if column == 0 else [])}, outcome
+
+
+@filtered
+def test_the_parents_keys_are_out_of_reach(scratch, layers):
+    """A key in the session keyring of whoever starts a run; skipped where this machine has no keys."""
+    outer = f"""
+        import ctypes, sys
+        from pathlib import Path
+        from course.lab import sandbox
+        libc = ctypes.CDLL(None, use_errno=True)
+        add = {system_calls.REFUSED["add_key"]}[{["x86_64", "aarch64"].index(os.uname().machine)}]
+        new = libc.syscall({system_calls.keyctl()}, 1, None)
+        if new < 0 or libc.syscall(add, b"user", b"course-canary", b"abracadabra", 11, -3) < 0:
+            sys.exit("no keys here")
+        scratch, *flags = sys.argv[1:]
+        print(sandbox.run([sys.executable, scratch + "/job.py"], Path(scratch), layers=sandbox.Layers(*map(int, flags))).output)
+        """
+    (scratch / "job.py").write_text(textwrap.dedent(f"""
+        import ctypes
+        libc, into = ctypes.CDLL(None, use_errno=True), ctypes.create_string_buffer(100)
+        number = {system_calls.keyctl()}
+        found = libc.syscall(number, 10, -3, b"user", b"course-canary", 0)
+        print("reading", libc.syscall(number, 11, found, into, 100), into.value)
+        try:
+            print("course-canary" in open("/proc/keys").read())  # without isolation names can be seen, and nothing more
+        except PermissionError:
+            print(False)
+        """))
+    flags = [str(int(layers.namespaces)), str(int(layers.user))]
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(outer), str(scratch), *flags], capture_output=True, text=True,
+                          cwd=Path(sandbox.__file__).parents[2], check=False)
+    if "no keys here" in done.stderr:
+        pytest.skip("this machine has no keys, or forbids them")
+    assert done.stdout.split("\n")[0] == "reading -1 b''", done
+    assert "False" in done.stdout or not layers.isolates, done
 
 
 def test_a_deep_folder_and_its_removal(scratch, layers):
@@ -420,8 +619,9 @@ def test_layers_say_what_is_there(monkeypatch):
     has = Layers(False, False, {"namespaces": "bubblewrap is not installed", "user": "not started as root"})
     assert not has.isolates
     assert dataclasses.replace(has, namespaces=True).isolates and dataclasses.replace(has, user=True).isolates
-    first, second, third = has.report()
-    assert "no, bubblewrap is not installed" in first and "no, not started as root" in second and third.endswith("yes")
+    first, second, third, fourth = has.report()
+    assert "no, bubblewrap is not installed" in first and "no, not started as root" in second and fourth.endswith("yes")
+    assert third.startswith("a filter of system calls (seccomp): ")
     assert Layers(True, True).report()[0].endswith("(bubblewrap): yes")
     monkeypatch.setattr(sandbox.shutil, "which", lambda name: None)
     monkeypatch.setattr(sandbox.os, "geteuid", lambda: 1000)
@@ -430,7 +630,10 @@ def test_layers_say_what_is_there(monkeypatch):
     assert probed.why["user"] == ("not started as root" if sys.platform == "linux" else "this is for Linux")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="abstract sockets are Linux's")
+as_root = pytest.mark.skipif(not ROOT or sys.platform != "linux", reason="it takes root, on Linux, to run as another user")
+
+
+@as_root
 def test_a_user_serves_one_run_at_a_time(monkeypatch):
     monkeypatch.setattr(sandbox, "USERS", range(60861, 60863))
     with sandbox._unprivileged() as first, sandbox._unprivileged() as second:
@@ -440,6 +643,59 @@ def test_a_user_serves_one_run_at_a_time(monkeypatch):
     monkeypatch.setattr(sandbox, "USERS", range(2))
     with pytest.raises(CourseError), sandbox._unprivileged():        # root and daemon have accounts
         pass
+
+
+@as_root
+def test_a_users_files_are_removed_or_keep_it_busy(scratch, monkeypatch):
+    """After a run all of them; those of a run that was killed when they are old; a busy user's never."""
+    layers = dataclasses.replace(needed(sandbox.layers(), "user"), namespaces=False)
+    monkeypatch.setattr(sandbox, "USERS", range(60861, 60862))
+    names = [f"{place}/{scratch.name}.left" for place in ("/tmp", "/var/tmp", "/dev/shm")]
+    outcome = run(scratch, """
+        import os, sys
+        for name in sys.argv[1:]:
+            os.mkdir(name)
+            open(f"{name}/file", "w").close()
+            os.chmod(name, 0)
+        print(os.getuid())
+        """, layers, *names)
+    assert outcome.output == "60861\n" and not any(map(os.path.lexists, names)), outcome
+    Path(names[0]).touch()
+    os.chown(names[0], 60861, 60861)
+    try:
+        with pytest.raises(CourseError, match="busy on this machine"), sandbox._unprivileged():
+            pass
+        monkeypatch.setattr(sandbox, "STALE", -1)
+        with sandbox._unprivileged():
+            assert not os.path.lexists(names[0])
+    finally:
+        Path(names[0]).unlink(missing_ok=True)
+
+
+@as_root
+def test_others_cannot_take_all_users(monkeypatch, tmp_path):
+    """Neither by names that every user may bind, nor by files in a folder that is not root's alone."""
+    monkeypatch.setattr(sandbox, "USERS", range(60861, 60862))
+    with socket.socket(socket.AF_UNIX) as taken:
+        taken.bind("\0course-sandbox-60861")
+        with sandbox._unprivileged() as user:
+            assert user == 60861
+    tmp_path.chmod(0o755)
+    (theirs := tmp_path / "theirs").mkdir(0o700)
+    os.chown(theirs, 60862, 60862)
+    (linked := tmp_path / "linked").mkdir(0o755)
+    (linked / "course-sandbox").symlink_to(theirs)
+    (opened := tmp_path / "opened").mkdir()
+    opened.chmod(0o1777)
+    (used := tmp_path / "used").mkdir(0o755)
+    (used / "course-sandbox").mkdir()
+    (used / "course-sandbox").chmod(0o755)
+    monkeypatch.setattr(sandbox, "CLAIMS", (theirs, linked, opened, used, tmp_path / "absent"))
+    with pytest.raises(CourseError, match=r"no folder that only root can write to.*theirs or .*linked"), sandbox._unprivileged():
+        pass
+    monkeypatch.setattr(sandbox, "CLAIMS", (opened, tmp_path))
+    with sandbox._unprivileged():
+        assert (tmp_path / "course-sandbox" / "60861").exists()
 
 
 # bubblewrap
