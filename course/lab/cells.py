@@ -1,6 +1,7 @@
 """What a learner wrote: the code cells of a notebook, a script or the running kernel, and the definitions in them."""
 
 import ast
+import bisect
 import codecs
 import dis
 import inspect
@@ -9,8 +10,8 @@ import json
 import re
 import tokenize
 import warnings
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType
@@ -20,8 +21,13 @@ from course.errors import CourseError, nearest
 from course.meet import CELL
 
 LARGEST = 50_000_000                                 # bytes of a notebook, outputs and all, that anybody has a reason to hand in
-COOKIE = re.compile(r"\A((?:[^\n]*\n)?[ \t\f]*#.*?coding[:=][ \t]*)[-\w.]+")        # Python's: in the first or second line
 MOST_CODE = 1_000_000                                # characters of code in it
+MOST_CELL = 500_000                                  # characters of code in one of its cells
+MOST_CELLS = 5000
+LONGEST_SCRIPT = 5_000_000                           # characters of a script, text and all: it has no outputs
+MOST_STATEMENTS = 20_000                             # at the top of its cells, where somebody else handed it in
+HEADER = 10_000                                      # characters of a script's header, which is YAML
+COOKIE = re.compile(r"\A((?:[^\n]*\n)?[ \t\f]*#.*?coding[:=][ \t]*)[-\w.]+")        # Python's: in the first or second line
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,7 @@ class Answer:
     pieces: tuple[Piece, ...] = ()
     problem: str = ""
     broken: bool = False                             # the problem is a cell that is not valid Python
+    imported: bool = False                           # the problem is that it only imports what it should write
 
     @property
     def source(self) -> str:
@@ -52,39 +59,146 @@ def whole(source: str) -> tuple[Piece, ...]:
     return Piece(CELL + "with the answer", 1, source),
 
 
+@dataclass(frozen=True)
+class Contents:
+    """What counts of a notebook: its code cells, in order, and the lesson that its metadata name ("" if none)."""
+
+    code: tuple[str, ...]
+    lesson: str = ""
+
+
 def load(path: Path) -> Any:
     """A notebook (nbformat node) from .ipynb or, by jupytext, from a .py in percent format; `CourseError` if it is none."""
     try:
-        import jupytext  # slow to import, and only where there are notebooks
-        import nbformat
+        import nbformat  # slow to import, and only where there are notebooks
         import nbformat.warnings
     except ImportError as error:
         raise CourseError("reading notebooks needs JupyterLab's packages: pip install 'course[lab]'") from error
 
-    if path.suffix.lower() not in (".ipynb", ".py"):
-        raise CourseError(f"{path}: give a notebook (.ipynb) or a script in percent format (.py)")
     for category in (nbformat.warnings.MissingIDFieldWarning, nbformat.warnings.DuplicateCellId):
         warnings.filterwarnings("ignore", category=category)            # ids of cells, of which nothing here depends
-    try:
-        if not path.is_file():
-            there = [file.name for file in path.parent.glob(f"*{path.suffix}")]
-            raise CourseError(f"{path}: there is no such file{nearest(path.name, there)}")
-        if path.stat().st_size > LARGEST:
-            raise CourseError(f"{path} has more than {LARGEST // 1_000_000} MB: clear its outputs and save it again")
-        text = text_of(path.read_bytes())
-        notebook = (nbformat.reads(text, as_version=4) if path.suffix.lower() == ".ipynb" else
-                    jupytext.reads(COOKIE.sub(r"\1utf-8", text, count=1), fmt="py:percent"))       # it takes no other
+    with parsing(path):
+        text = text_in(path)
+        notebook = nbformat.reads(text, as_version=4) if path.suffix.lower() == ".ipynb" else script(text, path)
         for cell in notebook.cells:
             if not isinstance(cell.source, str) or not isinstance(cell.cell_type, str):
                 raise ValueError("a cell without text")
-            cell.source = unix(cell.source).removeprefix("\ufeff")
-        if sum(map(len, code(notebook))) > MOST_CODE:
-            raise CourseError(f"{path} has more than {MOST_CODE // 1_000_000} MB of code: put long data into a file")
+            cell.source = clean(cell.source)
+        limited(code(notebook), len(notebook.cells), path)
+    return notebook
+
+
+def contents(path: Path) -> Contents:
+    """What counts of a notebook or script, as `load` reads it; most notebooks without nbformat, which takes seconds to import."""
+    with parsing(path):
+        if path.suffix.lower() == ".ipynb":
+            found = json.loads(text_in(path))
+            if found.get("nbformat") == 4:
+                sources = [source(cell) for cell in found["cells"] if kind(cell) == "code"]
+                limited(sources, len(found["cells"]), path)
+                return Contents(tuple(sources), lesson_named(found.get("metadata")))
+    return contents_of(load(path))
+
+
+def contents_of(notebook: Any) -> Contents:
+    """What counts of a notebook that is in memory (nbformat node)."""
+    return Contents(tuple(code(notebook)), lesson_named(notebook.get("metadata")))
+
+
+def lesson_named(metadata: Any) -> str:
+    """The lesson that a notebook's metadata name; "" if they name none."""
+    about = metadata.get("course") if isinstance(metadata, dict) else None
+    told = about.get("lesson") if isinstance(about, dict) else None
+    return told if isinstance(told, str) and len(told) <= 20 else ""
+
+
+def kind(cell: Any) -> str:
+    """Of which kind a cell of a notebook's JSON is."""
+    if not isinstance(cell["cell_type"], str):
+        raise ValueError("a cell of no kind")
+    return str(cell["cell_type"])
+
+
+def source(cell: Any) -> str:
+    """The text of a cell of a notebook's JSON, which may be a list of lines."""
+    if not isinstance(cell["source"], list | str):
+        raise ValueError("a cell without text")
+    return clean("".join(cell["source"]))
+
+
+def script(text: str, path: Path) -> Any:
+    """A notebook from the text of a script in percent format."""
+    try:
+        import jupytext  # slow to import, and only where there are scripts
+    except ImportError as error:
+        raise CourseError("reading scripts needs JupyterLab's packages: pip install 'course[lab]'") from error
+
+    if text.count("\n# %%") > MOST_CELLS:            # before it makes anything of them
+        raise CourseError(f"{path} has more than {MOST_CELLS} cells: leave out those that are no part of the lesson")
+    if len(text) > LONGEST_SCRIPT:
+        raise CourseError(f"{path} has more than {LONGEST_SCRIPT // 1_000_000} MB: put long data into a file")
+    check_header(text, path)
+    return jupytext.reads(COOKIE.sub(r"\1utf-8", text, count=1), fmt="py:percent")          # it takes no other encoding
+
+
+def check_header(text: str, path: Path) -> None:
+    """Refuse a script's header, the YAML between two lines `# ---`, if it is long or has aliases, which make much of little."""
+    import yaml
+
+    lines: list[str] = []
+    marks = size = 0
+    for number, line in enumerate(text.split("\n")):
+        bare = line.removeprefix("#").removeprefix(" ")
+        if not line.startswith("#") or (not marks and bare.strip() not in ("", "---") and number > 1):
+            return                                   # there is none, or it has no end; two lines may come before it
+        marks += bare.strip() == "---"
+        size += len(line) + 1
+        lines.append(bare)
+        if marks == 2 or size > HEADER:
+            break
+    if size > HEADER and marks:
+        raise CourseError(f"{path} has a header of more than {HEADER // 1000} kB: leave out what stands between its lines # ---")
+    with suppress(yaml.YAMLError):                   # of which jupytext makes whatever it can
+        if any(isinstance(token, yaml.AliasToken) for token in yaml.scan("\n".join(lines))):
+            raise CourseError(f"{path} has aliases (*name) in its header: leave out what stands between its lines # ---")
+
+
+def text_in(path: Path) -> str:
+    """The text of a notebook or script, if it is there and no larger than any may be."""
+    if path.suffix.lower() not in (".ipynb", ".py"):
+        raise CourseError(f"{path}: give a notebook (.ipynb) or a script in percent format (.py)")
+    if not path.is_file():
+        there = [file.name for file in path.parent.glob(f"*{path.suffix}")]
+        raise CourseError(f"{path}: there is no such file{nearest(path.name, there)}")
+    if path.stat().st_size > LARGEST:
+        raise CourseError(f"{path} has more than {LARGEST // 1_000_000} MB: clear its outputs and save it again")
+    return text_of(path.read_bytes())
+
+
+def limited(sources: Sequence[str], cells: int, path: Path) -> None:
+    """Refuse a notebook with more code, or more cells, than anybody has a reason to write."""
+    if cells > MOST_CELLS:
+        raise CourseError(f"{path} has more than {MOST_CELLS} cells: leave out those that are no part of the lesson")
+    if sum(map(len, sources)) > MOST_CODE:
+        raise CourseError(f"{path} has more than {MOST_CODE // 1_000_000} MB of code: put long data into a file")
+    if max(map(len, sources), default=0) > MOST_CELL:
+        raise CourseError(f"{path} has a cell with more than {MOST_CELL // 1000} kB of code: put long data into a file")
+
+
+@contextmanager
+def parsing(path: Path) -> Iterator[None]:
+    """Turn whatever the parsers meet in a damaged or hostile file into a `CourseError` that names it."""
+    try:
+        yield
     except CourseError:
         raise
-    except Exception as error:                       # whatever the parsers meet in a damaged or hostile file
+    except Exception as error:
         raise CourseError(f"{path} cannot be read as a notebook ({type(error).__name__}): {cure(path)}") from error
-    return notebook
+
+
+def clean(text: str) -> str:
+    """A cell's text with Unix's line ends, without a byte-order mark."""
+    return unix(text).removeprefix("\ufeff")
 
 
 def cure(path: Path) -> str:
@@ -154,57 +268,134 @@ def history() -> list[str]:
     return list(shell.user_ns.get("In", [])) if shell else []
 
 
+@dataclass(frozen=True)
+class Statement:
+    """A statement at the top of a cell: what it binds and reads, and where it stands."""
+
+    cell: int                                        # its place among the cells
+    line: int                                        # of its beginning there, from 1
+    text: str
+    bound: frozenset[str]
+    code: CodeType                                   # compiled as a module of its own
+    kept: bool                                       # it is in every slice: it changes what others mean
+
+
+class Program:
+    """A notebook's code, each cell parsed once, however many exercises ask for a slice of it.
+
+    Linear in the code's length; more than `most` statements are a `CourseError` (0: any number).
+    """
+
+    def __init__(self, cells: Iterable[str], most: int = 0):
+        self.cells = list(cells)
+        self.statements: list[Statement] = []
+        self.faults: list[tuple[int, Exception, int]] = []       # cell, what is wrong with it, statements before it
+        for number, cell in enumerate(self.cells):
+            try:
+                self.statements += statements(number, cell)
+            except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+                self.faults.append((number, error, len(self.statements)))
+            if most and len(self.statements) > most:
+                raise CourseError(f"has more than {most} statements outside of functions: put long data into a file")
+        self.places: dict[str, list[int]] = {}       # where each name is bound, in order
+        for place, statement in enumerate(self.statements):
+            for name in statement.bound:
+                self.places.setdefault(name, []).append(place)
+
+    def last(self, name: str, before: int) -> int | None:
+        """The last statement that binds a name before another one."""
+        places = self.places.get(name, [])
+        found = bisect.bisect_left(places, before)
+        return places[found - 1] if found else None
+
+    def broken(self, wanted: Sequence[str]) -> tuple[str, int]:
+        """The last broken cell that names what is wanted, and how many statements stand before the last one to define it."""
+        text, since = "", 0
+        for number, error, before in self.faults:
+            cell = self.cells[number]
+            if any(name in cell for name in wanted):
+                text = f"{called(cell, wanted)} is not valid Python: {fault(error, cell)}"
+            if defined(cell, wanted):
+                since = before
+        return text, since
+
+    def slice(self, wanted: Sequence[str]) -> Answer:
+        """The last definitions of `wanted`, with every import, function and value that they need."""
+        broken, since = self.broken(wanted)
+        keep: set[int] = set()
+        needed = [(name, len(self.statements)) for name in wanted]
+        while needed:
+            place = self.last(*needed.pop())         # what the name was bound to last, before the statement that reads it
+            if place is None or place in keep:
+                continue
+            keep.add(place)
+            now, later = uses(self.statements[place].code)
+            needed += [(other, place) for other in now] + [(other, len(self.statements)) for other in later]
+        there = {name for place in keep for name in self.statements[place].bound}
+        missing = [name for name in wanted if name not in there]
+        latest = max((place for place in keep if self.statements[place].bound & set(wanted)), default=-1)
+        if broken and (missing or latest < since):   # what was defined before it is not what stands there now
+            return Answer(problem=broken, broken=True)
+        if missing:
+            return Answer(problem=f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not defined: "
+                                  "write and run the exercise's cell first")
+        keep |= {place for place, statement in enumerate(self.statements) if statement.kept}
+        names = {number: called(self.cells[number], wanted) for number in {self.statements[place].cell for place in keep}}
+        return Answer(tuple(Piece(names[one.cell], one.line, one.text) for one in (self.statements[i] for i in sorted(keep))))
+
+
 def definitions(cells: Iterable[str], wanted: Sequence[str]) -> Answer:
     """The last definitions of `wanted` in the cells, with every import, function and value that they need.
 
     A slice of the program: top-level statements that bind a needed name, in order. Statements that bind
     nothing needed, such as a training run or a plot, stay out, so checking takes no longer than the check.
     """
-    statements, broken, since = [], "", 0
-    for cell in cells:
-        try:
-            text = plain(cell)
-            tree = ast.parse(text)
-            compile(tree, "<cell>", "exec", dont_inherit=True)      # finds what the parser lets pass, such as a stray return
-            statements += [(node, piece(node, text, called(cell, wanted))) for node in tree.body]
-        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            if any(name in cell for name in wanted):
-                broken = f"{called(cell, wanted)} is not valid Python: {fault(error, cell)}"
-            if defined(cell, wanted):
-                since = len(statements)
-    bound = [binds(node) for node, _ in statements]
-    keep: set[int] = set()
-    needed, seen = [(name, len(statements)) for name in wanted], set()
-    while needed:
-        name, before = needed.pop()                  # what it was bound to last, before this statement
-        index = next((i for i in reversed(range(before)) if name in bound[i]), None)
-        if index is None or (name, index) in seen:
-            continue
-        seen.add((name, index))
-        keep.add(index)
-        now, later = uses(statements[index][0])
-        needed += [(other, index) for other in now] + [(other, len(statements)) for other in later]
-    missing = [name for name in wanted if not any(name in bound[index] for index in keep)]
-    latest = max((index for index in keep if bound[index] & set(wanted)), default=-1)
-    if broken and (missing or latest < since):       # what was defined before it is not what stands there now
-        return Answer(problem=broken, broken=True)
-    if missing:
-        return Answer(problem=f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not defined: "
-                              "write and run the exercise's cell first")
-    keep |= {index for index, (node, _) in enumerate(statements)
-             if isinstance(node, ast.ImportFrom) and (node.module == "__future__" or node.names[0].name == "*")}
-    return Answer(tuple(statements[index][1] for index in sorted(keep)))
+    return Program(cells).slice(wanted)
+
+
+def answered(program: Program, names: Sequence[str], objects: Sequence[str]) -> Answer:
+    """What an exercise asks for, with all that it needs, unless it only imports it (objects: dotted names) from the library."""
+    answer = program.slice(names)
+    problem = "" if answer.problem else imported(answer, objects)
+    return Answer(problem=problem, imported=True) if problem else answer
+
+
+def statements(number: int, cell: str) -> list[Statement]:
+    """The statements of a cell; whatever Python says where it is not valid."""
+    text, tree = parsed(cell)
+    compile(tree, "<cell>", "exec", dont_inherit=True)               # finds what the parser lets pass, such as a stray return
+    lines = [line.encode() for line in text.split("\n")]             # Python counts columns in bytes
+    found = []
+    for node in tree.body:
+        code = compiled(node)
+        kept = isinstance(node, ast.ImportFrom) and (node.module == "__future__" or node.names[0].name == "*")
+        found.append(Statement(number, *cut(node, lines), frozenset(binds(node, code)), code, kept))
+    return found
+
+
+def parsed(cell: str) -> tuple[str, ast.Module]:
+    """A cell as plain Python, and its syntax tree; without IPython, which is slow to import, where it is plain already."""
+    text = unix(cell)
+    if not text.lstrip().startswith("In ["):         # a copied prompt is a valid annotation
+        with suppress(SyntaxError):
+            return text, ast.parse(text)
+    text = plain(text)
+    return text, ast.parse(text)
 
 
 def imported(answer: Answer, objects: Sequence[str]) -> str:
     """What is wrong with an answer that takes one of these objects (dotted names) from the library; "" if it writes them all."""
     bound: dict[str, str] = {}                       # a name to what it was bound to last: an object of the library, or ""
     for node in ast.parse(answer.source).body:
-        bound |= dict.fromkeys(binds(node), "")
+        bound |= dict.fromkeys(binds(node, compiled(node)), "")
         if isinstance(node, ast.ImportFrom) and not node.level:
             bound |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
     name = next((name for name in objects if bound.get(name.rpartition(".")[2]) == name), "").rpartition(".")[2]
     return f"{name} is only imported, from the library, where it is blank while your answer is checked" if name else ""
+
+
+WORDS = {MemoryError: "its code is nested too deeply", RecursionError: "its code is nested too deeply",
+         UnicodeEncodeError: "it has a character that is none (half of a surrogate pair)"}
 
 
 def called(cell: str, wanted: Sequence[str]) -> str:
@@ -225,8 +416,9 @@ def fault(error: Exception, cell: str) -> str:
     """What is wrong with a cell's Python, and in which of its lines."""
     lines = cell.split("\n")
     if isinstance(error, SyntaxError) and error.lineno and error.lineno <= len(lines):
-        return f"line {error.lineno}, `{lines[error.lineno - 1].strip()}`: {error.msg}"
-    return str(error) or type(error).__name__
+        line = lines[error.lineno - 1].strip()
+        return f"line {error.lineno}, `{line if len(line) <= 200 else line[:200] + '...'}`: {error.msg}"
+    return WORDS.get(type(error), str(error)[:200] or type(error).__name__)
 
 
 def plain(cell: str) -> str:
@@ -248,24 +440,24 @@ def plain(cell: str) -> str:
     return "\n" * skipped + TransformerManager().transform_cell(cell)
 
 
-def binds(node: ast.stmt) -> set[str]:
+def binds(node: ast.stmt, code: CodeType) -> set[str]:
     """The names that a top-level statement binds, and those whose attributes or items it sets."""
-    changed = {base.id for inner in ast.walk(node)
-               if isinstance(inner, ast.Attribute | ast.Subscript) and isinstance(inner.ctx, ast.Store)
-               for base in ast.walk(inner.value) if isinstance(base, ast.Name)}
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        changed = set()                              # what it changes when called is its own affair
-    return changed | {step.argval for step in dis.get_instructions(compiled(node)) if step.opname == "STORE_NAME"}
+    changed: set[str] = set()
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):    # what these change is their own affair
+        changed = {base.id for inner in ast.walk(node)
+                   if isinstance(inner, ast.Attribute | ast.Subscript) and isinstance(inner.ctx, ast.Store)
+                   for base in ast.walk(inner.value) if isinstance(base, ast.Name)}
+    return changed | {step.argval for step in dis.get_instructions(code) if step.opname == "STORE_NAME"}
 
 
-def uses(node: ast.stmt) -> tuple[set[str], set[str]]:
+def uses(statement: CodeType) -> tuple[set[str], set[str]]:
     """The global names that a statement reads when it runs, and those that what it defines reads when called.
 
     The compiler knows which names are local. A class's body runs at once, its methods do not.
     """
     now: set[str] = set()
     later: set[str] = set()
-    left = [(compiled(node), True)]
+    left = [(statement, True)]
     while left:
         code, runs = left.pop()
         names = {step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_NAME", "LOAD_GLOBAL")}
@@ -280,10 +472,12 @@ def compiled(node: ast.stmt) -> CodeType:
     return compile(ast.Module([node], []), "<cell>", "exec", dont_inherit=True)
 
 
-def piece(node: ast.stmt, text: str, cell: str) -> Piece:
-    """The source of a statement, decorators included."""
+def cut(node: ast.stmt, lines: Sequence[bytes]) -> tuple[int, str]:
+    """Where a statement begins, and its source; with decorators whole lines. No text is split."""
     decorators = getattr(node, "decorator_list", [])
-    if decorators:
-        first = decorators[0].lineno
-        return Piece(cell, first, "\n".join(text.splitlines()[first - 1:node.end_lineno]))
-    return Piece(cell, node.lineno, ast.get_source_segment(text, node) or "")
+    first, last = (decorators[0].lineno if decorators else node.lineno), node.end_lineno or node.lineno
+    found = list(lines[first - 1:last])
+    if not decorators:
+        found[-1] = found[-1][:node.end_col_offset]
+        found[0] = found[0][node.col_offset:]
+    return first, b"\n".join(found).decode()

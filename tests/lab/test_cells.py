@@ -1,6 +1,8 @@
 """Reading notebooks and slicing the definitions out of them."""
 
+import ast
 import json
+import time
 import warnings
 
 import nbformat
@@ -199,3 +201,93 @@ def test_ids_of_cells_that_are_there_twice_or_not_say_nothing(tmp_path, recwarn)
     path.write_text(json.dumps(notebook))
     warnings.simplefilter("always")
     assert len(cells.load(path).cells) == 4 and not recwarn.list
+
+
+def test_statements_are_cut_as_python_cuts_them():
+    cell = ("größe = 'ü'; x = [1,\n  2]; y = '''ä\n\n ö'''  # remark\nif größe:\n\tz = 3\n\f\nw = 1\n"
+            "def f(\n    a): return a\n")
+    statements = cells.Program([cell]).statements
+    assert [one.text for one in statements] == [ast.get_source_segment(cell, node) for node in ast.parse(cell).body]
+
+
+@pytest.mark.parametrize("odd", ["\u2028", "\x0b", "\x1c", "\x85"])
+def test_what_only_unicode_calls_a_line_end_shifts_no_decorated_function(odd):
+    space, source = run([f"text = 'a{odd}b'\nfrom functools import cache\n\n@cache\ndef f(): return 1"], "f")
+    assert space["f"]() == 1 and source.startswith("from functools import cache\n\n@cache\ndef f")
+
+
+def test_the_time_that_slicing_takes_grows_no_faster_than_the_code():
+    def seconds(count):
+        chain = "".join(f"a{i + 1} = a{i}\n" for i in range(count))
+        begin = time.process_time()
+        found = cells.definitions([f"a0 = 1\n{'x' * 5}\n{chain}\ndef f(): return a{count}"], ["f"])
+        assert len(found.pieces) == count + 2
+        return time.process_time() - begin
+
+    seconds(100)
+    short, long = seconds(2000), seconds(16_000)
+    assert long < 20 * short                          # 8 times as long; 64 if each statement looked at all others
+
+
+HEADED = "# ---\n# jupyter:\n{}# ---\n\n# %%\ndef f(): return 1\n"
+
+
+@pytest.mark.parametrize(("header", "says"), [
+    ("#   a: &a [1, 1]\n#   b: &b [*a, *a]\n#   c: [*b, *b]\n", "has aliases"),
+    ("#   a: " + "x" * 11_000 + "\n", "a header of more than 10 kB"),
+    ("#   a:\n" * 3000, "a header of more than 10 kB"),
+    ("#   a: " + "[" * 2000 + "\n", "cannot be read as a notebook")])
+def test_a_scripts_header_is_short_and_means_what_it_says(tmp_path, header, says):
+    path = tmp_path / "01_baseline.py"
+    path.write_text(HEADED.format(header))
+    with pytest.raises(CourseError, match=says):
+        cells.load(path)
+    path.write_text(HEADED.format("#   jupytext:\n#     formats: ipynb,py:percent\n"))
+    assert len(cells.code(cells.load(path))) == 1
+    path.write_text("# %%\ndef f(): return 1\n" + "# a long remark\n" * 1000 + "# ---\n# ---\n")
+    assert len(cells.code(cells.load(path))) == 1
+
+
+@pytest.mark.parametrize(("sources", "says"), [
+    (["x = 1"] * 5001, "more than 5000 cells"), (["x = '" + "a" * 500_000 + "'"], "a cell with more than 500 kB"),
+    (["x = '" + "a" * 400_000 + "'"] * 3, "more than 1 MB of code")])
+def test_a_notebook_has_no_more_code_than_anybody_writes(tmp_path, sources, says):
+    path = tmp_path / "01_baseline.ipynb"
+    made = [{"cell_type": "code", "metadata": {}, "source": source, "outputs": [], "execution_count": None} for source in sources]
+    path.write_text(json.dumps({"nbformat": 4, "nbformat_minor": 4, "metadata": {}, "cells": made}))
+    for read in (cells.load, cells.contents):
+        with pytest.raises(CourseError, match=says):
+            read(path)
+    path = tmp_path / "01_baseline.py"
+    path.write_text("\n# %%\n".join(["", *sources]))
+    with pytest.raises(CourseError, match=says):
+        cells.contents(path)
+
+
+def test_more_statements_than_anybody_writes_are_refused_where_a_limit_is_given():
+    with pytest.raises(CourseError, match="more than 20 statements"):
+        cells.Program(["a\n" * 21], most=20)
+    assert len(cells.Program(["a\n" * 21]).statements) == 21
+
+
+@pytest.mark.parametrize("kind", ["text", "lines", "format 3", "script"])
+def test_contents_are_what_load_gives(tmp_path, kind):
+    path = tmp_path / ("a.py" if kind == "script" else "a.ipynb")
+    text = "\ufeff# ü\r\ndef f(x):\r\n    return x\r\n"
+    source = text.splitlines(True) if kind == "lines" else text
+    cell = {"cell_type": "code", "metadata": {}, "outputs": [], "source": source, "input": source, "language": "python"}
+    body = {"metadata": {"course": {"lesson": "01"}}, "nbformat": 4, "nbformat_minor": 4, "cells": [
+        {"cell_type": "markdown", "metadata": {}, "source": "# no code"}, cell | {"execution_count": None}]}
+    if kind == "format 3":
+        sheets = [{"cells": [cell], "metadata": {}}]
+        body = {"metadata": body["metadata"], "nbformat": 3, "nbformat_minor": 0, "worksheets": sheets}
+    path.write_text("# %%\n" + text if kind == "script" else json.dumps(body), encoding="utf-8")
+    found = cells.contents(path)
+    assert list(found.code) == cells.code(cells.load(path)) and "return x" in found.code[0] and "\r" not in found.code[0]
+    assert found.lesson == ("" if kind == "script" else "01")
+
+
+@pytest.mark.parametrize("lesson", [["01"], 1, "0" * 200_000, {"a": 1}, None])
+def test_a_lesson_in_the_metadata_is_a_short_text_or_none(lesson):
+    assert cells.lesson_named({"course": {"lesson": lesson}}) == "" == cells.lesson_named({"course": lesson})
+    assert cells.lesson_named([lesson]) == "" and cells.lesson_named({"course": {"lesson": "01"}}) == "01"
