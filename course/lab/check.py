@@ -4,9 +4,12 @@ The process receives inputs and returns tensors. What they should be, and the ve
 """
 
 import atexit
+import errno
 import json
+import os
 import re
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -17,6 +20,7 @@ from dataclasses import astuple, dataclass, replace
 from difflib import SequenceMatcher
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load as load_tensors
@@ -33,6 +37,13 @@ from course.lab.traffic import by_what
 from course.meet import CELL
 
 MOST = 200_000_000                                   # bytes of an outputs file
+HEADER = 100_000                                     # bytes of its header
+MOST_OUTPUTS = 20                                    # tensors in it, besides those that the exercise claims something of
+LINE = 2000                                          # characters of a line of it that are compared with those of known mistakes
+LONGEST = 8000                                       # characters of an error that are kept, the last ones
+MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.ENFILE, errno.EMFILE, errno.EAGAIN, errno.ENOMEM)       # no answer's fault
+SAID = {"The ranks did not start": 0, "can't start new thread": errno.EAGAIN, "the disk is full": errno.ENOSPC,
+        "can't allocate memory": errno.ENOMEM}       # the same in other words
 FEW = 8                                              # numbers that are shown one by one
 COPY = "do not write into {}; work on a copy"
 ENDED = ("look for a loop that does not end, for memory that grows, and for a call that ends the process (sys.exit, os._exit) or "
@@ -94,13 +105,17 @@ class Run:
     error: str = ""
     cure: str = ""                                   # what to do about it, where that is plain
     discreet: str = ""                               # the error without a word that the answer can have chosen
+    machine: str = ""                                # how this machine failed, in the system's words, as far as the process says
+    doubtful: bool = False                           # that may as well be the answer's own doing
 
 
 def examine(exercise: Exercise, answer: Sequence[Piece], seed: int, hidden: bool = False,
-            layers: sandbox.Layers | None = None, again: str = AGAIN, looking: Callable[[], object] = lambda: None) -> Verdict:
+            layers: sandbox.Layers | None = None, again: str = AGAIN, looking: Callable[[], object] = lambda: None,
+            believing: bool = False) -> Verdict:
     """Run the answer on every number of ranks that the exercise names, and judge; `again` says how one tries once more.
 
     looking: called before a wrong answer is compared with known mistakes, which takes several times as long as all else.
+    believing: an answer's word that this machine failed is taken, since whoever calls tries once more.
     """
     begin, facts, hint, output, late = time.monotonic(), list[Fact](), "", "", False
     inputs = exercise.draw(seed, hidden)
@@ -111,7 +126,9 @@ def examine(exercise: Exercise, answer: Sequence[Piece], seed: int, hidden: bool
             expected = beside.submit(wanted, exercise.name, seed, hidden, size)        # kept, for when `judge` asks
             (run,), ended = execute(exercise, [(answer, inputs)], size, layers)
             output, late = output + ended.output, run.kind == "late"
-            expected.exception()
+            expected.result()                        # where ours does not run either, nothing is known about the answer
+            if run.machine and (believing or not run.doubtful):
+                return no_verdict(exercise, run, seed, hidden)
             found, hint = judge(exercise, run, seed, hidden, size, looking)
             facts += found
             if not all(fact.held for fact in found):
@@ -123,6 +140,13 @@ def examine(exercise: Exercise, answer: Sequence[Piece], seed: int, hidden: bool
 def unread(exercise: Exercise, problem: str, hint: str, seed: int = 0) -> Verdict:
     """The verdict on an answer that could not be run."""
     return Verdict(exercise.name, (Fact(False, problem),), hint, seed=seed, version=exercise.version, of=exercise.facts)
+
+
+def no_verdict(exercise: Exercise, run: Run, seed: int, hidden: bool) -> Verdict:
+    """The verdict where this machine failed while the answer ran."""
+    fact = Fact(False, f"it could not be checked on this machine ({run.machine})", tried=False)
+    hint = "nothing for you to do: whoever grades runs it again" if hidden else f"mend that, and {AGAIN}"
+    return Verdict(exercise.name, (fact,), hint, seed=seed, version=exercise.version, unchecked=True)
 
 
 def isolation(layers: sandbox.Layers) -> str:
@@ -146,21 +170,23 @@ def judge(exercise: Exercise, run: Run, seed: int, hidden: bool, size: int,
     for key, claim in exercise.claims.items():
         differences = [described(exercise, key, expected.outputs[rank][key], run.outputs[rank].get(key), inputs, hidden)
                        for rank in range(size)]
-        facts.append(finding(where_run + claim, differences, exercise.untried.get(key, "")))
+        facts.append(finding(where_run + claim, differences, exercise.untried.get(key, ""), hidden))
     if all(fact.held for fact in facts):
         return facts, ""
     looking()
     return facts, hint_for_numbers(exercise, run, expected, reference(exercise.name, seed, hidden, size)[1:], hidden)
 
 
-def finding(claim: str, differences: Sequence[str], untried: str = "") -> Fact:
-    """Whether a claim holds, from what each rank has against it; a rank is named if not all say the same."""
+def finding(claim: str, differences: Sequence[str], untried: str = "", hidden: bool = False) -> Fact:
+    """Whether a claim holds, from what each rank has against it; a rank is named if not all say the same.
+
+    Of hidden inputs none is named: an answer can choose which one."""
     if not any(differences):
         return Fact(True, claim)
     if untried and untried in differences:
         return Fact(False, f"{claim}: {untried}", tried=False)
     rank = next(rank for rank, text in enumerate(differences) if text)
-    who = f"rank {rank}: " if len(set(differences)) > 1 else ""
+    who = f"rank {rank}: " if len(set(differences)) > 1 and not hidden else ""
     return Fact(False, f"{claim}: no, {who}{differences[rank]}")
 
 
@@ -263,7 +289,8 @@ def hint_for_error(exercise: Exercise, run: Run, seed: int, hidden: bool, size: 
 
 def opening(error: str) -> str:
     """The first line of an error without what is another each time: folders of this run, gloo's clock, lines of the answer."""
-    return re.sub(rf"\[rank\d+\]:\s*\[[^]]*\]|(/[\w.-]+)+/|line \d+ of {CELL}.*?(?=; rank|$)", "", error.splitlines()[0])
+    return re.sub(rf"\[rank\d+\]:\s*\[[^]]*\]|(/[\w.-]+)+/|line \d+ of {CELL}.*?(?=; rank|$)", "",
+                  (error.splitlines() or [""])[0][:LINE])
 
 
 def comparable(exercise: Exercise) -> list[Mistake]:
@@ -291,7 +318,7 @@ def trusted(name: str, sources: Sequence[str], seed: int, hidden: bool, size: in
     inputs = exercise.draw(seed, hidden)
     runs, ended = execute(exercise, [(whole(source), inputs) for source in sources], size, None)
     if runs[0].error:
-        raise CourseError(f"{name}: the check itself does not run here: {runs[0].error}\n{ended.output[-2000:]}")
+        raise CourseError(f"{name}: the check itself does not run here\n{runs[0].error}\n{ended.output[-2000:]}")
     return tuple(runs)
 
 
@@ -326,7 +353,7 @@ def described(exercise: Exercise, key: str, expected: Tensor, got: Tensor | None
     if not difference or got is None or difference == exercise.untried.get(key):
         return difference
     if key in exercise.flags and got.dtype == expected.dtype:
-        kinds = [] if hidden else by_what(got.amin().item())
+        kinds = [] if hidden or not got.numel() else by_what(got.amin().item())
         return exercise.flags[key] + (f", by {' and '.join(kinds)}" if kinds else "")
     if hidden:
         return unlike(expected, got)
@@ -386,34 +413,71 @@ def execute(exercise: Exercise, answers: Sequence[tuple[Sequence[Piece], Tensors
         package = blanked(exercise.objects)
         ended = sandbox.run([sys.executable, "-m", "course.lab.child", str(folder)], folder, [package],
                             {"PYTHONPATH": str(package)}, limits, layers, BEGUN)
-        runs = [collect(folder, number, size, ended) for number in range(len(answers))]
+        runs = [collect(folder, number, size, ended, exercise) for number in range(len(answers))]
         return [replace(run, error=run.error.replace(f"{package}/", "")) for run in runs], ended
 
 
-def collect(folder: Path, number: int, size: int, ended: sandbox.Outcome) -> Run:
+def collect(folder: Path, number: int, size: int, ended: sandbox.Outcome, exercise: Exercise) -> Run:
     """Read what an answer left behind, trusting none of it."""
     if not ended.ok and ended.ended:
         chosen = ended.ended.startswith(("it ended by itself", "it crashed"))          # with a status or a signal of its choice
         return Run(kind="late" if ended.late else "ended", error=ended.ended,
-                   discreet=DISCREET["ended"] if chosen else ended.ended)
+                   discreet=DISCREET["ended"] if chosen else ended.ended, **stopped_by_machine(ended))
     outputs = []
     for rank in range(size):
         try:
-            outputs.append(load_tensors(read(folder, f"out-{number}-{rank}.safetensors", MOST)))
+            outputs.append(tensors(read(folder, f"out-{number}-{rank}.safetensors", MOST), exercise))
         except Exception:                            # absent, or not what it should be
             return complaint(folder, number)
     return Run(outputs=tuple(outputs))
+
+
+def tensors(content: bytes, exercise: Exercise) -> Tensors:
+    """The tensors of an outputs file; ValueError if its header is longer than those of so many outputs, before it is parsed."""
+    length = int.from_bytes(content[:8], "little")
+    if length > HEADER:
+        raise ValueError(f"its header has more than {HEADER} bytes")
+    names = json.loads(content[8:8 + length]).keys() - {"__metadata__"}
+    if len(names) > MOST_OUTPUTS + len(exercise.claims):
+        raise ValueError("it has more tensors than the exercise")
+    return load_tensors(content)
 
 
 def complaint(folder: Path, number: int) -> Run:
     """What an answer that returned nothing says of itself."""
     try:
         told = json.loads(read(folder, f"error-{number}.json", 100_000))
-        kind, text = str(told["kind"]), str(told["text"]) or str(told["kind"])
-        return Run(kind=kind, error=text, cure=str(told["cure"]), discreet=discreetly(kind, text))
+        kind, text = str(told["kind"])[:100], (str(told["text"]) or str(told["kind"]))[-LONGEST:]
+        machine = of_machine(text)
+        return Run(kind=kind, error=text, cure=str(told["cure"])[:LONGEST], discreet=discreetly(kind, text), machine=machine,
+                   doubtful=f"of {CELL}" in text or machine == os.strerror(errno.EMFILE))
     except Exception:
         ended = "it ended before it returned anything (does it call sys.exit or os._exit?)"
         return Run(kind="ended", error=ended, discreet=ended)
+
+
+def stopped_by_machine(ended: sandbox.Outcome) -> dict[str, Any]:
+    """How this machine stopped a run, if it may have: it did not begin, the kernel killed it, or its last words say so.
+
+    All but the first may be the answer's own doing.
+    """
+    if ended.late:
+        return {"machine": "it did not start in time" * ended.ended.startswith("it had not started")}
+    if f"(signal {int(signal.SIGKILL)})" in ended.ended:
+        return {"machine": "it was killed, perhaps since memory ran out", "doubtful": True}
+    if not ended.ended.startswith("it ended by itself"):
+        return {}
+    first, said = ended.output.lstrip()[:20], ended.output[-2000:]
+    began = not first.startswith(("bwrap: ", "Traceback")) or CELL in ended.output
+    return {"machine": of_machine(said) or "the sandbox did not start" * first.startswith("bwrap: "), "doubtful": began}
+
+
+def of_machine(text: str) -> str:
+    """How this machine failed, in the system's words, as far as an error's text says so; "" if it does not."""
+    for number in MACHINE:
+        if re.search(rf"\b[Ee]rrno(?: =)? {number}\b|\bcode: {number}\b", text) or os.strerror(number) in text:
+            return os.strerror(number)
+    return next((os.strerror(number) if number else words for words, number in SAID.items() if words in text), "")
 
 
 def discreetly(kind: str, text: str) -> str:

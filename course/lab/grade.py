@@ -9,15 +9,15 @@ one lesson grows into that of the course.
 import csv
 import hashlib
 import json
+import math
 import re
 import secrets
-import shutil
-import tempfile
+import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -25,15 +25,17 @@ from xml.etree import ElementTree
 
 from course.errors import CourseError
 from course.files import atomic, sha256
-from course.lab import cells, present, sandbox, scale, shut
+from course.lab import cells, present, reading, sandbox, scale, shut
 from course.lab.check import Fact, Verdict, reference
 from course.lab.exercise import Exercise, all_exercises, find
+from course.lab.reading import short_of_room
 from course.lab.submissions import Submission, collect, judge, of_lesson
 from course.machine import cores
 
 DIGITS = 32                                          # hexadecimal ones that tell names apart: nobody can make two that share them
-RESERVE = 100_000_000                                # bytes; with fewer free, what failed may have failed for that reason
+MOST_AGAIN = 300.0                                   # seconds for what of a learner's could not be checked, at the run's end
 FORMULA = re.compile(r"""(^|[,;\t|])([\s"']*)(?=[=+\-@＝＋－＠])""")   # where a spreadsheet begins a cell, and a formula in it
+REOPEN = "open the notebook in JupyterLab, run it, save it, and hand it in again"
 Kept = tuple[dict[str, Any], tuple[Verdict, ...]]    # a result as it lies in results/, and its verdicts
 
 
@@ -61,7 +63,10 @@ def main(folder: Path, out: Path, only: Sequence[str] = (), jobs: int = 0, seed:
 
     All three hold whatever was ever graded into `out`: other lessons and other folders, too.
     """
-    submissions, notes = collect(folder, lambda learner: print(f"reading {present.printable(learner)}", flush=True))
+    seed = settle_seed(out, seed)
+    rename(out)
+    submissions, notes = collect(folder, lambda learner: print(f"reading {present.printable(learner)}", flush=True),
+                                 graded_before(out, seed), jobs or max(1, cores() // 2))
     only = [lesson.zfill(2) for lesson in only]
     submissions = [s for s in submissions if not only or s.lesson in only]
     if not submissions:
@@ -69,8 +74,6 @@ def main(folder: Path, out: Path, only: Sequence[str] = (), jobs: int = 0, seed:
         raise CourseError("\n".join([f"{folder} holds no notebook of {which}", *map(present.printable, notes)]))
     late = {submission: why for submission in submissions if (why := outdated(submission, out))}
     submissions, notes = [s for s in submissions if s not in late], [*notes, *late.values()]
-    seed = settle_seed(out, seed)
-    rename(out)
     known = [one for one in (recall(submission, out, seed) for submission in submissions) if one]
     new = [s for s in submissions if s not in {one.submission for one in known}]
     learners, lessons = {s.learner for s in submissions}, sorted({s.lesson for s in submissions})
@@ -126,7 +129,7 @@ def told_of(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        print(present.printable(f"{what} is left out: {present.why(error)}"), flush=True)
+        print(present.printable(f"{what} is left out: {present.reason(error)}"), flush=True)
 
 
 def protection(trust: bool) -> str:
@@ -155,16 +158,22 @@ def grade_all(submissions: Sequence[Submission], out: Path, jobs: int, seed: int
             tasks = [pool.submit(grade, submission, out, seed) for submission in submissions]
             for task in as_completed(tasks):
                 graded.append(task.result())
-                last = graded[-1]
-                print(f"{len(graded)}/{len(tasks)} {present.printable(last.submission.learner)}, lesson "
-                      f"{last.submission.lesson}: {last.points} of {sum(e.points for e in of_lesson(last.submission.lesson))} "
-                      f"points{', some could not be checked' * last.unchecked}{replaced(last, before[last.submission])}",
-                      flush=True)
+                tell(graded[-1], f"{len(graded)}/{len(tasks)}", before)
+            for one in again(list(graded), out, seed):
+                graded = [one if other.submission == one.submission else other for other in graded]
+                tell(one, "again", before)
         except KeyboardInterrupt:
             pool.shutdown(wait=False, cancel_futures=True)              # leaving the block waits for those in hand
             print(f"stopped: what is graded is kept in {out / 'results'}, and the same command goes on", flush=True)
             raise
     return graded
+
+
+def tell(graded: Graded, which: str, before: Mapping[Submission, Kept | None]) -> None:
+    """Print what became of a submission."""
+    who, lesson = present.printable(graded.submission.learner), graded.submission.lesson
+    print(f"{which} {who}, lesson {lesson}: {graded.points} of {sum(e.points for e in of_lesson(lesson))} points"
+          f"{', some could not be checked' * graded.unchecked}{replaced(graded, before[graded.submission])}", flush=True)
 
 
 def prepare(job: tuple[str, int, bool, int]) -> None:
@@ -202,6 +211,8 @@ def dated(submission: Submission) -> float:
 
 def digest(submission: Submission) -> str:
     """The notebook's SHA-256, or its size where it is too large to be one; "" if it cannot be read."""
+    if submission.reading:
+        return submission.reading.digest
     try:
         size = submission.path.stat().st_size
         return sha256(submission.path) if size <= cells.LARGEST else f"{size} bytes"
@@ -291,6 +302,16 @@ def note(claim: scale.Claim) -> str:
     return "; ".join([*said, claim.why])
 
 
+def graded_before(out: Path, seed: int) -> dict[str, dict[str, str]]:
+    """Of each learner the lessons of notebooks that were graded by these checks and this seed, by their digests."""
+    found = defaultdict[str, dict[str, str]](dict)
+    for kept in filter(None, map(result, sorted((out / "results").glob("*.json")))):
+        about = kept[0]
+        if about.get("seed") == seed and about.get("versions") == versions(about["lesson"]):
+            found[about["learner"]][about["notebook"]] = about["lesson"]
+    return found
+
+
 def settle_seed(out: Path, seed: int | None) -> int:
     """The seed of the hidden inputs: as given, or that of the run which this one goes on with, or a new one."""
     path = out / "seed"
@@ -310,13 +331,24 @@ def keep_seed(out: Path, seed: int) -> None:
         temporary.write_text(f"{seed}\n", encoding="utf-8")
 
 
-def grade(submission: Submission, out: Path, seed: int) -> Graded:
-    """Grade one submission and keep the result, unless something in it could not be checked."""
-    print(present.printable(f"grading {submission.learner}, lesson {submission.lesson}"), flush=True)
-    exercises = of_lesson(submission.lesson)
+def grade(submission: Submission, out: Path, seed: int, before: Graded | None = None, seconds: float = math.inf) -> Graded:
+    """Grade one submission and keep the result, unless something in it could not be checked.
+
+    before: what an earlier try found. Only what it could not check is then tried, as long as these seconds are not over.
+    """
+    who = f"{submission.learner}, lesson {submission.lesson}"
+    print(present.printable(f"grading {who}{' again, alone' * bool(before)}"), flush=True)
+    exercises, until = of_lesson(submission.lesson), time.monotonic() + seconds
     try:
-        about = {**key(submission, seed), "date": dated(submission)}             # of the file as it is before it is read
-        graded = Graded(submission, tuple(safely(exercise, submission, seed_of(exercise, seed)) for exercise in exercises))
+        about = {**key(submission, seed), "date": dated(submission)}
+        verdicts = []
+        for number, exercise in enumerate(exercises):
+            done = before and before.verdicts[number]
+            if done and (not done.unchecked or time.monotonic() > until):
+                verdicts.append(done)
+            else:
+                verdicts.append(safely(exercise, submission, seed_of(exercise, seed), last=bool(before)))
+        graded = Graded(submission, tuple(verdicts))
         if not graded.unchecked:
             with atomic(kept_at(submission, out)) as temporary:
                 record = about | {"verdicts": [asdict(verdict) for verdict in graded.verdicts]}
@@ -326,9 +358,30 @@ def grade(submission: Submission, out: Path, seed: int) -> Graded:
         return Graded(submission, tuple(unchecked(exercise, error, seed_of(exercise, seed)) for exercise in exercises))
 
 
-def unchecked(exercise: Exercise, error: BaseException, seed: int) -> Verdict:
+def again(graded: Sequence[Graded], out: Path, seed: int) -> Iterator[Graded]:
+    """Try once more what could not be checked, while nothing else runs: `MOST_AGAIN` seconds and an answer's for each learner."""
+    spent = defaultdict[str, float](float)
+    for one in graded:
+        submission, begin = one.submission, time.monotonic()
+        if not one.unchecked or spent[submission.learner] > MOST_AGAIN:
+            continue
+        if submission.reading and submission.reading.failure:
+            submission = replace(submission, reading=None)
+        yield grade(with_reading(submission), out, seed, one, MOST_AGAIN - spent[submission.learner])
+        spent[submission.learner] += time.monotonic() - begin
+
+
+def with_reading(submission: Submission) -> Submission:
+    """A submission that has been read, or looked at and found unreadable."""
+    if submission.reading and (submission.reading.answers or submission.reading.problem or submission.reading.failure):
+        return submission
+    return replace(submission, reading=reading.one(reading.File(submission.path, submission.path.name, submission.lesson)))
+
+
+def unchecked(exercise: Exercise, error: BaseException | str, seed: int) -> Verdict:
     """The verdict where this machine failed: no mark, and tried again by the next run."""
-    fact = Fact(False, f"it could not be checked on this machine ({present.why(error)})", tried=False)
+    why = error if isinstance(error, str) else present.reason(error)
+    fact = Fact(False, f"it could not be checked on this machine ({why})", tried=False)
     return Verdict(exercise.name, (fact,), "nothing for you to do: whoever grades runs it again", seed=seed,
                    version=exercise.version, unchecked=True)
 
@@ -341,7 +394,12 @@ def kept_at(submission: Submission, out: Path) -> Path:
 def key(submission: Submission, seed: int) -> dict[str, Any]:
     """All that a result depends on: whose it is, the notebook, the checks and their inputs."""
     return {"learner": submission.learner, "lesson": submission.lesson, "notebook": digest(submission), "seed": seed,
-            "versions": {exercise.name: exercise.version for exercise in of_lesson(submission.lesson)}}
+            "versions": versions(submission.lesson)}
+
+
+def versions(lesson: str) -> dict[str, str]:
+    """Those of a lesson's checks."""
+    return {exercise.name: exercise.version for exercise in of_lesson(lesson)}
 
 
 def recall(submission: Submission, out: Path, seed: int) -> Graded | None:
@@ -376,22 +434,26 @@ def result(path: Path) -> Kept | None:
         return None
 
 
-def safely(exercise: Exercise, submission: Submission, seed: int) -> Verdict:
-    """The verdict on one exercise; a notebook that cannot be read, or whatever else goes wrong with it, is one too."""
+def safely(exercise: Exercise, submission: Submission, seed: int, last: bool = False) -> Verdict:
+    """The verdict on one exercise; a notebook that cannot be read, or whatever else goes wrong with it, is one too.
+
+    last: nothing else runs, and this is not tried again. Before, what only the answer says of the machine is believed.
+    """
     try:
-        notebook = cells.load(submission.path)
-    except CourseError as error:
-        if isinstance(error.__cause__, OSError | MemoryError) or not submission.path.is_file():
-            return unchecked(exercise, error.__cause__ or error, seed)
-        text = str(error).replace(str(submission.path), submission.path.name)
-        return Verdict(exercise.name, (Fact(False, text),), seed=seed, version=exercise.version,
-                       hint="open the notebook in JupyterLab, run it, save it, and hand it in again")
-    try:
-        verdict = judge(exercise, notebook, seed, hidden=True)
+        found = with_reading(submission).reading
+        assert found
+        if found.failure:
+            return unchecked(exercise, found.failure, seed)
+        if found.problem:
+            fact = Fact(False, f"{submission.path.name} {found.problem}")
+            return Verdict(exercise.name, (fact,), REOPEN, seed=seed, version=exercise.version)
+        if full := short_of_room(exercise.limits.disk * 1e9):
+            return unchecked(exercise, full, seed)
+        verdict = judge(exercise, found, seed, hidden=True, believing=not last)
         if verdict.late:                             # the machine may have been busy
-            verdict = judge(exercise, notebook, seed, hidden=True)
-        if not verdict.passed and (left := shutil.disk_usage(tempfile.gettempdir()).free) < RESERVE:
-            raise OSError(f"the folder for temporary files has only {left // 1_000_000} MB left")
+            verdict = judge(exercise, found, seed, hidden=True, believing=not last)
+        if not verdict.passed and (full := short_of_room(0)):
+            return unchecked(exercise, full, seed)
         return verdict
     except Exception as error:                       # one submission must not end the class's run
         return unchecked(exercise, error, seed)
@@ -427,8 +489,7 @@ def junit(graded: Sequence[Graded], path: Path) -> None:
         suite = ElementTree.SubElement(root, "testsuite", tests=str(len(one.verdicts)), failures=str(failed), errors=str(errors),
                                        name=f"{present.printable(one.submission.learner)}, lesson {one.submission.lesson}")
         for verdict in one.verdicts:
-            case = ElementTree.SubElement(suite, "testcase", name=verdict.exercise, classname=f"lesson {one.submission.lesson}",
-                                          time=f"{verdict.seconds:.2f}")
+            case = ElementTree.SubElement(suite, "testcase", name=verdict.exercise, classname=f"lesson {one.submission.lesson}")
             if not verdict.passed:
                 kind = "error" if verdict.unchecked else "failure"
                 failure = ElementTree.SubElement(case, kind, message=present.headline(verdict))

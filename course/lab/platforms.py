@@ -13,13 +13,14 @@ import re
 import unicodedata
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
+
+from course.errors import CourseError
 
 BRIGHTSPACE = re.compile(r"(?P<first>\d+)-(?P<second>\d+) - (?P<name>.+) - (?P<date>(?:\d{4}-\d\d?-\d\d?|[^-]*\d{4})[^-]*?)"
                          r"(?: - (?P<file>.+))?")
@@ -29,6 +30,8 @@ CANVAS = re.compile(r"(?P<name>[^_]+)(?:_(?i:LATE))?_(?P<user>\d+)_(?P<number>\d
 ANONYMOUS = re.compile(r"(?P<name>anon)(?:_(?i:LATE))?_(?P<user>[A-Za-z0-9]{5})_(?P<number>\d+)_(?P<file>.+)")
 MOODLE = re.compile(r"(?P<name>.+)_(?P<user>\d+)_assignsubmission_(?:file|onlinetext)_?(?P<file>.*)")
 METADATA = "submission_metadata.yml"                 # of Gradescope
+LARGEST = 20_000_000                                 # bytes of it
+DEEPEST = 50                                         # lists and tables in one another there
 TRIES = "attempt try version versuch abgabe"         # words before a number
 AGAIN = re.compile(rf"(?:{'|'.join(TRIES.split())}|v|late|resubmission|resubmitted|resubmit|final|new|copy|kopie)\d*")
 TRY = re.compile(rf"(?:{'|'.join(TRIES.split())})[ _-]*(\d{{1,4}})", re.IGNORECASE)
@@ -55,12 +58,17 @@ class Platform:
     numbered: str = ""                               # Brightspace's number that tells learners apart: first, second, or none
     heads: frozenset[str] = frozenset()              # Blackboard's names up to the attempt, of which the user is not certain
     submitters: Mapping[str, tuple[str, float]] = field(default_factory=dict)    # Gradescope's, and when they handed it in
+    problem: str = ""                                # why Gradescope's file cannot be used, if it is there
 
     @classmethod
     def of(cls, folder: Path, lesson_of: Any) -> "Platform":
         """That of what lies in a folder; lesson_of: which lesson a file's name says."""
         names = sorted(path.name for path in folder.iterdir())
-        return cls(distinct(names), uncertain(names, lesson_of), submitters(folder / METADATA))
+        try:
+            found, problem = submitters(folder / METADATA), ""
+        except CourseError as error:
+            found, problem = {}, str(error)
+        return cls(distinct(names), uncertain(names, lesson_of), found, problem)
 
     def attempt(self, path: Path) -> Attempt:
         """What a file's path, below the folder, says."""
@@ -105,15 +113,45 @@ def uncertain(names: Iterable[str], lesson_of: Any) -> frozenset[str]:
     return frozenset(head for (_, lesson), heads in users.items() if lesson and len(heads) > 1 for head in heads)
 
 
+class Plain(yaml.SafeLoader):
+    """YAML without what makes much of little: an alias stands for a text or number alone, and lists lie at most so deep."""
+
+    depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """A node, if it is no alias of a list or table."""
+        event = self.peek_event()
+        if isinstance(event, yaml.AliasEvent) and not isinstance(self.anchors.get(event.anchor), yaml.ScalarNode):
+            raise yaml.YAMLError("an alias that is no text")
+        self.depth += 1
+        if self.depth > DEEPEST:
+            raise yaml.YAMLError("too deep")
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+
 def submitters(path: Path) -> dict[str, tuple[str, float]]:
-    """Who handed in each folder of a Gradescope export, and when; nothing if it is none."""
+    """Who handed in each folder of a Gradescope export, and when; nothing if it is none, `CourseError` if it is damaged."""
+    if not path.is_file() or path.is_symlink():
+        return {}
     found: dict[str, tuple[str, float]] = {}
-    with suppress(OSError, yaml.YAMLError, ValueError, AttributeError, TypeError):
-        content = yaml.safe_load(path.read_bytes()) if path.is_file() else {}
-        for folder, told in content.items():
-            people = [f"{one[':name']}_{one.get(':sid') or one.get(':email') or ''}".rstrip("_") for one in told[":submitters"]]
-            found[str(folder)] = ", ".join(people), moment(str(told.get(":created_at", "")))
+    try:
+        if path.stat().st_size > LARGEST:
+            raise CourseError(f"it has more than {LARGEST // 1_000_000} MB; leave out of it what is not about submitters")
+        for folder, told in yaml.load(path.read_bytes(), Plain).items():
+            people = [f"{text(one, ':name')}_{text(one, ':sid') or text(one, ':email')}".rstrip("_")
+                      for one in told[":submitters"][:20]]
+            found[str(folder)] = ", ".join(people), moment(str(told.get(":created_at", ""))[:100])
+    except (OSError, yaml.YAMLError, ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
+        raise CourseError(f"it is no export of Gradescope's, or damaged ({type(error).__name__}); export it anew") from error
     return found
+
+
+def text(about: Mapping[str, Any], name: str) -> str:
+    """What a table says under a name, if that is a text or number."""
+    told = about.get(name)
+    return str(told)[:200] if isinstance(told, str | int) else ""
 
 
 def moment(text: str) -> float:

@@ -3,8 +3,10 @@
 One that is `graded` shows neither the seed nor what the answer printed: both would give the hidden inputs away.
 """
 
+import os
 from html import escape
 
+from course.errors import CourseError, ran_out
 from course.lab.check import Fact, Verdict
 
 UNSHOWN = "the output of graded runs is not shown"
@@ -75,6 +77,18 @@ def html(verdict: Verdict, graded: bool = False) -> str:
 def printable(text: str) -> str:
     """Without control characters, which could play tricks on a terminal."""
     return "".join(char if char.isprintable() or char in "\n\t" else "�" for char in text)
+
+
+def reason(error: BaseException) -> str:
+    """What went wrong on this machine, in words that no answer can have chosen: the system's, the course's, or the error's kind.
+
+    Of a `CourseError` the first line: what follows may quote a program.
+    """
+    if isinstance(error, CourseError):
+        return printable(str(error).split("\n")[0])[:300]
+    if isinstance(error, OSError) and error.errno:
+        return f"{type(error).__name__}: {os.strerror(error.errno)}"
+    return "there is no memory left" if ran_out(error) else type(error).__name__
 
 
 def why(error: BaseException) -> str:

@@ -4,26 +4,30 @@ import os
 import re
 import unicodedata
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from course.errors import CourseError
-from course.lab import cells, lessons, present
+from course.lab import cells, lessons, own, present, reader, reading
 from course.lab import exercise as exercises
 from course.lab.check import Verdict, examine, unread
 from course.lab.exercise import Exercise
 from course.lab.platforms import BLACKBOARD, GRADESCOPE, METADATA, Platform, likeness
+from course.lab.reading import Reading
 
 NAMED = re.compile(r"(?P<owner>.*?)[_ -]?(?P<lesson>\d\d)_[A-Za-z][\w -]*?(?:-Copy\d+| \(\d+\)|-\d+)?$")     # LEARNER_01_baseline
 COUNTER = re.compile(r"(?:-| ?\()(\d+)\)?$")        # of Canvas and of browsers: name-1, name (1)
 COPY = re.compile(r"-Copy\d+$| - \w+(?: \(\d+\))?$")                               # of JupyterLab and desktops: no counters
 DEEPEST = 20                                         # folders in one another, below a learner's
 MOST_ENTRIES = 10_000                                # files and folders of one learner
+MOST_NOTEBOOKS = 1000                                # of one learner
 # what to do about an answer that cannot be run: for whoever checks a file, and for whoever is graded; by whether a cell is broken
 LEARNER = {True: "mend that line, run the cell again, save, and check again",
            False: "write the exercise's cell, run it, save, and check again"}
@@ -40,34 +44,51 @@ class Submission:
     lesson: str                                      # "01"; empty if neither its name nor its metadata say
     path: Path
     date: float = field(default=0.0, compare=False)  # when it was handed in, as its name says; 0: as the file does
+    reading: Reading | None = field(default=None, compare=False, repr=False)     # None: not read yet, nor looked at
 
 
 def check_file(path: Path, names: Sequence[str], seed: int | None, tell: Callable[[Verdict], None]) -> list[Verdict]:
-    """Check the exercises of a notebook or script, or those named; `tell` hears of each verdict as it comes."""
+    """Check the exercises of a notebook or script, or those named; `tell` hears of each verdict as it comes.
+
+    Another's notebook is read in the sandbox, a user's own in this process.
+    """
     import secrets
 
-    notebook = cells.load(path)
-    if path.suffix == ".py" and path.resolve().parent == (lessons.ROOT / "solutions").resolve():
-        notebook = lessons.instructors(path)         # a master imports its answers
-    lesson = lesson_of(path, notebook)
-    wanted = [exercises.find(name, lesson) for name in names] or of_lesson(lesson)
+    named = parts_of(path.stem)[1]
+    found = read_file(path, [exercises.find(name, named) for name in names])
+    wanted = [exercises.find(name, found.lesson) for name in names] or of_lesson(found.lesson)
     if not wanted:
         raise CourseError(f"{path}: neither its name (such as 01_baseline.ipynb) nor its metadata say which lesson this is: "
                           "name the exercises with --exercise")
     verdicts = []
     for exercise in wanted:
-        verdicts.append(judge(exercise, notebook, secrets.randbits(31) if seed is None else seed, hidden=False))
+        verdicts.append(judge(exercise, found, secrets.randbits(31) if seed is None else seed, hidden=False))
         tell(verdicts[-1])
     return verdicts
 
 
-def judge(exercise: Exercise, notebook: Any, seed: int, hidden: bool, **how: Any) -> Verdict:
+def read_file(path: Path, wanted: Sequence[Exercise] = ()) -> Reading:
+    """What counts of a notebook or script; `CourseError` if it cannot be read."""
+    named = parts_of(path.stem)[1]
+    if path.suffix == ".py" and path.resolve().parent == (lessons.ROOT / "solutions").resolve():
+        return reading.of_contents(path, cells.contents_of(lessons.instructors(path)), named, wanted)    # it imports its answers
+    if own.holds(path) or not path.is_file() or path.suffix.lower() not in (".ipynb", ".py"):
+        return reading.here(path, named, wanted)
+    found = reading.one(reading.File(path, path.name, named), wanted)
+    if found.failure:
+        raise CourseError(f"{path} cannot be read: {found.failure}")
+    if found.problem:
+        raise CourseError(f"{path} {found.problem}")
+    return found
+
+
+def judge(exercise: Exercise, found: Reading, seed: int, hidden: bool, **how: Any) -> Verdict:
     """The verdict on one exercise of a notebook."""
-    answer = cells.definitions(cells.code(notebook), exercise.names)
+    answer = found.answers[exercise.name]
     if answer.problem:
-        return unread(exercise, answer.problem, (GRADED if hidden else LEARNER)[answer.broken], seed)
-    if problem := cells.imported(answer, exercise.objects):
-        return unread(exercise, problem, f"write it in the exercise's cell, {AGAIN[hidden]}", seed)
+        hint = f"write it in the exercise's cell, {AGAIN[hidden]}" if answer.imported else (
+            (GRADED if hidden else LEARNER)[answer.broken])
+        return unread(exercise, answer.problem, hint, seed)
     return examine(exercise, answer.pieces, seed, hidden, again=AGAIN[hidden], **how)
 
 
@@ -82,56 +103,78 @@ def lesson_of(path: Path, notebook: Any = None) -> str:
     The metadata also win where nothing in the notebook is of the lesson that its name says: somebody misnamed it.
     """
     _, named = parts_of(path.stem)
-    about = notebook.metadata.get("course", {}) if notebook is not None else {}
-    told = str(about.get("lesson", "")) if isinstance(about, dict) else ""
-    if not named or (of_lesson(told) and not any(cells.defined(cell, exercise.names) for exercise in of_lesson(named)
-                                                 for cell in cells.code(notebook))):
-        return told
-    return named
+    return named if notebook is None else reader.settle(named, cells.contents_of(notebook), reading.table())
 
 
-def collect(folder: Path, tell: Callable[[str], object] = lambda learner: None) -> tuple[list[Submission], list[str]]:
+def collect(folder: Path, tell: Callable[[str], object] = lambda learner: None,
+            known: Mapping[str, Mapping[str, str]] = MappingProxyType({}), jobs: int = 1) -> tuple[list[Submission], list[str]]:
     """All submissions below a folder, one for each learner and lesson, and a note on everything left out and everyone without.
 
-    `tell` hears of each learner before anything of theirs is read. What goes wrong with one file is a note; the rest is read.
+    `tell` hears of each learner before anything of theirs is read, so many learners at a time. What goes wrong with one file is a
+    note; the rest is read. known: of each learner the notebooks that need no reading, by their digests, with their lessons.
     """
     if not folder.is_dir():
         raise CourseError(f"{folder} is not a folder: give the one that holds the submissions")
     if not os.access(folder, os.R_OK | os.X_OK):
         raise CourseError(f"{folder} may not be read by you: change its permissions, or grade as its owner")
     notes: list[str] = []
-    newest: dict[tuple[str, str], Submission] = {}
     platform = Platform.of(folder, lesson_of)
+    notes += [f"{METADATA} cannot be used: {platform.problem}"] if platform.problem else []
     dated: list[tuple[Any, Path]] = []
     for path in notebooks(folder, notes):
         with noted(str(path.relative_to(folder)), notes):
             dated.append((order(path, folder, platform), path))
     paths = [path for _, path in sorted(dated)]
-    told = ""
+    whose: dict[str, list[Path]] = {}
     for path in paths:
-        name = path.relative_to(folder)
+        with noted(str(path.relative_to(folder)), notes):
+            whose.setdefault(owner(path.relative_to(folder), platform), []).append(path)
+
+    def read(learner: str) -> tuple[list[Submission], list[str]]:
+        tell(learner)
+        return collect_one(learner, whose[learner], folder, platform, known.get(learner, {}))
+
+    found: list[Submission] = []
+    with ThreadPoolExecutor(max(1, jobs)) as pool:
+        for submissions, said in pool.map(read, whose):
+            found += submissions
+            notes += said
+    notes += alike(folder, found, platform)
+    notes += crowded(folder, paths)
+    came = {one.learner for one in found}
+    folders = (path.name for path in sorted(folder.iterdir()) if path.is_dir() and not path.name.startswith((".", "__MACOSX")))
+    learners = list(dict.fromkeys(owner(Path(name, "any"), platform) for name in folders))
+    notes += [f"{learner}: no notebook of a lesson" for learner in learners if learner not in came]
+    return sorted(found, key=lambda s: (s.learner, s.lesson)), notes
+
+
+def collect_one(learner: str, paths: Sequence[Path], folder: Path, platform: Platform,
+                known: Mapping[str, str]) -> tuple[list[Submission], list[str]]:
+    """One learner's submissions, the last of each lesson, and notes; paths: of all notebooks, the last one last."""
+    newest: dict[str, Submission] = {}
+    notes: list[str] = []
+    if len(paths) > MOST_NOTEBOOKS:
+        notes.append(f"{learner} has more than {MOST_NOTEBOOKS} notebooks: earlier ones are left out")
+        paths = paths[-MOST_NOTEBOOKS:]
+    names = [path.relative_to(folder) for path in paths]
+    try:
+        readings = reading.several([reading.File(path, str(path.relative_to(folder)), parts_of(path.stem)[1]) for path in paths],
+                                   known)
+    except Exception as error:                       # whatever goes wrong is this learner's alone
+        return [], [f"{learner} is left out: {present.reason(error)}"]
+    for path, name, found in zip(paths, names, readings, strict=True):
         with noted(str(name), notes):
-            learner = owner(name, platform)
-            if learner != told:
-                tell(learner)
-            told = learner
-            if not (lesson := settle_lesson(path, name, notes)):
+            if not (lesson := settle_lesson(found, name, notes)):
                 continue
-            if earlier := newest.get((learner, lesson)):
+            if earlier := newest.get(lesson):
                 notes.append(f"{earlier.path.relative_to(folder)} is replaced by the later {name}")
             if len(name.parts) == 1 and learner == normal(path.stem) and parts_of(path.stem)[1]:
                 notes.append(f"{name} names no learner, and counts as one of that name: call it LEARNER_{name}, or give the "
                              "folder above")
             if GRADESCOPE.fullmatch(name.parts[0]) and learner == name.parts[0]:
                 notes.append(f"{learner} names no learner, and counts as one of that name: put Gradescope's {METADATA} beside it")
-            newest[learner, lesson] = Submission(learner, lesson, path, platform.attempt(normal_path(name)).moment)
-    notes += alike(folder, newest.values(), platform)
-    notes += crowded(folder, paths)
-    came = {learner for learner, _ in newest}
-    folders = (path.name for path in sorted(folder.iterdir()) if path.is_dir() and not path.name.startswith((".", "__MACOSX")))
-    learners = list(dict.fromkeys(owner(Path(name, "any"), platform) for name in folders))
-    notes += [f"{learner}: no notebook of a lesson" for learner in learners if learner not in came]
-    return sorted(newest.values(), key=lambda s: (s.learner, s.lesson)), notes
+            newest[lesson] = Submission(learner, lesson, path, platform.attempt(normal_path(name)).moment, found)
+    return list(newest.values()), notes
 
 
 @contextmanager
@@ -140,24 +183,24 @@ def noted(name: str, notes: list[str]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        notes.append(f"{name} is left out: {present.why(error)}")
+        notes.append(f"{name} is left out: {present.reason(error)}")
 
 
-def settle_lesson(path: Path, name: Path, notes: list[str]) -> str:
+def settle_lesson(found: Reading, name: Path, notes: list[str]) -> str:
     """The lesson that a notebook counts for, with a note where its name does not settle that; "" if it counts for none."""
-    named = lesson = lesson_of(path)
-    try:
-        lesson = lesson_of(path, cells.load(path))
-    except Exception:                                # whatever a damaged or hostile notebook leads to
-        notes.append(f"{name} cannot be read" + (f": none of its exercises can pass; {cells.cure(path)}" if named else
-                                                 ", and its name says no lesson: left out"))
+    named = parts_of(name.stem)[1]
+    if found.failure or found.problem:
+        why, then = found.problem, "none of its exercises can pass"
+        if found.failure:
+            why, then = f"cannot be read ({found.failure}): see whether you may read it", "the next run tries again"
+        notes.append(f"{name} {why}; {then if named else 'its name says no lesson: left out'}")
         return named if of_lesson(named) else ""
-    if named and lesson != named:
-        notes.append(f"{name} is of lesson {lesson}, as its metadata say, and has no exercise of lesson {named}")
-    if not of_lesson(lesson):
+    if named and found.lesson != named:
+        notes.append(f"{name} is of lesson {found.lesson}, as its metadata say, and has no exercise of lesson {named}")
+    if not of_lesson(found.lesson):
         notes.append(f"{name} is of no lesson that has exercises: left out")
         return ""
-    return lesson
+    return found.lesson
 
 
 def alike(folder: Path, submissions: Iterable[Submission], platform: Platform) -> list[str]:

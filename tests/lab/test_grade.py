@@ -297,7 +297,7 @@ def test_a_notebook_that_may_not_be_read_is_no_mark_and_tried_again(tmp_path, mo
         return opens(path, *args, **named)
 
     with monkeypatch.context() as closed:
-        closed.setattr("io.open", denied)
+        closed.setattr("course.lab.reading.open", denied, raising=False)
         closed.setattr("course.files.open", denied, raising=False)
         grade.main(here, out)
     told = capsys.readouterr().out
