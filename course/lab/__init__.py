@@ -3,6 +3,7 @@
     blank       a library object's answer and its blank; a copy of the package with blanks; hidden, answers out of sight
     exercise    what an exercise is; exercises/, one module a lesson; mistakes/, their known wrong answers
     cells       what a learner wrote, from a notebook, a script or the kernel
+    reading, reader         what learners handed in: copied, and read in a process of its own
     sandbox     other people's code in a process of its own; namespaces (bubblewrap), watchdog and scratch, its parts
     child       what runs in that process; returned, sentences on what a learner's function returned
     check       run, compare, judge; diagnosis, what is said of what no known mistake explains; present shows the verdict

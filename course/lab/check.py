@@ -41,7 +41,8 @@ HEADER = 100_000                                     # bytes of its header
 MOST_OUTPUTS = 20                                    # tensors in it, besides those that the exercise claims something of
 LINE = 2000                                          # characters of a line of it that are compared with those of known mistakes
 LONGEST = 8000                                       # characters of an error that are kept, the last ones
-MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.ENFILE, errno.EMFILE, errno.EAGAIN, errno.ENOMEM)       # no answer's fault
+# of the system's reasons those that are no answer's fault, unless its own line met them
+MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.ENFILE, errno.EMFILE, errno.EAGAIN, errno.ENOMEM, errno.EADDRINUSE)
 SAID = {"The ranks did not start": 0, "can't start new thread": errno.EAGAIN, "the disk is full": errno.ENOSPC,
         "can't allocate memory": errno.ENOMEM}       # the same in other words
 FEW = 8                                              # numbers that are shown one by one
@@ -475,7 +476,8 @@ def stopped_by_machine(ended: sandbox.Outcome) -> dict[str, Any]:
 def of_machine(text: str) -> str:
     """How this machine failed, in the system's words, as far as an error's text says so; "" if it does not."""
     for number in MACHINE:
-        if re.search(rf"\b[Ee]rrno(?: =)? {number}\b|\bcode: {number}\b", text) or os.strerror(number) in text:
+        words = re.escape(os.strerror(number))
+        if re.search(rf"\berrno(?: =)? {number}\b|\bcode: -?{number}\b|{words}", text, re.IGNORECASE):
             return os.strerror(number)
     return next((os.strerror(number) if number else words for words, number in SAID.items() if words in text), "")
 

@@ -16,6 +16,7 @@ from typing import Any
 from course.lab.nodes import RECORD, losses
 
 MOST = 5000                                          # steps of a run that a result file has room for
+LONGEST = 1000                                       # characters of a list of nodes, and of a user's name
 WHOLE = "undisturbed"                                # the run that the others are compared with
 Known = tuple[dict[str, str], int | None]            # what Slurm says of a job, and how often it was requeued, if it says so
 
@@ -69,7 +70,10 @@ def compared(mine: Mapping[int, float], whole: Mapping[int, float]) -> str:
 
 def of_job(told: Mapping[str, Any], user: str, ask: Callable[[int], Known]) -> tuple[bool, str]:
     """Whether Slurm confirms what a run's record says of its job, and what there is to say."""
-    number, nodes, owner, again = int(told["id"]), str(told["nodes"]), str(told["user"]), int(told["restarts"])
+    number, again = int(told["id"]), int(told["restarts"])
+    nodes, owner = str(told["nodes"])[:LONGEST], str(told["user"])[:LONGEST]
+    if not 0 < number < 10**12 or not 0 <= again < 10**6:
+        raise ValueError("no job has such a number, or was requeued so often")
     claim = f"job {number} of {owner} on {nodes}, requeued {times(again)}"
     if not told["by"]:
         return False, f"{claim}, without Slurm"

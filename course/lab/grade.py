@@ -234,9 +234,12 @@ def take_in(folder: Path, graded: Sequence[Graded], out: Path) -> list[scale.Cla
     They change no mark: correctness is what grading found itself. One that came with an earlier notebook, and not with the
     learner's new one, is forgotten.
     """
-    for one in graded:
+    came: dict[tuple[str, str], list[Path]] | None = None
+    with told_of("every result file"):
+        came = scale.result_files(folder)
+    for one in graded if came is not None else []:
         with told_of(f"the result file of {one.submission.learner}, lesson {one.submission.lesson},"):
-            take_in_one(folder, one, out)
+            take_in_one((came or {}).get((one.submission.learner, one.submission.lesson), []), one, out)
     claims = list(filter(None, map(claimed, sorted((out / "claims").glob("*.json")))))
     (out / "claims.csv").unlink(missing_ok=True)     # written below, if there are any
     if claims:
@@ -257,10 +260,10 @@ def take_in(folder: Path, graded: Sequence[Graded], out: Path) -> list[scale.Cla
     return claims
 
 
-def take_in_one(folder: Path, one: Graded, out: Path) -> None:
-    """Judge the newest result file that came with a notebook, and keep what became of it."""
+def take_in_one(found: Sequence[Path], one: Graded, out: Path) -> None:
+    """Judge the newest of the result files that came with a notebook, and keep what became of it."""
     s = one.submission
-    kept, found = out / "claims" / kept_at(s, out).name, scale.result_files(folder, s.learner, s.lesson)
+    kept = out / "claims" / kept_at(s, out).name
     if not found:
         kept.unlink(missing_ok=True)
         return

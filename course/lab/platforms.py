@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -135,10 +136,17 @@ def submitters(path: Path) -> dict[str, tuple[str, float]]:
     """Who handed in each folder of a Gradescope export, and when; nothing if it is none, `CourseError` if it is damaged."""
     if not path.is_file() or path.is_symlink():
         return {}
+    size, date = path.stat().st_size, path.stat().st_mtime_ns
+    if size > LARGEST:
+        raise CourseError(f"it has more than {LARGEST // 1_000_000} MB; leave out of it what is not about submitters")
+    return exported(path, size, date)
+
+
+@lru_cache(maxsize=4)
+def exported(path: Path, size: int, date: int) -> dict[str, tuple[str, float]]:
+    """The same of the file of this size and date, parsed once a run: with many submissions it is long."""
     found: dict[str, tuple[str, float]] = {}
     try:
-        if path.stat().st_size > LARGEST:
-            raise CourseError(f"it has more than {LARGEST // 1_000_000} MB; leave out of it what is not about submitters")
         for folder, told in yaml.load(path.read_bytes(), Plain).items():
             people = [f"{text(one, ':name')}_{text(one, ':sid') or text(one, ':email')}".rstrip("_")
                       for one in told[":submitters"][:20]]

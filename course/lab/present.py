@@ -91,12 +91,6 @@ def reason(error: BaseException) -> str:
     return "there is no memory left" if ran_out(error) else type(error).__name__
 
 
-def why(error: BaseException) -> str:
-    """What went wrong, in a clause of at most 200 characters."""
-    said = getattr(error, "strerror", None) or str(error)
-    return f"{type(error).__name__}: {printable(str(said))[:200]}" if said else type(error).__name__
-
-
 def shortened(text: str, most: int = 1500) -> str:
     """The end of a long text."""
     return text.strip() if len(text) <= most else "... " + text.strip()[-most:]

@@ -25,6 +25,7 @@ from course.lab import cells
 
 SECONDS = 10.0                                       # of computing, that one file may take
 MEMORY = 1_000_000_000                               # bytes, for all that it makes of one
+LARGE = f"takes more than {MEMORY // 10**9} GB of memory to read: clear its outputs and save it again"
 Exercises = Mapping[str, Sequence[Sequence[str]]]    # the names that each defines, and the library's objects that they replace
 
 
@@ -37,12 +38,13 @@ def read(path: Path, named: str, lessons: Mapping[str, Exercises], wanted: Exerc
         found = cells.contents(path)
         return answers(found, settle(named, found, lessons), lessons, wanted)
     except CourseError as error:
-        if isinstance(error.__cause__, MemoryError):
-            return {"problem": f"takes more than {MEMORY // 10**9} GB of memory to read: clear its outputs and save it again"}
         text = str(error)
-        return {"problem": text.removeprefix(str(path)).lstrip(": ") if text.startswith(str(path)) else text}
-    except (MemoryError, RecursionError):
-        return {"problem": "takes too much memory to read: its code is nested too deeply"}
+        large = isinstance(error.__cause__, MemoryError)
+        return {"problem": LARGE if large else text.removeprefix(str(path)).lstrip(": ") if text.startswith(str(path)) else text}
+    except MemoryError:
+        return {"problem": LARGE}
+    except RecursionError:
+        return {"problem": "cannot be read: its code is nested too deeply"}
 
 
 def answers(found: cells.Contents, lesson: str, lessons: Mapping[str, Exercises], wanted: Exercises) -> dict[str, Any]:

@@ -40,6 +40,7 @@ from course.parallel.mesh import World, abandon, join, leave
 SCHEMA = 1
 SUFFIX = ".result.json"
 LARGEST = 1_000_000                                  # bytes of a result file
+MOST_NAMED = 20                                      # exercises, and runs, in one
 LAPS = 3                                             # of which the median counts
 FORGOTTEN = "no Slurm here knows the job"
 ASKED = ", asked on "
@@ -243,17 +244,17 @@ class Claim:
     slurm: str = ""                                  # the nodes and GPUs that Slurm says the job had
 
 
-def result_files(folder: Path, learner: str, lesson: str) -> list[Path]:
-    """A learner's result files of a lesson below the folder of submissions, the last one last."""
-    found, platform = [], Platform.of(folder, lesson_of)
+def result_files(folder: Path) -> dict[tuple[str, str], list[Path]]:
+    """The result files below the folder of submissions, of each learner and lesson, the last one last."""
+    found: dict[tuple[str, str], list[tuple[Any, Path]]] = {}
+    platform = Platform.of(folder, lesson_of)
     for path in files(folder, []):                   # what it leaves out, collecting has noted
-        if not path.name.endswith(SUFFIX):
-            continue
-        named = path.with_name(path.name.removesuffix(SUFFIX) + ".ipynb").relative_to(folder)
-        if path.is_file() and not path.is_symlink() and owner(named, platform) == learner and lesson_of(named) == lesson:
+        if path.name.endswith(SUFFIX) and path.is_file() and not path.is_symlink():
+            named = path.with_name(path.name.removesuffix(SUFFIX) + ".ipynb").relative_to(folder)
             told = platform.attempt(normal_path(named))
-            found.append(((told.moment, told.number, path.stat().st_mtime), path))
-    return [path for _, path in sorted(found)]
+            when = (told.moment, told.number, path.stat().st_mtime)
+            found.setdefault((owner(named, platform), lesson_of(named)), []).append((when, path))
+    return {whose: [path for _, path in sorted(dated)] for whose, dated in found.items()}
 
 
 def judge(path: Path, learner: str, lesson: str, notebook: Path, verdicts: Sequence[Verdict],
@@ -273,15 +274,17 @@ def judge(path: Path, learner: str, lesson: str, notebook: Path, verdicts: Seque
         result = json.loads(path.read_bytes())       # in whatever encoding a tool on the way has saved it
         if result["schema"] != SCHEMA:
             return refused(f"its schema is {str(result['schema'])[:20]}, not {SCHEMA}: check the notebook again with this course")
-        if result["notebook"] != sha256(notebook):
+        if notebook.stat().st_size > cells.LARGEST or result["notebook"] != sha256(notebook):
             return refused("it is of another version of the notebook: its hash is not that of the one handed in")
         if str(result["lesson"]) != lesson:
             return refused(f"it is of lesson {str(result['lesson'])[:20]}")
+        if len(result["exercises"]) > MOST_NAMED or len(result.get("runs", {})) > MOST_NAMED:
+            return refused(f"it names more than {MOST_NAMED} exercises or runs")      # Slurm is asked about the job of each run
         found = {name: dict(result["exercises"][name]) for name in result["exercises"]}
         if stale := [e.name for e in of_lesson(lesson) if e.name not in found or found[e.name].get("version") != e.version]:
             return refused(f"its checks are of another version of the course ({', '.join(stale)}): check the notebook again")
         if odd := [name for name, one in found.items() if one["passed"] != Verdict(name, held(one["facts"])).passed]:
-            return refused(f"its verdicts contradict its facts, so somebody changed it ({', '.join(odd)})")
+            return refused(f"its verdicts contradict its facts, so somebody changed it ({', '.join(odd)[:200]})")
         told, about = dict(result["job"] or {}), dict(result["hardware"])
         user = str(told.get("user", ""))
         mine = owns(learner, user, accounts)
@@ -294,11 +297,12 @@ def judge(path: Path, learner: str, lesson: str, notebook: Path, verdicts: Seque
                                      "learner,account into accounts.csv beside the gradebook")
         return Claim(learner, lesson, path.name, "", wrong, confirmed, why, f"{told.get('id', '')}"[:20],
                      "; ".join(map(str, about["devices"]))[:300], numbers(found, dict(result["measured"])),
-                     evidence.judge(result.get("runs", {}), user if mine else learner, lambda n: (described(n), restarts(n))),
+                     evidence.judge(result.get("runs", {}), user if mine else learner,
+                                    lambda number: (described(number), restarts(number)))[:4000],
                      sha256(path), f"{datetime.now():%Y-%m-%d}",
                      " ".join(str(told.get(name, "")) for name in ("cluster", "user", "nodes"))[:300],
                      allocated(described(int(told["id"]))) if confirmed else "")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, ArithmeticError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, ArithmeticError, MemoryError):
         return refused("it is damaged: it is no result file of submit/check.sh")
 
 

@@ -1,5 +1,6 @@
 """Checks: what they say of answers that stop, hide, spy or make two mistakes at once; test_answers.py has whole ones."""
 
+import json
 import re
 import subprocess
 import sys
@@ -419,3 +420,89 @@ def test_a_verdict_in_words_and_in_html():
     good = check.Verdict("x", (check.Fact(True, "fine"),))
     assert good.passed and "passed" in present.text(good) and not check.Verdict("x", ()).passed
     assert "\x1b[32m" in present.text(good)
+
+
+def outcome(ended: str = "", output: str = "", late: bool = False) -> check.sandbox.Outcome:
+    return check.sandbox.Outcome(not ended, ended, output, 1.0, late)
+
+
+FULL = "No space left on device"
+ITSELF = "it ended by itself with exit status 1 (sys.exit)"
+
+
+@pytest.mark.parametrize(("text", "machine", "doubtful"), [
+    ("OSError: [Errno 28] No space left on device: '/x/out'", FULL, False),
+    ("SafetensorError: Error while serializing: I/O error: Os { code: 28, kind: StorageFull }", FULL, False),
+    ("OSError: [Errno 122] Disk quota exceeded", "Disk quota exceeded", False),
+    ("BlockingIOError: [Errno 11] Resource temporarily unavailable", "Resource temporarily unavailable", False),
+    ("OSError: [Errno 23] Too many open files in system", "Too many open files in system", False),
+    ("DistNetworkError: the server socket has failed to listen: port: 29500, code: -98, name: EADDRINUSE, message: address "
+     "already in use", "Address already in use", False),
+    ("RuntimeError: can't start new thread", "Resource temporarily unavailable", False),
+    ("The ranks did not start: 12 processes wait for 2 cores", "The ranks did not start", False),
+    ("OSError: [Errno 28] No space left on device\nline 3 of the cell with `def f`: open('x')", FULL, True),
+    ("OSError: [Errno 24] Too many open files", "Too many open files", True),         # a limit of its own process
+    ("ValueError: 28", "", False), ("OSError: [Errno 2] No such file or directory", "", False)])
+def test_failures_of_the_machine_are_told_from_the_answers(tmp_path, text, machine, doubtful):
+    (tmp_path / "error-0.json").write_text(json.dumps({"kind": text.split(":")[0], "text": text, "cure": ""}))
+    run = check.collect(tmp_path, 0, 1, outcome(), find("roofline"))
+    assert run.machine == machine and (run.doubtful == doubtful or not machine) and run.error == text
+
+
+@pytest.mark.parametrize(("ended", "machine", "doubtful"), [
+    (outcome("it had not started after 300 seconds: is this machine too busy?", late=True), "it did not start in time", False),
+    (outcome("it ran for more than 30 seconds and was stopped", late=True), "", False),
+    (outcome(ITSELF, "bwrap: Can't mkdir /tmp/x: " + FULL), FULL, False),
+    (outcome(ITSELF, "bwrap: Creating new namespace failed"), "the sandbox did not start", False),
+    (outcome(ITSELF, "Traceback (most recent call last)\nOSError: " + FULL), FULL, False),
+    (outcome(ITSELF, "hello\nOSError: " + FULL), FULL, True), (outcome(ITSELF, "hello"), "", True),
+    (outcome("it crashed: killed (signal 9); perhaps this machine ran out of memory"),
+     "it was killed, perhaps since memory ran out", True),
+    (outcome("it crashed: segmentation fault (signal 11)"), "", False)])
+def test_a_run_that_the_machine_stopped_is_told_from_one_that_stopped_itself(tmp_path, ended, machine, doubtful):
+    run = check.collect(tmp_path, 0, 1, ended, find("roofline"))
+    assert (run.machine, run.doubtful) == (machine, doubtful)
+
+
+@pytest.mark.parametrize(("run", "believing", "unchecked"), [
+    (check.Run(kind="OSError", error=FULL, machine=FULL), False, True),
+    (check.Run(kind="OSError", error=FULL, machine=FULL), True, True),
+    (check.Run(kind="OSError", error=FULL, machine=FULL, doubtful=True), True, True),
+    (check.Run(kind="OSError", error=FULL, machine=FULL, doubtful=True), False, False),
+    (check.Run(kind="ended", error="it ended"), True, False)])
+def test_an_answer_that_blames_the_machine_gains_a_second_run_and_no_more(monkeypatch, run, believing, unchecked):
+    works, calls = check.execute, []
+
+    def execute(exercise, answers, size, layers):
+        if layers is None:                           # of ours
+            return works(exercise, answers, size, layers)
+        calls.append(size)
+        return [run], outcome()
+
+    monkeypatch.setattr(check, "execute", execute)
+    found = check.examine(find("roofline"), [], 5, hidden=True, believing=believing)
+    assert found.unchecked == unchecked and not found.passed and len(calls) == 1
+
+
+def test_where_our_own_answer_does_not_run_nobodys_is_judged(monkeypatch):
+    def fails(*_):
+        raise check.CourseError("roofline: the check itself does not run here")
+
+    monkeypatch.setattr(check, "wanted", fails)
+    monkeypatch.setattr(check, "execute", lambda *_: ([check.Run(kind="OSError", error="x")], outcome()))
+    with pytest.raises(check.CourseError, match="does not run here"):
+        check.examine(find("roofline"), [], 5)
+
+
+@pytest.mark.parametrize("header", [
+    b'{"a": ' + b"[" * 99_000 + b"}", json.dumps({f"t{i}": {} for i in range(9000)}).encode(),
+    json.dumps({"a" * 200_000: {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}).encode(), b"7", b"[]", b"{"])
+def test_an_outputs_file_has_a_short_header_of_few_tensors(tmp_path, monkeypatch, header):
+    monkeypatch.setattr(check, "load_tensors", lambda content: pytest.fail("it is not looked at"))
+    (tmp_path / "out-0-0.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    assert check.collect(tmp_path, 0, 1, outcome(), find("roofline")).kind == "ended"
+
+
+def test_no_rank_is_named_where_inputs_are_hidden():
+    assert check.finding("it holds", ["", "no"]).text == "it holds: no, rank 1: no"
+    assert check.finding("it holds", ["", "no"], hidden=True).text == "it holds: no, no"

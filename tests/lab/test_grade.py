@@ -513,3 +513,96 @@ def test_a_class_of_thirty_some_of_them_hostile(tmp_path):
     assert "it stopped with an error, which is left out" in told and "found: " not in told
     suites = ElementTree.parse(out / "junit.xml").getroot()
     assert len(suites) == 31 and sum(int(suite.get("failures")) for suite in suites) == 19 + 4 + 2 + 2 + 2
+
+
+def unsure(exercise, *_, **how) -> grade.Verdict:
+    """A verdict that this machine did not allow."""
+    return grade.Verdict(exercise.name, (grade.Fact(False, "it could not be checked"),), unchecked=True)
+
+
+def test_what_could_not_be_checked_is_tried_again_at_the_end_and_alone(tmp_path, monkeypatch, capsys):
+    passing(monkeypatch)
+    for name in ("ann", "bob", "eve"):
+        classroom.hand_in(tmp_path / "in" / name / "00_start_here.ipynb", classroom.notebook("00"))
+    running, seen = [], []
+
+    def judge(exercise, found, seed, hidden, believing):
+        running.append(found.name)
+        time.sleep(0.1)
+        seen.append((found.name[:3], exercise.name, believing, len(running)))
+        running.remove(found.name)
+        first = believing and found.name.startswith("bob") and exercise.name == "roofline"
+        return unsure(exercise) if first else grade.Verdict(exercise.name, (grade.Fact(True, "it holds"),))
+
+    monkeypatch.setattr(grade, "judge", judge)
+    grade.main(tmp_path / "in", tmp_path / "out", jobs=3)
+    assert {row["points"] for row in marks(tmp_path / "out").values()} == {"2"}
+    assert seen[-1] == ("bob", "roofline", False, 1) and [believing for *_, believing, _ in seen].count(False) == 1
+    told = capsys.readouterr().out
+    assert "some could not be checked" in told and "grading bob, lesson 00 again, alone" in told
+    assert told.index("3/3") < told.index("again bob, lesson 00: 2 of 2") and "the next run tries again" not in told
+
+
+def test_a_learner_delays_others_by_no_more_than_the_limit_and_keeps_no_mark(tmp_path, monkeypatch, capsys):
+    passing(monkeypatch)
+    asked = []
+    monkeypatch.setattr(grade, "judge", lambda exercise, *_, **how: asked.append(exercise.name) or unsure(exercise))
+    for lesson in ("00", "01"):
+        name = f"{lesson}_start_here" if lesson == "00" else "01_baseline"
+        classroom.hand_in(tmp_path / "in/ann" / f"{name}.ipynb", classroom.notebook(lesson))
+    monkeypatch.setattr(grade, "MOST_AGAIN", -1.0)                   # its time is over before it begins
+    out = tmp_path / "out"
+    grade.main(tmp_path / "in", out)
+    every = sum(exercise.lesson in ("00", "01") for exercise in all_exercises().values())
+    assert len(asked) == every and not list((out / "results").glob("*")) if (out / "results").exists() else True
+    assert "the next run tries again:\n  ann, lesson 00\n  ann, lesson 01" in capsys.readouterr().out
+    row, page = marks(out)["ann"], (out / "feedback" / f"{grade.slug('ann')}.html").read_text()
+    assert row["points"] == "0" and row["00 roofline (1)"] == "could not be checked" and "roofline: could not be checked" in page
+    assert {suite.get("failures") for suite in ElementTree.parse(out / "junit.xml").getroot()} == {"0"}
+    asked.clear()
+    monkeypatch.setattr(grade, "MOST_AGAIN", 300.0)
+    grade.main(tmp_path / "in", out)                                 # the next run: each once, and once more at its end
+    assert len(asked) == 2 * every
+
+
+def test_before_an_answer_starts_there_is_room_for_what_it_may_write(tmp_path, monkeypatch):
+    from course.lab import reading
+
+    path = classroom.hand_in(tmp_path / "00_start_here.ipynb", classroom.solved("00"))
+    submission = grade.with_reading(Submission("ann", "00", path))
+    exercise = find("roofline")
+    need = exercise.limits.disk * 1e9 + reading.RESERVE
+    monkeypatch.setattr(grade, "judge", lambda *_, **how: pytest.fail("there is no room"))
+    monkeypatch.setattr("shutil.disk_usage", lambda path: mock.Mock(free=int(need) - 1))
+    verdict = grade.safely(exercise, submission, 5)
+    assert verdict.unchecked and f"and {need // 1e6:.0f} MB are needed" in verdict.facts[0].text
+    passed = grade.Verdict("roofline", (grade.Fact(True, "it holds"),))
+    monkeypatch.setattr(grade, "judge", lambda *_, **how: passed)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: mock.Mock(free=int(need)))
+    assert grade.safely(exercise, submission, 5) == passed
+
+
+@pytest.mark.parametrize(("error", "words"), [
+    (ValueError("48.25"), "ValueError"), (RuntimeError("size 48.25"), "RuntimeError"),
+    (OSError(28, "48.25", "48.25"), "No space left on device"), (MemoryError("48.25"), "no memory left"),
+    (CourseError("roofline: the check itself does not run here\n48.25"), "the check itself does not run here")])
+def test_what_went_wrong_is_said_in_words_that_no_answer_chooses(tmp_path, monkeypatch, error, words):
+    def fails(*_, **how):
+        raise error
+
+    path = classroom.hand_in(tmp_path / "00_start_here.ipynb", classroom.notebook("00"))
+    monkeypatch.setattr(grade, "judge", fails)
+    graded = [grade.Graded(Submission("ann", "00", path), (grade.safely(find("roofline"), Submission("ann", "00", path), 5),))]
+    grade.feedback("ann", graded, tmp_path / "page.html")
+    grade.junit(graded, tmp_path / "junit.xml")
+    for name in ("page.html", "junit.xml"):
+        text = (tmp_path / name).read_text()
+        assert words in text and "48.25" not in text
+
+
+def test_no_time_that_an_answer_took_is_shown(tmp_path):
+    verdict = grade.Verdict("roofline", (grade.Fact(False, "no"),), seconds=48.25)
+    graded = [grade.Graded(Submission("ann", "00", tmp_path), (verdict,))]
+    grade.feedback("ann", graded, tmp_path / "page.html")
+    grade.junit(graded, tmp_path / "junit.xml")
+    assert not any("48.2" in (tmp_path / name).read_text() for name in ("page.html", "junit.xml"))

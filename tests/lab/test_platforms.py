@@ -140,7 +140,7 @@ def test_the_result_file_that_counts_is_that_of_the_later_attempt(tmp_path, name
     for number, path in enumerate(paths):
         path.write_text("{}")
         os.utime(path, (2e9 - number, 2e9 - number))
-    assert scale.result_files(tmp_path, learner, "00") == paths
+    assert scale.result_files(tmp_path)[learner, "00"] == paths
 
 
 def test_names_of_any_encoding_are_right_in_the_gradebook(tmp_path):
@@ -156,3 +156,19 @@ def test_names_of_any_encoding_are_right_in_the_gradebook(tmp_path):
     locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, env=os.environ | locale)
     assert done.stdout.strip() == ascii(["M\u00fcller", "Stra\u00dfe", "Zo\u00eb", "\u674e"]), done.stderr
+
+
+MIA = "submission_11:\n  :submitters:\n  - :name: {}\n    :sid: '4711'\n  :created_at: {}\n"
+
+
+@pytest.mark.parametrize(("text", "learner"), [
+    ("a: &a [x, x]\nb: &b [*a, *a]\nc: &c [*b, *b]\n" + MIA.format("*c", "2026-03-05"), ""),
+    ("a: " + "[" * 100_000, ""), (MIA.format("[Mia, [Mia]]", "2026-03-05"), "_4711"), ("[]", ""), ("\0", ""),
+    (MIA.format("&m Mia", "2026-03-05") + MIA.format("*m", "*m").replace("11:", "12:", 1), "Mia_4711")])     # as Ruby writes them
+def test_gradescopes_file_makes_no_much_of_little(tmp_path, text, learner):
+    classroom.hand_in(tmp_path / "submission_11" / FILE, classroom.notebook("00"))
+    (tmp_path / "submission_metadata.yml").write_text(text)
+    found, notes = collect(tmp_path)
+    assert [one.learner for one in found] == [learner or "submission_11"]
+    told = [note for note in notes if "submission_metadata.yml cannot be used: it is no export of Gradescope's" in note]
+    assert bool(told) != bool(learner)

@@ -73,7 +73,8 @@ def test_what_grading_finds_counts_and_a_result_that_says_otherwise_is_named(han
 REFUSED = {"schema": ({"schema": 2}, "schema is 2"), "hash": ({"notebook": "0" * 64}, "hash is not that"),
            "lesson": ({"lesson": "11"}, "of lesson 11"), "version": ({"exercises": {}}, "another version of the course"),
            "job": ({"job": [1]}, "damaged"), "exercises": ({"exercises": 3}, "damaged"),
-           "hardware": ({"hardware": {}}, "damaged")}
+           "hardware": ({"hardware": {}}, "damaged"),
+           "runs": ({"runs": {str(number): {} for number in range(21)}}, "more than 20 exercises or runs")}
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -102,6 +103,13 @@ def test_a_damaged_file_is_refused_and_does_no_harm(handed_in, content):
     notebook, path = handed_in
     path.write_text(content)
     assert scale.judge(path, "ann", "10", notebook, []).refused
+
+
+def test_a_notebook_too_large_to_be_one_is_not_hashed(handed_in, monkeypatch):
+    with open(handed_in[0], "ab") as file:
+        file.truncate(10**12)                        # takes no room
+    monkeypatch.setattr(scale, "sha256", lambda path: pytest.fail("a terabyte"))
+    assert "another version of the notebook" in scale.judge(handed_in[1], "ann", "10", handed_in[0], []).refused
 
 
 def test_without_slurm_hardware_is_a_claim(handed_in, monkeypatch):
@@ -163,10 +171,10 @@ def test_a_result_is_found_beside_its_notebook_however_a_platform_names_files(tm
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("{}")
     (tmp_path / "ann" / "10_link.result.json").symlink_to(tmp_path / "eve" / "09_mesh.result.json")
-    assert [path.name for path in scale.result_files(tmp_path, "ann", "10")] == ["10_tensor_parallel_mine.result.json"]
-    (path,) = scale.result_files(tmp_path, "bob_4711", "10")
+    assert [path.name for path in scale.result_files(tmp_path)["ann", "10"]] == ["10_tensor_parallel_mine.result.json"]
+    (path,) = scale.result_files(tmp_path)["bob_4711", "10"]
     assert path.name == "bob_4711_816_10_tensor_parallel.result.json"
-    assert not scale.result_files(tmp_path, "eve", "10")
+    assert ("eve", "10") not in scale.result_files(tmp_path)
 
 
 def test_what_slurm_confirmed_it_may_forget_and_a_job_of_two_learners_is_named(handed_in, tmp_path, monkeypatch):
