@@ -343,6 +343,7 @@ def grade(submission: Submission, out: Path, seed: int, before: Graded | None = 
     print(present.printable(f"grading {who}{' again, alone' * bool(before)}"), flush=True)
     exercises, until = of_lesson(submission.lesson), time.monotonic() + seconds
     try:
+        submission = with_reading(submission)
         about = {**key(submission, seed), "date": dated(submission)}
         verdicts = []
         for number, exercise in enumerate(exercises):
@@ -370,7 +371,7 @@ def again(graded: Sequence[Graded], out: Path, seed: int) -> Iterator[Graded]:
             continue
         if submission.reading and submission.reading.failure:
             submission = replace(submission, reading=None)
-        yield grade(with_reading(submission), out, seed, one, MOST_AGAIN - spent[submission.learner])
+        yield grade(submission, out, seed, one, MOST_AGAIN - spent[submission.learner])
         spent[submission.learner] += time.monotonic() - begin
 
 

@@ -16,6 +16,7 @@ import sys
 import time
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -91,7 +92,8 @@ def bounded(seconds: float) -> None:
         return
     for what, most in ((resource.RLIMIT_AS, MEMORY + 300_000_000), (resource.RLIMIT_CPU, int(seconds) + 1)):
         hard = resource.getrlimit(what)[1]
-        resource.setrlimit(what, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+        with suppress(ValueError, OSError):          # macOS takes no limit on addresses
+            resource.setrlimit(what, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
 if __name__ == "__main__":

@@ -99,7 +99,7 @@ def several(files: Sequence[File], known: Mapping[str, str] | None = None, wante
                     here.append(number)
                     size, total = size + len(content), total + len(content)
             if here:
-                spent += batch(folder, files, here, found, size, most - spent, wanted)
+                spent = batch(folder, files, here, found, size, (spent, most), wanted)
     return [found[number] for number in range(len(files))]
 
 
@@ -141,15 +141,17 @@ def short_of_room(need: float) -> str:
                                               f"{(need + RESERVE) // 1_000_000:.0f} MB are needed")
 
 
-def batch(folder: Path, files: Sequence[File], numbers: Sequence[int], found: dict[int, Reading], size: int, seconds: float,
-          wanted: Sequence[Exercise]) -> float:
-    """Read the files of a folder, as far as so many seconds of computing go; returns those that it took."""
-    left, spent = list(numbers), 0.0
-    while left and spent < seconds:
+def batch(folder: Path, files: Sequence[File], numbers: Sequence[int], found: dict[int, Reading], size: int,
+          seconds: tuple[float, float], wanted: Sequence[Exercise]) -> float:
+    """Read the files of a folder; seconds: of computing, spent so far and those that there are. Returns what is spent then."""
+    left, (spent, most) = list(numbers), seconds
+    while left and spent < most:
         job = {"files": [(n, files[n].path.suffix.lower(), files[n].lesson) for n in left], "lessons": table(),
-               "wanted": asked(wanted), "seconds": seconds - spent}
-        (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
-        limits = Limits(seconds=60 + 4 * (seconds - spent), gigabytes=2.0, processes=8, output=20_000, disk=1 + 2 * size / 1e9)
+               "wanted": asked(wanted), "seconds": most - spent}
+        (folder / "job.json").unlink(missing_ok=True)                # whatever the reader has made of it
+        with open(folder / "job.json", "x", encoding="utf-8") as file:
+            json.dump(job, file)
+        limits = Limits(seconds=60 + 4 * (most - spent), gigabytes=2.0, processes=8, output=20_000, disk=1 + 2 * size / 1e9)
         try:
             ended = started(folder, limits)
         except (CourseError, OSError) as error:
@@ -173,7 +175,7 @@ def batch(folder: Path, files: Sequence[File], numbers: Sequence[int], found: di
         found[first] = Reading(files[first].name, found[first].digest, files[first].lesson, problem=problem, failure=failure)
         spent += reader.SECONDS
         (folder / "began").unlink(missing_ok=True)
-    late = f"is not read: this learner's notebooks take more than {seconds:.0f} seconds to read"
+    late = f"is not read: this learner's notebooks take more than {most:.0f} seconds to read"
     found |= {n: Reading(files[n].name, found[n].digest, files[n].lesson, problem=late) for n in left}
     return spent
 

@@ -157,11 +157,11 @@ def collect_one(learner: str, paths: Sequence[Path], folder: Path, platform: Pla
         notes.append(f"{learner} has more than {MOST_NOTEBOOKS} notebooks: earlier ones are left out")
         paths = paths[-MOST_NOTEBOOKS:]
     names = [path.relative_to(folder) for path in paths]
+    handed = [reading.File(path, str(name), parts_of(path.stem)[1]) for path, name in zip(paths, names, strict=True)]
     try:
-        readings = reading.several([reading.File(path, str(path.relative_to(folder)), parts_of(path.stem)[1]) for path in paths],
-                                   known)
-    except Exception as error:                       # whatever goes wrong is this learner's alone
-        return [], [f"{learner} is left out: {present.reason(error)}"]
+        readings = reading.several(handed, known)
+    except Exception as error:                       # such as a full disk: this learner's alone, and no mark
+        readings = [Reading(file.name, "", file.lesson, failure=present.reason(error)) for file in handed]
     for path, name, found in zip(paths, names, readings, strict=True):
         with noted(str(name), notes):
             if not (lesson := settle_lesson(found, name, notes)):

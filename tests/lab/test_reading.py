@@ -189,3 +189,22 @@ def test_the_reader_knows_a_lesson_by_name_or_else_by_the_metadata():
     for named, told, code, lesson in (("00", "", "x", "00"), ("", "01", "x", "01"), ("00", "01", "def g(): 0", "01"),
                                       ("00", "01", RIGHT, "00"), ("00", "99", "x", "00"), ("", "", RIGHT, "")):
         assert reader.settle(named, cells.Contents((code,), told), lessons) == lesson
+
+
+def test_no_room_to_read_a_notebook_is_nobodys_fault_and_tried_again(tmp_path, monkeypatch, capsys):
+    passing(monkeypatch)
+    works, failed = reading.several, []
+
+    def several(files, *more, **how):
+        if files[0].name.startswith("bob") and not failed:
+            failed.append(files)
+            raise OSError(28, "No space left on device")
+        return works(files, *more, **how)
+
+    monkeypatch.setattr(reading, "several", several)
+    for name in ("ann", "bob"):
+        classroom.hand_in(tmp_path / "in" / name / "00_start_here.ipynb", classroom.notebook("00"))
+    grade.main(tmp_path / "in", tmp_path / "out")
+    assert {name: row["points"] for name, row in marks(tmp_path / "out").items()} == {"ann": "2", "bob": "2"} and failed
+    told = capsys.readouterr().out
+    assert "No space left on device" in told and "grading bob, lesson 00 again, alone" in told
