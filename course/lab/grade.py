@@ -324,8 +324,8 @@ def settle_seed(out: Path, seed: int | None) -> int:
 
 
 def seed_of(exercise: Exercise, seed: int) -> int:
-    """An exercise's own seed, from which neither another's nor `seed` can be found: 31 bits, as PyTorch's generators take."""
-    return int.from_bytes(hashlib.sha256(f"{seed} {exercise.name}".encode()).digest()[:4]) >> 1
+    """An exercise's own seed, from which neither another's nor `seed` can be found: 128 bits, all of which draws depend on."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {exercise.name}".encode()).digest()[:16])
 
 
 def keep_seed(out: Path, seed: int) -> None:

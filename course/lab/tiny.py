@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from course import config, random, step
 from course.config import Config
 from course.data import Batch, order
-from course.lab import returned
+from course.lab import draws, returned
 from course.models import build_model
 from course.parallel import Mesh, build_mesh, data_parallel, join, parallelize
 
@@ -100,10 +100,10 @@ def flat(built: nn.Module) -> Tensor:
 
 def drawn(seed: int, samples: int, padding: int = 0) -> dict[str, Tensor]:
     """What training draws from a seed: two global batches, the first with padding, and the seed of the weights."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = draws.generator(seed)
     batches = [fields(generator, settings(), samples, padding), fields(generator, settings(), samples)]
     return {f"{name}{i}": tensor for i, batch in enumerate(batches) for name, tensor in batch.items()} | {
-        "seed": torch.tensor(seed % 2**31)}
+        "seed": torch.tensor(draws.number(seed))}
 
 
 def batches_of(inputs: dict[str, Tensor]) -> list[Batch]:

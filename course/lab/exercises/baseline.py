@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from course import step
 from course.config import Config
 from course.data import Batch
-from course.lab import returned, tiny
+from course.lab import draws, returned, tiny
 from course.lab.child import installed
 from course.lab.exercise import Exercise, Tensors
 from course.models import vit
@@ -29,7 +29,7 @@ def training_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Bat
 
 def draw_fields(seed: int, hidden: bool) -> Tensors:
     """Two global batches, the first with padding, the seed of the weights, and a loss scale."""
-    scale = 1 + 9 * torch.rand((), generator=torch.Generator().manual_seed(seed))
+    scale = 1 + 9 * torch.rand((), generator=draws.generator(seed))
     return tiny.drawn(seed, samples=10 if hidden else 6, padding=1) | {"scale": scale}
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from course import random
 from course.data import Batch
 from course.errors import CourseError
-from course.lab import returned, tape
+from course.lab import draws, returned, tape
 from course.lab.exercise import Exercise, Tensors
 from course.lab.tape import capturing, new_graph, warming
 
@@ -159,7 +159,7 @@ def break_even(works: Sequence[float], launch: float, once: float, gap: float, l
 
 def draw_training(seed: int, hidden: bool) -> Tensors:
     """Batches, a learning rate for each step, and how many steps come before the capture."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = draws.generator(seed)
     steps, samples, features = (11, 6, 5) if hidden else (9, 4, 3)
 
     def some(*shape: int) -> Tensor:
@@ -167,7 +167,7 @@ def draw_training(seed: int, hidden: bool) -> Tensors:
 
     rates = 0.01 + 0.1 * torch.rand(steps, generator=generator, dtype=torch.float64)
     return {"x": some(steps, samples, features), "y": some(steps, samples, 1), "rates": rates,
-            "warm": torch.tensor(5 if hidden else 2 + 2 * (seed % 2)), "first": some(features, 8), "second": some(8, 1)}
+            "warm": torch.tensor(5 if hidden else 2 + 2 * (draws.number(seed) % 2)), "first": some(features, 8), "second": some(8, 1)}
 
 
 def replay_training(inputs: Tensors) -> Tensors:
@@ -246,7 +246,7 @@ class Training:
 
 def draw_decisions(seed: int, hidden: bool) -> Tensors:
     """Batches, which two of them are bad, and first weights."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = draws.generator(seed)
     steps, samples, features = (14, 7, 4) if hidden else (12, 5, 3)
 
     def some(*shape: int) -> Tensor:
@@ -306,7 +306,7 @@ def draw_graphs(seed: int, hidden: bool) -> Tensors:
 
     Of two, work is so short that it takes hundreds of samples, or more than the thousand that are tried.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = draws.generator(seed)
     cases, kernels = (6, 9) if hidden else (4, 6)
     works = 0.2 + 2.0 * torch.rand(cases, kernels, generator=generator, dtype=torch.float64)
     works[-2], works[-1] = works[-2] / 50, works[-1] / 1e4

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from course import pieces
-from course.lab import returned
+from course.lab import draws, returned
 from course.lab.disk import KINDS, Disk
 from course.lab.exercise import Exercise, Tensors
 from course.lab.watchdog import Limits
@@ -68,7 +68,7 @@ def publish(disk: Disk, name: str, files: dict[str, bytes], old: str) -> None:
 
 def draw_boxes(seed: int, hidden: bool) -> Tensors:
     """Pairs of boxes in three dims; among them some that touch, that hold one another, that share a part, and nothing."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = draws.generator(seed)
     count, pairs = 40 if hidden else 16, []
     for number in range(count):
         sides = []
@@ -151,7 +151,7 @@ def grids(inputs: Tensors) -> list[list[Box]]:
 
 def draw_layouts(seed: int, hidden: bool) -> Tensors:
     """A matrix and three layouts of it: whole rows, whole columns, and both cut; and a single number."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = draws.generator(seed)
     rows, columns = (13, 17) if hidden else (9, 12)
     cuts = [[*(1 + torch.randperm(rows - 1, generator=generator)[:2]).tolist(),
              *(1 + torch.randperm(columns - 1, generator=generator)[:2]).tolist()] for _ in range(3)]
@@ -208,8 +208,8 @@ def regroup(inputs: Tensors) -> Tensors:
 
 def draw_attention(seed: int, hidden: bool) -> Tensors:
     """An attention layer of the other library, tokens, and how many heads it has."""
-    generator = torch.Generator().manual_seed(seed)
-    heads, d = (6, 5) if hidden else [(4, 3), (5, 4), (2, 5)][seed % 3]           # not 3: q, k, v are
+    generator = draws.generator(seed)
+    heads, d = (6, 5) if hidden else [(4, 3), (5, 4), (2, 5)][draws.number(seed) % 3]           # not 3: q, k, v are
     D = heads * d
 
     def drawn(*shape: int) -> Tensor:
@@ -249,7 +249,7 @@ def translate(inputs: Tensors) -> Tensors:
     module = Attention(D, heads).double()
     module.load_state_dict(ours)
     # of tensors of ours that are not what `to_ours` made: its mistakes do not count here
-    generator = torch.Generator().manual_seed(int(inputs["heads"]))
+    generator = draws.generator(int(inputs["heads"]))
     mine = {name: torch.randn(value.shape, generator=generator, dtype=torch.float64) for name, value in ours.items()}
     given = {name: value.clone() for name, value in mine.items()}
     theirs = named(to_theirs(given, heads), "to_theirs", THEIRS, [(D, 3 * D), (3 * D,), (D, D), (D,)])
@@ -262,7 +262,7 @@ def translate(inputs: Tensors) -> Tensors:
 
 def draw_files(seed: int, hidden: bool) -> Tensors:
     """The lengths of the files of a checkpoint."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = draws.generator(seed)
     return {"lengths": torch.randint(10, 200, (5 if hidden else 3,), generator=generator)}
 
 

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 
 from course.config import Parallel
-from course.lab import returned, tiny
+from course.lab import draws, returned, tiny
 from course.lab.exercise import Exercise, Tensors
 from course.lab.exercises.tensor import MORE, MOVES, RANKS, WRITES, measure
 from course.lab.traffic import pieces, thrift
@@ -31,7 +31,7 @@ def train(inputs: Tensors, method: str) -> Tensors:
 
 def draw_pairs(seed: int, hidden: bool) -> Tensors:
     """What training draws; queries, keys and values, (3, B, h, T, d), and a gradient for each of up to four ranks."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = draws.generator(seed)
     shape = (2, 2, 24 if hidden else 16, 3)
     return tiny.drawn(seed, samples=6 if hidden else 4) | {
         "qkv": torch.randn(3, *shape, generator=generator, dtype=torch.float64) * 2,
@@ -57,7 +57,7 @@ def gather(inputs: Tensors) -> Tensors:
 
 def draw_blocks(seed: int, hidden: bool) -> Tensors:
     """What training draws; scores of queries with four blocks of keys, and values."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = draws.generator(seed)
     keys = 5 if hidden else 3
     return tiny.drawn(seed, samples=6 if hidden else 4) | {
         "scores": torch.randn(4, 2, 3, 6, keys, generator=generator, dtype=torch.float64) * 3,
@@ -83,7 +83,7 @@ def merge(inputs: Tensors) -> Tensors:
 
 def draw_sizes(seed: int, hidden: bool) -> Tensors:
     """Numbers of ranks, and of tokens in half of a rank's piece."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = draws.generator(seed)
     sizes = torch.randint(2, 7, (6 if hidden else 3, 2), generator=generator)
     sizes[0] = torch.tensor([5, 2] if hidden else [4, 3])
     return {"sizes": sizes}

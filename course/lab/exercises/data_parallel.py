@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from course.lab import returned, tiny
+from course.lab import draws, returned, tiny
 from course.lab.exercise import Exercise, Tensors
 from course.lab.traffic import Traffic
 from course.lab.watchdog import Limits
@@ -50,7 +50,7 @@ def collective_times(ready: Sequence[float], seconds: Sequence[float]) -> list[t
 
 def draw_parts(seed: int, hidden: bool) -> Tensors:
     """What each of up to four ranks brings: a tensor whose size no number of ranks divides, and one smaller than their number."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = draws.generator(seed)
     shapes = [(4, 13, 5), (4, 2)] if hidden else [(4, 3, 5), (4, 3)]
     return {f"x{i}": torch.randn(shape, generator=generator, dtype=torch.float64) for i, shape in enumerate(shapes)}
 
@@ -169,9 +169,9 @@ def draw_sizes(seed: int, hidden: bool) -> Tensors:
     The first three, in float32, fill a bucket to the last byte, and so do the sixth and seventh; the fourth and fifth, of both
     formats, have room in one. One in the middle is larger than a bucket.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = draws.generator(seed)
     many = 60 if hidden else 36
-    sizes, full = torch.randint(1, 300, (many,), generator=generator), 625 + seed % 125
+    sizes, full = torch.randint(1, 300, (many,), generator=generator), 625 + draws.number(seed) % 125
     sizes[many // 2] = 3000
     sizes[:7] = torch.tensor([200, 250, full - 450, 150, 100, 50, full - 50])
     double = torch.arange(many) % 12 > 8
@@ -213,7 +213,7 @@ def branches(inputs: Tensors, there: list[int]) -> Tensor:
     there: has one more number whenever one of the four gradients has come.
     """
     axis = in_pairs().dp
-    model = place_serial(Branches(torch.Generator().manual_seed(int(inputs["seed"]))))
+    model = place_serial(Branches(draws.generator(int(inputs["seed"]))))
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda _: there.append(1))        # before the learner's hears of it
     gradients = data.Bucketed(model, axis, 1e-9)
@@ -294,7 +294,7 @@ def draw_buckets(seed: int, hidden: bool) -> Tensors:
 
     Two are ready before the one in front of them, the first four queue, and before the fifth the network has nothing to do.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = draws.generator(seed)
     many = 17 if hidden else 9
     ready = torch.rand(many, generator=generator, dtype=torch.float64).cumsum(0)
     ready[[0, 1, 5, 6]] = ready[[1, 0, 6, 5]]

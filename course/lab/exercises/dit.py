@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from course import random, sampling
-from course.lab import returned
+from course.lab import draws, returned
 from course.lab.exercise import Exercise, Tensors
 from course.lab.returned import Returned
 from course.models import DiTConfig, build_model, dit
@@ -49,19 +49,19 @@ def agrees(candidate: Tensor, references: Tensor, length: int) -> tuple[Tensor, 
 
 def draw_block(seed: int, hidden: bool) -> Tensors:
     """Tokens, conditions, shifts, scales, and a latent of a DiT."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = draws.generator(seed)
     B, T, D = (4, 7, 24) if hidden else (3, 5, 16)
 
     def numbers(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
     return {"x": numbers(B, T, D), "c": numbers(B, D), "shift": numbers(B, D), "scale": numbers(B, D), "grad": numbers(B, T, D),
-            "latent": numbers(B, 2, 4, 8 if hidden else 4), "seed": torch.tensor(seed % 2**31)}
+            "latent": numbers(B, 2, 4, 8 if hidden else 4), "seed": torch.tensor(draws.number(seed))}
 
 
 def shaken(model: Shaken, seed: int) -> Shaken:
     """With weights of which none is trivial, in float64."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = draws.generator(seed)
     model.double()
     with torch.no_grad():
         for p in model.parameters():
@@ -109,12 +109,12 @@ def modulate_and_block(inputs: Tensors) -> Tensors:
 
 def draw_latents(seed: int, hidden: bool) -> Tensors:
     """Noisy latents, times, labels, scales."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = draws.generator(seed)
     B, width = (5, 8) if hidden else (3, 4)
     return {"latent": torch.randn(B, 3, 4, width, generator=generator, dtype=torch.float64),
             "time": torch.randint(1, 999, (B,), generator=generator), "label": torch.randint(0, 5, (B,), generator=generator),
             "scale": torch.cat([1.1 + 5 * torch.rand(2, generator=generator), torch.tensor([0.5])]).double(),
-            "seed": torch.tensor(seed % 2**31)}
+            "seed": torch.tensor(draws.number(seed))}
 
 
 def guide(inputs: Tensors) -> Tensors:
@@ -153,7 +153,7 @@ def guide(inputs: Tensors) -> Tensors:
 
 def draw_sizes(seed: int, hidden: bool) -> Tensors:
     """tokens, dim, hidden, depth, values of a patch: of a released model, then drawn; and of a model to count."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = draws.generator(seed)
     cases = torch.stack([torch.randint(low, high, (6 if hidden else 3,), generator=generator)
                          for low, high in ((4, 2000), (8, 3000), (8, 9000), (1, 50), (4, 70))], 1)
     cases[0] = torch.tensor([256, 1152, 4608, 28, 16])
@@ -188,7 +188,7 @@ NARROW, WIDE = 0.001, 0.15                           # spreads that are drawn
 def draw_curves(seed: int, hidden: bool) -> Tensors:
     """Falling losses of several seeds, which differ a little and a lot, and candidates for which other rules than the
     exercise's would judge otherwise: a fixed threshold, most windows, each window, the largest one."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = draws.generator(seed)
     seeds, windows, length = (4, 9, 6) if hidden else (3, 8, 5)
 
     def noise(*shape: int) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from course.lab import launches, returned
+from course.lab import draws, launches, returned
 from course.lab.exercise import Exercise, Tensors
 from course.lab.returned import Returned
 from course.lab.watchdog import Limits
@@ -83,7 +83,7 @@ def draw_chains(seed: int, hidden: bool) -> Tensors:
 
     Numbers below 4 are the inputs'; the operators' results follow. Each reads the result before it, and others.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = draws.generator(seed)
     cases, long = (8, 9) if hidden else (4, 5)
 
     def below(most: int) -> int:
@@ -123,7 +123,7 @@ def add_up(inputs: Tensors) -> Tensors:
 
 def draw_operators(seed: int, hidden: bool) -> Tensors:
     """Lists of operators by the numbers of their kinds, one that begins and one that ends with a library's."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = draws.generator(seed)
     kinds = torch.randint(0, 4, (9, 17) if hidden else (5, 9), generator=generator)
     kinds[0, :3] = torch.tensor([2, 0, 1])
     kinds[1, -3:] = torch.tensor([0, 1, 3])
@@ -144,7 +144,7 @@ def group(inputs: Tensors) -> Tensors:
 
 def draw_modulation(seed: int, hidden: bool) -> Tensors:
     """Tokens, shift and scale, the gradient of the output, laid out in another order, and eps."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = draws.generator(seed)
     B, T, D = (3, 7, 10) if hidden else (2, 5, 6)
 
     def normal(*shape: int) -> Tensor:
@@ -197,7 +197,7 @@ class Looks(TorchDispatchMode):
 def draw_samples(seed: int, hidden: bool) -> Tensors:
     """Samples, the last of them padding with numbers larger than all; the largest of the others is negative and in a sample whose
     id is 0; limit and gradient."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = draws.generator(seed)
     shape = (5, 6, 7) if hidden else (3, 4, 5)
     x = torch.randn(shape, generator=generator, dtype=torch.float64)
     x[-1] *= 50

@@ -21,7 +21,7 @@ from course import config, train
 from course.data import indexed
 from course.data.indexed import Index
 from course.errors import CourseError
-from course.lab import counting, returned, tiny
+from course.lab import counting, draws, returned, tiny
 from course.lab.exercise import Exercise, Tensors
 from course.lab.exercises.tensor import MORE
 from course.lab.meter import Meter
@@ -74,7 +74,7 @@ def draw_tokens(seed: int, hidden: bool) -> Tensors:
 
     Chunks are many and small, so that what is kept of each adds up to far more than one of them needs.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = draws.generator(seed)
     tokens, width, vocab = (420, 5, 130) if hidden else (400, 4, 110)
     return {"x": torch.randn(tokens, width, generator=generator, dtype=torch.float64),
             "weight": 2 * torch.randn(vocab, width, generator=generator, dtype=torch.float64),
@@ -117,7 +117,7 @@ def got(x: Tensor) -> Tensor:
 
 def draw_vocabulary(seed: int, hidden: bool) -> Tensors:
     """Tokens of a vocabulary that two ranks and four can share, some of every rank's, with rows, logits and gradients."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = draws.generator(seed)
     vocab, shape = (24, (3, 9)) if hidden else (16, (2, 8))
     tokens = torch.randint(vocab, shape, generator=generator)
     tokens[0, :8] = torch.arange(8) * vocab // 8 + torch.randint(vocab // 8, (8,), generator=generator)
@@ -127,7 +127,7 @@ def draw_vocabulary(seed: int, hidden: bool) -> Tensors:
 
     return {"tokens": tokens, "rows": normal(vocab, 6), "grad": normal(*shape, 6), "logits": 3 * normal(*shape, vocab),
             "losses": normal(*shape), "text": torch.randint(32, (2, 3, 9), generator=generator),
-            "seed": torch.tensor(seed % 2**31)}
+            "seed": torch.tensor(draws.number(seed))}
 
 
 def my_axes() -> tuple[Axis, Axis]:

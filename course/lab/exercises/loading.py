@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from course.data import order
-from course.lab import returned
+from course.lab import draws, returned
 from course.lab.exercise import Exercise, Tensors
 from course.lab.returned import Returned
 
@@ -39,7 +39,7 @@ def ahead(batches: Iterable[Any], depth: int) -> Iterator[Any]:
 
 def draw_shards(seed: int, hidden: bool) -> Tensors:
     """Data sets, global batches, ranks and where to go on, within a batch: (cases, [seed, samples, batch, ranks, consumed])."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = draws.generator(seed)
     cases = []
     for _ in range(5 if hidden else 3):
         ranks = int(torch.randint(2, 5, (), generator=generator))
@@ -74,7 +74,7 @@ def take(batches: Any, steps: int) -> list[list[int]]:
 
 def draw_reads(seed: int, hidden: bool) -> Tensors:
     """Runs: how many batches there are, how many to read ahead, and which one cannot be read, (runs, 3)."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = draws.generator(seed)
     runs = [[int(torch.randint(low, high, (), generator=generator)) for low, high in ((20, 50), (2, 6), (3, 15))]
             for _ in range(2 if hidden else 1)]
     return {"runs": torch.tensor(runs)}

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from course.config import Parallel
-from course.lab import returned
+from course.lab import draws, returned
 from course.lab.exercise import Exercise, Tensors
 from course.lab.traffic import Traffic, pieces, thrift
 from course.lab.watchdog import Limits
@@ -36,7 +36,7 @@ def training_bytes(parameters: int, ranks: int, stage: int) -> tuple[float, floa
 
 def draw_sizes(seed: int, hidden: bool) -> Tensors:
     """Models so small that a number which was rounded shows, numbers of ranks, and every stage."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = draws.generator(seed)
     count = 4 * (6 if hidden else 3)
     parameters = torch.randint(10**3, 10**5, (count,), generator=generator)
     ranks = torch.randint(2, 65 if hidden else 17, (count,), generator=generator)
@@ -82,7 +82,7 @@ class ZeroOptimizer:
 
 def draw_bowls(seed: int, hidden: bool) -> Tensors:
     """For each of four ranks a loss, sum of a (w - b)^2 / 2, and the weights at the start."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = draws.generator(seed)
     n = 4 * (11 if hidden else 6)
     a, b = 1 + torch.rand(4, n, generator=generator).double(), torch.randn(4, n, generator=generator).double()
     return {"a": a, "b": b, "start": torch.randn(n, generator=generator).double()}
@@ -157,15 +157,15 @@ class Recompute(torch.autograd.Function):
 
 def draw_rows(seed: int, hidden: bool) -> Tensors:
     """Inputs of a small network, the gradient of its output, and the seed of its weights and first gradients."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = draws.generator(seed)
     shape = (7, 10) if hidden else (5, 6)
     return {"x": torch.randn(shape, generator=generator).double(), "grad": torch.randn(shape, generator=generator).double(),
-            "seed": torch.tensor(seed % 2**31)}
+            "seed": torch.tensor(draws.number(seed))}
 
 
 def compute_twice(inputs: Tensors) -> Tensors:
     """Two blocks with residual sums, forward and backward, with what autograd keeps and how often the blocks run."""
-    torch.manual_seed(int(inputs["seed"]))
+    torch.set_rng_state(draws.generator(int(inputs["seed"])).get_state())
     width = inputs["x"].shape[1]
     blocks = [nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)).double() for _ in range(2)]
     calls: list[int] = []

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from course.config import Parallel
-from course.lab import returned
+from course.lab import draws, returned
 from course.lab.exercise import Exercise, Tensors
 from course.lab.watchdog import Limits
 from course.parallel import mesh
@@ -36,7 +36,7 @@ def bytes_sent(sizes: dict[str, int], work: dict[str, int]) -> dict[str, float]:
 
 def draw_layouts(seed: int, hidden: bool) -> Tensors:
     """Sizes of pp, dp, cp and tp, and orders as the axes' numbers in `AXES`; the first has sizes that all differ."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = draws.generator(seed)
     sizes = torch.randint(1, 5, (9 if hidden else 5, 4), generator=generator)
     sizes[0] = 1 + torch.randperm(5 if hidden else 4, generator=generator)[:4]
     orders = torch.stack([torch.randperm(4, generator=generator) for _ in sizes])
@@ -97,7 +97,7 @@ WORK = ("layers", "dim", "tokens", "samples", "micros", "parameters", "itemsize"
 
 def draw_work(seed: int, hidden: bool) -> Tensors:
     """Layouts, and models: numbers that the axes divide. In the second layout only pp is 1, in the third no axis is 1 or 2."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = draws.generator(seed)
     inputs = draw_layouts(seed, hidden)
     inputs["sizes"][1] = torch.tensor([1, 2, 3, 4])
     inputs["sizes"][2] = torch.randint(3, 5, (4,), generator=generator)

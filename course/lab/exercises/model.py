@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from course.lab import returned
+from course.lab import draws, returned
 from course.lab.exercise import Exercise, Tensors
 from course.lab.planning import Rates, Run
 from course.lab.watchdog import Limits
@@ -65,7 +65,7 @@ def step_seconds(run: Run, rates: Rates) -> float:
 
 def draw_blocks(seed: int, hidden: bool) -> Tensors:
     """Blocks of several shapes; every second one is causal, and some have fewer features of keys and values."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = draws.generator(seed)
     count = 8 if hidden else 6
     tokens = torch.randint(100, 5000 if hidden else 3000, (count,), generator=generator)
     dim = 64 * torch.randint(3, 60, (count,), generator=generator)
@@ -90,7 +90,7 @@ def blocks_asked(inputs: Tensors) -> list[str]:
 
 def draw_activations(seed: int, hidden: bool) -> Tensors:
     """Blocks and numbers of ranks; the first is not cut."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = draws.generator(seed)
     count = 7 if hidden else 4
     tp = 2 ** torch.randint(1, 6 if hidden else 4, (count,), generator=generator)
     tp[0] = 1
@@ -114,7 +114,7 @@ def activations_asked(inputs: Tensors) -> dict[str, list[str]]:
 
 def draw_rings(seed: int, hidden: bool) -> Tensors:
     """Messages from kilobytes to gigabytes over rings of several lengths; the first ring has one rank."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = draws.generator(seed)
     count = 9 if hidden else 6
     ranks = torch.randint(2, 65 if hidden else 17, (count,), generator=generator).double()
     ranks[0] = 1
@@ -149,12 +149,12 @@ def draw_stages(seed: int, hidden: bool) -> Tensors:
     The slowest rank of the first pipeline is in the middle, of the second it is the first, of the third the last; the last
     pipeline has one rank.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = draws.generator(seed)
     count, most = (6, 9) if hidden else (5, 6)
     p = torch.randint(3, most, (count,), generator=generator)
     p[-1] = 1
     seconds = 0.1 + torch.rand(count, most, generator=generator, dtype=torch.float64)
-    for row, slowest in enumerate((1 + seed % (int(p[0]) - 2), 0, int(p[2]) - 1)):
+    for row, slowest in enumerate((1 + draws.number(seed) % (int(p[0]) - 2), 0, int(p[2]) - 1)):
         seconds[row, slowest] += 1
     return {"ranks": p, "micros": p * torch.randint(1, 6, (count,), generator=generator),
             "chunks": torch.randint(2, 5, (count,), generator=generator), "seconds": seconds}
@@ -191,7 +191,7 @@ def draw_runs(seed: int, hidden: bool) -> Tensors:
 
     Some of each kind have several micro-batches: gradients are added up without a pipeline, too.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = draws.generator(seed)
 
     def draw(low: int, high: int) -> int:
         return int(torch.randint(low, high, (1,), generator=generator))

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from course.lab import returned, tiny
+from course.lab import draws, returned, tiny
 from course.lab.exercise import Exercise, Tensors
 from course.lab.watchdog import Limits
 from course.parallel import join, schedule
@@ -17,7 +17,7 @@ PATIENT = Limits(seconds=180)                        # most of it for starting 4
 
 def draw(seed: int, hidden: bool) -> Tensors:
     """Pipelines (one short of micro-batches among them), how long a pass takes, and what training draws."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = draws.generator(seed)
     most = 9 if hidden else 6
     p = torch.randint(3, most, (5 if hidden else 3,), generator=generator)
     m = p + torch.randint(1, most, p.shape, generator=generator)

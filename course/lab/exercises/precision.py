@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from course import precision
-from course.lab import returned
+from course.lab import draws, returned
 from course.lab.exercise import Exercise, Tensors
 from course.lab.returned import Returned
 
@@ -37,7 +37,7 @@ def delayed_scale(history: Tensor, largest: float) -> Tensor:
 
 def draw_steps(seed: int, hidden: bool) -> Tensors:
     """Loss scales, counts of good steps near the limit and away from it, and which steps are bad; then a long run."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = draws.generator(seed)
     many, long = (24, 6 * precision.GROW_AFTER) if hidden else (12, 4 * precision.GROW_AFTER)
     good = torch.randint(0, precision.GROW_AFTER - 1, (many,), generator=generator)
     good[::3] = precision.GROW_AFTER - 1             # the next good step is the one that counts
@@ -114,7 +114,7 @@ class Casts(TorchDispatchMode):
 def draw_tensors(seed: int, hidden: bool) -> Tensors:
     """Numbers over many orders of magnitude, some far beyond what a format holds, two that are only just rounded up, and scales:
     one below 1, one above."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = draws.generator(seed)
     many = 400 if hidden else 200
     x = torch.randn(2, many, generator=generator) * 10.0 ** (6 * torch.rand(2, many, generator=generator) - 4)
     down, up = torch.randint(1, 3, (), generator=generator), torch.randint(1, 6, (), generator=generator)
@@ -149,7 +149,7 @@ def draw_histories(seed: int, hidden: bool) -> Tensors:
     The first tensor's amax is smaller than the one before it, the second has seen only zeros, the third was larger before, the
     fourth is the largest now; the first and the fourth have been there for fewer steps than there are places.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = draws.generator(seed)
     tensors, steps = (7, 12) if hidden else (5, 6)
     history = tenths(tensors, steps, generator=generator)
     history[1], history[2, 0], history[3, 0] = 0, history[2, 1] / 2, history[3, 1] + 1

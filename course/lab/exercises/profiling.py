@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 
 from course import profile
-from course.lab import returned
+from course.lab import draws, returned
 from course.lab.exercise import Exercise, Tensors
 from course.lab.returned import Returned
 
@@ -48,7 +48,7 @@ def replay(launches: Sequence[float], works: Sequence[float]) -> tuple[float, fl
 
 def draw_names(seed: int, hidden: bool) -> Tensors:
     """Which words name the parts."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = draws.generator(seed)
     return {"names": torch.randperm(len(WORDS), generator=generator)[:4 if hidden else 3]}
 
 
@@ -107,7 +107,7 @@ def entered(name: str) -> Any:
 
 def draw_intervals(seed: int, hidden: bool) -> Tensors:
     """Intervals in no order, some within others, some apart: (cases, intervals, 2), of two kinds."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = draws.generator(seed)
     cases, count = (6, 12) if hidden else (4, 6)
 
     def some() -> torch.Tensor:
@@ -151,7 +151,7 @@ def expose(inputs: Tensors) -> Tensors:
 
 def draw_kernels(seed: int, hidden: bool) -> Tensors:
     """How long kernels take to launch and to run: launch-bound, bound by the GPU, and both by turns; (cases, kernels)."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = draws.generator(seed)
     count = 12 if hidden else 7
     launches, works = (1e-6 * (1 + 9 * torch.rand(3, count, generator=generator, dtype=torch.float64)) for _ in range(2))
     launches[0] *= 5

@@ -9,7 +9,7 @@ import torch
 
 from course import step
 from course.config import Config, Optim, Train
-from course.lab import returned, tiny
+from course.lab import draws, returned, tiny
 from course.lab.exercise import Exercise, Tensors
 
 
@@ -44,7 +44,7 @@ def draw_noise(seed: int, hidden: bool) -> Tensors:
 
     In the last the squared norms do not fit together, as those of two runs may not: |G|^2 comes out below 0.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = draws.generator(seed)
     many = 12 if hidden else 6
     b = torch.randint(1, 8, (many,), generator=generator)
     signal = 0.1 + torch.rand(many, generator=generator, dtype=torch.float64)
@@ -71,7 +71,7 @@ def calls(inputs: Tensors) -> list[str]:
 
 def draw_rates(seed: int, hidden: bool) -> Tensors:
     """Learning rates and pairs of batches, from a larger one to a smaller, the other way round, and others."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = draws.generator(seed)
     many = 10 if hidden else 6
     rates = torch.rand(many, generator=generator, dtype=torch.float64)
     batches = torch.randint(1, 3000, (many, 2), generator=generator)
@@ -95,7 +95,7 @@ KINDS: dict[str, dict[str, object]] = {              # of schedules: what is not
 
 def draw_schedules(seed: int, hidden: bool) -> Tensors:
     """Settings of schedules: the peak, the steps of warm-up and of all, and where the cosine ends."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = draws.generator(seed)
     many = 4 if hidden else 3
     return {"lr": 1e-3 + torch.rand(many, generator=generator, dtype=torch.float64) * 1e-2,
             "warmup": torch.randint(3, 12, (many,), generator=generator),
@@ -153,7 +153,7 @@ def draw_curves(seed: int, hidden: bool) -> Tensors:
     The first curve is below its target from the start, the second just at it in its lowest point, the third reaches it, rises
     above it and reaches it again, the last never gets there. The others reach it once. Validations come at uneven steps.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = draws.generator(seed)
     many, points = (8, 20) if hidden else (6, 12)
     falling = 0.4 * torch.rand(many, points, generator=generator, dtype=torch.float64).cumsum(1) / points
     rough = 0.02 * torch.rand(many, points, generator=generator, dtype=torch.float64)

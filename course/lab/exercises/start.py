@@ -5,7 +5,7 @@ The functions here are the answers to the exercises written inside a cell of the
 
 import torch
 
-from course.lab import returned
+from course.lab import draws, returned
 from course.lab.exercise import Exercise, Tensors
 from course.lab.watchdog import Limits
 
@@ -26,7 +26,7 @@ def roofline_seconds(flops: float, moved: float, peak_flops: float, peak_bytes: 
 
 def draw_sizes(seed: int, hidden: bool) -> Tensors:
     """Shapes of matrices and the size of a number."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = draws.generator(seed)
     shapes = torch.randint(1, 9000 if hidden else 500, (12 if hidden else 6, 3), generator=generator)
     itemsize = torch.tensor([1, 2, 4, 8])[torch.randint(0, 4, (len(shapes),), generator=generator)]
     return {"shapes": shapes, "itemsize": itemsize}
@@ -46,7 +46,7 @@ def sizes(inputs: Tensors) -> list[list[int]]:
 
 def draw_work(seed: int, hidden: bool) -> Tensors:
     """Work, and the ceilings of a machine, such that now one bounds and now the other."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = draws.generator(seed)
     exponent = torch.rand(40 if hidden else 12, 4, generator=generator, dtype=torch.float64)
     return {"work": 10 ** (9 + 3 * exponent)}
 

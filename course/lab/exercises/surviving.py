@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from course.lab import returned
+from course.lab import draws, returned
 from course.lab.exercise import Exercise, Tensors
 from course.lab.watchdog import Limits
 
@@ -171,7 +171,7 @@ def draw_fates(seed: int, hidden: bool) -> Tensors:
     """How often to save, and up to which step to train; moments are drawn from them."""
     dice = random.Random(seed)
     every = dice.randint(5, 7) if hidden else dice.randint(3, 4)
-    return {"seed": torch.tensor(seed), "every": torch.tensor(every), "last": torch.tensor(every * dice.randint(4, 6) + 2)}
+    return {"seed": torch.tensor(draws.number(seed)), "every": torch.tensor(every), "last": torch.tensor(every * dice.randint(4, 6) + 2)}
 
 
 def fates(inputs: Tensors) -> dict[str, dict[tuple[int, str, int], str]]:
@@ -216,7 +216,7 @@ def survive(inputs: Tensors) -> Tensors:
 
 def draw_costs(seed: int, hidden: bool) -> Tensors:
     """Seconds of a save and of a restart, hours between failures of a node, and nodes."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = draws.generator(seed)
     count = 8 if hidden else 5
     drawn = torch.rand(4, count, generator=generator, dtype=torch.float64)
     return {"save": 1 + 120 * drawn[0] ** 2, "restart": 30 + 900 * drawn[1], "mtbf": 3600 * (500 + 20_000 * drawn[2]),

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from course.lab import returned, tiny
+from course.lab import draws, returned, tiny
 from course.lab.exercise import Exercise, Tensors
 from course.lab.traffic import Traffic, pieces, thrift
 from course.lab.watchdog import Limits
@@ -35,7 +35,7 @@ def qkv_rows(heads: int, head_dim: int, size: int, rank: int) -> Tensor:
 def draw_heads(seed: int, hidden: bool) -> Tensors:
     """Numbers of ranks, heads of each rank and rows of each head; the first has sizes that all differ, the second more than two
     ranks, since what is right for two alone has to show."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = draws.generator(seed)
     cases = torch.randint(1, 6, (7 if hidden else 4, 3), generator=generator)
     cases[0] = torch.tensor([4, 3, 2] if hidden else [2, 3, 4])
     cases[1, 0] = 3 + cases[1, 0] % 3
@@ -59,7 +59,7 @@ def rows_asked(inputs: Tensors) -> list[str]:
 
 def draw(seed: int, hidden: bool) -> Tensors:
     """What training draws, and a tensor and a gradient for each of up to four ranks, whose rows no axis divides."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = draws.generator(seed)
     shape = (4, 3, 13 if hidden else 9, 2)
     return tiny.drawn(seed, samples=6 if hidden else 4) | {
         name: torch.randn(shape, generator=generator, dtype=torch.float64) for name in ("x", "grad")}
