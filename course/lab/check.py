@@ -414,7 +414,8 @@ def execute(exercise: Exercise, answers: Sequence[tuple[Sequence[Piece], Tensors
         package = blanked(exercise.objects)
         ended = sandbox.run([sys.executable, "-m", "course.lab.child", str(folder)], folder, [package],
                             {"PYTHONPATH": str(package)}, limits, layers, BEGUN)
-        runs = [collect(folder, number, size, ended, exercise) for number in range(len(answers))]
+        runs = [weighed(exercise, inputs, collect(folder, number, size, ended, exercise))
+                for number, (_, inputs) in enumerate(answers)]
         return [replace(run, error=run.error.replace(f"{package}/", "")) for run in runs], ended
 
 
@@ -442,6 +443,15 @@ def tensors(content: bytes, exercise: Exercise) -> Tensors:
     if len(names) > MOST_OUTPUTS + len(exercise.claims):
         raise ValueError("it has more tensors than the exercise")
     return load_tensors(content)
+
+
+def weighed(exercise: Exercise, inputs: Tensors, run: Run) -> Run:
+    """The run with the outputs that are claimed, where the program returns a transcript; what is none is an error."""
+    try:
+        return replace(run, outputs=tuple(exercise.weighed(inputs, outputs) for outputs in run.outputs))
+    except Exception:                                # whatever an answer put in its place
+        told = "what was written down of its run cannot be read"
+        return Run(kind="ended", error=told, discreet=told)
 
 
 def complaint(folder: Path, number: int) -> Run:

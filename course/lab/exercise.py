@@ -27,7 +27,9 @@ class Exercise:
     `draw(seed, hidden)` makes the inputs, afresh for every seed and of other sizes where `hidden` (which
     grading uses). `program(inputs)` runs the real thing, with the learner's objects in the library's
     place, in a process of its own; it returns tensors, and knows nothing of what they should be: the
-    expected ones come from the same program with the library's objects.
+    expected ones come from the same program with the library's objects. If there is a `weigh`, they are
+    a transcript of what happened, and `weigh(inputs, transcript)` makes the outputs of it, in the process
+    that judges: it looks at every part before it uses it.
     """
 
     name: str                                        # what `check` is called with, and nbgrader's grade_id
@@ -43,6 +45,7 @@ class Exercise:
     unknown: str = UNKNOWN                           # the hint where none fits
     tolerance: float = 1e-9                          # relative, in the 2-norm: float64 and a few hundred additions
     why_tolerance: str = "rounding in float64"
+    weigh: Callable[[Tensors, Tensors], Tensors] | None = None           # what is claimed, from inputs and a transcript
     sizes: tuple[int, ...] = (1,)                    # numbers of ranks it is run on, each in turn
     points: int = 1
     limits: Limits = field(default=Limits())
@@ -51,6 +54,10 @@ class Exercise:
     def names(self) -> tuple[str, ...]:
         """What the learner's cell defines."""
         return tuple(dotted.rpartition(".")[2] for dotted in self.objects)
+
+    def weighed(self, inputs: Tensors, returned: Tensors) -> Tensors:
+        """The outputs that are compared, from what `program` returned."""
+        return self.weigh(inputs, returned) if self.weigh else returned
 
     @property
     def facts(self) -> int:

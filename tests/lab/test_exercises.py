@@ -81,7 +81,7 @@ def outcome(exercise, source, inputs):
     exec(compile(source, "answer", "exec"), names := {})
     with installed(exercise.objects, {name: names[name] for name in exercise.names}):
         try:
-            return check.Run((exercise.program(inputs),))
+            return check.Run((exercise.weighed(inputs, exercise.program(inputs)),))
         except Returned as error:
             return check.Run(error=error.text)
         except Exception as error:                   # a mistake may stop: the right answer does not

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from course import pieces
-from course.lab import draws, returned
+from course.lab import draws, returned, transcript
 from course.lab.disk import KINDS, Disk
 from course.lab.exercise import Exercise, Tensors
 from course.lab.watchdog import Limits
@@ -216,7 +216,7 @@ def draw_attention(seed: int, hidden: bool) -> Tensors:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
     return {"query_key_value.weight": drawn(D, 3 * D), "query_key_value.bias": drawn(3 * D), "dense.weight": drawn(D, D),
-            "dense.bias": drawn(D), "x": drawn(2, 7, D), "heads": torch.tensor(heads)}
+            "dense.bias": drawn(D), "x": drawn(2, 7, D), "heads": torch.tensor(heads), "seed": torch.tensor(draws.number(seed))}
 
 
 THEIRS = ("query_key_value.weight", "query_key_value.bias", "dense.weight", "dense.bias")
@@ -249,7 +249,7 @@ def translate(inputs: Tensors) -> Tensors:
     module = Attention(D, heads).double()
     module.load_state_dict(ours)
     # of tensors of ours that are not what `to_ours` made: its mistakes do not count here
-    generator = draws.generator(int(inputs["heads"]))
+    generator = draws.generator(int(inputs["seed"]))
     mine = {name: torch.randn(value.shape, generator=generator, dtype=torch.float64) for name, value in ours.items()}
     given = {name: value.clone() for name, value in mine.items()}
     theirs = named(to_theirs(given, heads), "to_theirs", THEIRS, [(D, 3 * D), (3 * D,), (D, D), (D,)])
@@ -260,26 +260,88 @@ def translate(inputs: Tensors) -> Tensors:
             "kept": torch.tensor(float(kept))}
 
 
+class Noted(Disk):
+    """A disk that writes down what a program does to it: [what, path, ...], of bytes which of the given files' they are."""
+
+    def __init__(self, files: dict[str, bytes]):
+        super().__init__()
+        self.known, self.noted = list(files.values()), list[list[Any]]()
+
+    def write(self, path: str, data: bytes) -> None:
+        super().write(path, data)
+        self.noted.append(["write", path, self.known.index(data) if data in self.known else -1])
+
+    def flush(self, path: str = "") -> None:
+        super().flush(path)
+        self.noted.append(["flush", path])
+
+    def rename(self, old: str, new: str) -> None:
+        super().rename(old, new)
+        self.noted.append(["rename", old, new])
+
+    def remove(self, path: str) -> None:
+        super().remove(path)
+        self.noted.append(["remove", path])
+
+
+MOST = 300                                           # operations that are played through
+
+
 def draw_files(seed: int, hidden: bool) -> Tensors:
-    """The lengths of the files of a checkpoint."""
+    """The steps of an old checkpoint and a new one, and the bytes of their files, one row each; how many of them are a file's."""
     generator = draws.generator(seed)
-    return {"lengths": torch.randint(10, 200, (5 if hidden else 3,), generator=generator)}
+    files = 5 if hidden else 3
+    steps = torch.randint(100, 500_000, (2,), generator=generator).cumsum(0)
+    return {"steps": steps, "lengths": torch.randint(10, 200, (files,), generator=generator),
+            "bytes": torch.randint(256, (2, files, 200), generator=generator, dtype=torch.uint8)}
 
 
-def crash(inputs: Tensors) -> Tensors:
-    """Publish a checkpoint beside an older one, and look at the disk after every operation."""
-    def made(step: int) -> dict[str, bytes]:
-        return {f"rank{i:05d}.safetensors": bytes([step + i]) * length for i, length in enumerate(inputs["lengths"].tolist())}
+def checkpoints(inputs: Tensors) -> list[tuple[str, dict[str, bytes]]]:
+    """The old checkpoint and the new one: the folder's name, and the files by theirs."""
+    return [(f"step_{step:06d}", {f"rank{i:05d}.safetensors": bytes(data[:length].tolist())
+                                  for i, (data, length) in enumerate(zip(rows, inputs["lengths"].tolist(), strict=True))})
+            for step, rows in zip(inputs["steps"].tolist(), inputs["bytes"], strict=True)]
 
-    disk, old, new = Disk(), "step_000100", "step_000200"
-    for file, data in made(1).items():
+
+def with_old(disk: Disk, inputs: Tensors) -> None:
+    """Put the old checkpoint on a disk, safe from any crash."""
+    old, files = checkpoints(inputs)[0]
+    for file, data in files.items():
         disk.write(f"{old}/{file}", data)
         disk.flush(f"{old}/{file}")
     disk.flush(old)
     disk.flush("")
     disk.crashes.clear()
-    publish(disk, new, made(2), old)
-    before, after = ({f"{name}/{file}": data for file, data in made(step).items()} for name, step in ((old, 1), (new, 2)))
+
+
+def crash(inputs: Tensors) -> Tensors:
+    """Publish a checkpoint beside an older one; what was done to the disk."""
+    (old, _), (new, files) = checkpoints(inputs)
+    disk = Noted(files)
+    with_old(disk, inputs)
+    disk.noted.clear()
+    publish(disk, new, dict(files), old)
+    return {"noted": transcript.packed(disk.noted[:MOST])}
+
+
+def look_after(inputs: Tensors, noted: Tensors) -> Tensors:
+    """Do to a disk what was noted, and look at what a crash leaves of it after every operation."""
+    (old, past), (new, files) = checkpoints(inputs)
+    contents, disk = [*files.values()], Disk()
+    with_old(disk, inputs)
+    for what, path, *more in transcript.unpacked(noted["noted"])[:MOST]:
+        match what, more:
+            case "write", [int(number)]:
+                disk.write(path, contents[number] if 0 <= number < len(contents) else b"other bytes")
+            case "flush", []:
+                disk.flush(path)
+            case "rename", [str(name)]:
+                disk.rename(path, name)
+            case "remove", []:
+                disk.remove(path)
+            case _:
+                raise ValueError("this is nothing that a disk does")
+    before, after = ({f"{name}/{file}": data for file, data in made.items()} for name, made in ((old, past), (new, files)))
 
     def has(found: dict[str, bytes], files: dict[str, bytes]) -> bool:
         return all(found.get(path) == data for path, data in files.items())
@@ -292,8 +354,8 @@ def crash(inputs: Tensors) -> Tensors:
     kinds = range(len(KINDS))                        # how often in each of the extremes, so that mistakes can be told apart
     return {"half": torch.tensor([float(sum(half[kind::len(KINDS)])) for kind in kinds] + [float(wrong)]),
             "none": torch.tensor([float(sum(none[kind::len(KINDS)])) for kind in kinds]),
-            "lasting": torch.tensor(float(has(moments[-len(KINDS)], after))),
-            "tidy": torch.tensor([float(len(set(disk.files()) ^ set(after)))])}
+            "lasting": torch.tensor([transcript.digest(*sorted(ours[-len(KINDS)].items()))], dtype=torch.float64),
+            "tidy": torch.tensor([transcript.digest(*sorted(disk.files().items()))], dtype=torch.float64)}
 
 
 EXERCISES = [
@@ -319,7 +381,7 @@ EXERCISES = [
         "back": "to_theirs: weights and biases are right",
         "kept": "the tensors that were given stay as they are"}, flags={
         "kept": "they are written into, or turned"}, limits=QUICK, points=3),
-    Exercise("publish", "16", (f"{__name__}.publish",), draw_files, crash, {
+    Exercise("publish", "16", (f"{__name__}.publish",), draw_files, crash, weigh=look_after, claims={
         "half": "after no crash is there half a checkpoint under the new name",
         "none": "after every crash there is a whole one, the old or the new",
         "lasting": "when it has returned, a crash cannot take the new one away",

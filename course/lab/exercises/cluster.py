@@ -20,7 +20,7 @@ from typing import Any
 import cloudpickle
 import torch
 
-from course.lab import draws, returned, sbatch, standin
+from course.lab import draws, returned, sbatch, standin, transcript
 from course.lab.exercise import Exercise, Tensors
 from course.lab.watchdog import Limits
 
@@ -67,19 +67,36 @@ def rendezvous(environ: Mapping[str, str]) -> dict[str, str]:
 
 # ---- the batch script, run with stand-ins for Slurm's programs
 
-ENDS = ("end 0", "end 137", "warned 75", "warned 0")    # parts that srun plays: what comes of the ranks
-ARGUMENTS = ["gpt-demo", "log.name=a b", "data.path=*"]
+WORDS = ("log.name", "data.path", "log.note", "train.init")         # of arguments that are drawn
 LATE = 40.0                                          # seconds after which a script that has not ended never will
+NEVER = 1000.0                                       # the status of a script that does not end
 OVERTIME = 3.0                                       # seconds that it may compute itself after its ranks have ended
 
 
 def draw_jobs(seed: int, hidden: bool) -> Tensors:
-    """What two jobs ask for, (nodes, tasks, CPUs, GPUs), one of them without GPUs; and their numbers, which are neighbours."""
+    """What two jobs ask for, (nodes, tasks, CPUs, GPUs), one of them without GPUs; and their numbers, which are neighbours.
+
+    Also the statuses of ranks that fail, one small, one as of ranks that were killed; and a number for the script's arguments.
+    """
     dice = random.Random(seed)
     each, number = dice.choice([4, 8]), dice.randint(10**3, 10**7)
     jobs = [[dice.randint(5, 9) if hidden else 2, each, dice.randint(5, 16), each],
             [dice.choice([2, 3, 4]), dice.choice([2, 3]), dice.randint(2, 4), 0]]
-    return {"jobs": torch.tensor(jobs), "number": torch.tensor(number)}
+    return {"jobs": torch.tensor(jobs), "number": torch.tensor(number), "failed": torch.tensor([dice.randint(2, 70),
+            dice.randint(130, 190)]), "seed": torch.tensor(draws.number(seed))}
+
+
+def arguments(inputs: Tensors) -> list[str]:
+    """What the script is called with: words, some with spaces, stars and quotes in them."""
+    dice = random.Random(int(inputs["seed"]))
+    one, two = dice.sample(WORDS, 2)
+    return ["gpt-demo", f"{one}={dice.randint(0, 10**6)} b", f"{two}=*", f"train.seed={dice.randint(0, 10**9)}"]
+
+
+def parts(inputs: Tensors) -> list[tuple[str, ...]]:
+    """The parts that srun plays in the first job and in the second: what comes of the ranks."""
+    small, killed = inputs["failed"].tolist()
+    return [(f"end {small}",), ("end 0", f"end {killed}", "warned 75", "warned 0")]
 
 
 def run_script(inputs: Tensors) -> Tensors:
@@ -95,7 +112,7 @@ def run_script(inputs: Tensors) -> Tensors:
             lint += [len(rules), sum(sum(map(ord, rule)) for rule in rules)]            # how many, and which
             asked += [script.nodes, script.tasks or 0, script.number("cpus-per-task") or 0, script.gpus or 0,
                       sbatch.seconds(script.options.get("time", "")), sbatch.warned(script)]
-            jobs += [Job(folder, script, number + i, act) for act in (ENDS if i else ENDS[:1])]
+            jobs += [Job(folder, script, number + i, act, arguments(inputs)) for act in parts(inputs)[i]]
         wait_for(jobs)
     for job in jobs:
         if job.endless:
@@ -109,12 +126,12 @@ def run_script(inputs: Tensors) -> Tensors:
     found = {
         "lint": lint, "asked": asked,
         "ranks": [value for job in (first, second) for value in (len(job.step["ranks"]), job.cpus, job.threads)],
-        "command": [float(job.words_are_right()) for job in (first, second)],
-        "meet": [*(float(job.told("MASTER_ADDR") == job.first) for job in (first, second)), float(all(good)),
+        "command": [job.command() for job in (first, second)],
+        "meet": [*(transcript.digest(job.told("MASTER_ADDR")) for job in (first, second)), float(all(good)),
                  float(ports[0] != ports[1])],
         "heard": [float(job.warned) for job in jobs if "warned" in job.act],
-        "status": [job.ended_well() for job in jobs if job.act != "warned 75"],
-        "requeued": [float(job.requeued == ([f"{job.number} ended"] if job.act == "warned 75" else [])) for job in jobs],
+        "status": [float(job.status) if job.over else NEVER for job in jobs if job.act != "warned 75"],
+        "requeued": [job.put_back() for job in jobs],
         "slept": [float(job.slept) for job in jobs if job.act == "warned 75"]}
     return {name: torch.tensor(values, dtype=torch.float64) for name, values in found.items()}
 
@@ -136,8 +153,8 @@ def written(path: Path, text: Any) -> sbatch.Script:
 class Job:
     """A script that runs with stand-ins for Slurm's programs, as Slurm would run it; and what came of it."""
 
-    def __init__(self, folder: Path, script: sbatch.Script, number: int, act: str):
-        self.folder, self.act, self.number = folder / f"{number}-{act}", act, number
+    def __init__(self, folder: Path, script: sbatch.Script, number: int, act: str, arguments: list[str]):
+        self.folder, self.act, self.number, self.arguments = folder / f"{number}-{act}", act, number, arguments
         self.folder.mkdir()
         at = number % 900
         names = [f"gpu{at + i:03d}" for i in range(min(script.nodes, 99))]
@@ -149,7 +166,7 @@ class Job:
         own = {"PATH": f"{folder / 'bin'}:/usr/bin:/bin", "STANDIN": str(self.folder), "STANDIN_ACT": act,
                "HOME": str(folder), "USER": "learner", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
         with open(self.folder / "log", "wb") as log:
-            self.process = subprocess.Popen(["bash", str(script.path), *ARGUMENTS], cwd=self.folder, stdin=subprocess.DEVNULL,
+            self.process = subprocess.Popen(["bash", str(script.path), *arguments], cwd=self.folder, stdin=subprocess.DEVNULL,
                                             stdout=log, stderr=log, start_new_session=True,
                                             env=own | standin.allocation(script, number, names))
         self.warn = "warned" in act
@@ -193,15 +210,17 @@ class Job:
         """Threads that a rank computes with."""
         return number_of(self.told("OMP_NUM_THREADS") or "0")
 
-    def ended_well(self) -> float:
-        """1.0 if it ended with the status of its ranks, 0.5 if it only says rightly whether they failed, else 0.0."""
-        wanted = int(self.act.split()[1])
-        return 0.5 * ((self.status == 0) == (wanted == 0)) + 0.5 * (self.status == wanted) if self.over else 0.0
-
-    def words_are_right(self) -> bool:
-        """Whether each rank is `python -m course.cli train` with the arguments of the script, as they are."""
+    def command(self) -> float:
+        """What each rank is called with, if it is `python -m course.cli train` and words as they are; else 0.0."""
         words = self.step["words"]
-        return words[1:] == ["-m", "course.cli", "train", *ARGUMENTS] and Path(words[0]).name.startswith("python")
+        right = words[1:4] == ["-m", "course.cli", "train"] and Path(words[0]).name.startswith("python")
+        return transcript.digest(*words[4:]) if right else 0.0
+
+    def put_back(self) -> float:
+        """The number of the job that was put back into the queue once its ranks had ended; 0.0 if none was, 0.5 if otherwise."""
+        if not self.requeued:
+            return 0.0
+        return float(self.number) if self.requeued == [f"{self.number} ended"] else 0.5
 
 
 def number_of(text: str) -> float:
@@ -252,7 +271,8 @@ def draw_seed(seed: int, hidden: bool) -> Tensors:
 
 def node_lists(dice: random.Random) -> list[tuple[str, str, int]]:
     """(list of nodes as Slurm writes it, its first node, how many nodes): one of each kind."""
-    head, digits, a = dice.choice(["gpu", "nid", "big-node"]), dice.choice([3, 4, 6]), dice.randint(2, 60)
+    head, digits = dice.choice(["gpu", "nid", "big-node", "a", "hpc-b"]), dice.choice([3, 4, 5, 6])
+    a = dice.randint(2, 900 if digits > 3 else 59)   # such that zeros stand in front
     one, two, three, four = (f"{n:0{digits}d}" for n in (a, a + 2, a + 17, a + 40))
     return [(f"{head}{one}", f"{head}{one}", 1), (f"{head}[{one}-{two}]", f"{head}{one}", 3),
             (f"{head}[{one}-{two},{three}]", f"{head}{one}", 4), (f"{head}[{one},{three}-{four}]", f"{head}{one}", 25),
@@ -291,7 +311,7 @@ def meet(inputs: Tensors) -> Tensors:
             for name, key in (("rank", "RANK"), ("size", "WORLD_SIZE"), ("local", "LOCAL_RANK")):
                 found[name] += [number_of(one[key]) for one in told]
             port = told[0]["MASTER_PORT"]
-            found["address"].append(float(all(one["MASTER_ADDR"] == first for one in told)))
+            found["address"].append(transcript.digest(*dict.fromkeys(one["MASTER_ADDR"] for one in told)))
             found["port"].append(float(all(one["MASTER_PORT"] == port for one in told)))
             # of one job alone more than the next: a port that is a hash of the job's number may meet another's by chance
             after = [answered(next(tasks_of(nodes, first, count, each, False, job + later)))["MASTER_PORT"]

@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 
 from course import profile
-from course.lab import draws, returned
+from course.lab import draws, returned, transcript
 from course.lab.exercise import Exercise, Tensors
 from course.lab.returned import Returned
 
@@ -47,53 +47,65 @@ def replay(launches: Sequence[float], works: Sequence[float]) -> tuple[float, fl
 
 
 def draw_names(seed: int, hidden: bool) -> Tensors:
-    """Which words name the parts."""
+    """Names, a word and a number each; which of them each part has; and in how many others each lies, the second in the first."""
     generator = draws.generator(seed)
-    return {"names": torch.randperm(len(WORDS), generator=generator)[:4 if hidden else 3]}
+    many, parts = (4, 9) if hidden else (3, 4)
+    depths, order = [0, 1], torch.randperm(many, generator=generator)
+    while len(depths) < parts:
+        depths.append(int(torch.randint(depths[-1] + 2, (), generator=generator)))
+    return {"words": torch.randperm(len(WORDS), generator=generator)[:many],
+            "numbers": torch.randint(1000, 10_000, (many,), generator=generator), "depths": torch.tensor(depths),
+            "parts": torch.cat([order, torch.randint(many, (parts - many,), generator=generator)])}
 
 
 def run_parts(inputs: Tensors) -> Tensors:
     """Parts within parts, one that raises, and one without a GPU, under the profiler and with NVTX listened to."""
-    names = [WORDS[i] for i in inputs["names"].tolist()]
+    names = [f"{WORDS[i]} {number}" for i, number in zip(inputs["words"].tolist(), inputs["numbers"].tolist(), strict=True)]
+    parts, depths = inputs["parts"].tolist(), inputs["depths"].tolist()
+    one, other = names[parts[-1]], names[parts[-2]]
     heard: list[float] = []                          # of NVTX: a name's number and a half, or -1 where a range ends
 
     def push(name: str) -> int:
         heard.append(names.index(name) + 0.5 if name in names else -2.0)
         return 0
 
-    def nested(rest: list[str]) -> None:
-        if rest:
-            with entered(rest[0]):
-                nested(rest[1:])
+    def nested(at: int, stop: int) -> None:
+        """The parts from `at` on, each with those that lie in it."""
+        while at < stop:
+            after = next((i for i in range(at + 1, stop) if depths[i] <= depths[at]), stop)
+            with entered(names[parts[at]]):
                 torch.zeros(8).add_(1)
+                nested(at + 1, after)
+                torch.zeros(8).add_(1)
+            at = after
 
     raised = 0.0
     with (mock.patch.object(torch.cuda.nvtx, "range_push", push), torch.profiler.profile() as profiler,
           mock.patch.object(torch.cuda, "is_available", lambda: True),
           mock.patch.object(torch.cuda.nvtx, "range_pop", lambda: heard.append(-1.0))):
         with mock.patch.object(torch.cuda, "is_initialized", lambda: True):
-            nested(names)
+            nested(0, len(parts))
             inside = len(heard)
             try:
-                with entered(names[0]):
-                    raise KeyError(names[0])
+                with entered(one):
+                    raise KeyError(one)
             except KeyError:
                 raised = 1.0
         there = len(heard)
         in_use = False                               # CUDA is first used inside the block
-        with mock.patch.object(torch.cuda, "is_initialized", lambda: in_use), entered(names[1]):
+        with mock.patch.object(torch.cuda, "is_initialized", lambda: in_use), entered(other):
             in_use = True
         begun = len(heard)
-        with suppress(RuntimeError), mock.patch.object(torch.cuda, "is_initialized", lambda: False), entered(names[1]):
+        with suppress(RuntimeError), mock.patch.object(torch.cuda, "is_initialized", lambda: False), entered(other):
             pass
-    found = [[event.time_range for event in profiler.events() if event.name == name] for name in names]
-    outer, inner = found[0][:1], found[-1][:1]
-    within = bool(outer and inner) and outer[0].start <= inner[0].start and inner[0].end <= outer[0].end
-    parts = float(sum(event.is_user_annotation for event in profiler.events()))
+    mine = [event for event in profiler.events() if event.name in names]
+    spans = sorted((event.time_range.start, -event.time_range.end, event.name) for event in mine)
+    within = [(name, sum(a <= start and end >= b for a, b, _ in spans[:place])) for place, (start, end, name) in enumerate(spans)]
+    parts_seen = float(sum(event.is_user_annotation for event in profiler.events()))
     return {"nvtx": torch.tensor(heard[:inside]), "after": torch.tensor(heard[inside:there]), "raised": torch.tensor(raised),
-            "trace": torch.tensor([float(len(events)) for events in found]), "parts": torch.tensor(parts),
-            "within": torch.tensor(float(within)), "quiet": torch.tensor(float(len(heard) - begun)),
-            "begun": torch.tensor(float(begun - there))}
+            "trace": torch.tensor([float(sum(name == seen for *_, seen in spans)) for name in names]),
+            "parts": torch.tensor(parts_seen), "within": torch.tensor(transcript.digest(within), dtype=torch.float64),
+            "quiet": torch.tensor(float(len(heard) - begun)), "begun": torch.tensor(float(begun - there))}
 
 
 def entered(name: str) -> Any:
@@ -171,15 +183,15 @@ EXERCISES = [
     Exercise("named-parts", "02", ("course.profile.part",), draw_names, run_parts, {
         "trace": "the profiler's trace has every part by its name",
         "parts": "and one part for each block",
-        "within": "parts lie within parts",
+        "within": "parts lie within parts, each under its own name",
         "nvtx": "on a GPU each part is an NVTX range, opened and closed",
         "raised": "an exception in the block comes out",
         "after": "and its range is closed nevertheless",
         "begun": "a range that was not opened is not closed either: not where CUDA is first used inside the block",
         "quiet": "where CUDA is not in use, NVTX is left alone"},
         flags={"raised": "the exception was swallowed: whoever wrote the block never hears of it",
-               "within": "the inner part does not lie within the outer one: the name must last while the block runs"},
-        read_as={-2.0: "opened by another name", -1.0: "closed", 0.5: "the first opened", 1.5: "the second opened",
+               "within": "one is missing, or does not lie within the one around it: the name must last while the block runs"},
+        read_as={-2.0: "opened by another name", -1.0: "closed", 0.5: "the first name opened", 1.5: "the second opened",
                  2.5: "the third opened", 3.5: "the fourth opened"}, points=2),
     Exercise("busy-time", "02", (f"{__name__}.busy",), draw_intervals, add_up, {
         "union": "what overlaps counts once",

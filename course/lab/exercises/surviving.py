@@ -10,18 +10,20 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import accumulate
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NoReturn
 
 import torch
 
-from course.lab import draws, returned
+from course.lab import draws, returned, transcript
 from course.lab.exercise import Exercise, Tensors
 from course.lab.watchdog import Limits
 
 QUICK = Limits(seconds=90)
 GO_ON = 75                                           # status of a run that was stopped and can go on (course/stop.py)
+STATES = 2**61                                       # that a training can be in
+Fate = Mapping[tuple[int, str, int], str]            # (life, what, step) -> what befalls it then
 
 
 def go_on(last: int, every: int, load: Callable[[], int], step: Callable[[int], None], save: Callable[[int], None]) -> int:
@@ -59,47 +61,47 @@ class Killed(BaseException):
 
 
 class World:
-    """A training, its disk and its log, over several lives of the process; things befall it at given moments.
+    """A training and its disk over several lives of the process; things befall it at given moments.
 
     befalls: (life, "load" | "step" | "save", step) -> "warn", "warn twice" or "kill", which happens in the middle of it.
+    events: what happened, for `Ledger`: ["born"], ["load" | "step" | "save", step] where one begins and ["done", state] where it
+    has ended, ["warned"], ["killed"], ["unheard"], and ["returned", status].
     """
 
-    def __init__(self, every: int, last: int, befalls: Mapping[tuple[int, str, int], str]):
-        self.every, self.last, self.befalls = every, last, dict(befalls)
-        self.disk, self.log = (0, 1), dict[int, int]()               # (step, state) of the checkpoint; step -> loss
-        self.counts = dict.fromkeys(("again", "late", "needless", "torn", "status"), 0)
-        self.allowed = 0                             # steps that a kill makes anybody do again
+    def __init__(self, start: int, every: int, last: int, befalls: Fate):
+        self.last, self.every, self.befalls = last, every, dict(befalls)
+        self.disk = (0, start)                       # (step, state) of the checkpoint
+        self.reached = self.steps = 0                # the furthest step that has been done, and how often any has been begun
+        self.events: list[list[Any]] = []
         self.thrown = ""                             # what the handler raised, and in the middle of what
         self.born(0)
 
     def born(self, life: int) -> None:
         """A new process."""
-        self.life, self.state, self.busy, self.dead, self.asked, self.after = life, 1, False, False, False, 0
+        self.life, self.state, self.dead = life, 1, False
+        self.events.append(["born"])
 
     @contextmanager
     def doing(self, kind: str, number: int) -> Iterator[None]:
         """One of the three at work; what befalls it does so after the block."""
         if self.dead:
             raise Killed
-        self.counts["torn"] += self.busy             # one inside another: in a signal's handler
-        self.busy = True
-        try:
-            yield
-            what = self.befalls.pop((self.life, kind, number), "")   # once: a handler may save, too
-            for _ in range(("", "warn", "warn twice", "kill").index(what) % 3):
-                self.asked = True
-                try:
-                    os.kill(os.getpid(), signal.SIGUSR1)
-                    time.sleep(0)                    # Python's handler runs at once
-                except BaseException as error:
-                    if not isinstance(error, Killed):
-                        self.thrown = self.thrown or f"{type(error).__name__} in the middle of {kind}({number or ''}): {error}"
-                    raise
-            if what == "kill":
-                self.allowed += max(self.log, default=0) - max(self.disk[0], (number - 1) // self.every * self.every)
+        self.steps += kind == "step"
+        if number > 2 * self.last or self.steps > 5 * self.last or len(self.events) > 40 * self.last:
+            raise returned.Returned("`go_on` goes on and on", "leave the loop after step `last`")
+        self.events.append([kind, number])
+        yield
+        for what in befallen(self.befalls.pop((self.life, kind, number), "")):       # popped: a handler may save, too
+            self.events.append([what])
+            if what == "killed":
                 self.die()
-        finally:
-            self.busy = False
+            try:
+                os.kill(os.getpid(), signal.SIGUSR1)
+                time.sleep(0)                        # Python's handler runs at once
+            except BaseException as error:
+                if not isinstance(error, Killed):
+                    self.thrown = self.thrown or f"{type(error).__name__} in the middle of {kind}({number or ''}): {error}"
+                raise
 
     def die(self) -> NoReturn:
         """The end of this process."""
@@ -108,41 +110,43 @@ class World:
 
     def unheard(self, number: int, frame: FrameType | None) -> NoReturn:
         """What a signal does that nobody listens for."""
-        self.counts["status"] += 1
+        self.events.append(["unheard"])
         self.die()
 
     def load(self) -> int:
         with self.doing("load", 0):
             number, self.state = self.disk
+        self.events.append(["done", self.state])
         return number
 
     def step(self, number: int) -> None:
-        self.after += self.asked
-        self.counts["late"] += self.after > 1        # one more may have begun
-        self.counts["again"] += number in self.log
-        if number > 2 * self.last or self.counts["again"] > 4 * self.last:
-            raise returned.Returned("`go_on` goes on and on", "leave the loop after step `last`")
         with self.doing("step", number):
             self.state = following(self.state, number)
-        self.log[number] = self.state
+        self.reached = max(self.reached, number)
+        self.events.append(["done", self.state])
 
     def save(self, number: int) -> None:
-        due = number % self.every == 0 or number == self.last or self.asked
-        self.counts["needless"] += not due or number == self.disk[0]
         with self.doing("save", number):
             state = self.state
         self.disk = (number, state)
+        self.events.append(["done", state])
+
+
+def befallen(what: str) -> list[str]:
+    """The events of what befalls."""
+    return {"": [], "warn": ["warned"], "warn twice": ["warned", "warned"], "kill": ["killed"]}[what]
 
 
 def following(state: int, number: int) -> int:
     """The state after a step, which all steps before it have a part in; it is the loss, too."""
-    return (state * 6364136223846793005 + number) % 2**61
+    return (state * 6364136223846793005 + number) % STATES
 
 
 def live(world: World) -> None:
     """One life of the process after another, until the training is done."""
     for life in range(8):
-        world.born(life)
+        if life:
+            world.born(life)
         before = signal.signal(signal.SIGUSR1, world.unheard)
         try:
             status: Any = go_on(world.last, world.every, world.load, world.step, world.save)
@@ -161,20 +165,103 @@ def live(world: World) -> None:
         if isinstance(status, bool) or not isinstance(status, int):
             raise returned.Returned(f"`go_on` returned {returned.told(status)}; 0 or {GO_ON} is wanted",
                                     returned.cure(status, f"return 0 if step `last` is done, else {GO_ON}"))
-        done = max(world.log, default=0) >= world.last
-        world.counts["status"] += status != (0 if done else GO_ON)
-        if status == 0 or done:
+        world.events.append(["returned", status])
+        if status == 0 or world.reached >= world.last:
             return
 
 
+@dataclass
+class Work:
+    """A load, step or save that is under way, and the events that have still to befall it."""
+
+    kind: str
+    number: int
+    state: int
+    due: list[str]
+
+
+class Ledger:
+    """What came of a training, and what went wrong, by its events. It trusts none: what cannot have happened is a ValueError."""
+
+    def __init__(self, start: int, every: int, last: int, befalls: Fate):
+        self.every, self.last, self.befalls = every, last, dict(befalls)
+        self.disk, self.log = (0, start), dict[int, int]()           # (step, state) of the checkpoint; step -> loss
+        self.counts = dict.fromkeys(("again", "late", "needless", "torn", "status"), 0)
+        self.allowed = 0                             # steps that a kill makes anybody do again
+        self.life, self.over = -1, True
+
+    def read(self, what: str, *more: int) -> None:
+        """Take in one event."""
+        if any(type(number) is not int for number in more) or self.over != (what == "born"):
+            raise ValueError("this cannot have happened")
+        match what, more:
+            case "born", ():
+                self.life, self.over, self.state, self.asked, self.after = self.life + 1, False, 1, False, 0
+                self.under_way = list[Work]()
+            case ("load" | "step" | "save"), (number,):
+                self.begin(what, number)
+            case "done", (state,):
+                self.end(self.under_way.pop(), state)
+            case ("warned" | "killed"), ():
+                if not self.under_way or self.under_way[-1].due[:1] != [what]:
+                    raise ValueError("this befell nobody")
+                self.under_way[-1].due.pop(0)
+                self.asked = True
+                if what == "killed":
+                    begun = (self.under_way[-1].number - 1) // self.every * self.every
+                    self.allowed += max(self.log, default=0) - max(self.disk[0], begun)
+                    self.over = True
+            case "unheard", ():
+                self.counts["status"] += 1
+                self.over = True
+            case "returned", (status,):
+                self.counts["status"] += status != (0 if max(self.log, default=0) >= self.last else GO_ON)
+                self.over = True
+            case _:
+                raise ValueError("this is nothing that a training does")
+
+    def begin(self, kind: str, number: int) -> None:
+        """A load, a step or a save begins."""
+        self.counts["torn"] += bool(self.under_way)  # one inside another: in a signal's handler
+        if kind == "load":
+            number, self.state = self.disk
+        if kind == "step":
+            self.after += self.asked
+            self.counts["late"] += self.after > 1    # one more may have begun
+            self.counts["again"] += number in self.log
+            self.state = following(self.state, number)
+        if kind == "save":
+            due = number % self.every == 0 or number == self.last or self.asked
+            self.counts["needless"] += not due or number == self.disk[0]
+        what = self.befalls.pop((self.life, kind, 0 if kind == "load" else number), "")
+        self.under_way.append(Work(kind, number, self.state, befallen(what)))
+
+    def end(self, work: Work, state: int) -> None:
+        """It has ended, with this state."""
+        if work.due or state != (work.state if work.kind == "save" else self.state):
+            raise ValueError("this is another training")
+        if work.kind == "step":
+            self.log[work.number] = state
+        if work.kind == "save":
+            self.disk = work.number, state
+
+    def balance(self) -> dict[str, float]:
+        """The mean loss of all steps, those that were not done as 0; and how often each thing went wrong."""
+        losses = [self.log.get(number, 0) / STATES for number in range(1, self.last + 1)]
+        return {"losses": sum(losses) / self.last, **self.counts, "again": max(0, self.counts["again"] - self.allowed),
+                "status": self.counts["status"] + (not self.over)}
+
+
 def draw_fates(seed: int, hidden: bool) -> Tensors:
-    """How often to save, and up to which step to train; moments are drawn from them."""
+    """How often to save, up to which step to train, and the state at the start; moments are drawn from them."""
     dice = random.Random(seed)
-    every = dice.randint(5, 7) if hidden else dice.randint(3, 4)
-    return {"seed": torch.tensor(draws.number(seed)), "every": torch.tensor(every), "last": torch.tensor(every * dice.randint(4, 6) + 2)}
+    every = dice.randint(5, 12) if hidden else dice.randint(3, 4)
+    last = every * dice.randint(4, 6) + (dice.randint(2, every - 1) if hidden else 2)
+    return {"seed": torch.tensor(draws.number(seed)), "every": torch.tensor(every), "last": torch.tensor(last),
+            "start": torch.tensor(dice.randrange(STATES))}
 
 
-def fates(inputs: Tensors) -> dict[str, dict[tuple[int, str, int], str]]:
+def fates(inputs: Tensors) -> dict[str, Fate]:
     """What befalls a training, in words, and as `World` takes it."""
     every, last = int(inputs["every"]), int(inputs["last"])
     dice = random.Random(int(inputs["seed"]))
@@ -193,23 +280,35 @@ def fates(inputs: Tensors) -> dict[str, dict[tuple[int, str, int], str]]:
             f"a signal in step {odd}, then killed in step {odd + 1}": {(0, "step", odd): "warn", (1, "step", odd + 1): "kill"}}
 
 
+def trainings(inputs: Tensors) -> list[tuple[int, int, int, Fate]]:
+    """What `World` and `Ledger` are made with, fate by fate."""
+    start, every, last = (int(inputs[name]) for name in ("start", "every", "last"))
+    return [(start, every, last, befalls) for befalls in fates(inputs).values()]
+
+
 def survive(inputs: Tensors) -> Tensors:
-    """Train through each fate, and count what went wrong."""
-    every, last = int(inputs["every"]), int(inputs["last"])
-    found: dict[str, list[int]] = {name: [] for name in ("losses", "again", "late", "needless", "torn", "status")}
-    alone = dict(enumerate(accumulate(range(1, last + 1), following, initial=1)))      # step -> loss
-    for befalls in fates(inputs).values():
-        world = World(every, last, befalls)
+    """Train through each fate; what happened."""
+    events = []
+    for training in trainings(inputs):
+        world = World(*training)
         live(world)
         if world.thrown:
             raise returned.Returned(f"what USR1 calls raised {world.thrown}".removesuffix(": "),
                                     "a handler that raises leaves the loop in the middle of a step, a save or a load, and what "
                                     "was being done is half done: let it set a flag, and look at the flag between two steps")
-        world.counts["again"] = max(0, world.counts["again"] - world.allowed)
-        found["losses"].append(sum(world.log.get(number) != alone[number] for number in range(1, last + 1)))
-        for name, count in world.counts.items():
-            found[name].append(count)
-    return {name: torch.tensor(values, dtype=torch.float64) for name, values in found.items()}
+        events.append(world.events)
+    return {"events": transcript.packed(events)}
+
+
+def count(inputs: Tensors, happened: Tensors) -> Tensors:
+    """What came of each fate, and what went wrong, by what happened."""
+    balances = []
+    for training, events in zip(trainings(inputs), transcript.unpacked(happened["events"]), strict=True):
+        ledger = Ledger(*training)
+        for event in events:
+            ledger.read(*event)
+        balances.append(ledger.balance())
+    return {name: torch.tensor([balance[name] for balance in balances], dtype=torch.float64) for name in balances[0]}
 
 
 # ---- how often to save
@@ -243,7 +342,7 @@ def costs(inputs: Tensors) -> list[str]:
 
 
 EXERCISES = [
-    Exercise("go-on", "18", (f"{__name__}.go_on",), draw_fates, survive, {
+    Exercise("go-on", "18", (f"{__name__}.go_on",), draw_fates, survive, weigh=count, claims={
         "losses": "whatever happens, in the end each step has the loss of a training that was left alone",
         "again": "no step is done again but those that a kill takes away",
         "late": "after a signal at most one more step begins",
