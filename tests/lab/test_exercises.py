@@ -1,12 +1,14 @@
 """What exercises compare answers with is right: it agrees with computations that share nothing with it."""
 
+from itertools import permutations
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from course.lab import check
+from course.lab import cells, check
 from course.lab.child import installed
-from course.lab.exercise import find, known_mistakes, right, wrong
+from course.lab.exercise import all_exercises, find, known_mistakes, right, wrong
 from course.lab.exercises import capturing
 from course.lab.exercises.fusing import Modulate
 from course.lab.exercises.model import pipeline_seconds
@@ -146,3 +148,54 @@ def test_a_verdict_by_another_rule_fails_on_every_seed(rule):
             inputs = exercise.draw(seed, seed % 2 > 0)
             expected, found = (outcome(exercise, one, inputs) for one in (right(exercise), source))
             assert fails(exercise, found, expected), (text, seed)
+
+
+SEEDS = (3, 4, 2**100 + 1, 2**90 + 5)
+CONSTANT = {                                         # outputs of hidden inputs that are the same for each of these seeds
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if max(exercise.sizes) > 1 else [])
+                                  for name, exercise in all_exercises().items()])
+def test_outputs_made_for_one_seed_fail_on_every_other(name):
+    """Files that an answer wrote on other inputs, however right, give no point: some output is another for every seed. What never
+    varies is listed above, claim by claim, so that a new one is a decision.
+
+    It does not prove that an output cannot be had without the work: who reads the inputs and knows what is right can compute it.
+    """
+    exercise = find(name)
+    for hidden in (False, True):
+        drawn = [exercise.draw(seed, hidden) for seed in SEEDS]
+        runs = [on_ranks(exercise, inputs) if max(exercise.sizes) > 1 else outcome(exercise, right(exercise), inputs)
+                for inputs in drawn]
+        assert not any(run.error for run in runs)
+        for one, other in permutations(runs, 2):
+            assert fails(exercise, one, other), "files made at home pass"
+        same = {key for key in exercise.claims if all(equal(run, runs[0], key) for run in runs)}
+        assert not hidden or same == set(CONSTANT.get(name, "").split())
+
+
+def on_ranks(exercise, inputs):
+    """What the right answer gives on the most ranks that it runs on."""
+    (run,), _ = check.execute(exercise, [(cells.whole(right(exercise)), inputs)], max(exercise.sizes), None)
+    return run
+
+
+def equal(run, other, key):
+    return all(torch.equal(here[key], there[key]) for here, there in zip(run.outputs, other.outputs, strict=True))
+
+
+COUNTED = ["kernels", "nodes-touched", "in-buckets", "zigzag", "qkv-rows", "lay-out", "groups", "dit-flops", "matmul-cost",
+           "sharded-sampler", "box-overlap", "loss-scaler", "training-bytes", "block-flops", "activation-bytes", "one-document",
+           "fused-bytes", "publish", "bytes-sent", "graph-gain"]
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_outputs_of_whole_numbers_cannot_be_guessed(name):
+    """Of a thousand outcomes that are equally likely, 300 draws would meet one that came before 41 times."""
+    exercise = find(name)
+    seen = set()
+    for seed in range(300):
+        (outputs,) = outcome(exercise, right(exercise), exercise.draw(seed, True)).outputs
+        seen.add(tuple(tuple(outputs[key].double().flatten().tolist()) for key in sorted(exercise.claims)))
+    assert len(seen) > 300 - 20, len(seen)

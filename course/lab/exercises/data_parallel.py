@@ -17,6 +17,7 @@ from course.parallel.mesh import Axis, Mesh, join
 from course.parallel.placement import place_serial
 
 RANKS = Limits(seconds=120)                          # most of it for machines that are busy
+EVEN = 12                                            # numbers, of which every rank has equally many in its piece
 BUCKETS = ("parallel.data=bucketed", "parallel.bucket_mb=0.01")
 
 
@@ -49,10 +50,12 @@ def collective_times(ready: Sequence[float], seconds: Sequence[float]) -> list[t
 
 
 def draw_parts(seed: int, hidden: bool) -> Tensors:
-    """What each of up to four ranks brings: a tensor whose size no number of ranks divides, and one smaller than their number."""
+    """What each of up to four ranks brings: a tensor whose size no number of ranks divides, one smaller than their number, and a
+    number, which fills a last tensor."""
     generator = draws.generator(seed)
     shapes = [(4, 13, 5), (4, 2)] if hidden else [(4, 3, 5), (4, 3)]
-    return {f"x{i}": torch.randn(shape, generator=generator, dtype=torch.float64) for i, shape in enumerate(shapes)}
+    return {f"x{i}": torch.randn(shape, generator=generator, dtype=torch.float64) for i, shape in enumerate(shapes)} | {
+        "own": 1 + torch.rand(4, generator=generator, dtype=torch.float64)}
 
 
 class Message:
@@ -117,17 +120,20 @@ def go_round(inputs: Tensors) -> Tensors:
     thrifty = alone = kept = right = one = sent = came = intact = True
     neighbours = {(axis.rank + 1) % axis.size, axis.ranks[(axis.rank + 1) % axis.size]}     # counted in the axis, or in the world
     for name, parts in inputs.items():
-        mine = parts[axis.rank].clone()
+        mine = parts[axis.rank].clone() if name != "own" else parts[axis.rank].repeat(EVEN)
         with Traffic() as traffic, begun() as messages:
             total = ring_all_reduce(mine, axis)
         found[name] = returned.tensor(total, "ring_all_reduce", tuple(mine.shape), mine.dtype)
+        if name == "own":                            # sorted: in whatever order pieces go round
+            came_by = [message.coming.flatten() for message in messages if message.coming is not None]
+            found[name] = torch.cat([*came_by, mine[:0]]).sort().values
         most = 2 * (axis.size - 1) * -(-mine.numel() // axis.size) * mine.element_size()
         thrifty, alone = thrifty and traffic.sent <= most, alone and not {*traffic.kinds} - {"send", "recv"}
         right, one = right and traffic.to <= neighbours, one and len(traffic.to) < 2
         sent = sent and all(message.waited for message in messages if message.coming is None)
         came = came and all(message.waited for message in messages if message.coming is not None)
         intact = intact and all(message.intact for message in messages)
-        kept = kept and mine.equal(parts[axis.rank])
+        kept = kept and bool((mine == parts[axis.rank]).all())
     pair, parts = in_pairs().dp, inputs["x0"]
     with begun():
         found["pair"] = returned.tensor(ring_all_reduce(parts[pair.ranks[pair.rank]].clone(), pair), "ring_all_reduce",
@@ -148,8 +154,8 @@ def train(inputs: Tensors) -> Tensors:
     mesh = in_pairs()
     axis = mesh.dp
     parameters = [nn.Parameter(torch.zeros(shape, dtype=torch.float64)) for shape in ((3,), (2, 2), (4,), (2,), (5,))]
-    for parameter in parameters[::2]:
-        parameter.grad = torch.full_like(parameter, (1 + axis.ranks[axis.rank]) / 3)
+    for parameter, value in zip(parameters[::2], inputs["input0"].flatten()[3 * axis.ranks[axis.rank]:], strict=False):
+        parameter.grad = torch.full_like(parameter, float(value))
     with Traffic() as traffic:
         data.average_gradients((p for p in parameters), axis)           # as model.parameters() does, it comes once
     together = sum(kind not in ("send", "recv") for kind in traffic.kinds)
@@ -317,6 +323,7 @@ EXERCISES = [
         "x0": "every rank has the sum of what the ranks brought",
         "x1": "also of a tensor with fewer elements than ranks, or hardly more",
         "pair": "and along an axis of two ranks, which are not neighbours if there are more",
+        "own": "in each step a piece comes from the left that holds the sum of one rank more, and in the end the whole sums come",
         "alone": "it uses sends and receives alone",
         "right": "every rank sends to its right neighbour",
         "one": "and to one rank alone",

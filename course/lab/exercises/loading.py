@@ -73,18 +73,23 @@ def take(batches: Any, steps: int) -> list[list[int]]:
 
 
 def draw_reads(seed: int, hidden: bool) -> Tensors:
-    """Runs: how many batches there are, how many to read ahead, and which one cannot be read, (runs, 3)."""
+    """Runs: how many batches there are, how many to read ahead, and which one cannot be read, (runs, 3); and the batches.
+
+    These are numbers, the first of them 0, which an `if` takes for nothing.
+    """
     generator = draws.generator(seed)
     runs = [[int(torch.randint(low, high, (), generator=generator)) for low, high in ((20, 50), (2, 6), (3, 15))]
             for _ in range(2 if hidden else 1)]
-    return {"runs": torch.tensor(runs)}
+    batches = torch.randint(1, 10**6, (50,), generator=generator)
+    batches[0] = 0
+    return {"runs": torch.tensor(runs), "batches": batches}
 
 
 class Source:
     """Batches that note when they are read, and by whom; as a file is, one that two cannot read at once."""
 
-    def __init__(self, count: int, broken: int = -1, gate: threading.Event | None = None):
-        self.count, self.broken, self.read = count, broken, 0
+    def __init__(self, batches: list[int], broken: int = -1, gate: threading.Event | None = None):
+        self.batches, self.count, self.broken, self.read = batches, len(batches), broken, 0
         self.gate, self.late = gate, False           # the second read takes until the gate is open; whether that was too long
         self.threads: set[int] = set()
         self.alone = threading.Lock()
@@ -107,7 +112,7 @@ class Source:
             if self.gate is not None and self.read == 1:
                 self.late = not self.gate.wait(PATIENCE)
             self.read += 1
-            return 10 * (self.read - 1)
+            return self.batches[self.read - 1]
         finally:
             self.alone.release()
 
@@ -121,14 +126,14 @@ class Source:
 
 def read_ahead(inputs: Tensors) -> Tensors:
     """Several runs, one after another."""
-    runs = [one_run(*run) for run in inputs["runs"].tolist()]
+    runs = [one_run(inputs["batches"].tolist()[:count], *run) for count, *run in inputs["runs"].tolist()]
     found = {name: [run[name] for run in runs] for name in runs[0]}
     return {name: torch.cat(each) if each[0].ndim else torch.stack(each).amin() for name, each in found.items()}
 
 
-def one_run(count: int, depth: int, broken: int) -> Tensors:
+def one_run(numbers: list[int], depth: int, broken: int) -> Tensors:
     """What comes, how far it has been read at each moment, an error in its turn, and the end of the thread."""
-    before, source = threading.active_count(), Source(count)
+    before, source, count = threading.active_count(), Source(numbers), len(numbers)
     came: list[float] = []
     further: list[float] = []
     with closing(generator(source, depth)) as batches:
@@ -140,7 +145,7 @@ def one_run(count: int, depth: int, broken: int) -> Tensors:
                 source.comes_to(number + 1 + depth)
                 time.sleep(0.05)
                 further.append(float(source.read - number - 1))
-    torn, good, told = Source(count, broken), 0, 0.0
+    torn, good, told = Source(numbers, broken), 0, 0.0
     try:
         for _ in generator(torn, depth):
             good += 1
@@ -149,13 +154,14 @@ def one_run(count: int, depth: int, broken: int) -> Tensors:
     except OSError:
         told = 1.0
     gate = threading.Event()
-    slow = Source(count, gate=gate)
+    slow = Source(numbers, gate=gate)
     with closing(generator(slow, depth)) as prompt:
         next(prompt, None)
         gate.set()
-    arrays = [*islice(generator([np.full(2, i) for i in range(4)], depth), 6)]              # a list, and == of them is no bool
+    given = [np.full(2, number) for number in numbers[:4]]              # a list, and == of arrays is no bool
+    arrays = [*islice(generator(given, depth), 6)]
     first = [float(x[0]) if isinstance(x, np.ndarray) else -1.0 for x in arrays]
-    with closing(generator(Source(count), depth)) as early:
+    with closing(generator(Source(numbers), depth)) as early:
         next(early, None)
     time.sleep(0.1)
     return {"order": torch.tensor(came), "arrays": torch.tensor(first),
