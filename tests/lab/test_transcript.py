@@ -1,0 +1,93 @@
+"""What the judging process makes of a transcript, whoever wrote it."""
+
+import pytest
+import torch
+
+from course.lab import cells, check, transcript
+from course.lab.exercise import find
+from course.lab.exercises import checkpoints, surviving
+
+FORGED = '''
+import os, sys
+from pathlib import Path
+from safetensors.torch import save_file
+
+def {name}(*given, **more):
+    """Writes what another run on other inputs gave, and ends before anybody can write something else."""
+    import json, torch
+    text = {text!r}
+    save_file({{"{key}": torch.tensor(list(text.encode()), dtype=torch.uint8)}}, Path(sys.argv[1], "out-0-0.safetensors"))
+    os._exit(0)
+'''
+
+
+def test_a_transcript_comes_back_as_it_was():
+    events = [["born"], ["step", 2**61 - 1], ["write", "ä/b", -1]]
+    assert transcript.unpacked(transcript.packed(events)) == events
+
+
+@pytest.mark.parametrize("value", [torch.zeros(3), torch.zeros(2, 2, dtype=torch.uint8), torch.zeros(0, dtype=torch.uint8),
+                                   torch.full((4,), 255, dtype=torch.uint8), torch.full((200_000,), ord("["), dtype=torch.uint8),
+                                   torch.full((transcript.MOST + 1,), ord("1"), dtype=torch.uint8), transcript.packed([])[:1],
+                                   torch.tensor(list(b'{"a": 1}'), dtype=torch.uint8)])
+@pytest.mark.parametrize("name", ["publish", "go-on"])
+def test_what_is_no_transcript_of_the_exercise_is_an_error_of_the_answer(name, value):
+    exercise, key = find(name), {"publish": "noted", "go-on": "events"}[name]
+    run = check.weighed(exercise, exercise.draw(3, True), check.Run(({key: value},)))
+    assert run.error == run.discreet and not run.outputs and "cannot be read" in run.error
+    assert check.weighed(exercise, exercise.draw(3, True), check.Run(({"other": value},))).error
+
+
+DEEP = "/".join(50_000 * "a")
+
+
+@pytest.mark.parametrize("event", [["write", 3, 0], ["write", "a"], ["rename", "a", "b"], ["remove"], ["explode", "a"], [], 7,
+                                   "write", ["flush", DEEP], ["write", DEEP, 0]])
+def test_operations_that_no_disk_did_are_refused(event):
+    inputs = checkpoints.draw_files(3, True)
+    with pytest.raises(Exception):                   # noqa: B017  of whatever kind: `check.weighed` catches all
+        checkpoints.look_after(inputs, {"noted": transcript.packed([event])})
+
+
+def quiet(training):
+    """The events of a training that nothing befalls, states and all."""
+    state, every, last, _ = training
+    events = [["born"], ["load", 0], ["done", state]]
+    for number in range(1, last + 1):
+        state = surviving.following(state, number)
+        events += [["step", number], ["done", state]]
+        events += [["save", number], ["done", state]] if number % every == 0 or number == last else []
+    return [*events, ["returned", 0]]
+
+
+def counted(inputs, events):
+    return surviving.count(inputs, {"events": transcript.packed(events)})
+
+
+def test_a_training_that_nothing_befell_is_right_in_the_first_fate_alone():
+    """Who leaves out what befell, or puts another process between two steps, is found out; so are the states of another seed."""
+    inputs, other = (surviving.draw_fates(seed, True) for seed in (3, 4))
+    trainings, events = surviving.trainings(inputs), surviving.survive(inputs)
+    happened = transcript.unpacked(events["events"])
+    found = surviving.count(inputs, events)
+    assert happened[0] == quiet(trainings[0]) and found["losses"].unique().numel() == 1
+    assert not any(found[name].any() for name in ("again", "late", "needless", "torn", "status"))
+    for fate in range(1, len(trainings)):
+        with pytest.raises(ValueError):
+            counted(inputs, [*happened[:fate], quiet(trainings[fate]), *happened[fate + 1:]])
+        born = [*happened[fate][:3], ["born"], *happened[fate][3:]]
+        with pytest.raises(ValueError):
+            counted(inputs, [*happened[:fate], born, *happened[fate + 1:]])
+    with pytest.raises(ValueError):
+        surviving.count(inputs, surviving.survive(other))
+    unended = [events[:-1] for events in happened]
+    assert counted(inputs, unended)["status"].all()
+
+
+@pytest.mark.parametrize(("name", "function", "key"), [("publish", "publish", "noted"), ("go-on", "go_on", "events")])
+def test_a_file_made_at_home_passes_on_its_own_seed_alone(name, function, key):
+    exercise = find(name)
+    made = exercise.program(exercise.draw(3, True))[key].numpy().tobytes().decode()
+    source = FORGED.format(name=function, key=key, text=made)
+    assert check.examine(exercise, cells.whole(source), 3, hidden=True).passed           # so that the file is well made
+    assert not check.examine(exercise, cells.whole(source), 2**100 + 4, hidden=True).passed
