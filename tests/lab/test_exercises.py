@@ -237,7 +237,7 @@ COUNTED = ["kernels", "nodes-touched", "in-buckets", "zigzag", "qkv-rows", "lay-
 
 @pytest.mark.parametrize("name", COUNTED)
 def test_outputs_of_whole_numbers_cannot_be_guessed(name):
-    """Of a thousand outcomes that are equally likely, 300 draws would meet one that came before 41 times. For those exercises whose
+    """Of a thousand outcomes that are equally likely, 300 draws would meet one that came before 41 times. For those whose
     outputs are nothing but small whole numbers."""
     exercise = find(name)
     seen = set()
