@@ -3,22 +3,9 @@
 import pytest
 import torch
 
-from course.lab import cells, check, transcript
+from course.lab import check, transcript
 from course.lab.exercise import find
 from course.lab.exercises import checkpoints, surviving
-
-FORGED = '''
-import os, sys
-from pathlib import Path
-from safetensors.torch import save_file
-
-def {name}(*given, **more):
-    """Writes what another run on other inputs gave, and ends before anybody can write something else."""
-    import json, torch
-    text = {text!r}
-    save_file({{"{key}": torch.tensor(list(text.encode()), dtype=torch.uint8)}}, Path(sys.argv[1], "out-0-0.safetensors"))
-    os._exit(0)
-'''
 
 
 def test_a_transcript_comes_back_as_it_was():
@@ -84,10 +71,11 @@ def test_a_training_that_nothing_befell_is_right_in_the_first_fate_alone():
     assert counted(inputs, unended)["status"].all()
 
 
-@pytest.mark.parametrize(("name", "function", "key"), [("publish", "publish", "noted"), ("go-on", "go_on", "events")])
-def test_a_file_made_at_home_passes_on_its_own_seed_alone(name, function, key):
+@pytest.mark.parametrize("name", ["publish", "go-on"])
+def test_a_transcript_made_at_home_is_right_on_its_own_seed_alone(name):
     exercise = find(name)
-    made = exercise.program(exercise.draw(3, True))[key].numpy().tobytes().decode()
-    source = FORGED.format(name=function, key=key, text=made)
-    assert check.examine(exercise, cells.whole(source), 3, hidden=True).passed           # so that the file is well made
-    assert not check.examine(exercise, cells.whole(source), 2**100 + 4, hidden=True).passed
+    home, hidden = exercise.draw(3, True), exercise.draw(2**100 + 4, True)
+    made, wanted = exercise.program(home), exercise.weighed(hidden, exercise.program(hidden))
+    own, other = (check.weighed(exercise, inputs, check.Run((made,))) for inputs in (home, hidden))
+    assert own.outputs and not own.error
+    assert other.error or any(check.differ(wanted[key], other.outputs[0][key], exercise.tolerance) for key in exercise.claims)
