@@ -87,7 +87,7 @@ def draw_jobs(seed: int, hidden: bool) -> Tensors:
 
 
 def arguments(inputs: Tensors) -> list[str]:
-    """What the script is called with: words, some with spaces, stars and quotes in them."""
+    """What the script is called with: words, one with a space in it, one with a star."""
     dice = random.Random(int(inputs["seed"]))
     one, two = dice.sample(WORDS, 2)
     return ["gpt-demo", f"{one}={dice.randint(0, 10**6)} b", f"{two}=*", f"train.seed={dice.randint(0, 10**9)}"]
