@@ -78,7 +78,7 @@ def draw_reads(seed: int, hidden: bool) -> Tensors:
     These are numbers, the first of them 0, which an `if` takes for nothing.
     """
     generator = draws.generator(seed)
-    runs = [[int(torch.randint(low, high, (), generator=generator)) for low, high in ((20, 50), (2, 6), (3, 15))]
+    runs = [[int(torch.randint(low, high, (), generator=generator)) for low, high in ((20, 50), (3, 7), (3, 15))]
             for _ in range(2 if hidden else 1)]
     batches = torch.randint(1, 10**6, (50,), generator=generator)
     batches[0] = 0
