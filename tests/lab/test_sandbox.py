@@ -216,7 +216,7 @@ def test_a_full_disk(scratch, layers, where, more):
 def test_deleted_files_count(scratch, layers, how):
     """Held open; only mapped, of each file a page; by a process whose first thread has ended; in a socket's buffer, or in that of
     a socket that is in one; shared memory without a name, of which a page is left."""
-    outcome = run(scratch, """
+    program = """
         import ctypes, mmap, os, socket, sys, threading, time
         how, libc = sys.argv[1], ctypes.CDLL(None)
         libc.mmap.restype = ctypes.c_void_p
@@ -249,7 +249,11 @@ def test_deleted_files_count(scratch, layers, how):
             threading.Thread(target=time.sleep, args=(60,)).start()
             libc.syscall({"x86_64": 60, "aarch64": 93}[os.uname().machine], 0)
         time.sleep(60)
-        """, layers, how, disk=0.05)
+        """
+    for _ in range(3 if how in ("sent", "twice") else 1):        # of these the disk tells, unless others free as much meanwhile
+        outcome = run(scratch, program, layers, how, disk=0.05)
+        if not outcome.late:
+            break
     assert outcome.ended.startswith("it wrote more than 0.05 GB to disk"), outcome
     assert outcome.seconds < 15 and not left(scratch)
 
