@@ -2,8 +2,11 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain, islice
 
 Files = dict[str, bytes]                             # path, such as "step_000100/index.json" -> contents
+MOST, LONGEST = 200, 255                             # files that a program sees at a time, and letters of a path: renaming a
+                                                     # folder that is in two moments makes two of it, and so on
 
 
 @dataclass
@@ -66,7 +69,7 @@ class Disk:
 
     def files(self) -> Files:
         """What a program sees."""
-        return {path: file.data for path, file in walk(self.root, "early")}
+        return {path: file.data for path, file in some(self.root, "early")}
 
     def _parent(self, path: str, make: bool = False) -> tuple[Folder, str]:
         *folders, name = path.split("/")
@@ -83,7 +86,7 @@ class Disk:
     def _note(self) -> None:
         for kind in KINDS:
             self.crashes.append({path: file.data if file.safe else file.data[:len(file.data) // 2]
-                                 for path, file in walk(self.root, kind)})
+                                 for path, file in some(self.root, kind)})
 
 
 KINDS = ("late", "early", "unlucky", "outer")
@@ -96,14 +99,25 @@ def there(folder: Folder, name: str, path: str) -> File | Folder:
     return folder.now[name]
 
 
+def some(folder: Folder, kind: str) -> list[tuple[str, File]]:
+    """What `walk` finds; ValueError if that is more than anybody writes."""
+    found = list(islice(walk(folder, kind), MOST + 1))
+    if len(found) > MOST or any(len(path) > LONGEST for path, _ in found):
+        raise ValueError(f"this disk takes {MOST} files with paths of {LONGEST} letters")
+    return found
+
+
 def walk(folder: Folder, kind: str, before: str = "") -> Iterator[tuple[str, File]]:
     """Every file below a folder with its path, by the entries of one of the extremes; an empty folder as `name/`."""
+    if len(before) > LONGEST:                        # no need to look further
+        yield before, File()
+        return
     entries = folder.now if kind == "early" or (kind == "outer" and not before) else folder.safe
     for name, node in entries.items():
         if kind == "unlucky" and folder.now.get(name) is not node:
             continue
         if isinstance(node, Folder):
-            inside = list(walk(node, kind, f"{before}{name}/"))
-            yield from inside or [(f"{before}{name}/", File(safe=True))]
+            inside = walk(node, kind, f"{before}{name}/")
+            yield from chain([next(inside, (f"{before}{name}/", File(safe=True)))], inside)
         else:
             yield f"{before}{name}", node

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from course.lab.nodes import RECORD, losses
+from course.lab.present import foreign
 
 MOST = 5000                                          # steps of a run that a result file has room for
 LONGEST = 1000                                       # characters of a list of nodes, and of a user's name
@@ -52,9 +53,10 @@ def judge(runs: Mapping[str, Any], user: str, ask: Callable[[int], Known]) -> st
     for name, run in runs.items():
         told = run["job"]
         confirmed, text = of_job(told, user, ask) if told else (False, "nothing says which job wrote it")
-        said.append(f"{name}: {'confirmed' if confirmed else 'claimed'}: {text}")
+        who = foreign(name)
+        said.append(f"{who}: {'confirmed' if confirmed else 'claimed'}: {text}")
         if name != WHOLE:
-            said.append(f"{name}: claimed: {compared(dict(map(tuple, run['losses'])), whole)}")
+            said.append(f"{who}: claimed: {compared(dict(map(tuple, run['losses'])), whole)}")
     return "; ".join(said)
 
 
@@ -74,7 +76,7 @@ def of_job(told: Mapping[str, Any], user: str, ask: Callable[[int], Known]) -> t
     nodes, owner = str(told["nodes"])[:LONGEST], str(told["user"])[:LONGEST]
     if not 0 < number < 10**12 or not 0 <= again < 10**6:
         raise ValueError("no job has such a number, or was requeued so often")
-    claim = f"job {number} of {owner} on {nodes}, requeued {times(again)}"
+    claim = f"job {number} of {foreign(owner)} on {foreign(nodes)}, requeued {times(again)}"
     if not told["by"]:
         return False, f"{claim}, without Slurm"
     if owner != user:

@@ -65,23 +65,26 @@ def main(folder: Path, out: Path, only: Sequence[str] = (), jobs: int = 0, seed:
     """
     seed = settle_seed(out, seed)
     rename(out)
-    submissions, notes = collect(folder, lambda learner: print(f"reading {present.printable(learner)}", flush=True),
+    submissions, notes = collect(folder, lambda learner: print(f"reading {present.line(learner)}", flush=True),
                                  graded_before(out, seed), jobs or max(1, cores() // 2))
     only = [lesson.zfill(2) for lesson in only]
     submissions = [s for s in submissions if not only or s.lesson in only]
     if not submissions:
         which = f"lesson {' or '.join(only)}" if only else "a lesson that has exercises"
-        raise CourseError("\n".join([f"{folder} holds no notebook of {which}", *map(present.printable, notes)]))
+        raise CourseError("\n".join([f"{folder} holds no notebook of {which}", *map(present.line, notes)]))
     late = {submission: why for submission in submissions if (why := outdated(submission, out))}
     submissions, notes = [s for s in submissions if s not in late], [*notes, *late.values()]
     known = [one for one in (recall(submission, out, seed) for submission in submissions) if one]
     new = [s for s in submissions if s not in {one.submission for one in known}]
     learners, lessons = {s.learner for s in submissions}, sorted({s.lesson for s in submissions})
     print("\n  ".join([f"{len(submissions)} notebooks of {len(learners)} learners, lessons {', '.join(lessons)}: "
-                       f"{len(new)} to grade, {len(known)} graded already", *map(present.printable, notes)]), flush=True)
+                       f"{len(new)} to grade, {len(known)} graded already", *map(present.line, notes)]), flush=True)
     if new:
         print("\n".join([protection(trust), *shut.to_others([folder, shut.SOLUTIONS])]), flush=True)
-    shut.private(out)
+    try:
+        shut.private(out)
+    except OSError as error:
+        raise CourseError(f"{out} cannot be made a folder to grade into ({error.strerror}): name another one") from error
     others = earlier(out, submissions)
     apart({one.submission.learner for one in others} | {s.learner for s in submissions})
     graded = known + (grade_all(new, out, jobs, seed) if new else []) + others
@@ -96,7 +99,7 @@ def main(folder: Path, out: Path, only: Sequence[str] = (), jobs: int = 0, seed:
     kept = f"; in them are also {len(others)} notebooks that earlier runs graded and this one did not look at" if others else ""
     if again := [f"{g.submission.learner}, lesson {g.submission.lesson}" for g in graded if g.unchecked]:
         print("\n  ".join(["could not be checked, so that it is no mark; the next run tries again:",
-                           *map(present.printable, again)]))
+                           *map(present.line, again)]))
     print(present.printable(f"wrote {out}/gradebook.csv, {out}/junit.xml and {out}/feedback/{kept}"))
     return graded
 
@@ -117,7 +120,7 @@ def rename(out: Path) -> None:
                 told = json.loads(path.read_text(encoding="utf-8"))
                 learner, lesson = str(told["learner"]), str(told["lesson"])
                 old, new = (path.with_name(f"{name}-{lesson}.json") for name in (slug(learner, 60, 6), slug(learner)))
-            except (OSError, ValueError, KeyError, TypeError):
+            except (OSError, ValueError, KeyError, TypeError, RecursionError):
                 continue                             # damaged: it counts for nothing anyway
             if path == old and not new.exists():
                 path.rename(new)
@@ -129,7 +132,7 @@ def told_of(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        print(present.printable(f"{what} is left out: {present.reason(error)}"), flush=True)
+        print(present.line(f"{what} is left out: {present.reason(error)}"), flush=True)
 
 
 def protection(trust: bool) -> str:
@@ -171,7 +174,7 @@ def grade_all(submissions: Sequence[Submission], out: Path, jobs: int, seed: int
 
 def tell(graded: Graded, which: str, before: Mapping[Submission, Kept | None]) -> None:
     """Print what became of a submission."""
-    who, lesson = present.printable(graded.submission.learner), graded.submission.lesson
+    who, lesson = present.line(graded.submission.learner), graded.submission.lesson
     print(f"{which} {who}, lesson {lesson}: {graded.points} of {sum(e.points for e in of_lesson(lesson))} points"
           f"{', some could not be checked' * graded.unchecked}{replaced(graded, before[graded.submission])}", flush=True)
 
@@ -294,7 +297,8 @@ def claimed(path: Path) -> scale.Claim | None:
 def hardware(claim: scale.Claim) -> str:
     """What Slurm says of the learner's job, and beside it what their file says of its devices, which nobody confirms."""
     said = [f"confirmed: {claim.slurm or 'the job, not its devices'}"] if claim.confirmed else []
-    return "; ".join([*said, f"claimed: {claim.devices}"] if claim.devices or not said else said).removesuffix(": ")
+    devices = "; ".join(map(present.foreign, claim.devices.split("; ")))
+    return "; ".join([*said, f"claimed: {devices}"] if claim.devices or not said else said).removesuffix(": ")
 
 
 def note(claim: scale.Claim) -> str:
@@ -317,10 +321,17 @@ def graded_before(out: Path, seed: int) -> dict[str, dict[str, str]]:
 
 def settle_seed(out: Path, seed: int | None) -> int:
     """The seed of the hidden inputs: as given, or that of the run which this one goes on with, or a new one."""
-    path = out / "seed"
-    if seed is None and path.is_file() and path.read_text(encoding="utf-8").strip().isdigit():
-        return int(path.read_text(encoding="utf-8"))
-    return secrets.randbits(128) if seed is None else seed
+    if seed is not None:
+        return seed
+    try:
+        text = (out / "seed").read_bytes()[:100].strip()
+    except FileNotFoundError:
+        return secrets.randbits(128)
+    except OSError as error:
+        raise CourseError(f"{out}/seed cannot be read ({error.strerror}): all that was graded here was graded with it") from error
+    if not text.isdigit() or len(text) > 50:         # of bytes: the digits of ASCII alone
+        raise CourseError(f"{out}/seed holds no number: bring it back from a copy, or remove it, and all is graded anew")
+    return int(text)
 
 
 def seed_of(exercise: Exercise, seed: int) -> int:
@@ -340,7 +351,7 @@ def grade(submission: Submission, out: Path, seed: int, before: Graded | None = 
     before: what an earlier try found. Only what it could not check is then tried, as long as these seconds are not over.
     """
     who = f"{submission.learner}, lesson {submission.lesson}"
-    print(present.printable(f"grading {who}{' again, alone' * bool(before)}"), flush=True)
+    print(present.line(f"grading {who}{' again, alone' * bool(before)}"), flush=True)
     exercises, until = of_lesson(submission.lesson), time.monotonic() + seconds
     try:
         submission = with_reading(submission)
@@ -411,7 +422,8 @@ def recall(submission: Submission, out: Path, seed: int) -> Graded | None:
     found = result(kept_at(submission, out))
     if not found or any(found[0].get(name) != value for name, value in key(submission, seed).items()):
         return None
-    return Graded(submission, found[1])
+    whole = {verdict.exercise for verdict in found[1]} == {exercise.name for exercise in of_lesson(submission.lesson)}
+    return Graded(submission, found[1]) if whole else None
 
 
 def earlier(out: Path, submissions: Sequence[Submission]) -> list[Graded]:
@@ -433,8 +445,10 @@ def result(path: Path) -> Kept | None:
         verdicts = tuple(Verdict(**{**v, "facts": tuple(Fact(**fact) for fact in v["facts"])}) for v in kept["verdicts"])
         told = {"learner": str(kept["learner"]), "lesson": str(kept["lesson"]), "notebook": str(kept.get("notebook", "")),
                 "date": float(kept.get("date", 0))}
+        if not all(isinstance(verdict.exercise, str) for verdict in verdicts):
+            return None
         return kept | told, verdicts
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
 
@@ -491,7 +505,7 @@ def junit(graded: Sequence[Graded], path: Path) -> None:
     for one in graded:
         failed, errors = (sum(not v.passed and v.unchecked is machine for v in one.verdicts) for machine in (False, True))
         suite = ElementTree.SubElement(root, "testsuite", tests=str(len(one.verdicts)), failures=str(failed), errors=str(errors),
-                                       name=f"{present.printable(one.submission.learner)}, lesson {one.submission.lesson}")
+                                       name=f"{present.line(one.submission.learner)}, lesson {one.submission.lesson}")
         for verdict in one.verdicts:
             case = ElementTree.SubElement(suite, "testcase", name=verdict.exercise, classname=f"lesson {one.submission.lesson}")
             if not verdict.passed:

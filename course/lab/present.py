@@ -4,6 +4,7 @@ One that is `graded` shows neither the seed nor what the answer printed: both wo
 """
 
 import os
+import re
 from html import escape
 
 from course.errors import CourseError, ran_out
@@ -77,6 +78,18 @@ def html(verdict: Verdict, graded: bool = False) -> str:
 def printable(text: str) -> str:
     """Without control characters, which could play tricks on a terminal."""
     return "".join(char if char.isprintable() or char in "\n\t" else "�" for char in text)
+
+
+def line(text: str) -> str:
+    """The same as one line, for a name that somebody else has chosen."""
+    return printable(text).replace("\n", "�").replace("\t", "�")
+
+
+def foreign(text: str) -> str:
+    """Words that a learner has chosen, to stand in a sentence of ours: as they are if plain, else in quotes, without what
+    separates our own statements."""
+    plain = re.fullmatch(r"[\w.%/()+,=\[\] -]{0,200}", text) and "confirmed" not in text.lower()
+    return text if plain else '"' + re.sub(r"[\";:]", "'", line(text)) + '"'
 
 
 def reason(error: BaseException) -> str:

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -78,11 +78,12 @@ def one(file: File, wanted: Sequence[Exercise] = ()) -> Reading:
     return several([file], wanted=wanted)[0]
 
 
-def several(files: Sequence[File], known: Mapping[str, str] | None = None, wanted: Sequence[Exercise] = ()) -> list[Reading]:
+def several(files: Sequence[File], known: Mapping[str, str] | None = None, wanted: Sequence[Exercise] = (),
+            last: bool = False) -> list[Reading]:
     """The files of one learner, read in the sandbox.
 
     known: the lessons of files that need no reading, by their digests. Those that come last are read first: where all together
-    take too long or are too large, earlier ones are left out.
+    take too long or are too large, earlier ones are left out. last: keep the code of the last one of each lesson alone.
     """
     found: dict[int, Reading] = {}
     left, spent, total = list(range(len(files)))[::-1], 0.0, 0
@@ -99,7 +100,7 @@ def several(files: Sequence[File], known: Mapping[str, str] | None = None, wante
                     here.append(number)
                     size, total = size + len(content), total + len(content)
             if here:
-                spent = batch(folder, files, here, found, size, (spent, most), wanted)
+                spent = batch(folder, files, here, found, size, (spent, most), wanted, last)
     return [found[number] for number in range(len(files))]
 
 
@@ -142,7 +143,7 @@ def short_of_room(need: float) -> str:
 
 
 def batch(folder: Path, files: Sequence[File], numbers: Sequence[int], found: dict[int, Reading], size: int,
-          seconds: tuple[float, float], wanted: Sequence[Exercise]) -> float:
+          seconds: tuple[float, float], wanted: Sequence[Exercise], last: bool) -> float:
     """Read the files of a folder; seconds: of computing, spent so far and those that there are. Returns what is spent then."""
     left, (spent, most) = list(numbers), seconds
     while left and spent < most:
@@ -161,6 +162,9 @@ def batch(folder: Path, files: Sequence[File], numbers: Sequence[int], found: di
         took = 0.0
         while left and os.path.lexists(folder / f"{left[0]}.json"):
             took = accept(folder, left[0], found, took)
+            lesson = found[left[0]].lesson
+            if last and lesson and any(number > left[0] and other.lesson == lesson for number, other in found.items()):
+                found[left[0]] = replace(found[left[0]], answers={})        # which takes memory
             left.pop(0)
         spent += took
         if not left:

@@ -32,7 +32,7 @@ from course.lab.check import Fact, Verdict, against, finding
 from course.lab.cluster import fields
 from course.lab.exercise import Exercise, find
 from course.lab.platforms import Platform
-from course.lab.present import MARKS, outcome
+from course.lab.present import MARKS, foreign, outcome
 from course.lab.submissions import files, lesson_of, normal_path, of_lesson, owner
 from course.meet import lost
 from course.parallel.mesh import World, abandon, join, leave
@@ -344,7 +344,8 @@ def numbers(exercises: Mapping[str, Mapping[str, Any]], own: Mapping[Any, Any]) 
     parts = [f"{name} {float(one['seconds']):.3g} s on {int(one['ranks'])} ranks, "
              f"the library's {float(one['reference_seconds']):.3g}"
              for name, one in exercises.items() if "reference_seconds" in one]
-    return "; ".join([*parts, *(f"{name} = {value}" for name, value in plain(own).items())])[:1000]
+    told = (f"{foreign(name)} = {foreign(str(value))}" for name, value in plain(own).items())
+    return "; ".join([*parts, *told])[:1000]
 
 
 def confirm(told: dict[str, Any]) -> tuple[bool, str]:

@@ -159,7 +159,7 @@ def collect_one(learner: str, paths: Sequence[Path], folder: Path, platform: Pla
     names = [path.relative_to(folder) for path in paths]
     handed = [reading.File(path, str(name), parts_of(path.stem)[1]) for path, name in zip(paths, names, strict=True)]
     try:
-        readings = reading.several(handed, known)
+        readings = reading.several(handed, known, last=True)
     except Exception as error:                       # such as a full disk: this learner's alone, and no mark
         readings = [Reading(file.name, "", file.lesson, failure=present.reason(error)) for file in handed]
     for path, name, found in zip(paths, names, readings, strict=True):

@@ -1,5 +1,7 @@
 """What is found on a simulated disk after a crash."""
 
+import time
+
 import pytest
 
 from course.lab.disk import KINDS, Disk
@@ -59,3 +61,29 @@ def test_what_is_not_there_may_be_removed():
     disk.write("f", b"1")
     disk.remove("leftover")
     assert disk.files() == {"f": b"1"}
+
+
+def test_a_folder_that_doubles_at_every_level_is_refused_at_once():
+    """Renamed between folders that are flushed at different moments, a folder is in both; so is what is in it, level by level."""
+    disk, path, begin = Disk(), "r", time.monotonic()
+    disk.write("r/x", b"1")
+    disk.flush()
+    with pytest.raises(ValueError, match="this disk takes"):
+        for _ in range(40):
+            disk.write(f"{path}/A/C/l", b"2")
+            disk.flush(f"{path}/A")
+            disk.write(f"{path}/B/x", b"3")
+            disk.rename(f"{path}/A/C", f"{path}/B/C")
+            disk.flush(f"{path}/B")
+            disk.flush(path)
+            path += "/B/C"
+    assert time.monotonic() - begin < 10
+
+
+def test_a_disk_takes_so_many_files_and_such_long_names():
+    disk = Disk()
+    with pytest.raises(ValueError, match="200 files"):
+        for number in range(300):
+            disk.write(f"{number}", b"")
+    with pytest.raises(ValueError, match="255 letters"):
+        Disk().write(300 * "x", b"")

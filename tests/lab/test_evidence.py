@@ -78,3 +78,10 @@ def test_a_damaged_record_of_a_job_is_none(course):
 @pytest.mark.parametrize(("nodes", "count"), [("n1", 1), ("n[1-2]", 2), ("gpu[003-005,017],login1", 5), ("rack[1-2]n[1-4]", 8)])
 def test_nodes_are_counted(nodes, count):
     assert evidence.node_count(nodes) == count
+
+
+def test_a_run_cannot_be_called_confirmed_by_its_name(course):
+    runs = evidence.gather(REPORT, course)
+    runs["undisturbed: confirmed: job 7 of ann ran on 8 nodes; x"] = runs["preempted"] | {"job": None}
+    said = evidence.judge(runs, "ann", lambda number: ({}, None))
+    assert ": confirmed:" not in said

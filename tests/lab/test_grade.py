@@ -460,6 +460,23 @@ def test_every_exercise_has_a_seed_of_its_own_out_of_128_bits(tmp_path):
     assert grade.settle_seed(tmp_path, None) == seeds[0] and grade.settle_seed(tmp_path, 7) == 7
 
 
+@pytest.mark.parametrize("damaged", ["", "x", "²", "9" * 5000, "[" * 5000])
+def test_a_damaged_seed_is_a_sentence(tmp_path, damaged):
+    """A new one would grade the rest of a class on other inputs without a word."""
+    (tmp_path / "seed").write_text(damaged, encoding="utf-8")
+    with pytest.raises(CourseError, match="seed holds no number"):
+        grade.settle_seed(tmp_path, None)
+
+
+@pytest.mark.parametrize("damaged", [
+    "[" * 100_000, '{"verdicts": [{"exercise": 7, "facts": []}], "learner": "a", "lesson": "00"}', "[]"])
+def test_a_damaged_result_counts_for_nothing(tmp_path, damaged):
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "ann-00.json").write_text(damaged)
+    grade.rename(tmp_path)
+    assert grade.graded_before(tmp_path, 1) == {} and grade.earlier(tmp_path, []) == []
+
+
 @pytest.mark.slow
 @pytest.mark.xdist_group(str(Path(__file__).with_name("test_lessons.py")))     # which take all cores, too: one after another
 @isolated

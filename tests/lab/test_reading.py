@@ -208,3 +208,12 @@ def test_no_room_to_read_a_notebook_is_nobodys_fault_and_tried_again(tmp_path, m
     assert {name: row["points"] for name, row in marks(tmp_path / "out").items()} == {"ann": "2", "bob": "2"} and failed
     told = capsys.readouterr().out
     assert "No space left on device" in told and "grading bob, lesson 00 again, alone" in told
+
+
+def test_only_the_last_notebook_of_a_lesson_keeps_its_code(tmp_path):
+    """Else a learner's notebooks, each with a megabyte of code, would fill the memory of who grades."""
+    for number in range(3):
+        (tmp_path / f"{number}.ipynb").write_text(notebook(RIGHT, course={"lesson": "00"}))
+    found = reading.several([File(tmp_path / f"{number}.ipynb", str(number), "") for number in range(3)], last=True)
+    assert [each.lesson for each in found] == ["00"] * 3
+    assert [bool(each.answers) for each in found] == [False, False, True]
