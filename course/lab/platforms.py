@@ -7,12 +7,18 @@
     Moodle       Mia Muster_123_assignsubmission_file_/FILE              or that and the file's name in one
 
 Dates in names say which attempt is the last: those of unpacked files may all be of the download.
+
+A platform writes its own part first, and then the name that the learner chose for the file. That name can look like another
+platform's, or another learner's, so the leftmost reading counts, and only the pattern that most files in the folder fit.
 """
 
+import os
 import re
+import time
 import unicodedata
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import lru_cache
@@ -23,13 +29,15 @@ import yaml
 
 from course.errors import CourseError
 
-BRIGHTSPACE = re.compile(r"(?P<first>\d+)-(?P<second>\d+) - (?P<name>.+) - (?P<date>(?:\d{4}-\d\d?-\d\d?|[^-]*\d{4})[^-]*?)"
-                         r"(?: - (?P<file>.+))?")
-BLACKBOARD = re.compile(r"(?P<head>.+_(?P<user>[^_]+))_attempt_(?P<date>\d{4}(?:-\d\d){5})(?:_(?P<file>.+))?(?:\.txt)?")
+BRIGHTSPACE = re.compile(r"(?P<first>\d+)-(?P<second>\d+) - (?P<rest>.+)", re.DOTALL)
+DATED = re.compile(r"(?:\d{4}-\d\d?-\d\d?|[^-]*\d{4})[^-]*")                        # a part of Brightspace's name
+BLACKBOARD = re.compile(r"_attempt_(?P<date>\d{4}(?:-\d\d){5})(?=_|\.txt$|$)")
 GRADESCOPE = re.compile(r"submission_\d+")
-CANVAS = re.compile(r"(?P<name>[^_]+)(?:_(?i:LATE))?_(?P<user>\d+)_(?P<number>\d+)_(?P<file>.+)")
-ANONYMOUS = re.compile(r"(?P<name>anon)(?:_(?i:LATE))?_(?P<user>[A-Za-z0-9]{5})_(?P<number>\d+)_(?P<file>.+)")
-MOODLE = re.compile(r"(?P<name>.+)_(?P<user>\d+)_assignsubmission_(?:file|onlinetext)_?(?P<file>.*)")
+CANVAS = re.compile(r"(?:(?P<name>[^_]+)(?:_(?i:LATE))?_(?P<user>\d+)"
+                    r"|(?P<anon>anon)(?:_(?i:LATE))?_(?P<code>[A-Za-z0-9]{5}))_(?P<number>\d+)_(?P<file>.+)", re.DOTALL)
+MOODLE = re.compile(r"_(?P<user>\d+)_assignsubmission_(?:file|onlinetext)")
+NOTEBOOKS = (".ipynb", ".py", ".result.json")        # how the names end that say of which platform a folder is
+SLACK = 86400.0                                      # seconds by which clocks and time zones may differ
 METADATA = "submission_metadata.yml"                 # of Gradescope
 LARGEST = 20_000_000                                 # bytes of it
 DEEPEST = 50                                         # lists and tables in one another there
@@ -50,6 +58,8 @@ class Attempt(NamedTuple):
     moment: float = 0.0                              # when it was handed in, as a timestamp; 0: they do not say
     number: int = 0                                  # of two attempts the later has the higher one
     name: str = ""                                   # the learner's, without what may be the attempt's number
+    doubt: int = 0                                   # of two files that name one learner, the one with less doubt is theirs
+    head: str = ""                                   # Blackboard's name up to the attempt: assignment and user
 
 
 @dataclass(frozen=True)
@@ -60,46 +70,115 @@ class Platform:
     heads: frozenset[str] = frozenset()              # Blackboard's names up to the attempt, of which the user is not certain
     submitters: Mapping[str, tuple[str, float]] = field(default_factory=dict)    # Gradescope's, and when they handed it in
     problem: str = ""                                # why Gradescope's file cannot be used, if it is there
+    kind: str | None = None                          # whose pattern most files fit; "": nobody's; None: look at each name
+    mixed: bool = False                              # some files do not fit it
 
     @classmethod
     def of(cls, folder: Path, lesson_of: Any) -> "Platform":
         """That of what lies in a folder; lesson_of: which lesson a file's name says."""
-        names = sorted(path.name for path in folder.iterdir())
+        paths = [path for path in folder.iterdir() if not path.name.startswith((".", "__MACOSX")) and not path.is_symlink()]
+        names = sorted(normal(path.name) for path in paths)
         try:
             found, problem = submitters(folder / METADATA), ""
         except CourseError as error:
             found, problem = {}, str(error)
-        return cls(distinct(names), uncertain(names, lesson_of), found, problem)
+        folders = {normal(path.name) for path in paths if path.is_dir()}
+        files = [name for name in names if name not in folders and name.lower().endswith(NOTEBOOKS)]
+        kind, mixed = common(files) if files else common(folders)
+        heads = uncertain(names, lesson_of) if kind == "blackboard" else frozenset[str]()
+        return cls(distinct(names, folders), heads, found, problem, kind, mixed)
 
     def attempt(self, path: Path) -> Attempt:
         """What a file's path, below the folder, says."""
-        first = path.parts[0]
+        first, inside = path.parts[0], len(path.parts) > 1
         later = max((int(found[1]) for part in path.parts[1:-1] for found in [TRY.search(part)] if found), default=0)
-        if found := BRIGHTSPACE.fullmatch(first):
-            learner = f"{found['name']}_{found[self.numbered]}" if self.numbered else found["name"]
-            return Attempt(learner, moment(found["date"]), later, found["name"])
-        if found := BLACKBOARD.fullmatch(first):
-            learner = found["head"] if found["head"] in self.heads else found["user"]
-            return Attempt(learner, moment(found["date"]), later, found["user"])
         if first in self.submitters:
-            return Attempt(*self.submitters[first], later, self.submitters[first][0])
-        moodle = MOODLE.fullmatch(first)
-        if moodle and (len(path.parts) == 1 or not moodle["file"]):
-            return Attempt(f"{moodle['name']}_{moodle['user']}", 0.0, later)
-        if len(path.parts) > 1:
+            whose, when = self.submitters[first]
+            return Attempt(whose, past(when), later, whose)
+        kinds = set(READERS) if self.kind is None else {self.kind} | ({"brightspace", "moodle"} if inside else set())
+        doubt = int(self.mixed and not inside)
+        if "brightspace" in kinds and (found := brightspace(first, inside)):
+            learner = f"{found['name']}_{found[self.numbered]}" if self.numbered else found["name"]
+            return Attempt(learner, past(moment(found["date"])), later, found["name"], doubt)
+        if "blackboard" in kinds and (found := blackboard(first)):
+            learner = found["head"] if found["head"] in self.heads else found["user"]
+            return Attempt(learner, past(moment(found["date"])), later, found["user"], doubt, found["head"])
+        if "moodle" in kinds and (found := moodle(first, inside)):
+            twice = 0 if inside else 2 * (len({mark["user"] for mark in MOODLE.finditer(first)}) > 1)
+            return Attempt(f"{found['name']}_{found['user']}", 0.0, later, "", max(doubt, twice))
+        if inside:
             return Attempt(first, 0.0, later)
-        if canvas := CANVAS.fullmatch(first) or ANONYMOUS.fullmatch(first):
-            return Attempt(f"{canvas['name']}_{canvas['user']}", 0.0, int(canvas["number"]))
+        if "canvas" in kinds and (found := canvas(first)):
+            return Attempt(f"{found['name']}_{found['user']}", 0.0, int(found["number"]), "", doubt)
         return Attempt()
 
 
-def distinct(names: Iterable[str]) -> str:
-    """Which of Brightspace's two numbers differs from learner to learner: "first", "second", or "" where neither does."""
-    found = [match for match in map(BRIGHTSPACE.fullmatch, names) if match]
+def common(names: Iterable[str]) -> tuple[str, bool]:
+    """The platform whose pattern more than half of the names fit, or "", and whether some do not fit it."""
+    names = list(names)
+    fitting = {kind: sum(bool(read(name)) for name in names) for kind, read in READERS.items()}
+    kind = max(fitting, key=lambda kind: fitting[kind])
+    return (kind, fitting[kind] < len(names)) if 2 * fitting[kind] > len(names) else ("", False)
+
+
+def brightspace(name: str, inside: bool = False) -> dict[str, str] | None:
+    """The parts of Brightspace's name for a file, or for the folder that it is inside; None if it is none.
+
+    A folder's name ends with the date. In a file's the first date is Brightspace's, the rest is the learner's; a part that only
+    looks like a date, such as `Class 2026`, may belong to the name.
+    """
+    if not (found := BRIGHTSPACE.fullmatch(name)):
+        return None
+    parts = found["rest"].split(" - ")
+    dates = [at for at in range(1, len(parts)) if DATED.fullmatch(parts[at])]
+    if not dates:
+        return None
+    ends = inside and dates[-1] == len(parts) - 1
+    date = dates[-1] if ends else next((at for at in dates if moment(parts[at])), dates[0])
+    return {"first": found["first"], "second": found["second"], "name": " - ".join(parts[:date]), "date": parts[date]}
+
+
+def blackboard(name: str) -> dict[str, str] | None:
+    """The parts of Blackboard's name for a file, up to the first attempt in it; None if it is none."""
+    mark = BLACKBOARD.search(name)
+    assignment, _, user = name[:mark.start()].rpartition("_") if mark else ("", "", "")
+    if not mark or not assignment or not user:
+        return None
+    return {"head": f"{assignment}_{user}", "user": user, "date": mark["date"], "file": name[mark.end():].removeprefix("_")}
+
+
+def moodle(name: str, inside: bool = False) -> dict[str, str] | None:
+    """The parts of Moodle's name for a file, by its first mark, or for the folder that it is inside, which ends with the mark."""
+    marks = [mark for mark in MOODLE.finditer(name) if mark.start() and (not inside or name[mark.end():] in ("", "_"))]
+    return {"name": name[:marks[0].start()], "user": marks[0]["user"]} if marks else None
+
+
+def canvas(name: str) -> dict[str, str] | None:
+    """The parts of Canvas's name for a file; None if it is none."""
+    if not (found := CANVAS.fullmatch(name)):
+        return None
+    return {"name": found["name"] or found["anon"], "user": found["user"] or found["code"], "number": found["number"]}
+
+
+READERS: Mapping[str, Callable[[str], dict[str, str] | None]] = {
+    "brightspace": brightspace, "blackboard": blackboard, "moodle": moodle, "canvas": canvas}
+
+
+def past(when: float) -> float:
+    """A date, or 0 if it lies in the future: such a one would outdo every later attempt."""
+    return when if when <= time.time() + SLACK else 0.0
+
+
+def distinct(names: Iterable[str], folders: Iterable[str] = ()) -> str:
+    """Which of Brightspace's two numbers differs from learner to learner: "first", "second", or "" where neither does.
+
+    A name counts up to its first hyphen: what comes after it may be an odd file's.
+    """
+    found = [parts for name in names if (parts := brightspace(name, name in folders))]
     for number in ("first", "second"):
         learners = defaultdict[str, set[str]](set)
-        for match in found:
-            learners[match[number]].add(match["name"])
+        for parts in found:
+            learners[parts[number]].add(parts["name"].split(" - ")[0])
         if all(len(those) == 1 for those in learners.values()):
             return number
     return ""
@@ -109,8 +188,8 @@ def uncertain(names: Iterable[str], lesson_of: Any) -> frozenset[str]:
     """Blackboard's names in which the user's may have an underscore: two that end alike have handed in the same lesson."""
     users = defaultdict[tuple[str, str], set[str]](set)
     for name in names:
-        if match := BLACKBOARD.fullmatch(name):
-            users[match["user"], lesson_of(Path(match["file"] or ""))].add(match["head"])
+        if parts := blackboard(name):
+            users[parts["user"], lesson_of(Path(parts["file"]))].add(parts["head"])
     return frozenset(head for (_, lesson), heads in users.items() if lesson and len(heads) > 1 for head in heads)
 
 
@@ -202,3 +281,17 @@ def likeness(name: str) -> tuple[str, ...]:
         if not AGAIN.fullmatch(word) and not (before in TRIES.split() and word.isdecimal()):
             kept.append(word)
     return tuple(sorted(kept))
+
+
+def normal(text: str) -> str:
+    """A name of the file system's with umlauts in one piece each, whatever the locale and the encoding of whoever packed it."""
+    raw = os.fsencode(text)
+    for encoding in ("utf-8", "cp1252", "latin-1"):
+        with suppress(UnicodeDecodeError):
+            return unicodedata.normalize("NFC", raw.decode(encoding))
+    return text
+
+
+def normal_path(path: Path) -> Path:
+    """The same of all names of a path."""
+    return Path(normal(str(path)))

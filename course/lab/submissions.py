@@ -2,12 +2,11 @@
 
 import os
 import re
-import unicodedata
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -19,7 +18,7 @@ from course.lab import cells, lessons, own, present, reader, reading
 from course.lab import exercise as exercises
 from course.lab.check import Verdict, examine, unread
 from course.lab.exercise import Exercise
-from course.lab.platforms import BLACKBOARD, GRADESCOPE, METADATA, Platform, likeness
+from course.lab.platforms import GRADESCOPE, METADATA, Platform, blackboard, likeness, normal, normal_path
 from course.lab.reading import Reading
 
 NAMED = re.compile(r"(?P<owner>.*?)[_ -]?(?P<lesson>\d\d)_[A-Za-z][\w -]*?(?:-Copy\d+| \(\d+\)|-\d+)?$")     # LEARNER_01_baseline
@@ -125,10 +124,7 @@ def collect(folder: Path, tell: Callable[[str], object] = lambda learner: None,
         with noted(str(path.relative_to(folder)), notes):
             dated.append((order(path, folder, platform), path))
     paths = [path for _, path in sorted(dated)]
-    whose: dict[str, list[Path]] = {}
-    for path in paths:
-        with noted(str(path.relative_to(folder)), notes):
-            whose.setdefault(owner(path.relative_to(folder), platform), []).append(path)
+    whose = owners(folder, paths, platform, notes)
 
     def read(learner: str) -> tuple[list[Submission], list[str]]:
         tell(learner)
@@ -148,10 +144,37 @@ def collect(folder: Path, tell: Callable[[str], object] = lambda learner: None,
     return sorted(found, key=lambda s: (s.learner, s.lesson)), notes
 
 
+def owners(folder: Path, paths: Iterable[Path], platform: Platform, notes: list[str]) -> dict[str, list[Path]]:
+    """The files of each learner, in the same order, with a note on what may be another's: that is left out.
+
+    A name that can be read in two ways never counts beside one that cannot.
+    """
+    whose: dict[str, list[tuple[int, Path]]] = {}
+    spelled: dict[str, set[str]] = defaultdict(set)
+    for path in paths:
+        name = path.relative_to(folder)
+        with noted(str(name), notes):
+            learner = owner(name, platform)
+            whose.setdefault(learner, []).append((platform.attempt(normal_path(name)).doubt, path))
+            spelled[learner].add(written(name, platform))
+            if len(name.parts) == 1 and not platform.attempt(normal_path(name)).learner and owner(name) != learner:
+                notes.append(f"{name} looks like a learning platform's file, but most others do not: it counts as {learner}'s")
+    for learner, names in spelled.items():
+        if len(names) > 1:
+            notes.append(f"{' and '.join(sorted(map(ascii, names)))} are the name {learner} in different encodings, and count as "
+                         "one learner: if they are two, rename one")
+    for learner, files in whose.items():
+        least = min(doubt for doubt, _ in files)
+        notes += [f"{path.relative_to(folder)} is left out: its name does not settle whether it is {learner}'s, who has another; "
+                  "if it is, rename it like that one" for doubt, path in files if doubt > least]
+        whose[learner] = [(doubt, path) for doubt, path in files if doubt == least]
+    return {learner: [path for _, path in files] for learner, files in whose.items()}
+
+
 def collect_one(learner: str, paths: Sequence[Path], folder: Path, platform: Platform,
                 known: Mapping[str, str]) -> tuple[list[Submission], list[str]]:
     """One learner's submissions, the last of each lesson, and notes; paths: of all notebooks, the last one last."""
-    newest: dict[str, Submission] = {}
+    newest: dict[tuple[str, str], Submission] = {}   # by the lesson and Blackboard's name, in which the user's is not certain
     notes: list[str] = []
     if len(paths) > MOST_NOTEBOOKS:
         notes.append(f"{learner} has more than {MOST_NOTEBOOKS} notebooks: earlier ones are left out")
@@ -166,15 +189,17 @@ def collect_one(learner: str, paths: Sequence[Path], folder: Path, platform: Pla
         with noted(str(name), notes):
             if not (lesson := settle_lesson(found, name, notes)):
                 continue
-            if earlier := newest.get(lesson):
+            told = platform.attempt(normal_path(name))
+            if earlier := newest.get((lesson, told.head)):
                 notes.append(f"{earlier.path.relative_to(folder)} is replaced by the later {name}")
             if len(name.parts) == 1 and learner == normal(path.stem) and parts_of(path.stem)[1]:
                 notes.append(f"{name} names no learner, and counts as one of that name: call it LEARNER_{name}, or give the "
                              "folder above")
             if GRADESCOPE.fullmatch(name.parts[0]) and learner == name.parts[0]:
                 notes.append(f"{learner} names no learner, and counts as one of that name: put Gradescope's {METADATA} beside it")
-            newest[lesson] = Submission(learner, lesson, path, platform.attempt(normal_path(name)).moment, found)
-    return list(newest.values()), notes
+            newest[lesson, told.head] = Submission(learner, lesson, path, told.moment, found)
+    heads = Counter(lesson for lesson, _ in newest)
+    return [replace(one, learner=head or learner) if heads[lesson] > 1 else one for (lesson, head), one in newest.items()], notes
 
 
 @contextmanager
@@ -233,7 +258,7 @@ def notebooks(folder: Path, notes: list[str]) -> Iterator[Path]:
     for path in files(folder, notes):
         parts = path.relative_to(folder).parts
         if path.suffix.lower() not in (".ipynb", ".py"):
-            platforms = path.name in (METADATA, "index.html") or (path.suffix == ".txt" and BLACKBOARD.fullmatch(path.name))
+            platforms = path.name in (METADATA, "index.html") or (path.suffix == ".txt" and blackboard(path.name))
             if len(parts) == 1 and path.is_file() and not path.name.endswith(".result.json") and not platforms:
                 notes.append(f"{path.name} is no notebook: left out")
             continue
@@ -293,7 +318,11 @@ def owner(path: Path, platform: Platform | None = None) -> str:
     As the platform says; nbgrader: `student/assignment/file`; else the first folder, or the file's name without the lesson's. An
     umlaut is the same however it is encoded: macOS takes it apart.
     """
-    path = normal_path(path)
+    return written(normal_path(path), platform)
+
+
+def written(path: Path, platform: Platform | None = None) -> str:
+    """The same as the file's name is encoded."""
     return (platform or Platform()).attempt(path).learner or parts_of(path.stem)[0] or path.stem
 
 
@@ -313,17 +342,3 @@ def names() -> list[str]:
     """Of the lessons that are there, as notebooks or as masters: 01_baseline."""
     files = (path for folder in ("notebooks", "solutions") for path in (lessons.ROOT / folder).glob("[0-9][0-9]_*"))
     return sorted({path.stem.lower() for path in files if path.suffix in (".ipynb", ".py")})
-
-
-def normal(text: str) -> str:
-    """A name of the file system's with umlauts in one piece each, whatever the locale and the encoding of whoever packed it."""
-    raw = os.fsencode(text)
-    for encoding in ("utf-8", "cp1252", "latin-1"):
-        with suppress(UnicodeDecodeError):
-            return unicodedata.normalize("NFC", raw.decode(encoding))
-    return text
-
-
-def normal_path(path: Path) -> Path:
-    """The same of all names of a path."""
-    return Path(normal(str(path)))

@@ -172,3 +172,98 @@ def test_gradescopes_file_makes_no_much_of_little(tmp_path, text, learner):
     assert [one.learner for one in found] == [learner or "submission_11"]
     told = [note for note in notes if "submission_metadata.yml cannot be used: it is no export of Gradescope's" in note]
     assert bool(told) != bool(learner)
+
+
+BLACK, LATE = "Lab 0_{}_attempt_2026-03-03-10-1{}-00_", "attempt_9998-01-01-00-00-00"
+NAMED_BY_LEARNERS = {
+    "blackboard": (BLACK.format("bob", 6) + FILE, f"{BLACK.format('evil', 5)}x_bob_{LATE}_homework.ipynb", "evil"),
+    "blackboard, the lesson": (BLACK.format("bob", 6) + FILE, f"{BLACK.format('evil', 5)}x_bob_{LATE}_{FILE}", "evil"),
+    "blackboard, a line": (BLACK.format("bob", 6) + FILE, f"{BLACK.format('evil', 5)}\n_bob_{LATE}_{FILE}", "evil"),
+    "blackboard, words": ("Lab_0_attempt_bob_attempt_2026-03-03-10-15-00_" + FILE,
+                          f"Lab_0_attempt_evil_attempt_2026-03-03-10-15-00_bob_{LATE}_{FILE}", "evil"),
+    "blackboard, like moodle": (BLACK.format("bob", 6) + FILE,
+                                f"{BLACK.format('evil', 5)}_1_assignsubmission_file_{FILE}", "evil"),
+    "moodle": ("Bob B_123_assignsubmission_file_" + FILE,
+               "Evil E_124_assignsubmission_file_Bob B_123_assignsubmission_file_" + FILE, "Evil E_124"),
+    "moodle, a ghost": ("Bob B_123_assignsubmission_file_" + FILE,
+                        "Evil E_124_assignsubmission_file_G_90_assignsubmission_file_" + FILE, "Evil E_124"),
+    "moodle, like blackboard": ("Bob B_123_assignsubmission_file_" + FILE,
+                                f"Evil E_124_assignsubmission_file_x_Bob B_123_{LATE}_{FILE}", "Evil E_124"),
+    "canvas": ("bob_4711_815_" + FILE, f"evil_4712_816_x_bob_4711_{LATE}_{FILE}", "evil_4712"),
+    "canvas, like moodle": ("bob_4711_815_" + FILE, "evil_4712_816_bob_4711_assignsubmission_file_" + FILE, "evil_4712"),
+    "brightspace": ("1-222 - Bob - 3 March, 2026 1015 AM - " + FILE,
+                    "3-222 - Evil - 3 March, 2026 1015 AM - Bob - 3 March, 2030 1015 AM - " + FILE, "Evil_3"),
+    "brightspace, one number": ("9-9 - Bob - 3 March, 2026 1015 AM - " + FILE,
+                                "9-9 - Evil - 3 March, 2026 1015 AM - Bob - 3 March, 2030 1015 AM - " + FILE, "Evil"),
+    "none": ("bob_" + FILE, f"evil_x_bob_{LATE}_{FILE}", "evil_x_bob_" + LATE),
+}
+
+
+@pytest.mark.parametrize("name", NAMED_BY_LEARNERS)
+def test_a_files_name_never_makes_it_anothers(tmp_path, name):
+    honest, hostile, evil = NAMED_BY_LEARNERS[name]
+    found, _ = collected(tmp_path, honest, hostile, dates=(1e9, 2e9))
+    assert found.pop(evil) == hostile and list(found.values()) == [honest]
+
+
+def test_many_files_of_one_learner_make_no_platform_of_a_folder(tmp_path):
+    """They outnumber the others' and look like Blackboard's: whose they are is not certain, so they are left out."""
+    hostile = [f"evil_x_bob_{LATE}_{number}_{FILE}" for number in range(3)]
+    found, notes = collected(tmp_path, "bob_" + FILE, *hostile)
+    assert found == {"bob": "bob_" + FILE} and all(f"{path} is left out" in notes for path in hostile)
+
+
+def test_a_display_name_like_anothers_file_is_left_out(tmp_path):
+    bob, evil = (f"Bob B_123_assignsubmission_file_{more}{FILE}" for more in ("", "666_assignsubmission_file_"))
+    found, notes = collected(tmp_path / "files", bob, evil, dates=(1e9, 2e9))
+    assert found == {"Bob B_123": bob} and f"{evil} is left out" in notes
+    evil = "Bob B_123_assignsubmission_file_666_assignsubmission_file_/" + FILE
+    assert len(collected(tmp_path / "folders", "Bob B_123_assignsubmission_file_/" + FILE, evil)[0]) == 2
+
+
+def test_users_alike_after_an_underscore_stay_two_whatever_their_files_names(tmp_path):
+    names = ["Lab_0_a_muster_attempt_2026-03-03-10-15-00_" + FILE, "Lab_0_b_muster_attempt_2026-03-05-16-30-00_homework.ipynb"]
+    assert collected(tmp_path, *names)[0] == {"Lab_0_a_muster": names[0], "Lab_0_b_muster": names[1]}
+
+
+def test_an_odd_name_leaves_the_numbers_of_others_be(tmp_path):
+    """Without folders, two of the same name stay two."""
+    odd = "3-222 - Evil - 3 March, 2026 1017 AM - a - Evil - 3 March, 2026 1015 AM - " + FILE
+    found, _ = collected(tmp_path, *(f"{number}-222 - {name} - 3 March, 2026 1015 AM - {FILE}"
+                                     for number, name in ((1, "Mia Muster"), (2, "Mia Muster"), (3, "Evil"))), odd)
+    assert sorted(found) == ["Evil_3", "Mia Muster_1", "Mia Muster_2"] and found["Evil_3"] == odd
+
+
+def test_a_year_in_a_name_is_no_date(tmp_path):
+    name = "1-222 - Mia - Class 2026 - 3 March, 2026 1015 AM - notes 2026.ipynb"
+    assert list(collected(tmp_path, name)[0]) == ["Mia - Class 2026_1"]
+
+
+def test_a_date_in_the_future_does_not_count(tmp_path):
+    honest, future = BLACK.format("mia", 5) + FILE, "Lab 0_mia_attempt_9998-01-01-00-00-00_" + FILE
+    assert collected(tmp_path, future, honest)[0] == {"mia": honest}
+
+
+def test_a_file_added_by_hand_leaves_the_platforms_be(tmp_path):
+    names = [BLACK.format(name, 5) + FILE for name in ("mia", "ben")] + ["zoe_" + FILE]
+    assert collected(tmp_path, *names)[0] == dict(zip(("mia", "ben", "zoe"), names, strict=True))
+
+
+def test_names_in_different_encodings_that_become_one_are_told(tmp_path):
+    raw = os.fsencode(tmp_path)
+    for name in ("J\u00f6rg".encode(), "Jo\u0308rg".encode(), "J\u00f6rg".encode("latin-1"), b"Mia"):
+        os.mkdir(raw + b"/" + name)
+        with open(raw + b"/" + name + b"/" + FILE.encode(), "w", encoding="utf-8") as file:
+            file.write(classroom.nbformat.writes(classroom.notebook("00")))
+    told = [note for note in collect(tmp_path)[1] if "in different encodings" in note]
+    assert len(told) == 1 and r"'J\udcf6rg' and 'J\xf6rg' and 'Jo\u0308rg' are the name Jörg" in told[0]
+
+
+def test_a_folder_by_hand_beside_blackboards_files_keeps_its_name(tmp_path):
+    names = [BLACK.format("mia", 5) + FILE, "mia/" + FILE]
+    assert collected(tmp_path, *names)[0] == {"Lab 0_mia": names[0], "mia": names[1]}
+
+
+def test_a_name_of_a_platforms_in_a_folder_of_none_is_told(tmp_path):
+    odd = f"Lab 0_evil_{LATE}_{FILE}"
+    assert f"{odd} looks like a learning platform's file" in collected(tmp_path, "bob_" + FILE, "mia_" + FILE, odd)[1]
