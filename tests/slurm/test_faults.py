@@ -146,7 +146,7 @@ def test_a_full_disk_costs_checkpoints_and_nothing_else(first, runs):
 def test_a_data_file_that_is_gone_is_named_with_the_cure(first):
     state, log = first["data"]
     told = "\n".join(cause(log)[:3])
-    assert state == "FAILED" and re.search(r"1980\.h5 cannot be opened .* restore the file", told), log
+    assert state == "FAILED" and re.search(r"1980\.h5 cannot be read .* restore the file", told), log
 
 
 def test_a_second_job_is_refused_and_told_who_writes_the_run(first, runs):
