@@ -205,8 +205,7 @@ def fuse(model: Any, attention: bool = True) -> nn.Module:
             block.forward = forward.__get__(block)
             for linear in branches(block):
                 set_apart(linear)
-    whole: nn.Module = model
-    return whole
+    return model
 
 
 def can_pack(attn: Any) -> bool:

@@ -129,7 +129,7 @@ def examine(exercise: Exercise, answer: Sequence[Piece], seed: int, hidden: bool
             output, late = output + ended.output, run.kind == "late"
             expected.result()                        # where ours does not run either, nothing is known about the answer
             if run.machine and (believing or not run.doubtful):
-                return no_verdict(exercise, run, seed, hidden)
+                return no_verdict(exercise, run.machine, seed, hidden)
             found, hint = judge(exercise, run, seed, hidden, size, looking)
             facts += found
             if not all(fact.held for fact in found):
@@ -143,9 +143,9 @@ def unread(exercise: Exercise, problem: str, hint: str, seed: int = 0) -> Verdic
     return Verdict(exercise.name, (Fact(False, problem),), hint, seed=seed, version=exercise.version, of=exercise.facts)
 
 
-def no_verdict(exercise: Exercise, run: Run, seed: int, hidden: bool) -> Verdict:
-    """The verdict where this machine failed while the answer ran."""
-    fact = Fact(False, f"it could not be checked on this machine ({run.machine})", tried=False)
+def no_verdict(exercise: Exercise, why: str, seed: int, hidden: bool) -> Verdict:
+    """The verdict where this machine failed: no mark, and tried again by the next run."""
+    fact = Fact(False, f"it could not be checked on this machine ({why})", tried=False)
     hint = "nothing for you to do: whoever grades runs it again" if hidden else f"mend that, and {AGAIN}"
     return Verdict(exercise.name, (fact,), hint, seed=seed, version=exercise.version, unchecked=True)
 

@@ -69,7 +69,7 @@ class Disk:
 
     def files(self) -> Files:
         """What a program sees."""
-        return {path: file.data for path, file in some(self.root, "early")}
+        return {path: file.data for path, file in listed(self.root, "early")}
 
     def _parent(self, path: str, make: bool = False) -> tuple[Folder, str]:
         *folders, name = path.split("/")
@@ -86,7 +86,7 @@ class Disk:
     def _note(self) -> None:
         for kind in KINDS:
             self.crashes.append({path: file.data if file.safe else file.data[:len(file.data) // 2]
-                                 for path, file in some(self.root, kind)})
+                                 for path, file in listed(self.root, kind)})
 
 
 KINDS = ("late", "early", "unlucky", "outer")
@@ -99,7 +99,7 @@ def there(folder: Folder, name: str, path: str) -> File | Folder:
     return folder.now[name]
 
 
-def some(folder: Folder, kind: str) -> list[tuple[str, File]]:
+def listed(folder: Folder, kind: str) -> list[tuple[str, File]]:
     """What `walk` finds; ValueError if that is more than anybody writes."""
     found = list(islice(walk(folder, kind), MOST + 1))
     if len(found) > MOST or any(len(path) > LONGEST for path, _ in found):

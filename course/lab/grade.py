@@ -26,7 +26,7 @@ from xml.etree import ElementTree
 from course.errors import CourseError
 from course.files import atomic, sha256
 from course.lab import cells, present, reading, sandbox, scale, shut
-from course.lab.check import Fact, Verdict, reference
+from course.lab.check import Fact, Verdict, no_verdict, reference
 from course.lab.exercise import Exercise, all_exercises, find
 from course.lab.reading import short_of_room
 from course.lab.submissions import Submission, collect, judge, of_lesson
@@ -237,12 +237,11 @@ def take_in(folder: Path, graded: Sequence[Graded], out: Path) -> list[scale.Cla
     They change no mark: correctness is what grading found itself. One that came with an earlier notebook, and not with the
     learner's new one, is forgotten.
     """
-    came: dict[tuple[str, str], list[Path]] | None = None
     with told_of("every result file"):
         came = scale.result_files(folder)
-    for one in graded if came is not None else []:
-        with told_of(f"the result file of {one.submission.learner}, lesson {one.submission.lesson},"):
-            take_in_one((came or {}).get((one.submission.learner, one.submission.lesson), []), one, out)
+        for one in graded:
+            with told_of(f"the result file of {one.submission.learner}, lesson {one.submission.lesson},"):
+                take_in_one(came.get((one.submission.learner, one.submission.lesson), []), one, out)
     claims = list(filter(None, map(claimed, sorted((out / "claims").glob("*.json")))))
     (out / "claims.csv").unlink(missing_ok=True)     # written below, if there are any
     if claims:
@@ -394,11 +393,9 @@ def with_reading(submission: Submission) -> Submission:
 
 
 def unchecked(exercise: Exercise, error: BaseException | str, seed: int) -> Verdict:
-    """The verdict where this machine failed: no mark, and tried again by the next run."""
+    """The verdict where this machine failed with an error, or as a sentence says."""
     why = error if isinstance(error, str) else present.reason(error)
-    fact = Fact(False, f"it could not be checked on this machine ({why})", tried=False)
-    return Verdict(exercise.name, (fact,), "nothing for you to do: whoever grades runs it again", seed=seed,
-                   version=exercise.version, unchecked=True)
+    return no_verdict(exercise, why, seed, hidden=True)
 
 
 def kept_at(submission: Submission, out: Path) -> Path:

@@ -82,7 +82,7 @@ def printable(text: str) -> str:
 
 def line(text: str) -> str:
     """The same as one line, for a name that somebody else has chosen."""
-    return printable(text).replace("\n", "�").replace("\t", "�")
+    return "".join(char if char.isprintable() else "�" for char in text)
 
 
 def foreign(text: str) -> str:

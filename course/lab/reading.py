@@ -34,8 +34,7 @@ BATCH = 200_000_000                                  # bytes that are copied for
 TOLD = 10_000_000                                    # bytes of what the reader says of one file
 RESERVE = 100_000_000                                # bytes that stay free, for whatever else needs the disk
 BUSY = "reading it did not end: this machine is too busy"
-_first = threading.Lock()                            # of several threads one finds out how answers are isolated here
-_ready = threading.Event()
+_first = threading.Lock()                            # of several threads one makes the package, and finds out what isolates
 
 
 class File(NamedTuple):
@@ -187,13 +186,9 @@ def batch(folder: Path, files: Sequence[File], numbers: Sequence[int], found: di
 def started(folder: Path, limits: Limits) -> sandbox.Outcome:
     """Run the reader on a folder."""
     with _first:
-        package = blanked(())
-        command = [sys.executable, "-m", "course.lab.reader", str(folder)]
-        if not _ready.is_set():
-            ended = sandbox.run(command, folder, [package], {"PYTHONPATH": str(package)}, limits)
-            _ready.set()
-            return ended
-    return sandbox.run(command, folder, [package], {"PYTHONPATH": str(package)}, limits)
+        package, layers = blanked(()), sandbox.layers()
+    command = [sys.executable, "-m", "course.lab.reader", str(folder)]
+    return sandbox.run(command, folder, [package], {"PYTHONPATH": str(package)}, limits, layers)
 
 
 def blamed(ended: sandbox.Outcome) -> tuple[str, str]:

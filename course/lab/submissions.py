@@ -154,10 +154,10 @@ def owners(folder: Path, paths: Iterable[Path], platform: Platform, notes: list[
     for path in paths:
         name = path.relative_to(folder)
         with noted(str(name), notes):
-            learner = owner(name, platform)
-            whose.setdefault(learner, []).append((platform.attempt(normal_path(name)).doubt, path))
+            learner, told = owner(name, platform), platform.attempt(normal_path(name))
+            whose.setdefault(learner, []).append((told.doubt, path))
             spelled[learner].add(written(name, platform))
-            if len(name.parts) == 1 and not platform.attempt(normal_path(name)).learner and owner(name) != learner:
+            if len(name.parts) == 1 and not told.learner and owner(name) != learner:
                 notes.append(f"{name} looks like a learning platform's file, but most others do not: it counts as {learner}'s")
     for learner, names in spelled.items():
         if len(names) > 1:
