@@ -75,15 +75,22 @@ def suffer(fault: str) -> None:
                 pass
 
 
-def afflict(fault: str, step: int) -> None:
-    """A run in this process suffers in that step. A disk has room again four steps later; `pause` makes all later steps slow."""
+def afflict(fault: str, step: int, mine: bool = True) -> None:
+    """A run in this process suffers in that step. A disk has room again four steps later; `pause` makes all later steps slow.
+
+    A file is lost only when all ranks have begun to train: then every rank calls this, and `mine` says whether it is the one.
+    """
+    import torch.distributed as dist
+
     from course import train
 
     real: Any = train.train_loader
 
     def loader(*arguments: Any) -> Iterator[Any]:
         for number, batch in enumerate(real(*arguments), 1):
-            if number == step:
+            if number == step and fault == "lose":
+                dist.barrier()
+            if number == step and mine:
                 suffer(fault)
             if number >= step and fault == "pause":
                 time.sleep(0.2)
