@@ -7,11 +7,12 @@ DATA   ?= data/weather-32x64
 RUNS   ?= runs
 NAME   ?= default
 
-.PHONY: help env demo test lint lab doctor docs clean
+.PHONY: help env demo test core lint lab doctor docs clean
 
 help:
 	@echo "make demo    make a small atmosphere, train a forecast model on it, score and draw its forecasts (minutes)"
 	@echo "make test    run the tests          make lint    check style and types"
+	@echo "make core    run only the tests of the mathematics: models, parallelism, the step (under two minutes)"
 	@echo "make lab     start JupyterLab       make doctor  say what this machine has"
 	@echo "make docs    build the site of guides, lessons and library into site/html; ANSWERS=1: with answers, site/answers"
 	@echo "make env     set up $(VENV) only      make clean   remove $(VENV) and caches; runs and data stay"
@@ -38,6 +39,11 @@ demo: env
 test: env
 	@echo "== Running the tests (those marked slow run in .ci/run)"
 	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadgroup
+
+CORE := tests/models tests/parallel tests/training/test_step.py tests/test_rooms.py
+core: env
+	@echo "== Running the tests of the mathematics: mappings, models, every kind of parallelism, the step"
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadgroup $(CORE)
 
 lint: env
 	$(BIN)/ruff check .

@@ -14,7 +14,7 @@ HERE = Path(__file__).parent
 
 
 class WithLessons(build_py):
-    """Copies to course/given what course/lab/given.py names."""
+    """Copies to course/given what course/lab/grading/shipped_files.py names."""
 
     def run(self) -> None:
         if self.editable_mode:
@@ -23,7 +23,7 @@ class WithLessons(build_py):
         package = Path(self.build_lib, "course")
         shutil.rmtree(package, ignore_errors=True)   # an earlier build's, whose files may be gone here
         super().run()
-        for name in runpy.run_path(str(HERE / "course/lab/given.py"))["files"](HERE):
+        for name in runpy.run_path(str(HERE / "course/lab/grading/shipped_files.py"))["list_files"](HERE):
             (package / "given" / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(HERE / name, package / "given" / name)
 

@@ -17,12 +17,12 @@ from pkgutil import walk_packages
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = "course/perf/results"
+RESULTS = "course/bench/results"
 sys.path.insert(0, str(ROOT))
 
 import course  # noqa: E402
 import course.lab  # noqa: E402
-from course.lab import lessons  # noqa: E402
+from course.lab.authoring import lessons  # noqa: E402
 
 project = "Deep Learning at Scale"
 html_title = project
@@ -31,7 +31,7 @@ include_patterns = ["README.md", "docs/**.md", "submit/*.md", "data/README.md", 
 exclude_patterns = [".*", "site", "build", "runs", "grades", "data/*/**", "notebooks/*_mine*", "notebooks/.*"]
 extensions = ["myst_nb", "sphinx.ext.autodoc"]
 html_theme = "furo"
-html_copy_source = False                             # the sources hold what `prepared` leaves out
+html_copy_source = False                             # the sources hold what `prepare_batch` leaves out
 html_show_sourcelink = False
 
 nb_execution_mode = "off"                            # `course lessons build` executes them
@@ -98,13 +98,13 @@ def without_answers(blank: dict[str, Any], solved: dict[str, Any]) -> dict[str, 
 def secrets(solved: dict[str, Any]) -> list[str]:
     """The statements of a lesson's answers that tell something, without white space, as they stand in JSON."""
     lines = [line for cell in solved["cells"] for line in lessons.answer_lines("".join(cell["source"]))]
-    squeezed = [json.dumps(lessons.squeezed(line))[1:-1] for line in lines]
-    return [line for line in squeezed if len(line) >= lessons.SMALLEST_LEAK]
+    squeezed = [json.dumps(lessons.without_spaces(line))[1:-1] for line in lines]
+    return [line for line in squeezed if len(line) >= lessons.MIN_LEAK]
 
 
 def tells(output: str, told: list[str]) -> bool:
     """Whether an output shows a statement of an answer, as source code that is shown after an exercise does."""
-    plain = lessons.squeezed(output.replace("\\n", ""))
+    plain = lessons.without_spaces(output.replace("\\n", ""))
     return any(line in plain for line in told)
 
 

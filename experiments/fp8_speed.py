@@ -18,13 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from course import fp8, te
+from course.bench import timing
+from course.bench.command_line import command
+from course.bench.layout_harness import PROFILE, Row, Stack, batch_of, forward_backward, measure, randomize
 from course.config import FP8, Config, Parallel, Train
+from course.fp8 import native, transformer_engine
 from course.parallel import World, build_mesh, joined, parallelize
-from course.perf import bench, flops
-from course.perf.command import command
-from course.perf.harness import PROFILE, Row, Stack, batch_of, forward_backward, measure, randomize
-from course.step import Progress, build_compute
+from course.planner import flops
+from course.training.step import Progress, build_compute
 
 Size = tuple[int, int, int]                         # width, depth, heads
 BF16 = Config(train=Train(), precision="bf16")
@@ -37,23 +38,23 @@ def cases(device: torch.device) -> dict[str, tuple[Config, bool, bool]]:
 
     found = {"bf16": (BF16, False, True), "bf16, compiled": (BF16, True, True)}
     for recipe in ("delayed", "current"):
-        found |= {f"by hand, {recipe}": (eight(recipe=recipe), False, True),
-                  f"by hand, {recipe}, compiled": (eight(recipe=recipe), True, True)}
+        found |= {f"native, {recipe}": (eight(recipe=recipe), False, True),
+                  f"native, {recipe}, compiled": (eight(recipe=recipe), True, True)}
     if device.type == "cuda" and importlib.util.find_spec("transformer_engine"):
         found["TE, bf16"] = (eight(by="te"), False, False)
         found |= {f"TE, {recipe}": (eight(by="te", recipe=recipe), False, True) for recipe in ("delayed", "current", "block")}
     return found
 
 
-def build(config: Config, world: World, size: Size, enabled: bool) -> tuple[Any, fp8.Scaling]:
+def build(config: Config, world: World, size: Size, enabled: bool) -> tuple[Any, native.Scaling]:
     """The stack, with the same random weights in every case, and its scales."""
     mesh = build_mesh(Parallel(), world)
     with torch.device("meta"):
         model: Any = Stack(*size, causal=True)
-    scaling = fp8.convert(model, config, mesh)
-    model = fp8.prepare(parallelize(model, mesh, config.parallel), scaling)
+    scaling = native.convert(model, config, mesh)
+    model = native.prepare(parallelize(model, mesh, config.parallel), scaling)
     torch.manual_seed(0)
-    return te.convert(randomize(model, world.device, torch.float32), config, mesh, enabled), scaling
+    return transformer_engine.convert(randomize(model, world.device, torch.float32), config, mesh, enabled), scaling
 
 
 def stacks(world: World, size: Size, samples: int, tokens: int) -> Iterator[Row]:
@@ -69,7 +70,7 @@ def stacks(world: World, size: Size, samples: int, tokens: int) -> Iterator[Row]
             model.compile()
         once = forward_backward(model, build_mesh(Parallel(), world), batch, precision=config.precision)
 
-        def run(once: Callable[[], object] = once, scaling: fp8.Scaling = scaling) -> None:
+        def run(once: Callable[[], object] = once, scaling: native.Scaling = scaling) -> None:
             once()
             scaling.update(good)
 
@@ -83,7 +84,7 @@ def stacks(world: World, size: Size, samples: int, tokens: int) -> Iterator[Row]
         torch._dynamo.reset()
 
 
-def loss_of(model: Any, config: Config, world: World, batch: dict[str, Tensor], scaling: fp8.Scaling) -> float:
+def loss_of(model: Any, config: Config, world: World, batch: dict[str, Tensor], scaling: native.Scaling) -> float:
     """The loss of a pass forward and backward."""
     compute = build_compute(model, Progress.start(config, world.device), config, build_mesh(Parallel(), world))
     loss = compute(batch).item()
@@ -100,24 +101,24 @@ def parts(world: World, dim: int, rows: int) -> Iterator[Row]:
         x, dy = (torch.randn(rows, width, device=device, dtype=torch.bfloat16) for width in (k, n))
         w = torch.randn(n, k, device=device)
         w16 = w.bfloat16()
-        x8, x8t = fp8.quantize(x, one, amax, fp8.E4M3, True, True)
-        w8, w8t = fp8.quantize(w, one, amax, fp8.E4M3, True, True)
-        g8, g8t = fp8.quantize(dy, one, amax, fp8.E5M2, True, True)
+        x8, x8t = native.quantize(x, one, amax, native.E4M3, True, True)
+        w8, w8t = native.quantize(w, one, amax, native.E4M3, True, True)
+        g8, g8t = native.quantize(dy, one, amax, native.E5M2, True, True)
 
         runs: dict[str, Callable[[], object]] = {
             "y, bf16": partial(torch.mm, x, w16.t()), "dx, bf16": partial(torch.mm, dy, w16),
             "dW, bf16": partial(torch.mm, dy.t(), x),
-            "y": partial(fp8.multiply, x8, w8.t(), one, one, torch.bfloat16, fast=True),
-            "dx": partial(fp8.multiply, g8, w8t.t(), one, one, torch.bfloat16, fast=False),
-            "dW": partial(fp8.multiply, g8t, x8t.t(), one, one, torch.float32, fast=False),
-            "dx, fast": partial(fp8.multiply, g8, w8t.t(), one, one, torch.bfloat16, fast=True)}
+            "y": partial(native.multiply, x8, w8.t(), one, one, torch.bfloat16, fast=True),
+            "dx": partial(native.multiply, g8, w8t.t(), one, one, torch.bfloat16, fast=False),
+            "dW": partial(native.multiply, g8t, x8t.t(), one, one, torch.float32, fast=False),
+            "dx, fast": partial(native.multiply, g8, w8t.t(), one, one, torch.bfloat16, fast=True)}
         for what, run in runs.items():
-            ms = bench.seconds(run, device) * 1e3
+            ms = timing.seconds(run, device) * 1e3
             yield {"case": f"{name}: {what}", "ms": ms, "tflops": 2 * rows * n * k / ms / 1e9}
-        for what, tensor, kind in (("x", x, fp8.E4M3), ("W", w, fp8.E4M3), ("dy", dy, fp8.E5M2)):
-            ms = bench.seconds(partial(fp8.quantize, tensor, one, amax, kind, True, True), device) * 1e3
+        for what, tensor, kind in (("x", x, native.E4M3), ("W", w, native.E4M3), ("dy", dy, native.E5M2)):
+            ms = timing.seconds(partial(native.quantize, tensor, one, amax, kind, True, True), device) * 1e3
             moved = tensor.numel() * (tensor.element_size() + 2)
-            copied = bench.copy(moved / 2e6, device) * 1e3
+            copied = timing.copy(moved / 2e6, device) * 1e3
             yield {"case": f"{name}: cast {what}", "ms": ms, "tb_per_s": moved / ms / 1e9, "copy_ms": copied}
 
 
@@ -125,9 +126,9 @@ def main(file: Path, small: bool) -> None:
     """Measure, print, and write the rows as JSON."""
     with joined("cpu" if small else "auto") as world:
         if world.device.type == "cuda":
-            fp8.check_device(world.device)
+            native.check_device(world.device)
         size, (samples, tokens) = ((64, 2, 4), (2, 24)) if small else ((4096, 8, 32), (8, 2048))
-        found: dict[str, Any] = {**bench.machine(world.device), "command": "python -m experiments.fp8_speed FILE", "rows": [],
+        found: dict[str, Any] = {**timing.machine(world.device), "command": "python -m experiments.fp8_speed FILE", "rows": [],
                                  "parts": []}
         for kind, rows in (("rows", stacks(world, size, samples, tokens)), ("parts", parts(world, size[0], samples * tokens))):
             for row in rows:

@@ -4,8 +4,9 @@
     gate, add and modulated LayerNorm       x + gate · y, and of that the same
     gate and add                            x + gate · y
 
-Each forward and backward, in bf16, without torch.compile, with it, and by `course.between` with it; on a CPU tiny, with --small.
-Bytes: what a kernel has to read and write at least, in both directions. Timed in a CUDA graph, so that no launch is waited for.
+Each forward and backward, in bf16, without torch.compile, with it, and by `course.ops.fused_add_norm` with it; on a CPU tiny,
+with --small. Bytes: what a kernel has to read and write at least, in both directions. Timed in a CUDA graph, so that no launch is
+waited for.
 """
 
 import json
@@ -17,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from course import between
-from course.files import atomic
+from course.bench import timing
+from course.bench.command_line import command
 from course.models.dit import modulate, plain_norm
+from course.ops import fused_add_norm
 from course.parallel import joined
-from course.perf import bench
-from course.perf.command import command
+from course.utils.atomic_files import atomic
 
 SIZES = ((64, 256, 1152), (32, 1024, 1152), (4, 4096, 3072))            # samples, tokens, width: DiT-XL/2 at 256 and 512 px, 3B
 Step = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, ...]]
@@ -47,17 +48,17 @@ def steps(width: int) -> dict[str, tuple[Step, int]]:
 
 
 def by_hand(width: int) -> dict[str, Step]:
-    """The same steps by `course.between`."""
+    """The same steps by `course.ops.fused_add_norm`."""
     eps = plain_norm(width).eps
 
     def first(x: Tensor, y: Tensor, shift: Tensor, scale: Tensor, gate: Tensor) -> tuple[Tensor, ...]:
-        return between.add_norm(x, None, None, scale, shift, eps, 1.0)[1:]
+        return fused_add_norm.add_norm(x, None, None, scale, shift, eps, 1.0)[1:]
 
     def second(x: Tensor, y: Tensor, shift: Tensor, scale: Tensor, gate: Tensor) -> tuple[Tensor, ...]:
-        return between.add_norm(x, y, gate, scale, shift, eps, 1.0)
+        return fused_add_norm.add_norm(x, y, gate, scale, shift, eps, 1.0)
 
     def third(x: Tensor, y: Tensor, shift: Tensor, scale: Tensor, gate: Tensor) -> tuple[Tensor, ...]:
-        return (between.Add.apply(x, y, gate, None),)
+        return (fused_add_norm.Add.apply(x, y, gate, None),)
 
     return dict(zip(steps(width), (first, second, third), strict=True))
 
@@ -65,7 +66,7 @@ def by_hand(width: int) -> dict[str, Step]:
 def timed(run: Callable[[], object], device: torch.device) -> float:
     """Seconds of a step, on a GPU replayed from a CUDA graph."""
     if device.type == "cpu":
-        return bench.seconds(run, device)
+        return timing.seconds(run, device)
     with torch.cuda.stream(torch.cuda.Stream(device)):
         for _ in range(3):
             run()
@@ -73,7 +74,7 @@ def timed(run: Callable[[], object], device: torch.device) -> float:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
-    return bench.seconds(graph.replay, device)
+    return timing.seconds(graph.replay, device)
 
 
 def both_ways(step: Step, inputs: list[Tensor]) -> Callable[[], object]:
@@ -112,7 +113,7 @@ def measure(device: torch.device, small: bool) -> list[dict[str, Any]]:
 def main(file: Path, small: bool) -> None:
     """Measure, and write the rows as JSON."""
     with joined("cpu" if small else "auto") as world:
-        found = {**bench.machine(world.device), "command": "python -m experiments.fused_kernels FILE" + " --small" * small,
+        found = {**timing.machine(world.device), "command": "python -m experiments.fused_kernels FILE" + " --small" * small,
                  "meaning": "steps of a DiT's block between matmuls, forward and backward, bf16, in a CUDA graph; bytes: the "
                             "least to be moved",
                  "rows": measure(world.device, small)}

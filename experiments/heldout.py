@@ -26,19 +26,20 @@ import torch
 import torch.distributed as dist
 
 from course import config as configuration
-from course import reshard
-from course.errors import CourseError
-from course.files import atomic
+from course.bench import gpu_pool, host_overhead_table, layout_harness, timing
+from course.bench.command_line import command
+from course.bench.gpu_pool import Row
+from course.bench.recorded_steps import RESULTS
+from course.convert import reshard
 from course.models import build_model
 from course.parallel import build_mesh, joined
-from course.perf import bench, flops, hardware, harness, host_table, lanes, memory, steptime
-from course.perf.command import command
-from course.perf.lanes import Row
-from course.perf.local import local_of
-from course.perf.recorded import RESULTS
-from course.perf.steptime import Time
-from course.report import memory_gb
-from course.train import assemble
+from course.planner import flops, hardware, memory, step_time
+from course.planner.rank_workload import workload_of
+from course.planner.step_time import Time
+from course.training.assemble import assemble
+from course.training.run_log import memory_gb
+from course.utils.atomic_files import atomic
+from course.utils.errors import CourseError
 
 SEEDS = {"heldout": 7, "heldout_2": 8, "heldout_3": 9, "heldout_4": 10}      # of the lists, by their names
 LAPS, LEAST = 5, 0.3                                 # laps of a step, and seconds of each
@@ -129,8 +130,8 @@ def listed(name: str) -> list[Row]:
 
 def predicted(row: Row, plain_step: float = 0.0) -> Time:
     """What is predicted of a configuration of a list on H200s. plain_step: seconds of a plain step on their host, if measured."""
-    local = local_of(configuration.load(row["preset"], row["settings"]), hardware.load("h200"), row["gpus"])
-    return steptime.time_of(replace(local, host=local.host.at(plain_step)) if plain_step else local)
+    local = workload_of(configuration.load(row["preset"], row["settings"]), hardware.load("h200"), row["gpus"])
+    return step_time.time_of(replace(local, host=local.host.at(plain_step)) if plain_step else local)
 
 
 def predicted_gb(row: Row) -> float:
@@ -159,12 +160,12 @@ def measure(of: str, name: str) -> Row:
         training: Any = assemble(config, build_mesh(config.parallel, world))
         batch = training.model.example(config.train.global_batch // config.parallel.dp, world.device)
         training.step(batch)
-        bench.wait(world.device)
+        timing.wait(world.device)
         first = memory_gb(world.device)
         torch.cuda.reset_peak_memory_stats()
         runs: dict[str, Callable[[], object]] = {"step": partial(training.step, batch),
-                                                 "plain": host_table.plain_step(world.device)}
-        seconds = {name: median(laps) for name, laps in harness.by_turns(runs, world, LAPS, LEAST).items()}
+                                                 "plain": host_overhead_table.plain_step(world.device)}
+        seconds = {name: median(laps) for name, laps in layout_harness.by_turns(runs, world, LAPS, LEAST).items()}
         peak = torch.tensor([memory_gb(world.device), first], device=world.device)
         if world.size > 1:
             dist.all_reduce(peak, dist.ReduceOp.MAX)
@@ -175,20 +176,20 @@ def measure(of: str, name: str) -> Row:
 
 def main(of: str, file: Path) -> None:
     """Measure a whole list, on as many GPUs at a time as each configuration needs, and write the rows."""
-    gpus = lanes.gpus_of("python -m experiments.heldout", False)
+    gpus = gpu_pool.gpus_of("python -m experiments.heldout", False)
     todo = listed(of)
     by_name = {row["name"]: row for row in todo}
-    head = {**bench.machine(torch.device("cuda")), "command": f"python -m experiments.heldout {of} FILE",
+    head = {**timing.machine(torch.device("cuda")), "command": f"python -m experiments.heldout {of} FILE",
             "meaning": f"whole training steps of the configurations of {of}.json: milliseconds, peak GB of the fullest rank; "
                        "plain_step: seconds of `host_table.plain_step`, measured by turns with them; predicted_ms, predicted_gb: "
                        "by the code that measured"}
-    rows = lanes.Rows(file, head, [row["name"] for row in todo], "name")
+    rows = gpu_pool.Rows(file, head, [row["name"] for row in todo], "name")
 
     def run(name: str, group: str) -> Row:
         program = ["-m", "experiments.heldout", "run", of, name]
         if "," in group:
             program = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={len(group.split(','))}", *program]
-        row = {"name": name, **lanes.start(program, group, timeout=240)}
+        row = {"name": name, **gpu_pool.start(program, group, timeout=240)}
         if "ms" in row:                              # what was said before anybody had looked
             about = by_name[name]
             row |= {"predicted_ms": 1e3 * predicted(about, row["plain_step"]).step, "predicted_gb": predicted_gb(about)}
@@ -199,7 +200,7 @@ def main(of: str, file: Path) -> None:
     for size in AXES:
         groups = [",".join(gpus[i:i + size]) for i in range(0, len(gpus) - size + 1, size)]
         if groups:
-            lanes.side_by_side([row["name"] for row in todo if row["gpus"] == size], run, groups, rows.add)
+            gpu_pool.side_by_side([row["name"] for row in todo if row["gpus"] == size], run, groups, rows.add)
 
 
 if __name__ == "__main__":

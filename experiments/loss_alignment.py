@@ -28,19 +28,22 @@ import torch
 from torch import Tensor, nn
 
 from course import config as configuration
-from course import random
+from course.bench import gpu_pool, timing
+from course.bench.command_line import command
+from course.bench.gpu_pool import Row
 from course.config import Config
-from course.data import corpus, digits, train_loader
-from course.errors import CourseError, nearest
-from course.files import atomic
+from course.data import train_loader
+from course.data.latents import digits
+from course.data.text import python_corpus
 from course.models import DiTConfig, build_model
+from course.ops.number_formats import parameter_dtype
 from course.parallel import build_mesh, joined, place_serial, placement
-from course.perf import bench, lanes
-from course.perf.command import command
-from course.perf.lanes import Row
-from course.precision import parameter_dtype
-from course.report import memory_gb
-from course.train import Training, assemble, global_loss
+from course.training.assemble import Training, assemble
+from course.training.run_log import memory_gb
+from course.training.trainer import global_loss
+from course.utils import random
+from course.utils.atomic_files import atomic
+from course.utils.errors import CourseError, did_you_mean
 
 STEPS, WINDOWS = 500, 20
 VOCABULARY, TINY_VOCABULARY = 32_768, 512           # of the tokens; the model of 1.3B has room for 50,304
@@ -108,7 +111,7 @@ def make_data(model: str, small: bool) -> None:
     if isinstance(config.model, DiTConfig):
         digits.make_digits(path, config.model.latent)
     else:
-        corpus.make(corpus.Python(path=str(path), vocab=TINY_VOCABULARY if small else VOCABULARY))
+        python_corpus.make(python_corpus.PythonCorpus(path=str(path), vocab=TINY_VOCABULARY if small else VOCABULARY))
 
 
 def settings(model: str, run: str, small: bool) -> Config:
@@ -151,14 +154,14 @@ def train(model: str, run: str, small: bool) -> Row:
 def follow(training: Training, batches: Any, frozen: bool) -> tuple[Tensor, float]:
     """Train all steps: (this rank's share of each loss, median milliseconds of a step in the later half)."""
     losses, laps, steps = [], [], training.config.train.steps
-    bench.wait(training.mesh.world.device)
+    timing.wait(training.mesh.world.device)
     begin = time.perf_counter()
     for number in range(steps):
         losses.append(training.step(next(batches))[0])
         if frozen and number == 0:
             training.scaling.update = lambda bad: None      # type: ignore[method-assign]
         if number % 20 == 19:
-            bench.wait(training.mesh.world.device)
+            timing.wait(training.mesh.world.device)
             now = time.perf_counter()
             laps.append((now - begin) / 20 * 1e3)
             begin = now
@@ -171,7 +174,7 @@ def start(job: str, gpus: str, small: bool) -> Row:
     program = ["-m", "experiments.loss_alignment", "run", model, run, *["--small"] * small]
     if run == TOKENS_APART:
         program = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *program]
-    row = lanes.start(program, gpus)
+    row = gpu_pool.start(program, gpus)
     print(f"{job:45s} {row.get('error') or f'''{row['ms']:7.1f} ms {row['memory_gb']:6.1f} GB, ends at {row['losses'][-1]}'''}",
           flush=True)
     return {"job": job, **row}
@@ -179,7 +182,7 @@ def start(job: str, gpus: str, small: bool) -> Row:
 
 def main(file: Path, jobs: list[str], small: bool) -> None:
     """Do all jobs, side by side on this machine's GPUs, and write the losses and what follows from them."""
-    gpus = lanes.gpus_of("experiments.loss_alignment", small)
+    gpus = gpu_pool.gpus_of("experiments.loss_alignment", small)
     found: dict[str, dict[str, Row]] = {job.split(" | ")[0]: {} for job in jobs}
     for model in found:
         make_data(model, small)
@@ -193,10 +196,10 @@ def main(file: Path, jobs: list[str], small: bool) -> None:
         return start(job, gpu, small)
 
     two = [job for job in jobs if job.endswith(TOKENS_APART)]
-    lanes.side_by_side([job for job in jobs if job not in two], run, gpus, done)
+    gpu_pool.side_by_side([job for job in jobs if job not in two], run, gpus, done)
     pairs = [",".join(pair) for pair in zip(gpus[::2], gpus[1::2], strict=False)] or [""] * small
     if pairs:
-        lanes.side_by_side(two, run, pairs, done)
+        gpu_pool.side_by_side(two, run, pairs, done)
     for model, rows in found.items():
         if not (verdict := judge(rows, settings(model, REFERENCE, small).train.steps // WINDOWS)):
             continue
@@ -213,7 +216,7 @@ def write(file: Path, found: dict[str, dict[str, Row]], small: bool) -> None:
         order = [run for run in RUNS if run in rows]
         models[model] = {"steps": config.train.steps, "batch": config.train.global_batch,
                          "runs": {run: rows[run] for run in order}, **judge(rows, config.train.steps // WINDOWS)}
-    record = {**bench.machine(torch.device("cpu" if small else "cuda")),
+    record = {**timing.machine(torch.device("cpu" if small else "cuda")),
               "command": "python -m experiments.loss_alignment FILE" + " --small" * small,
               "meaning": "losses of every step, from the same weights, on handwritten digits, enlarged, as latents, and on the "
                          "source text of Python's standard library; gap: to bf16, seed 0, in means of windows, a twentieth of "
@@ -228,7 +231,7 @@ def jobs_of(arguments: list[str], small: bool) -> list[str]:
     given = {key: names for key, _, names in (argument.partition("=") for argument in arguments)}
     for key in given:
         if key not in ("models", "runs"):
-            raise CourseError(f"there is no {key!r}{nearest(key, ('models', 'runs'))}: give models=A,B or runs=A;B")
+            raise CourseError(f"there is no {key!r}{did_you_mean(key, ('models', 'runs'))}: give models=A,B or runs=A;B")
     models = given["models"].split(",") if "models" in given else [*(TINY if small else MODELS)]
     gpu_alone = ("bf16, flash attention", "fp8 Transformer Engine") if small else ()
     runs = given["runs"].split(";") if "runs" in given else [run for run in RUNS if run not in gpu_alone]

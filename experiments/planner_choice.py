@@ -23,18 +23,19 @@ import torch
 import torch.distributed as dist
 
 from course import config as configuration
-from course.config import Config
-from course.errors import CourseError
-from course.files import atomic
+from course.bench import gpu_pool, layout_harness, timing
+from course.bench.command_line import command
+from course.bench.gpu_pool import Row
+from course.config import Config, validation
 from course.parallel import World, build_mesh, joined
-from course.perf import bench, hardware, harness, kernels, lanes, layouts, memory, steptime
-from course.perf.command import command
-from course.perf.hardware import Hardware
-from course.perf.lanes import Row
-from course.perf.plan import search
-from course.perf.variants import Choice, changed, settings
-from course.report import memory_gb
-from course.train import assemble
+from course.planner import hardware, kernel_efficiency, memory, step_time
+from course.planner.hardware import Hardware
+from course.planner.search import find_layouts
+from course.planner.search_space import Choice, changed, settings
+from course.training.assemble import assemble
+from course.training.run_log import memory_gb
+from course.utils.atomic_files import atomic
+from course.utils.errors import CourseError
 
 GPUS, LAPS = 4, 5
 NEAR = 3                                            # neighbours of the first choice
@@ -55,7 +56,7 @@ def cases_of(preset: str, own: Sequence[str], h: Hardware, gpus: int, most: int 
     """The planner's layouts, its first choice first, then neighbours of that: {preset, name, choice, settings, predicted_ms,
     predicted_gb}. choice: the place in the planner's list, 0 for a neighbour. most: so many of the planner's; 0: all."""
     config = configuration.load(preset, own)
-    plan = search(config, h, gpus)
+    plan = find_layouts(config, h, gpus)
     chosen = plan.layouts[:most or None]
     found = [case(preset, own, config, one.config, h, gpus, place) for place, one in enumerate(chosen, 1)]
     return found + [case(preset, own, config, one, h, gpus, 0) for one in neighbours(chosen[0].config, h)]
@@ -68,21 +69,22 @@ def neighbours(first: Config, h: Hardware) -> list[Config]:
     changes += [{"parallel.zero": not p.zero}] * (p.dp * p.cp > 1)
     changes += [{"train.recompute": "selective" if t.recompute == "none" else "none"}]
     changes += [{"parallel.sp": not p.sp}] * (p.tp > 1)
-    changes += [{"train.micro_batch": t.micro_batch * 2}] * (layouts.micro_batches(first) > 1)
+    changes += [{"train.micro_batch": t.micro_batch * 2}] * (validation.micro_batches(first) > 1)
     tried = [changed(first, change) for change in changes]
-    return [one for one in tried if one != first and not layouts.refusal(one) and memory.predict(one).total <= h.memory][:NEAR]
+    return [one for one in tried if one != first and not validation.refusal(one) and memory.predict(one).total
+            <= h.memory][:NEAR]
 
 
 def case(preset: str, own: Sequence[str], base: Config, config: Config, h: Hardware, gpus: int, choice: int) -> Row:
     """What is to be measured, and what is predicted of it."""
     chosen = [*own, *settings(config, base)]
     return {"preset": preset, "choice": choice, "name": " ".join([preset, *settings(config, base)]), "settings": chosen,
-            "predicted_ms": 1e3 * steptime.predict(config, h, gpus).step, "predicted_gb": memory.predict(config).allocated / 1e9}
+            "predicted_ms": 1e3 * step_time.predict(config, h, gpus).step, "predicted_gb": memory.predict(config).allocated / 1e9}
 
 
 def main(file: Path, small: bool) -> None:
     """Measure on all GPUs, model after model, and write the rows as they come."""
-    gpus = lanes.gpus_of("python -m experiments.planner_choice", small)
+    gpus = gpu_pool.gpus_of("python -m experiments.planner_choice", small)
     n = GPUS if small or len(gpus) >= GPUS else len(gpus) // 2 * 2
     if not n:
         raise CourseError("python -m experiments.planner_choice needs two GPUs, and this machine shows one: "
@@ -90,14 +92,14 @@ def main(file: Path, small: bool) -> None:
     h = (None if small else hardware.of_device(torch.cuda.get_device_name(0))) or hardware.load("h200")
     found = [row for preset, own in (TINY if small else MODELS).items()
              for row in cases_of(preset, own, h, n, 2 if small else 0)]
-    head = {**bench.machine(torch.device("cpu" if small else "cuda")), "command": "python -m experiments.planner_choice FILE",
-            "kernels": kernels.source(h), "predicted_for": h.name,
+    head = {**timing.machine(torch.device("cpu" if small else "cuda")), "command": "python -m experiments.planner_choice FILE",
+            "kernels": kernel_efficiency.source(h), "predicted_for": h.name,
             "meaning": f"{TOYS}; without it " * small + "whole training steps of the planner's layouts for "
                        f"{n} GPUs: milliseconds, peak GB of the fullest rank; choice: the place in its list, 0 a neighbour of "
                        "its first choice. verdict: the first choice's time over the fastest's"}
     if small:
         print(TOYS, flush=True)
-    rows = lanes.Rows(file, head, [row["name"] for row in found], "name")
+    rows = gpu_pool.Rows(file, head, [row["name"] for row in found], "name")
     with tempfile.TemporaryDirectory() as folder:
         cases = Path(folder) / "cases.json"
         cases.write_text(json.dumps(found), encoding="utf-8")
@@ -156,8 +158,8 @@ def measure(row: Row, world: World, laps: int) -> Row:
     training: Any = assemble(config, build_mesh(config.parallel, world))
     batch = training.model.example(config.train.global_batch // config.parallel.dp, world.device)
     training.step(batch)
-    bench.wait(world.device)
-    ms = harness.milliseconds(partial(training.step, batch), world, laps)
+    timing.wait(world.device)
+    ms = layout_harness.milliseconds(partial(training.step, batch), world, laps)
     peak = torch.tensor(memory_gb(world.device), device=world.device)
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     del training, batch

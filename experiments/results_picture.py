@@ -11,18 +11,18 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from course import pictures
-from course.perf.command import command
-from course.perf.recorded import RESULTS
+from course.bench.command_line import command
+from course.bench.recorded_steps import RESULTS
+from course.utils import plots
 
 OURS, THEIRS = "#0072B2", "#D55E00"                  # told apart by the colour-blind
-LADDER = {"TF32, files read in line": "tf32, read by the training process", "TF32": "tf32, on the device",
+ONE_GPU = {"TF32, files read in line": "tf32, read by the training process", "TF32": "tf32, on the device",
           "bf16": "bf16, on the device", "compiled": "bf16, compiled", "narrow stream": "bf16, compiled, narrow stream",
           "fed by threads": "bf16, compiled, threads", "fed by DALI": "bf16, compiled, DALI"}
-HAND = "compiled, narrow stream, kernels by hand, in a graph"
+HAND = "compiled, narrow stream, Triton kernels, in a graph"
 FP8, ENGINE = f"fp8, {HAND}", "fp8 by Transformer Engine"
 # label -> (file, our row, theirs), by name; what is compared is the time of a step
-RIVALS = {"GPT 124M: Hugging Face's GPT-2, compiled": ("gpt", f"124M: bf16, {HAND}",
+BASELINES = {"GPT 124M: Hugging Face's GPT-2, compiled": ("gpt", f"124M: bf16, {HAND}",
                                                        "124M: Hugging Face's GPT-2, bf16, compiled"),
           "GPT 1.3B, FP8: Transformer Engine": ("gpt", f"1.3B: {FP8}", f"1.3B: {ENGINE}"),
           "DiT-XL 256 px, FP8: Transformer Engine": ("dit", f"256 px: {FP8}", f"256 px: {ENGINE}"),
@@ -46,14 +46,14 @@ def row(file: str, name: str) -> dict[str, Any]:
     return max(found, key=lambda one: one.get("gpus", 1))
 
 
-def ladder() -> dict[str, float]:
-    """Samples/s of each rung of the ViT."""
-    return {label: row("vit", rung)["samples_per_s"] for label, rung in LADDER.items()}
+def one_gpu() -> dict[str, float]:
+    """Samples/s of each configuration of the ViT."""
+    return {label: row("vit", config)["samples_per_s"] for label, config in ONE_GPU.items()}
 
 
-def rivals() -> dict[str, float]:
+def baselines() -> dict[str, float]:
     """How many times as fast as the other library."""
-    return {label: row(file, theirs)["ms"] / row(file, ours)["ms"] for label, (file, ours, theirs) in RIVALS.items()}
+    return {label: row(file, theirs)["ms"] / row(file, ours)["ms"] for label, (file, ours, theirs) in BASELINES.items()}
 
 
 def four() -> dict[str, tuple[float, float]]:
@@ -66,11 +66,11 @@ def draw() -> Figure:
     """All three."""
     figure = Figure(figsize=(15, 4), layout="constrained")
     first, second, third = figure.subplots(1, 3)
-    steps = ladder()
+    steps = one_gpu()
     bars(first, steps, range(len(steps)), OURS, "{:.0f}")
     first.set_xlabel("samples/s")
     first.set_title("weather ViT, one H200")
-    times = rivals()
+    times = baselines()
     bars(second, times, range(len(times)), OURS, "{:.2f} x")
     second.axvline(1, color=THEIRS, linestyle="--")
     second.set_xlabel("times as fast as what stands after the colon")
@@ -98,4 +98,4 @@ def bars(axis: Any, values: dict[str, float], places: Iterable[float], colour: s
 
 if __name__ == "__main__":
     with command("FILE") as words:
-        print(f"wrote {pictures.save(draw(), Path(words[0]))}")
+        print(f"wrote {plots.save(draw(), Path(words[0]))}")

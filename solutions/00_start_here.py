@@ -57,7 +57,7 @@ lab.begin("00")
 # needs more than an *ok* for Python and PyTorch. Rows without a mark are plain facts, or things you can do without.
 
 # %%
-from course import doctor
+from course.cli import doctor
 
 doctor.show(doctor.examine())
 
@@ -67,12 +67,12 @@ doctor.show(doctor.examine())
 # Whatever a model is called, a training step comes down to two kinds of work: **arithmetic** on numbers, and **moving**
 # numbers between memory and the units that do the arithmetic. A machine has a ceiling for each: so many floating-point
 # operations a second (FLOP/s), so many bytes a second. You are going to measure both. On a busy machine every
-# measurement comes out too slow, so close other programs that compute; `quiet.look()` says whether any are left.
+# measurement comes out too slow, so close other programs that compute; `background_load.report()` says whether any are left.
 
 # %%
-from course.lab import quiet
+from course.lab.instruments import background_load
 
-quiet.look()
+background_load.report()
 
 # %% [markdown]
 # The arithmetic of deep learning is almost all matrix multiplication, so that is what we measure first.
@@ -87,11 +87,11 @@ my_flops_per_second = 100e9      # your prediction
 # %%
 import torch
 
-from course.perf import bench
+from course.bench import timing
 
 device = torch.device("cuda" if lab.gpu() else "cpu")
 side = 1024
-seconds = bench.matmul(side, side, side, torch.float32, device)
+seconds = timing.matmul(side, side, side, torch.float32, device)
 peak_flops = 2 * side**3 / seconds
 
 lab.beside("matrix multiplication, 1024 x 1024, float32", my_flops_per_second / 1e9, peak_flops / 1e9, "GFLOP/s")
@@ -108,8 +108,8 @@ lab.beside("matrix multiplication, 1024 x 1024, float32", my_flops_per_second / 
 # one lap of it:
 
 # %%
-lab.show("course.perf.bench.seconds")
-lab.show("course.perf.bench._lap")
+lab.show("course.bench.timing.seconds")
+lab.show("course.bench.timing._lap")
 
 # %% [markdown]
 # > **Question.** What does `wait` do, and why would every GPU look infinitely fast without it?
@@ -129,7 +129,7 @@ my_bytes_per_second = 40e9       # your prediction
 
 # %%
 megabytes = 1000 if lab.gpu() else 64
-peak_bytes = 2 * megabytes * 1e6 / bench.copy(megabytes, device)
+peak_bytes = 2 * megabytes * 1e6 / timing.copy(megabytes, device)
 
 lab.beside(f"copy of {megabytes} MB", my_bytes_per_second / 1e9, peak_bytes / 1e9, "GB/s")
 print(f"\nIn the time in which one byte moves, this machine does {peak_flops / peak_bytes:.1f} floating-point operations.")
@@ -224,7 +224,7 @@ points = {}
 for name, (m, k, n) in shapes.items():
     flops, moved = matmul_cost(m, k, n, itemsize=4)
     predicted = roofline_seconds(flops, moved, peak_flops, peak_bytes)
-    measured = bench.matmul(m, k, n, torch.float32, device)
+    measured = timing.matmul(m, k, n, torch.float32, device)
     points[name] = (flops / moved, flops / measured)
     print(f"{name:12} {predicted * 1e6:9.1f} us {measured * 1e6:9.1f} us   {measured / predicted:5.2f}")
 
@@ -238,9 +238,9 @@ for name, (m, k, n) in shapes.items():
 # them is your machine's balance. The marks are what you measured.
 
 # %%
-from course.lab import figures
+from course.lab.figures import style
 
-lab.picture(figures.roofline({"this machine": (peak_flops, peak_bytes)}, points, "Matrix multiplications on this machine"),
+lab.picture(style.roofline({"this machine": (peak_flops, peak_bytes)}, points, "Matrix multiplications on this machine"),
             "A roof that rises with arithmetic intensity and then is flat. Of six marks the two largest multiplications lie "
             "close to it, 128 tokens, 16 tokens and 64 x 64 below it, and 1 token on its slope or above it")
 
@@ -267,14 +267,14 @@ lab.picture(figures.roofline({"this machine": (peak_flops, peak_bytes)}, points,
 # > **Predict, before you move it:** at about how many tokens will the mark reach the ceiling of arithmetic?
 
 # %%
-from course.lab import widgets
+from course.lab.figures import widgets
 
 
 def layer_on_the_roof(tokens: int):
     """Where a layer of width 384 -> 1536 lies on this machine's roofline, at so many tokens."""
     flops, moved = matmul_cost(tokens, 384, 1536, itemsize=4)
     best = flops / roofline_seconds(flops, moved, peak_flops, peak_bytes)
-    return figures.roofline({"this machine": (peak_flops, peak_bytes)}, {f"{tokens} tokens": (flops / moved, best)},
+    return style.roofline({"this machine": (peak_flops, peak_bytes)}, {f"{tokens} tokens": (flops / moved, best)},
                             "A layer of width 384 to 1536, at best")
 
 
@@ -306,7 +306,7 @@ my_bytes_ratio = 100             # and the same for bytes a second
 # %%
 h200 = lab.results("ceilings_h200")["ceilings"]
 if lab.gpu():
-    mine = bench.ceilings(device, largest=8192)
+    mine = timing.ceilings(device, largest=8192)
     print({name: lab.number(value / 1e12) for name, value in mine.items()}, "TFLOP/s; copy: TB/s")
 lab.recorded("ceilings_h200", {name: {"TFLOP/s": h200[f"matmul {name}"] / 1e12,
                                       "FLOPs for each byte that moves": h200[f"matmul {name}"] / h200["copy"]}
@@ -345,7 +345,7 @@ lab.beside("memory traffic, H200 over this machine", my_bytes_ratio, h200["copy"
 # %%
 import torch.distributed as dist
 
-from course.launch import ranks
+from course.ranks.notebook_ranks import ranks
 
 
 def add_up():

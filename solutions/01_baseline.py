@@ -31,9 +31,14 @@ import time
 import torch
 from torch import Tensor, nn
 
-from course import config, data, evaluate, models, parallel, pictures, random, report, schema, train
-from course.data import layout, weather
-from course.lab import figures, quiet, widgets
+from course import config, data, models, parallel
+from course.inference import forecast_scores
+from course.utils import plots, random
+from course.training import run_log, trainer
+from course.config import schema
+from course.data.weather import layout, simulation
+from course.lab.figures import style, widgets
+from course.lab.instruments import background_load
 from course.lab import notebook as lab
 from course.lab.notebook import check
 
@@ -51,7 +56,7 @@ lab.begin("01")
 # the end it says how far the mass and the energy of the air have drifted: a simulation that loses either is not to be trusted.
 
 # %%
-weather.make(schema.build(weather.Weather, {"path": "data/weather-32x64"}, "weather"))
+simulation.make(schema.build(simulation.Weather, {"path": "data/weather-32x64"}, "weather"))
 
 # %% [markdown]
 # One **state** of the atmosphere is an array of 20 channels (winds, temperatures, pressures, humidity) on the grid. One
@@ -81,7 +86,7 @@ u10 = channels.index("u10")
 side = settings.model.patch
 lab.beside("tokens", my_tokens, settings.model.tokens, how="counted")
 lab.beside("numbers in a token", my_numbers, len(channels) * side**2, how="counted")
-lab.picture(figures.patches(state[u10], side, "u10 of one state, in patches; the marked one becomes a token"),
+lab.picture(style.patches(state[u10], side, "u10 of one state, in patches; the marked one becomes a token"),
             "A map of the eastward wind, bands of jet streams and storms, under a grid of 8 by 16 patches; one is marked")
 
 # %% [markdown]
@@ -282,7 +287,7 @@ check("training-step")
 my_samples_per_second = 300      # your prediction
 
 # %%
-quiet.look()
+background_load.report()
 cpu = torch.device("cpu")
 alone = parallel.build_mesh(settings.parallel, parallel.World(device=cpu))      # a mesh of one process
 model = new_model()
@@ -307,7 +312,7 @@ lab.beside("training by hand", my_samples_per_second, samples_per_second, "sampl
 # > **Predict** the curve of the loss: where does it begin, and how smooth will it be?
 
 # %%
-curve = figures.curves({"your training step": (range(1, 61), [loss.item() for loss in losses])}, "step", "relative L2 loss",
+curve = style.curves({"your training step": (range(1, 61), [loss.item() for loss in losses])}, "step", "relative L2 loss",
                        "The first 60 steps", {"persistence": persistence})
 lab.picture(curve, "A rough curve that starts at the loss of persistence and sinks a little below it within 60 steps")
 
@@ -336,9 +341,10 @@ lab.picture(curve, "A rough curve that starts at the loss of persistence and sin
 my_mfu = 0.9                     # your prediction
 
 # %%
-from course.perf import bench, flops
+from course.bench import timing
+from course.planner import flops
 
-peak = 2 * 1024**3 / bench.matmul(1024, 1024, 1024, torch.float32, cpu)
+peak = 2 * 1024**3 / timing.matmul(1024, 1024, 1024, torch.float32, cpu)
 per_sample = flops.step(settings.model, samples=1)
 lab.beside("model FLOPs utilisation", my_mfu, per_sample * samples_per_second / peak)
 
@@ -354,7 +360,7 @@ lab.beside("model FLOPs utilisation", my_mfu, per_sample * samples_per_second / 
 # from a laptop to tensor parallelism in FP8. You need not understand every line yet; look for the four parts of your own.
 
 # %%
-lab.show("course.step.train_step")
+lab.show("course.training.step.train_step")
 
 # %% [markdown]
 # Your parts 1 and 3, forward and backward, have become a function, `compute`. It is what changes from one kind of
@@ -405,7 +411,7 @@ lab.show("course.step.train_step")
 # `torch.zeros(())` is float32.
 
 # %% exercise="accumulate"
-from course.step import eager
+from course.training.step import eager
 
 # %%
 check("accumulate")
@@ -438,7 +444,7 @@ settings = config.load("vit-demo", ["train.steps=500", "train.device=cpu", "trai
                                     "checkpoint.every=250", f"log.name={name}"])
 begin = time.perf_counter()
 with lab.yours(RelativeL2, eager):
-    run = train.main(settings)
+    run = trainer.main(settings)
 lab.beside("\n500 steps", my_seconds, time.perf_counter() - begin, "s")
 
 # %% [markdown]
@@ -449,7 +455,7 @@ lab.beside("\n500 steps", my_seconds, time.perf_counter() - begin, "s")
 # A run writes down what it does. `metrics.jsonl` has a line for each logged step:
 
 # %%
-records = report.read_metrics(run / "metrics.jsonl")
+records = run_log.read_metrics(run / "metrics.jsonl")
 last = {key: value for key, value in records[-1].items() if not isinstance(value, dict)}     # less the error of each channel
 if last["mfu"] is None:
     last["mfu"] = "not known: there is no data sheet's peak for this device, so measure one, as you did above"
@@ -466,13 +472,13 @@ for key, value in last.items():
 # %%
 steps = [record["step"] for record in records]
 validated = [record for record in records if "valid_loss" in record]
-curve = figures.curves({"training, 4 samples": (steps, [record["loss"] for record in records]),
+curve = style.curves({"training, 4 samples": (steps, [record["loss"] for record in records]),
                         "validation": ([r["step"] for r in validated], [r["valid_loss"] for r in validated])},
                        "step", "relative L2 loss", "500 steps", {"persistence": persistence})
 lab.picture(curve, "Training and validation loss fall together, fast at first and then slowly, well below persistence")
 
 # %%
-curve = figures.curves({"learning rate": (steps, [record["lr"] for record in records])}, "step", "learning rate",
+curve = style.curves({"learning rate": (steps, [record["lr"] for record in records])}, "step", "learning rate",
                        "A short warm-up, then half a cosine")
 lab.picture(curve, "The learning rate rises within 20 steps and then falls along half a cosine to zero")
 
@@ -505,7 +511,7 @@ address = lab.tensorboard(run)
 my_percent = 10                  # your prediction
 
 # %%
-scores = evaluate.main(run)
+scores = forecast_scores.score_run(run)
 lab.beside("\nu10, error below that of persistence", my_percent, 100 * scores["better_than_persistence"], "%")
 
 # %% [markdown]
@@ -535,20 +541,20 @@ display(Image(run / "evaluation" / "skill.png", alt="RMSE of u10 against lead ti
 # > **Predict, before you move it:** where will the forecast go wrong first: at the edges of storms, or inside them?
 
 # %%
-trained, _ = evaluate.load_model(run, settings, cpu)
-one_step = evaluate.state_to_state(trained, settings)
+trained, _ = forecast_scores.load_model(run, settings, cpu)
+one_step = forecast_scores.state_to_state(trained, settings)
 test = data.open_pairs(settings, "test")
 truths = [torch.from_numpy(test.state(40, ahead)) for ahead in range(9)]
 forecasts = [truths[0]]
 for _ in range(8):
     forecasts.append(one_step(forecasts[-1][None])[0])
-colours = pictures.scale_of(torch.stack(truths)[:, u10].numpy(), torch.stack(forecasts)[:, u10].numpy())
+colours = plots.scale_of(torch.stack(truths)[:, u10].numpy(), torch.stack(forecasts)[:, u10].numpy())
 
 
 def forecast_at(hours: int):
     """Truth, forecast and their difference after so many hours, in standard deviations of u10."""
     ahead = hours // 6
-    return pictures.truth_forecast_error(truths[ahead][u10].numpy(), forecasts[ahead][u10].numpy(),
+    return plots.truth_forecast_error(truths[ahead][u10].numpy(), forecasts[ahead][u10].numpy(),
                                          f"u10 after {hours} hours (standard deviations)", scale=colours)
 
 

@@ -32,12 +32,13 @@ from pathlib import Path
 
 import torch
 
-from course import config, parallel, train
-from course.lab import figures, figures_profile
+from course.training import assemble
+from course import config, parallel
+from course.lab.figures import style, profile
 from course.lab import notebook as lab
 from course.lab.notebook import check
-from course.perf import account, looks
-from course.profile import Window
+from course.training import trace_breakdown
+from course.training.profiler import Window
 
 lab.begin("02")
 
@@ -55,7 +56,7 @@ my_ratio = 1.0                   # your prediction: backward over forward
 # %%
 settings = config.load("vit-demo", ["data.source=mock", "train.device=cpu"])
 cpu = torch.device("cpu")
-training = train.assemble(settings, parallel.build_mesh(settings.parallel, parallel.World(device=cpu)))
+training = assemble.assemble(settings, parallel.build_mesh(settings.parallel, parallel.World(device=cpu)))
 model, optimizer = training.model, training.optimizer
 batch = model.prepare(model.example(16, cpu), torch.zeros((), dtype=torch.int64))
 
@@ -113,7 +114,7 @@ lab.recorded("profile_h200", {"a clock around the line": {"microseconds": seen["
 with Window(Path("runs/lesson-02"), 0, cpu) as window:
     for _ in range(2):
         training.step(model.example(16, cpu))
-events = account.read(window.trace)
+events = trace_breakdown.read(window.trace)
 print(f"{len(events):,} events in {window.trace}; three of them:\n")
 for event in [event for event in events if event.get("name") in ("aten::addmm", "compute", "aten::gelu")][:3]:
     print({key: event[key] for key in ("cat", "name", "ts", "dur")})
@@ -124,7 +125,7 @@ for event in [event for event in events if event.get("name") in ("aten::addmm", 
 # **named parts**. (Below, look for `with part(...)`.)
 
 # %%
-lab.show("course.step.train_step")
+lab.show("course.training.step.train_step")
 
 # %% [markdown]
 # ## Exercise: name the parts
@@ -141,7 +142,7 @@ lab.show("course.step.train_step")
 # before the block, the code after it afterwards.
 
 # %% exercise="named-parts"
-from course.profile import part
+from course.training.profiler import part
 
 # %%
 check("named-parts")
@@ -156,8 +157,8 @@ with lab.yours(part), Window(Path("runs/lesson-02"), 0, cpu) as window:
         with part("data"):
             batch = model.example(16, cpu)
         training.step(batch)
-rows = looks.timeline(account.read(window.trace))
-lab.picture(figures_profile.timeline(rows, "one step of vit-demo, 16 samples"),
+rows = profile.last_step(trace_breakdown.read(window.trace))
+lab.picture(profile.timeline(rows, "one step of vit-demo, 16 samples"),
             "Two lanes over the time. Above, a part named data, a long one named compute and a short one, the optimizer. Below, "
             "hundreds of operators, in compute most of the time matrix multiplications")
 
@@ -244,7 +245,7 @@ check("launch-bound")
 batches = [1, 2, 4, 8, 16, 32, 64]
 small = [2.0, 0.25, 0.25, 0.5]   # microseconds of a matmul, a norm, an addition, a GELU, for one sample
 steps = {n: replay([5e-6] * 400, [1e-6 * n * work for work in small] * 100) for n in batches}
-curve = figures.curves({"the model's step": (batches, [total * 1e3 for total, _ in steps.values()])}, "samples", "ms",
+curve = style.curves({"the model's step": (batches, [total * 1e3 for total, _ in steps.values()])}, "samples", "ms",
                        "400 kernels, 5 µs to launch each", {"launching alone": 2.0})
 lab.picture(curve, "The time of a step is flat at 2 ms up to about 4 samples, and rises in proportion from about 8 on")
 
@@ -255,7 +256,7 @@ lab.picture(curve, "The time of a step is flat at 2 ms up to about 4 samples, an
 # %%
 recorded = lab.results("profile_h200")
 one = recorded["timelines"]["small batch of 1, bf16"]
-lab.picture(figures_profile.timeline(one, "12 layers of width 768, one sample, bf16, on an H200", until=2000),
+lab.picture(profile.timeline(one, "12 layers of width 768, one sample, bf16, on an H200", until=2000),
             "A launch every 40 microseconds or so, Python between them. The GPU's lane is mostly empty, with thin bars where "
             "kernels run; the wide one at the left is the last step's optimizer")
 
@@ -267,7 +268,7 @@ my_batch = 8                     # your prediction
 
 # %%
 times = {name: found["time"] for name, found in recorded["accounts"].items()}
-lab.picture(figures_profile.shares({name: each for name, each in times.items() if name.startswith("small")},
+lab.picture(profile.shares({name: each for name, each in times.items() if name.startswith("small")},
                                    "12 layers of width 768, 256 tokens, on an H200"),
             "Bars for 1, 4, 16 and 64 samples: most of the first is idle while the host launches, of the last almost none")
 idle = {n: sum(times[f"small batch of {n}, bf16"][key] for key in ("launch", "idle", "data")) for n in (1, 4, 16, 64)}
@@ -324,12 +325,12 @@ lab.beside("exposed communication", my_exposed, 100 * exposed(sent, done) / leng
 # idle, and the host says why: it waits for data, or it launches.
 
 # %%
-lab.show("course.perf.account.claim")
+lab.show("course.training.trace_breakdown.claim")
 
 # %%
-found = account.account(account.read(window.trace))
-print(account.text(found))
-lab.picture(account.picture(found, "vit-demo on this machine"),
+found = trace_breakdown.account(trace_breakdown.read(window.trace))
+print(trace_breakdown.text(found))
+lab.picture(trace_breakdown.picture(found, "vit-demo on this machine"),
             "One bar: forward and backward nearly half each, the rest is narrow")
 
 # %% [markdown]
@@ -340,7 +341,7 @@ lab.picture(account.picture(found, "vit-demo on this machine"),
 # > for the host?
 
 # %%
-lab.picture(figures_profile.shares({name: each for name, each in times.items() if name.startswith("16")},
+lab.picture(profile.shares({name: each for name, each in times.items() if name.startswith("16")},
                                    "the weather model of lesson 01 on an H200"),
             "Three bars, in TF32, in bf16 and compiled: nearly all of each is computing")
 

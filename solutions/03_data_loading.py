@@ -38,10 +38,11 @@ import numpy as np
 import torch
 
 from course.data import order
-from course.lab import figures, figures_loading, quiet
+from course.lab.figures import style, data_loading
+from course.lab.instruments import background_load
 from course.lab import notebook as lab
 from course.lab.notebook import check
-from course.perf import loaders
+from course.bench import loaders
 
 lab.begin("03")
 torch.set_num_threads(1)         # in this lesson, readers are what runs in parallel
@@ -89,7 +90,7 @@ lab.beside("180 pairs a second", my_gb_per_second, 180 * pair_bytes / 1e9, "GB/s
 my_times = 2.0                   # your prediction
 
 # %%
-quiet.look()
+background_load.report()
 folder = Path("runs/lesson-03")
 folder.mkdir(parents=True, exist_ok=True)
 file = folder / "pairs.bin"
@@ -168,7 +169,7 @@ lab.show("course.data.order.samples_at")
 # samples, batches of 4 and two ranks:
 
 # %%
-lab.picture(figures_loading.stream(0, samples=10, batch=4, ranks=2, steps=5),
+lab.picture(data_loading.stream(0, samples=10, batch=4, ranks=2, steps=5),
             "Five rows of four tiles with sample numbers. The first two tiles of each row are rank 0's, the others rank 1's. "
             "After ten tiles, in the middle of the third row, the second epoch begins")
 
@@ -246,7 +247,7 @@ print("resumed on 4 ranks, ranks 0 and 1: ", *(next(train_batches(7, 100, 8, 4, 
 # processes, each of which reads whole batches. This is the library's loader over it, the baseline of all others:
 
 # %%
-lab.show("course.data.native.loader")
+lab.show("course.data.loaders.native.loader")
 
 # %% [markdown]
 # The number of workers is the knob that everybody turns. The course that this one follows turned it on an A100, with the
@@ -278,7 +279,7 @@ lab.show("course.data.native.loader")
 my_reading = 70                  # your prediction, percent
 
 # %%
-quiet.look()
+background_load.report()
 mean, std = np.zeros((20, 1, 1), np.float32), np.ones((20, 1, 1), np.float32)
 ready = torch.ones(2, 20, 360, 720)                  # stands for pinned memory, which is kept and used again
 
@@ -342,9 +343,9 @@ lab.beside("reading", my_reading, 100 * worker["read"] / sum(worker.values()), "
 
 # %%
 depths = [0, 1, 2, 4, 8, 16, 32]
-cases = {"always 0.8": [0.8] * 600, "0.8 on average, one in 20 takes 6": figures_loading.reads(0.8, 6.0, 20),
+cases = {"always 0.8": [0.8] * 600, "0.8 on average, one in 20 takes 6": data_loading.read_times(0.8, 6.0, 20),
          "always 1.2": [1.2] * 600}
-lab.picture(figures.curves({name: (depths, [100 * figures_loading.waited(times, 1.0, depth) for depth in depths])
+lab.picture(style.curves({name: (depths, [100 * data_loading.waiting_share(times, 1.0, depth) for depth in depths])
                             for name, times in cases.items()},
                            "batches read ahead", "% of the time spent waiting", "A step takes 1; one reader"),
             "Without reading ahead all three wait for about half of the time. Always 0.8 drops to zero with one batch ahead; the "
@@ -386,7 +387,7 @@ lab.picture(figures.curves({name: (depths, [100 * figures_loading.waited(times, 
 # </details>
 
 # %% exercise="read-ahead"
-from course.lab.exercises.loading import ahead
+from course.lab.exercises.lesson03_data_loading import ahead
 
 # %%
 check("read-ahead")
@@ -428,9 +429,9 @@ for depth in (0, 1, 4):
 # The batch lies in memory; now it has to cross the link. In the picture a copy takes a third of a step.
 
 # %%
-lab.picture(figures_loading.streams(figures_loading.overlapped(1.0, 3.0, 3, ahead=False), "Copy, compute, copy, compute"),
+lab.picture(data_loading.streams(data_loading.copy_and_compute(1.0, 3.0, 3, ahead=False), "Copy, compute, copy, compute"),
             "One lane in which a short copy and a long step alternate, three times")
-lab.picture(figures_loading.streams(figures_loading.overlapped(1.0, 3.0, 3, ahead=True), "The next copy beside the step"),
+lab.picture(data_loading.streams(data_loading.copy_and_compute(1.0, 3.0, 3, ahead=True), "The next copy beside the step"),
             "Two lanes. Above, the copies, the second one while the first step is under way, the third while the second is. "
             "Below, three steps with no gap between them")
 
@@ -448,7 +449,7 @@ lab.picture(figures_loading.streams(figures_loading.overlapped(1.0, 3.0, 3, ahea
 # This is the memory. On a CPU there is nothing to copy away, and the batch simply stays where it was read.
 
 # %%
-lab.show("course.data.threads.Buffer")
+lab.show("course.data.loaders.threads.Buffer")
 
 # %% [markdown]
 # And this brings a batch to the GPU. What `send` is given, a `Reading`, is a batch on its way from the files into such a
@@ -456,7 +457,7 @@ lab.show("course.data.threads.Buffer")
 # memory with the batch in it, and `reading.samples` are its sample ids.
 
 # %%
-lab.show("course.data.threads.Stage")
+lab.show("course.data.loaders.threads.DeviceStage")
 
 # %% [markdown]
 # > **Question.** What goes wrong without each of these lines, and would you notice?
@@ -536,7 +537,7 @@ print(f"and when the copy is waited for: {torn(True)}")
 # it only *where* in the file the bytes of a state lie, and reads them with `preadv`.
 
 # %%
-lab.show("course.data.threads.loader")
+lab.show("course.data.loaders.threads.loader")
 
 # %% [markdown]
 # Find your own two exercises in it: `batches` come from your sampler; `free`, a ring of `ahead` buffers, limits how far it
@@ -551,7 +552,7 @@ lab.show("course.data.threads.loader")
 # memory.
 
 # %%
-lab.show("course.data.dali.hdf5_pipeline")
+lab.show("course.data.loaders.dali.hdf5_pipeline")
 
 # %% [markdown]
 # Where DALI shines is decoding: JPEG and video on the GPU. Here there is nothing to decode. What is left is its queue, and
@@ -569,7 +570,7 @@ lab.show("course.data.dali.hdf5_pipeline")
 my_share = {"native, 0": 50.0, "native, 2": 100.0, "threads, 2": 90.0}          # your prediction, percent
 
 # %%
-quiet.look()
+background_load.report()
 found = loaders.main(["train.global_batch=16"], True, ["native", "threads", "dali", "dali_numpy"], [1, 2], 0.1,
                      torch.device("cpu"))
 
@@ -614,7 +615,7 @@ lab.beside("8 threads", my_threads, speeds["threads"]["8"], "pairs/s", "recorded
 rungs = {row["rung"]: row for row in lab.results("vit_h200")["rows"] if "samples_per_s" in row}
 needs = {"the model in bf16, compiled": rungs["bf16, compiled"]["samples_per_s"],
          "the model in TF32": rungs["tf32, on the device"]["samples_per_s"]}
-lab.picture(figures_loading.against(speeds, {"floor": floors}, needs, "Loaders on an H200's machine, pairs of 41 MB"),
+lab.picture(data_loading.speeds_by_workers(speeds, {"floor": floors}, needs, "Loaders on an H200's machine, pairs of 41 MB"),
             "Pairs per second against workers. The floor rises from about 130 with one thread to about 1050 with 16; DALI over "
             ".npy files and threads lie close to it, the latter up to 12; DALI over HDF5 below, at about 280, and the DataLoader "
             "lowest, at 25 to 80. A horizontal line for the compiled model lies between them, one for TF32 near the bottom")
@@ -650,7 +651,7 @@ fed = {"TF32": {"random data on the device": "tf32, on the device",
                           "12 threads": "bf16, compiled, threads", "DALI, 12 processes": "bf16, compiled, DALI",
                           "DALI on .npy files": "bf16, compiled, DALI on .npy files"}}
 bars = {kind: {name: rungs[rung]["samples_per_s"] for name, rung in ways.items()} for kind, ways in fed.items()}
-lab.picture(figures.rungs(bars, "samples/s", "Training steps of the weather model on one H200"),
+lab.picture(style.grouped_bars(bars, "samples/s", "Training steps of the weather model on one H200"),
             "Bars of samples per second. Those in TF32 are short; read by the training process a quarter shorter than on the "
             "device, by 8 processes as long. In bf16 8 processes of a DataLoader reach a good third; threads and both "
             "kinds of DALI come within a few percent of random data on the device")

@@ -29,16 +29,23 @@
 import torch
 from torch import Tensor
 
-from course import config, data, fp8, parallel, precision, schema, train
-from course.data import weather
-from course.lab import figures, figures_precision
+from course.training.assemble import Training
+from course.training.assemble import assemble as assemble_training
+from course import config, data, parallel
+from course.fp8 import native
+from course.ops import number_formats
+from course.config import schema
+from course.data.weather import simulation
+from course.lab.figures import number_formats as format_figures
+from course.lab.figures import style
 from course.lab import notebook as lab
 from course.lab.notebook import check
-from course.perf import bench, curves
+from course.bench import timing
+from course.lab.instruments import loss_curves
 
 lab.begin("04")
 torch.set_num_threads(1)         # the models of this lesson are too small to be shared by cores
-weather.make(schema.build(weather.Weather, {"path": "data/weather-32x64"}, "weather"))          # there since lesson 01
+simulation.make(schema.build(simulation.Weather, {"path": "data/weather-32x64"}, "weather"))          # there since lesson 01
 
 # %% [markdown]
 # ## Bits
@@ -65,10 +72,10 @@ my_sum = 257.0
 # %%
 lab.beside("the largest fp16", my_largest, torch.finfo(torch.float16).max, how="exactly")
 print(f"256 + 1 in bf16 is {(torch.tensor(256.0, dtype=torch.bfloat16) + 1).item():g}; you said {my_sum:g}")
-lab.picture(figures_precision.ranges(),
+lab.picture(format_figures.ranges(),
             "A bar for each format over powers of two. fp32, tf32 and bf16 reach from -126 to 128, and in pale another 23, 10 "
             "and 7 powers lower. fp16 reaches from -24 to 16, E5M2 from -16 to 16, E4M3 from -9 to 9")
-lab.picture(figures_precision.steps(),
+lab.picture(format_figures.steps(),
             "The numbers from 1 to 8 as ticks: bf16 has 128 from each power of two to the next, E4M3 eight, E5M2 four")
 
 # %% [markdown]
@@ -93,10 +100,10 @@ lab.picture(figures_precision.steps(),
 cpu = torch.device("cpu")
 
 
-def assemble(*overrides: str) -> train.Training:
+def assemble(*overrides: str) -> Training:
     """The model of `make demo` and what trains it."""
     settings = config.load("vit-demo", ["optim.schedule=constant", "train.device=cpu", *overrides])
-    return train.assemble(settings, parallel.build_mesh(settings.parallel, parallel.World(device=cpu)))
+    return assemble_training(settings, parallel.build_mesh(settings.parallel, parallel.World(device=cpu)))
 
 
 training = assemble()
@@ -107,7 +114,7 @@ parts = {"embed.proj": "embedding", "blocks.0.norm1": "norm", "blocks.0.attn.qkv
 handles = [model.get_submodule(name).register_forward_hook(lambda m, given, out, name=name: formats.update({name: out.dtype}))
            for name in parts]
 batch = model.prepare(model.example(4, cpu), torch.tensor(0))
-with precision.autocast("bf16", cpu):
+with number_formats.autocast("bf16", cpu):
     output = model(batch)
 total, weight = model.loss(output, batch)
 (total / weight).backward()
@@ -187,7 +194,7 @@ def lost(lr: float) -> float:
 
 rates = [1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2]
 lab.beside("weights that do not move", my_lost, lost(1e-4), "%")
-lab.picture(figures.curves({"weights kept in bf16": ([f"{rate:g}" for rate in rates], [lost(rate) for rate in rates])},
+lab.picture(style.curves({"weights kept in bf16": ([f"{rate:g}" for rate in rates], [lost(rate) for rate in rates])},
                            "learning rate", "% that do not move", "One step of Adam"),
             "A falling curve: nearly all weights stay where they are with a learning rate of 0.00001, about half with 0.0003, "
             "few with 0.01")
@@ -213,19 +220,19 @@ my_worse = 50.0                  # your prediction, percent
 
 # %%
 def small_run(rounded: bool, steps: int = 160) -> Tensor:
-    """Losses of the small task of `course.perf.curves`, in means of 20, without the first."""
-    small = curves.assemble(("precision=bf16", "optim.lr=3e-4", "optim.schedule=constant", "optim.warmup=1"), cpu)
+    """Losses of the small task of `course.lab.instruments.loss_curves`, in means of 20, without the first."""
+    small = loss_curves.assemble(("precision=bf16", "optim.lr=3e-4", "optim.schedule=constant", "optim.warmup=1"), cpu)
     found = []
-    for batch in curves.batches(steps + 1):
+    for batch in loss_curves.batches(steps + 1):
         found.append(small.step(batch)[0])
         for p in small.model.parameters() if rounded else ():
             p.data = p.data.bfloat16().float()
-    return curves.means(torch.stack(found[1:]))
+    return loss_curves.means(torch.stack(found[1:]))
 
 
 ends, master, rounded = range(20, 161, 20), small_run(False), small_run(True)
 lab.beside("higher without master weights", my_worse, 100 * (rounded[-1] / master[-1] - 1).item(), "%")
-lab.picture(figures.curves({"master weights in float32": (ends, master.tolist()),
+lab.picture(style.curves({"master weights in float32": (ends, master.tolist()),
                             "weights rounded to bf16": (ends, rounded.tolist())}, "step", "loss, means of 20",
                            "The same model, the same batches"),
             "Two falling curves; the one of rounded weights stays above the other, by a few percent at the end")
@@ -255,7 +262,7 @@ def zeros(x: Tensor) -> float:
 
 
 lab.beside("gradients that become zero in fp16", my_zeros, zeros(last), "%")
-lab.picture(figures_precision.spread({"gradients of the linears' outputs": last, "weights": after},
+lab.picture(format_figures.magnitudes({"gradients of the linears' outputs": last, "weights": after},
                                      {"bf16": 1.0, "fp16": 1.0, "fp16, loss times 65536": 2.0**16},
                                      "Numbers of one training step"),
             "Two humps over powers of two: weights around -5, gradients around -22, from -34 to -14. Below, three bars: bf16 "
@@ -290,7 +297,7 @@ print(f"with the loss times 65536: {zeros(last * 2.0**16):.4f}% become zero")
 # their count.
 
 # %% exercise="loss-scaler"
-from course.precision import next_scale
+from course.ops.number_formats import next_scale
 
 # %%
 check("loss-scaler")
@@ -315,7 +322,7 @@ for amax in largest:
     scales.append(scale.log2().item())
     skipped += int(bad)
 lab.beside("skipped steps", my_skipped, skipped, how="counted")
-lab.picture(figures.curves({"loss scale": (range(0, 20_000, 20), scales[::20]),
+lab.picture(style.curves({"loss scale": (range(0, 20_000, 20), scales[::20]),
                             "the largest that would not overflow": (range(0, 20_000, 20),
                                                                     (65504 / largest[::20]).log2().tolist())},
                            "step", "power of two", "It falls at once, and follows by trial and error"),
@@ -352,7 +359,7 @@ lab.picture(figures.curves({"loss scale": (range(0, 20_000, 20), scales[::20]),
 # largest number becomes infinity, NaN or that number, depending on format, device and version.
 
 # %% exercise="fp8-cast"
-from course.lab.exercises.precision import to_fp8
+from course.lab.exercises.lesson04_mixed_precision import to_fp8
 
 # %%
 check("fp8-cast")
@@ -366,7 +373,7 @@ check("fp8-cast")
 # </details>
 
 # %%
-lab.show("course.fp8.quantize_plain")
+lab.show("course.fp8.native.quantize_plain")
 
 # %% [markdown]
 # It does what yours does, notes the amax on the way, and writes a transposed copy for the backward pass. On a GPU one
@@ -391,7 +398,7 @@ def error(x: Tensor, seen: Tensor) -> float:
 
 
 bell = torch.randn(100_000, generator=generator)
-for name, kind in (("E4M3", fp8.E4M3), ("E5M2", fp8.E5M2)):
+for name, kind in (("E4M3", native.E4M3), ("E5M2", native.E5M2)):
     lab.beside(name, my_error[name], error(bell, there_and_back(bell, torch.finfo(kind).max / bell.abs().max(), kind)), "%")
 print(f"bf16 for comparison: {error(bell, bell.bfloat16().float()):.2f}%")
 
@@ -408,7 +415,7 @@ my_product = {16: 3.0, 4096: 0.2}                    # your prediction, percent
 # %%
 def rounded(x: Tensor) -> Tensor:
     """x as E4M3 sees it, with the right scale."""
-    return there_and_back(x, 448 / x.abs().max(), fp8.E4M3)
+    return there_and_back(x, 448 / x.abs().max(), native.E4M3)
 
 
 for inner, predicted in my_product.items():
@@ -431,19 +438,19 @@ my_fp8_gradient, my_other_batch = 4.0, 4.0           # your predictions, percent
 
 
 # %%
-def gradient(training: train.Training, kind: str, batch: dict[str, Tensor]) -> Tensor:
+def gradient(training: Training, kind: str, batch: dict[str, Tensor]) -> Tensor:
     """The gradient of all parameters for a batch."""
     batch = training.model.prepare(dict(batch), torch.tensor(0))
-    with precision.autocast(kind, cpu):
+    with number_formats.autocast(kind, cpu):
         output = training.model(batch)
     total, weight = training.model.loss(output, batch)
     return torch.cat([x.flatten() for x in torch.autograd.grad(total / weight, list(training.model.parameters()))])
 
 
-exact = curves.assemble(("precision=fp32",), cpu)
-coarse = curves.assemble(("precision=fp8", "fp8.recipe=current"), cpu)
+exact = loss_curves.assemble(("precision=fp32",), cpu)
+coarse = loss_curves.assemble(("precision=fp8", "fp8.recipe=current"), cpu)
 in_fp32, in_fp8 = [], []
-for number, batch in enumerate(curves.batches(125)):
+for number, batch in enumerate(loss_curves.batches(125)):
     if number > 60:                                  # 64 steps, each from the weights that training has reached
         coarse.model.load_state_dict(exact.model.state_dict())
         in_fp32.append(gradient(exact, "fp32", batch))
@@ -478,7 +485,7 @@ print(f"the mean of 64 steps' FP8 errors is {(differences.mean(0).norm() / each)
 # *hybrid* format. The library's:
 
 # %%
-lab.show("course.fp8.Product")
+lab.show("course.fp8.native.Product")
 
 # %% [markdown]
 # Everything else, norms, softmax, residual sums, the optimizer, stays as it is in bf16 mixed precision.
@@ -503,14 +510,14 @@ def mean_error(kind: torch.dtype, headroom: float = 1.0) -> tuple[float, float]:
     return sum(errors) / len(errors), sum(gone) / len(gone)
 
 
-lab.beside("error of E4M3 over that of E5M2", my_ratio, mean_error(fp8.E4M3)[0] / mean_error(fp8.E5M2)[0])
+lab.beside("error of E4M3 over that of E5M2", my_ratio, mean_error(native.E4M3)[0] / mean_error(native.E5M2)[0])
 print("\nthe scale made for an amax that is    E4M3: error, zeros       E5M2: error, zeros")
 for headroom in (1.0, 1e2, 1e4, 1e6):
-    found = [f"{value:8.2f}%" for kind in (fp8.E4M3, fp8.E5M2) for value in mean_error(kind, headroom)]
+    found = [f"{value:8.2f}%" for kind in (native.E4M3, native.E5M2) for value in mean_error(kind, headroom)]
     print(f"{headroom:>10,.0f} times that of the tensor  {found[0]} {found[1]}      {found[2]} {found[3]}")
 qkv = gradients["blocks.2.attn.qkv"]
 scale = {name: largest / qkv.abs().max().item() for name, largest in (("E4M3", 448), ("E5M2", 57344))}
-lab.picture(figures_precision.spread({"gradients of queries, keys and values": qkv},
+lab.picture(format_figures.magnitudes({"gradients of queries, keys and values": qkv},
                                      {"E5M2, right scale": scale["E5M2"], "E5M2, 10,000 times": scale["E5M2"] / 1e4,
                                       "E4M3, right scale": scale["E4M3"], "E4M3, 10,000 times": scale["E4M3"] / 1e4},
                                      "One linear's gradients, and what the formats hold with their scale", -55, 0),
@@ -539,7 +546,7 @@ lab.picture(figures_precision.spread({"gradients of queries, keys and values": q
 # what you are given as it is, since a step that is skipped keeps the old history.
 
 # %% exercise="amax-history"
-from course.lab.exercises.precision import remember
+from course.lab.exercises.lesson04_mixed_precision import remember
 
 # %%
 check("amax-history")
@@ -551,7 +558,7 @@ check("amax-history")
 # `largest`, the format's largest number. Where a history has nothing but zeros, 1.
 
 # %% exercise="delayed-scale"
-from course.lab.exercises.precision import delayed_scale
+from course.lab.exercises.lesson04_mixed_precision import delayed_scale
 
 # %%
 check("delayed-scale")
@@ -572,7 +579,7 @@ my_cut = {1: 5, 16: 5}           # your prediction, steps
 
 # %%
 one = amaxes["blocks.2.attn.qkv"][1:]                # the first is zero
-largest_number = torch.finfo(fp8.E5M2).max
+largest_number = torch.finfo(native.E5M2).max
 
 
 def allowed(length: int) -> list[float]:
@@ -589,7 +596,7 @@ let_through = {length: allowed(length) for length in (1, 16)}
 for length, level in let_through.items():
     cut = sum(amax > most for amax, most in zip(one[1:], level, strict=True))
     lab.beside(f"cut off with a history of {length}", my_cut[length], cut, f"of {len(level)} steps", "counted")
-lab.picture(figures_precision.promised(one[1:], {f"let through by a history of {length}": level
+lab.picture(format_figures.amax_and_limits(one[1:], {f"let through by a history of {length}": level
                                                     for length, level in let_through.items()},
                                        "Gradients of queries, keys and values in one block"),
             "Dots that rise a hundredfold in 20 steps and then scatter. A staircase for a history of 16 follows the rise one "
@@ -629,15 +636,15 @@ lab.picture(figures_precision.promised(one[1:], {f"let through by a history of {
 # > **Predict.** By how many percent is each of the last three off from bf16, after 120 steps?
 
 # %%
-my_gap = {"fp8 by hand, delayed": 5.0, "fp8 by hand, gradients in E4M3": 5.0, curves.FROZEN: 5.0}        # your prediction, %
+my_gap = {"native fp8, delayed": 5.0, "native fp8, gradients in E4M3": 5.0, loss_curves.FROZEN: 5.0}        # your prediction, %
 
 # %%
-names = ["fp32", curves.REFERENCE, *my_gap]
-runs = {name: curves.losses(curves.CASES[name], cpu, 120, frozen=name == curves.FROZEN) for name in names}
-gaps = {name: 100 * curves.gap(run, runs[curves.REFERENCE]) for name, run in runs.items()}
+names = ["fp32", loss_curves.REFERENCE, *my_gap]
+runs = {name: loss_curves.losses(loss_curves.CASES[name], cpu, 120, frozen=name == loss_curves.FROZEN) for name in names}
+gaps = {name: 100 * loss_curves.gap(run, runs[loss_curves.REFERENCE]) for name, run in runs.items()}
 for name, predicted in my_gap.items():
     lab.beside(name, predicted, gaps[name], "% from bf16, at most")
-lab.picture(figures.curves({name: (range(20, 121, 20), curves.means(run).tolist()) for name, run in runs.items()},
+lab.picture(style.curves({name: (range(20, 121, 20), loss_curves.means(run).tolist()) for name, run in runs.items()},
                            "step", "loss, means of 20", "A small vision transformer on your machine"),
             "Three curves on each other: fp32, bf16 and FP8. Those with gradients in E4M3 and with frozen scales stay above, "
             "more and more")
@@ -660,17 +667,17 @@ lab.picture(figures.curves({name: (range(20, 121, 20), curves.means(run).tolist(
 #
 # The same over all 300 steps on an H200, where the products really are of eight bits, and beside them Transformer Engine's
 # (TE), from the same weights. fp16 is a few percent off; its scaler skips the first step, in which a gradient overflows. FP8
-# is off by 1 to 3%, farthest where it is by hand and delayed:
+# is off by 1 to 3%, farthest where it is native and delayed:
 
 # %%
 recorded = lab.results("curves_h200")
-lab.recorded("curves_h200", {name: {"last loss": curves.means(torch.tensor(recorded["curves"][name]))[-1].item(),
+lab.recorded("curves_h200", {name: {"last loss": loss_curves.means(torch.tensor(recorded["curves"][name]))[-1].item(),
                                     "at most from bf16, %": 100 * gap} for name, gap in recorded["gap"].items()},
              why="The same task, 300 steps")
-shown = [name for name in ("bf16", "fp8 by hand, delayed", "TE, delayed", "TE, block", "fp8 by hand, gradients in E4M3",
-                           curves.FROZEN) if name in recorded["curves"]]
-points = range(curves.MEAN, recorded["steps"] + 1, curves.MEAN)
-lab.picture(figures.curves({name: (points, curves.means(torch.tensor(recorded["curves"][name])).tolist()) for name in shown},
+shown = [name for name in ("bf16", "native fp8, delayed", "TE, delayed", "TE, block", "native fp8, gradients in E4M3",
+                           loss_curves.FROZEN) if name in recorded["curves"]]
+points = range(loss_curves.MEAN, recorded["steps"] + 1, loss_curves.MEAN)
+lab.picture(style.curves({name: (points, loss_curves.means(torch.tensor(recorded["curves"][name])).tolist()) for name in shown},
                            "step", "loss, means of 20", f"The same task on {recorded['hardware']}"),
             "bf16 and FP8 with renewed scales on each other, falling; gradients in E4M3 and frozen scales far above")
 
@@ -713,7 +720,7 @@ for width in (384, 1024, 4096):
     bars[f"width {width}, bf16"] = {"products": 100.0}
     bars[f"width {width}, FP8"] = {"products": 100 * eight / sixteen,
                                    "casts": 100 * (casts * ratio + weight_casts * ratio**2) / (sixteen * ratio**2)}
-lab.picture(figures_precision.costs(bars, "% of the time in bf16", "A layer's linears, by the arithmetic of this cell"),
+lab.picture(style.stacked(bars, "% of the time in bf16", "A layer's linears, by the arithmetic of this cell"),
             "Pairs of bars for widths 384, 1024 and 4096. The products in FP8 take about half of bf16's time; the casts are "
             "small at width 4096, larger at 1024, and at 384 the sum is about what bf16 takes")
 
@@ -721,8 +728,8 @@ lab.picture(figures_precision.costs(bars, "% of the time in bf16", "A layer's li
 # **What you should see:** a few hundred, for so many tokens, which is where our model is, and in truth more: products of
 # small matrices gain less. On the same machine one of 64,800 × 384 × 1536 was 1.6 times as fast in FP8 as in bf16; large
 # ones are 1.9 times as fast. With casts in plain tensor operations, five passes in place of one, it would lie beyond 2000:
-# this is why the library has a kernel for it (`course/fp8_kernel.py`), and why Transformer Engine fuses the cast into the
-# norm before it.
+# this is why the library has a kernel for it (`course/ops/fp8_cast_triton.py`), and why Transformer Engine fuses the cast into
+# the norm before it.
 #
 # A stack of 8 layers of width 4096, forward and backward, all casts included:
 
@@ -753,7 +760,7 @@ my_speedup = 2.0                 # your prediction
 
 # %%
 device = torch.device("cuda" if lab.gpu() else "cpu")
-seconds = {kind: bench.matmul(1024, 1024, 1024, kind, device) for kind in (torch.float32, torch.bfloat16)}
+seconds = {kind: timing.matmul(1024, 1024, 1024, kind, device) for kind in (torch.float32, torch.bfloat16)}
 lab.beside("bf16 over float32, here", my_speedup, seconds[torch.float32] / seconds[torch.bfloat16], "times")
 
 # %% [markdown]
@@ -778,7 +785,7 @@ groups = {"fp32, on the device": "width 384", "tf32, on the device": "width 384"
           "bf16, on the device": "width 384", "bf16, compiled": "width 384, compiled", "fp8, compiled": "width 384, compiled",
           "width 1024: bf16, compiled": "width 1024, compiled", "width 1024: fp8, compiled": "width 1024, compiled"}
 panels = {panel: {name: rungs[name] for name, its in groups.items() if its == panel} for panel in dict.fromkeys(groups.values())}
-lab.picture(figures.rungs(panels, "samples/s", "Training steps of the weather model on one H200"),
+lab.picture(style.grouped_bars(panels, "samples/s", "Training steps of the weather model on one H200"),
             "Bars of samples per second: fp32 and TF32 are short, fp16 and bf16 several times as long and equal. Compiled bf16 "
             "is longer still, FP8 a little shorter than that. At width 1024 FP8 is a little longer than bf16")
 
@@ -799,10 +806,10 @@ lab.picture(figures.rungs(panels, "samples/s", "Training steps of the weather mo
 #
 # ```
 # course train vit-short precision=bf16                       # fp32, tf32, fp16, bf16, fp8
-# course train vit-mp precision=fp8 compile=true              # by hand, delayed
+# course train vit-mp precision=fp8 compile=true              # native, delayed
 # course train vit-mp precision=fp8 fp8.recipe=current
 # course train vit-mp precision=fp8 fp8.by=te                 # by Transformer Engine; fp8.recipe=block too
-# python -m course.perf.curves FILE                           # loss curves in all formats of your machine
+# python -m experiments.loss_curves FILE                           # loss curves in all formats of your machine
 # python -m experiments.fp8_speed FILE                              # the speeds above, on your GPU
 # ```
 #

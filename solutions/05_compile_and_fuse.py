@@ -36,15 +36,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from course import config, models, parallel, random, train
-from course.lab import counting, figures, figures_fusing, launches
+from course.training import assemble
+from course.lab.instruments import tensor_memory
+from course import config, models, parallel
+from course.utils import random
+from course.lab.instruments import kernel_counter
+from course.lab.figures import style, fusion
 from course.lab import notebook as lab
 from course.lab.notebook import check
 from course.models import dit
-from course.perf import bench
+from course.bench import timing
 
 lab.begin("05")
-compiler = launches.compiler()
+compiler = kernel_counter.compiler()
 print(f"torch.compile writes C++ here and has it compiled by {compiler}" if compiler else
       "There is no C++ compiler here: cells that need one say so and go on. To have one: apt-get install g++, on a Mac "
       "xcode-select --install")
@@ -79,8 +83,8 @@ def chain(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:           # (B, T,
     return m + shift[:, None]                                           # (B, T, D)
 
 
-copy_seconds = bench.seconds(lambda: x.clone(), cpu, laps=5)
-apart_seconds = bench.seconds(lambda: chain(x, shift, scale), cpu, laps=5)
+copy_seconds = timing.seconds(lambda: x.clone(), cpu, laps=5)
+apart_seconds = timing.seconds(lambda: chain(x, shift, scale), cpu, laps=5)
 lab.beside("the chain, in copies of x", my_copies, apart_seconds / copy_seconds, "copies")
 
 # %% [markdown]
@@ -93,7 +97,7 @@ lab.beside("the chain, in copies of x", my_copies, apart_seconds / copy_seconds,
 
 # %%
 kernels_apart = [("layer_norm", ["x"], ["n"]), ("multiply", ["n"], ["m"]), ("add", ["m"], ["y"])]
-lab.picture(figures_fusing.trips({"one after another": kernels_apart, "fused": [("all three", ["x"], ["y"])]}),
+lab.picture(fusion.trips({"one after another": kernels_apart, "fused": [("all three", ["x"], ["y"])]}),
             "Above, three kernels with an arrow from memory and an arrow to memory each, six trips. Below, one kernel with "
             "one arrow from memory and one to it, two trips")
 
@@ -185,7 +189,7 @@ lab.beside("\nGELU", my_gelu, ratios["GELU by its formula"], "times", "counted")
 # Here is what Dynamo records of the chain:
 
 # %%
-print(launches.graphs(chain, (x, shift, scale)))
+print(kernel_counter.graphs(chain, (x, shift, scale)))
 
 # %% [markdown]
 # One graph. Now the second stage.
@@ -199,10 +203,10 @@ my_speedup = 1.0                 # your prediction
 if compiler:
     compiled_chain = torch.compile(chain)
     begin = time.perf_counter()
-    written, = launches.generated(lambda: compiled_chain(x, shift, scale))
+    written, = kernel_counter.generated(lambda: compiled_chain(x, shift, scale))
     print(f"the first call took {time.perf_counter() - begin:.1f} s; Inductor wrote {len(written)} kernel:", *written)
     print("largest difference:", (compiled_chain(x, shift, scale) - chain(x, shift, scale)).abs().max().item())
-    fused_seconds = bench.seconds(lambda: compiled_chain(x, shift, scale), cpu, laps=5)
+    fused_seconds = timing.seconds(lambda: compiled_chain(x, shift, scale), cpu, laps=5)
     lab.beside("uncompiled over compiled", my_speedup, apart_seconds / fused_seconds, "times")
 else:
     print("This needs a C++ compiler, and there is none here")
@@ -219,7 +223,7 @@ else:
 # for fewer bytes, and so up the slope.
 
 # %%
-peak_flops = 2 * 1024**3 / bench.matmul(1024, 1024, 1024, torch.float32, cpu)
+peak_flops = 2 * 1024**3 / timing.matmul(1024, 1024, 1024, torch.float32, cpu)
 peak_bytes = 2 * x.nbytes / copy_seconds
 flops, sizes = 8 * x.numel(), {name: vector if name in ("scale", "one_scale", "shift") else whole
                                for name in ("x", "n", "m", "y", "scale", "one_scale", "shift")}
@@ -227,7 +231,7 @@ apart, fused = fused_bytes(modulated, sizes, kept=["y"])
 points = {"one after another": (flops / apart, flops / apart_seconds)}
 if compiler:
     points["compiled"] = (flops / fused, flops / fused_seconds)
-lab.picture(figures.roofline({"this machine": (peak_flops, peak_bytes)}, points, "A modulated norm on this machine"),
+lab.picture(style.roofline({"this machine": (peak_flops, peak_bytes)}, points, "A modulated norm on this machine"),
             "A roof that rises with arithmetic intensity and then is flat. Two marks lie near its slope, far left of the flat "
             "part; the compiled one lies further right and higher than the other")
 
@@ -286,11 +290,11 @@ my_kernels = 10
 
 # %%
 torch.manual_seed(0)
-block = dit.AdaBlock(384, 6, 1536)
+block = dit.AdaLNBlock(384, 6, 1536)
 tokens, condition = torch.randn(4, 256, 384, requires_grad=True), torch.randn(4, 384, requires_grad=True)
-started = launches.operators(lambda: block(tokens, condition))
+started = kernel_counter.operators(lambda: block(tokens, condition))
 kinds = ["matmul" if name == "addmm" else "attention" if "attention" in name else "pointwise" for name in started]
-print(launches.told(Counter(started)))
+print(kernel_counter.format_counts(Counter(started)))
 lab.beside("operators", my_operators, len(started), how="counted")
 lab.beside("kernels, by your rule", my_kernels, kernels(kinds), how="counted")
 
@@ -313,15 +317,15 @@ def there_and_back(block: nn.Module) -> None:
     block(tokens, condition).backward(gradient)
 
 
-both_ways = launches.operators(lambda: there_and_back(block))
+both_ways = kernel_counter.operators(lambda: there_and_back(block))
 print(f"uncompiled: {len(started)} operators forward, {len(both_ways) - len(started)} backward")
-block_ms = 1e3 * bench.seconds(lambda: there_and_back(block), cpu, laps=5)
+block_ms = 1e3 * timing.seconds(lambda: there_and_back(block), cpu, laps=5)
 if compiler:
     compiled_block = torch.compile(block)
-    forward, backward = launches.generated(lambda: there_and_back(compiled_block))
+    forward, backward = kernel_counter.generated(lambda: there_and_back(compiled_block))
     print(f"compiled:   {len(forward)} kernels forward, {len(backward)} backward. Forward:\n")
     print("\n".join(forward))
-    compiled_ms = 1e3 * bench.seconds(lambda: there_and_back(compiled_block), cpu, laps=5)
+    compiled_ms = 1e3 * timing.seconds(lambda: there_and_back(compiled_block), cpu, laps=5)
     print(f"\nuncompiled {block_ms:.0f} ms, compiled {compiled_ms:.0f} ms")
     lab.beside("uncompiled over compiled", my_block_speedup, block_ms / compiled_ms, "times")
 else:
@@ -341,8 +345,8 @@ else:
 
 # %%
 with torch.autocast("cpu", torch.bfloat16):
-    in_bf16 = launches.operators(lambda: block(tokens, condition))
-print(launches.told(Counter(in_bf16) - Counter(started)), "more")
+    in_bf16 = kernel_counter.operators(lambda: block(tokens, condition))
+print(kernel_counter.format_counts(Counter(in_bf16) - Counter(started)), "more")
 
 # %% [markdown]
 # <details><summary>Answer</summary>
@@ -385,8 +389,8 @@ print(f"queries, keys, values and result together: {4 * activation / 1e9:.2f} GB
 q, k, v = (torch.randn(2, 6, 512, 64, requires_grad=True) for _ in range(3))
 for backend in (torch.nn.attention.SDPBackend.MATH, torch.nn.attention.SDPBackend.FLASH_ATTENTION):
     with torch.nn.attention.sdpa_kernel(backend):
-        _, kept = counting.saved(lambda: F.scaled_dot_product_attention(q, k, v), (q, k, v))
-        calls = launches.operators(lambda: F.scaled_dot_product_attention(q, k, v))
+        _, kept = tensor_memory.saved_for_backward(lambda: F.scaled_dot_product_attention(q, k, v), (q, k, v))
+        calls = kernel_counter.operators(lambda: F.scaled_dot_product_attention(q, k, v))
     print(f"{backend.name.lower():15} {len(calls)} operators; keeps {kept / q.nbytes:4.1f} times q's bytes, besides q, k and v")
 
 # %% [markdown]
@@ -407,7 +411,7 @@ my_kept = 1.0                    # your prediction
 
 # %%
 x_small, shift_small, scale_small = (torch.randn(shape, requires_grad=True) for shape in ((4, 256, 384), (4, 384), (4, 384)))
-_, kept_apart = counting.saved(lambda: chain(x_small, shift_small, scale_small))
+_, kept_apart = tensor_memory.saved_for_backward(lambda: chain(x_small, shift_small, scale_small))
 lab.beside("kept by the chain, in units of x", my_kept, kept_apart / x_small.nbytes, how="counted")
 
 # %% [markdown]
@@ -439,7 +443,7 @@ lab.beside("kept by the chain, in units of x", my_kept, kept_apart / x_small.nby
 # where a bar is the mean over the features of a token. Do not write into the gradient that you are given.
 
 # %% exercise="fused-modulate"
-from course.lab.exercises.fusing import Modulate
+from course.lab.exercises.lesson05_compile_and_fuse import Modulate
 
 # %%
 check("fused-modulate")
@@ -454,10 +458,10 @@ check("fused-modulate")
 my_kept_compiled = 2.0           # your prediction
 
 # %%
-_, kept_mine = counting.saved(lambda: Modulate.apply(x_small, shift_small, scale_small, 1e-6))
+_, kept_mine = tensor_memory.saved_for_backward(lambda: Modulate.apply(x_small, shift_small, scale_small, 1e-6))
 print(f"the chain {kept_apart / x_small.nbytes:.2f}, yours {kept_mine / x_small.nbytes:.2f} times x")
 if compiler:
-    _, kept_compiled = counting.saved(lambda: torch.compile(chain)(x_small, shift_small, scale_small))
+    _, kept_compiled = tensor_memory.saved_for_backward(lambda: torch.compile(chain)(x_small, shift_small, scale_small))
     lab.beside("kept by the compiled chain", my_kept_compiled, kept_compiled / x_small.nbytes, how="counted")
 else:
     print("The compiled one needs a C++ compiler, and there is none here")
@@ -491,7 +495,7 @@ def gradients_and_bytes(mine: bool) -> tuple[Tensor, int]:
             for name in [name for name, _ in part.named_children() if name.startswith("norm")]:
                 setattr(part, name, nn.Identity())
     with mock.patch.object(dit, "modulate", fused if mine else dit.modulate):
-        output, kept = counting.saved(lambda: model(batch), model.parameters())
+        output, kept = tensor_memory.saved_for_backward(lambda: model(batch), model.parameters())
     total, weight = model.loss(output, batch)
     (total / weight).backward()
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]), kept
@@ -504,9 +508,9 @@ print(f"kept for the backward pass: {kept_with_mine / kept_its:.0%} of what the 
 # %% [markdown]
 # In float64 they agree to rounding. On the GPU your class alone would not be faster, as each of its lines is still a kernel:
 # the fused kernel itself has to be written, in Triton or CUDA, or by a compiler. `torch.compile` takes your class as it is,
-# and follows both of its methods. Libraries have such kernels by hand (Transformer Engine, Apex, Liger). Look for them
-# before you write one. This course has some too, in `course/between_kernel.py`: `kernels=hand` puts them into a model's blocks,
-# and lesson 15 shows what they buy.
+# and follows both of its methods. Libraries have such Triton kernels (Transformer Engine, Apex, Liger). Look for them
+# before you write one. This course has some too, in `course/ops/fused_add_norm_triton.py`: `kernels=triton` puts them into a
+# model's blocks, and lesson 15 shows what they buy.
 #
 # ## A graph with breaks
 #
@@ -536,7 +540,7 @@ my_graphs = 2                    # your prediction
 
 # %%
 example, ids = torch.randn(4, 8, 16), torch.tensor([3, 1, 4, -1])
-recorded = launches.graphs(tame_with_breaks, (example, ids, 1.0), (0.1 * example, ids, 1.0))
+recorded = kernel_counter.graphs(tame_with_breaks, (example, ids, 1.0), (0.1 * example, ids, 1.0))
 print(*recorded, sep="\n")
 lab.beside("graphs", my_graphs, len(recorded), how="counted")
 
@@ -548,7 +552,7 @@ lab.beside("graphs", my_graphs, len(recorded), how="counted")
 # names the line:
 
 # %%
-with launches.afresh():
+with kernel_counter.fresh_compilation():
     try:
         torch.compile(tame_with_breaks, fullgraph=True, backend="eager")(example, ids, 1.0)
     except Exception as error:
@@ -598,7 +602,7 @@ def tame(x: Tensor, sample: Tensor, limit: float) -> tuple[Tensor, Tensor]:
 check("graph-break")
 
 # %%
-print(*launches.graphs(tame, (example, ids, 1.0), (0.1 * example, ids, 1.0)), sep="\n")
+print(*kernel_counter.graphs(tame, (example, ids, 1.0), (0.1 * example, ids, 1.0)), sep="\n")
 
 # %% [markdown]
 # One graph for both. Inductor makes of it a reduction and one pass over `x`, and the host never waits. The library's own
@@ -616,7 +620,7 @@ my_graphs_of_sizes = 1           # your prediction
 
 # %%
 sizes_of_calls = [(torch.randn(n, 8, 16), torch.randn(n, 16), torch.randn(n, 16)) for n in (16, 16, 12, 10, 7)]
-lab.beside("graphs", my_graphs_of_sizes, len(launches.graphs(chain, *sizes_of_calls)), how="counted")
+lab.beside("graphs", my_graphs_of_sizes, len(kernel_counter.graphs(chain, *sizes_of_calls)), how="counted")
 
 # %% [markdown]
 # Two. The first is for 16 samples and nothing else. When the size changes, Dynamo compiles once more, now with the size as a
@@ -646,7 +650,7 @@ taken = {}
 with torch.no_grad():
     for name, modules in (("whole", ()), ("block by block", tuple(model.blocks.values()))):
         begin = time.perf_counter()
-        found = launches.graphs(lambda: model(batch), modules=modules)
+        found = kernel_counter.graphs(lambda: model(batch), modules=modules)
         taken[name] = sum(map(len, found))
         print(f"{name}: {len(found)} graph, recorded and run in {time.perf_counter() - begin:.1f} s")
 lab.beside("\noperations, the model as a whole", my_whole, taken["whole"], how="counted")
@@ -696,7 +700,7 @@ adams = {}
 for name, options in {"a loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}.items():
     adam = torch.optim.Adam(parameters, 1e-3, **options)
     adam.step()                                      # the first makes its states
-    adams[name] = len(launches.operators(adam.step))
+    adams[name] = len(kernel_counter.operators(adam.step))
     print(f"{name:8} {adams[name]:4} operators")
 lab.beside("in a loop", my_loop, adams["a loop"], how="counted")
 lab.beside("fused", my_fused, adams["fused"], how="counted")
@@ -723,10 +727,10 @@ my_step, my_compiled_step = 1000, 500    # your predictions
 def started_in_a_step(depth: int) -> int:
     """Operators of one training step of a diffusion transformer of so many blocks."""
     settings = config.load("dit-demo", [f"model.depth={depth}", "train.device=cpu"])
-    training = train.assemble(settings, parallel.build_mesh(settings.parallel, parallel.World(device=cpu)))
+    training = assemble.assemble(settings, parallel.build_mesh(settings.parallel, parallel.World(device=cpu)))
     batch = training.model.example(2, cpu)
     training.step(batch)                             # the first makes the optimizer's states
-    return len(launches.operators(lambda: training.step(batch)))
+    return len(kernel_counter.operators(lambda: training.step(batch)))
 
 
 of_28, of_27 = started_in_a_step(28), started_in_a_step(27)
@@ -770,7 +774,8 @@ lab.recorded("vit_h200", {rung: {"ms a step": step_ms(rung), "samples/s": rows[r
                                  "first step after, s": rows[rung]["first_s"]} for rung in reference_rungs},
              why="The reference model, whole training steps")
 lab.beside("\na step, compiled, narrow", my_narrow_ms, step_ms("bf16, compiled, narrow stream"), "ms", "recorded")
-lab.picture(figures.rungs({"16 samples": {rung: step_ms(rung) for rung in reference_rungs}}, "ms a step", "vit-short on an H200",
+lab.picture(style.grouped_bars({"16 samples": {rung: step_ms(rung) for rung in reference_rungs}}, "ms a step",
+                               "vit-short on an H200",
                           {"bf16, compiled, narrow stream": my_narrow_ms}),
             "Three bars: bf16 uncompiled, compiled, which is shorter, and compiled with a narrow stream, a little shorter still; "
             "a diamond marks what was predicted for the last one")

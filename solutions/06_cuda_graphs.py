@@ -35,12 +35,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from course import config, parallel, train
+from course.training import assemble
+from course import config, parallel
 from course.data import Batch
-from course.errors import CourseError
-from course.lab import figures, figures_capturing, meter, quiet, tape
+from course.utils.errors import CourseError
+from course.lab.figures import style, cuda_graphs
+from course.lab.instruments import tensor_memory, background_load, cpu_graph
 from course.lab import notebook as lab
-from course.lab.exercises.capturing import PEAK, RAMP, OnDevice, OnHost, eager_time, mean_square, on_host
+from course.lab.exercises.lesson06_cuda_graphs import PEAK, RAMP, OnDevice, OnHost, eager_time, mean_square, on_host
 from course.lab.notebook import check
 
 lab.begin("06")
@@ -72,10 +74,10 @@ my_graphed_ms = 10.0             # your prediction
 # `eager_time(launches, works, gap)` is given: `replay` of lesson 02, with gaps.
 
 # %%
-lab.show("course.lab.exercises.capturing.eager_time")
+lab.show("course.lab.exercises.lesson06_cuda_graphs.eager_time")
 
 # %% exercise="graph-gain"
-from course.lab.exercises.capturing import break_even, graphed_time
+from course.lab.exercises.lesson06_cuda_graphs import break_even, graphed_time
 
 # %%
 check("graph-gain")
@@ -89,9 +91,9 @@ lab.beside("1,000 kernels in a graph", my_graphed_ms, 1e3 * graphed_time([3e-6] 
 
 # %%
 small = [8.0, 1.0, 1.0, 1.5]     # microseconds of each, for one sample
-rows = {"eager": figures_capturing.launched([20.0] * 12, small * 3, 1.0),
-        "graph": figures_capturing.replayed(small * 3, 10.0, 1.0)}
-lab.picture(figures_capturing.timeline(rows, title="twelve kernels, 20 µs for each launch; and all of them in a graph"),
+rows = {"eager": cuda_graphs.eager_bars([20.0] * 12, small * 3, 1.0),
+        "graph": cuda_graphs.graph_bars(small * 3, 10.0, 1.0)}
+lab.picture(cuda_graphs.timeline(rows, title="twelve kernels, 20 µs for each launch; and all of them in a graph"),
             "Four lanes. Eager: the host launches without a pause for 240 microseconds, and thin bars of work follow on the "
             "GPU, far apart. In a graph: one launch of 10 microseconds, then the same bars close together, done after 56")
 
@@ -105,7 +107,7 @@ my_break_even = 32               # your prediction
 # %%
 works, batches = [1e-6 * work for work in small] * 100, [1, 2, 3, 4, 6, 8, 12, 16]
 scaled = {batch: [batch * work for work in works] for batch in batches}
-curve = figures.curves({"launched one by one": (batches, [1e3 * eager_time([20e-6] * 400, w, 1e-6) for w in scaled.values()]),
+curve = style.curves({"launched one by one": (batches, [1e3 * eager_time([20e-6] * 400, w, 1e-6) for w in scaled.values()]),
                         "as a graph": (batches, [1e3 * graphed_time(w, 10e-6, 1e-6) for w in scaled.values()])},
                        "samples", "ms", "400 kernels")
 lab.picture(curve, "Launched one by one, a step takes 8 ms up to about 6 samples and then rises; as a graph it rises from 1.6 ms "
@@ -138,8 +140,8 @@ lab.beside("samples from which on a graph gains less than 10%", my_break_even, b
 
 # %%
 x = torch.tensor([1.0, 2.0, 3.0])
-graph = tape.Graph()
-with tape.capturing(graph):
+graph = cpu_graph.Graph()
+with cpu_graph.capturing(graph):
     y = x * 2
     z = y + 1
 print("z after the capture:", z.tolist())
@@ -156,8 +158,8 @@ def address(tensor: Tensor) -> str:
 
 
 for call in graph.calls:
-    print(f"{call.name:4} reads {', '.join(map(address, tape.tensors(call.arguments)))}, "
-          f"writes {', '.join(map(address, call.made.values()))}")
+    print(f"{call.name:4} reads {', '.join(map(address, cpu_graph.find_tensors(call.arguments)))}, "
+          f"writes {', '.join(map(address, call.new_tensors.values()))}")
 print(f"x lies at {address(x)}, y at {address(y)}, z at {address(z)}")
 
 # %% [markdown]
@@ -165,7 +167,7 @@ print(f"x lies at {address(x)}, y at {address(y)}, z at {address(z)}")
 # it. Skim this; the rest of the lesson does not need it.
 
 # %%
-lab.show("course.lab.tape.Recorder")
+lab.show("course.lab.instruments.cpu_graph.Recorder")
 
 # %% [markdown]
 # Now replay it.
@@ -212,7 +214,7 @@ print([result[0].item() for result in kept])
 # result that is to last must be **copied away** before the next replay.
 
 # %%
-lab.picture(figures_capturing.buffers(),
+lab.picture(cuda_graphs.buffers(),
             "Three batches on the left, an arrow labelled copy_ into a grey box, the graph. In it: captured batch, kernels, "
             "captured loss. An arrow labelled clone leads to three losses on the right")
 
@@ -237,8 +239,8 @@ def one_step() -> None:
     adam.step()
 
 
-too_early = tape.Graph()
-with tape.capturing(too_early):
+too_early = cpu_graph.Graph()
+with cpu_graph.capturing(too_early):
     one_step()
 for _ in range(3):
     too_early.replay()
@@ -274,10 +276,10 @@ print("Adam has counted", int(adam.state[weight]["step"]), "of 3 steps. On the t
 # </details>
 
 # %%
-lab.show("course.lab.exercises.capturing.kinds")
+lab.show("course.lab.exercises.lesson06_cuda_graphs.kinds")
 
 # %% exercise="static-buffers"
-from course.lab.exercises.capturing import Captured
+from course.lab.exercises.lesson06_cuda_graphs import Captured
 
 # %%
 check("static-buffers")
@@ -293,10 +295,10 @@ tiny = ["data.source=mock", "train.device=cpu", "train.steps=40", "optim.warmup=
         "model.heads=2"]
 
 
-def assembled(*overrides: str) -> train.Training:
+def assembled(*overrides: str) -> assemble.Training:
     """The library's training of a tiny model, always from the same weights."""
     settings = config.load("vit-demo", [*tiny, *overrides])
-    return train.assemble(settings, parallel.build_mesh(settings.parallel, parallel.World(device=cpu)))
+    return assemble.assemble(settings, parallel.build_mesh(settings.parallel, parallel.World(device=cpu)))
 
 
 one, other = assembled("model.dropout=0.2"), assembled("model.dropout=0.2")
@@ -312,7 +314,7 @@ print("most frequent on the tape:", Counter(call.name for call in captured.graph
 # The library's own class for a GPU is yours with some more thoughts in it. Read it and find them.
 
 # %%
-lab.show("course.graphs.Graphed")
+lab.show("course.training.cuda_graph.GraphedStep")
 
 # %% [markdown]
 # <details><summary>What is different</summary>
@@ -333,7 +335,7 @@ lab.show("course.graphs.Graphed")
 # Why could the library's step be captured just like that? Because it was written for it. Most steps are more like this one.
 
 # %%
-lab.show("course.lab.exercises.capturing.on_host")
+lab.show("course.lab.exercises.lesson06_cuda_graphs.on_host")
 
 # %% [markdown]
 # > **Question.** It takes three decisions in Python: the learning rate, which inputs to drop, and whether to update at all.
@@ -351,7 +353,7 @@ def try_to_capture(step: Callable[..., Tensor], state: OnHost | OnDevice) -> Non
     """Capture a step on random numbers, and say what came of it."""
     batch = {"x": torch.randn(4, 3), "y": torch.randn(4)}
     try:
-        with tape.capturing(tape.Graph()):
+        with cpu_graph.capturing(cpu_graph.Graph()):
             step(state, batch)
         print("captured")
     except CourseError as error:
@@ -379,8 +381,8 @@ try_to_capture(without_the_first, OnHost(torch.zeros(3, requires_grad=True)))
 # > **Predict.** Three replays. Which rate, which count?
 
 # %%
-count, frozen = 0, tape.Graph()
-with tape.capturing(frozen):
+count, frozen = 0, cpu_graph.Graph()
+with cpu_graph.capturing(frozen):
     rate = torch.full((), PEAK * min(1.0, (count + 1) / RAMP))
     count += 1
 for _ in range(3):
@@ -410,7 +412,7 @@ print(f"rate {rate.item()}, count {count}; the rate of the third step is {PEAK *
 # </details>
 
 # %% exercise="decided-on-device"
-from course.lab.exercises.capturing import on_device
+from course.lab.exercises.lesson06_cuda_graphs import on_device
 
 # %%
 check("decided-on-device")
@@ -425,8 +427,8 @@ state = OnDevice(torch.zeros(3, requires_grad=True), torch.zeros((), dtype=torch
 generator = torch.Generator().manual_seed(6)
 truth = torch.tensor([1.0, -2.0, 0.5])
 captured_batch = {"x": torch.zeros(64, 3), "y": torch.zeros(64)}
-skipping = tape.Graph()
-with tape.capturing(skipping):
+skipping = cpu_graph.Graph()
+with cpu_graph.capturing(skipping):
     loss = on_device(state, captured_batch)
 for number in range(20):
     captured_batch["x"].copy_(torch.randn(64, 3, generator=generator) if number != 10 else torch.full((64, 3), torch.nan))
@@ -442,7 +444,7 @@ for number in range(20):
 # What changes between steps beside the weights stands in one place, as tensors on the device:
 
 # %%
-lab.show("course.step.Progress")
+lab.show("course.training.step.Progress")
 
 # %% [markdown]
 # The learning rate is computed from `step`, a *tensor*, and so is its warm-up: with `torch.minimum` where you would write `min`
@@ -459,7 +461,7 @@ lab.show("course.step.Progress")
 # - what counts good and bad steps takes it as well:
 
 # %%
-lab.show("course.step.advance")
+lab.show("course.training.step.update_progress")
 
 # %% [markdown]
 # > **Question.** With fp16, PyTorch's `GradScaler` skips bad steps too. For most optimizers it does so with an `if` on the
@@ -512,7 +514,7 @@ one, other = assembled(), assembled()
 batch = one.model.example(16, cpu)
 for _ in range(3):
     one.step(batch)
-with meter.Meter() as eager:
+with tensor_memory.MemoryMeter() as eager:
     one.step(batch)
 captured = Captured(other.step, cpu)
 for _ in range(4):
@@ -568,13 +570,13 @@ def eager_and_replayed(samples: int) -> tuple[float, float]:
     return first, second
 
 
-quiet.look()
+background_load.report()
 threads = torch.get_num_threads()
 torch.set_num_threads(1)         # or the threads' waiting for one another would be most of such small operations
 found = {samples: eager_and_replayed(samples) for samples in (1, 4, 16, 64)}
 torch.set_num_threads(threads)
 gains = {samples: eager / replayed for samples, (eager, replayed) in found.items()}
-curve = figures.curves({"eager": (list(found), [eager for eager, _ in found.values()]),
+curve = style.curves({"eager": (list(found), [eager for eager, _ in found.values()]),
                         "replayed": (list(found), [replayed for _, replayed in found.values()])}, "samples", "ms",
                        "a step of the tiny model on one core of this machine")
 lab.picture(curve, "Two rising lines: the eager step lies above the replayed one for every batch, on Linux by more for big ones")
@@ -697,7 +699,7 @@ print(f"predicted {my_percent}% faster, recorded {more:+.1f}%: {1e3 * 16 / large
 # %%
 about = lab.results("vit_h200")
 speeds = {"12 layers of width 768, 256 tokens, one sample": speed, "the reference model, 16 samples": large}
-lab.picture(figures.rungs(speeds, "samples/s", f"training steps in bf16, {about['hardware']}, PyTorch {about['torch']}"),
+lab.picture(style.grouped_bars(speeds, "samples/s", f"training steps in bf16, {about['hardware']}, PyTorch {about['torch']}"),
             "Bars of samples per second. One sample: in a graph the bar is several times as long as eager, compiled it is "
             "shorter, compiled and in a graph the longest. The reference model: two bars of the same length")
 lab.beside("\none sample of the tiny model, replayed from a tape on your machine", my_gain[1], gains[1], "times")
@@ -710,7 +712,7 @@ if lab.gpu():
     def milliseconds(*overrides: str) -> float:
         """Of a step on the GPU, of twenty, after five that do not count."""
         settings = config.load("vit-demo", ["data.source=mock", "train.device=cuda", "precision=bf16", *overrides])
-        training = train.assemble(settings, parallel.build_mesh(settings.parallel, parallel.join("cuda")))
+        training = assemble.assemble(settings, parallel.build_mesh(settings.parallel, parallel.join("cuda")))
         batch = training.model.example(1, torch.device("cuda"))
         for _ in range(5):
             training.step(batch)

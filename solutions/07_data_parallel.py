@@ -33,12 +33,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from course import config, parallel, train, verify
-from course.lab import figures_data, observe, quiet, tiny, widgets
+from course.training import assemble
+from course import config, parallel
+from course.training import verify
+from course.lab.figures import data_parallel, widgets
+from course.lab.instruments import bucket_timeline, background_load
+from course.lab.checks import tiny_training
 from course.lab import notebook as lab
 from course.lab.notebook import check
-from course.lab.traffic import Traffic
-from course.launch import RankError, ranks
+from course.lab.instruments.bytes_sent import Traffic
+from course.ranks.notebook_ranks import RankError, ranks
 from course.parallel.mesh import Axis
 
 lab.begin("07")
@@ -58,9 +62,9 @@ lab.begin("07")
 my_difference = 0.01             # your prediction
 
 # %%
-settings = tiny.settings("train.global_batch=6")
-model = tiny.model(settings, tiny.mesh(settings), seed=0)
-whole = model.prepare(tiny.fields(torch.Generator().manual_seed(0), settings, 6, padding=1), torch.tensor(0))
+settings = tiny_training.settings("train.global_batch=6")
+model = tiny_training.model(settings, tiny_training.mesh(settings), seed=0)
+whole = model.prepare(tiny_training.random_batch(torch.Generator().manual_seed(0), settings, 6, padding=1), torch.tensor(0))
 halves = [{name: tensor[part] for name, tensor in whole.items()} for part in (slice(0, 3), slice(3, 6))]
 
 
@@ -111,7 +115,7 @@ LAYOUT = ["data.source=mock", "train.device=cpu", "train.threads=1", "optim.warm
 
 def look(settings):
     mesh = parallel.build_mesh(settings.parallel, parallel.join("cpu"))
-    training = train.assemble(settings, mesh)
+    training = assemble.assemble(settings, mesh)
     mine = slice(4 * mesh.dp.rank, 4 * mesh.dp.rank + 4)
     batch = {name: tensor[mine] for name, tensor in training.model.example(8, torch.device("cpu")).items()}
     batch = training.model.prepare(batch, training.progress.step)
@@ -119,7 +123,7 @@ def look(settings):
     (total * mesh.dp.size / 8).backward()
     gradients = torch.cat([p.grad.flatten() for p in training.model.parameters()])
     return (f"rank {mesh.dp.rank}: samples {batch['sample'].tolist()}, norm of all weights "
-            f"{tiny.flat(training.model).norm():.6f}, of all gradients {gradients.norm():.6f}")
+            f"{tiny_training.flat_parameters(training.model).norm():.6f}, of all gradients {gradients.norm():.6f}")
 
 
 for line in ranks(2)(look, config.load("vit-demo", [*LAYOUT, "parallel.dp=2", "parallel.data=naive"])):
@@ -215,7 +219,7 @@ my_megabytes = 3.57              # your prediction, for four ranks
 
 # %%
 def sent_by(all_reduce, numel):
-    axis = tiny.mesh(tiny.settings()).dp
+    axis = tiny_training.mesh(tiny_training.settings()).dp
     x = torch.full((numel,), float(axis.rank))
     with Traffic() as traffic:
         total = all_reduce(x, axis)
@@ -246,7 +250,7 @@ print("MB sent by each rank:", [round(count / 1e6, 2) for count in one_way])
 # > **Predict, before you move the slider:** which piece will be the first that is complete on rank 0? After how many steps?
 
 # %%
-slider = widgets.explore(lambda step: figures_data.ring(4, step), step=list(range(7)),
+slider = widgets.explore(lambda step: data_parallel.ring(4, step), step=list(range(7)),
                          alt="A table: how many ranks' numbers are in each piece of each rank. One piece of each rank is marked.")
 
 # %% [markdown]
@@ -335,7 +339,7 @@ print("MB sent by each rank:", [round(count / 1e6, 2) for count in around])
 # (`p.grad is None`) are left out, and along an axis of one rank there is nothing to do.
 
 # %% exercise="average-gradients"
-from course.parallel.data import average_gradients
+from course.parallel.data_parallel.gradients import average_gradients
 
 # %%
 check("average-gradients")
@@ -360,12 +364,12 @@ my_distance = 1.0                # your prediction, for none
 def distance(settings, steps):
     """The largest difference between weights of two ranks after so many steps, in learning rates."""
     mesh = parallel.build_mesh(settings.parallel, parallel.join("cpu"))
-    training = train.assemble(settings, mesh)
+    training = assemble.assemble(settings, mesh)
     everyone = training.model.example(8, torch.device("cpu"))
     batch = {name: tensor[4 * mesh.dp.rank:4 * mesh.dp.rank + 4] for name, tensor in everyone.items()}
     for _ in range(steps):
         training.step(batch)
-    mine = tiny.flat(training.model)
+    mine = tiny_training.flat_parameters(training.model)
     theirs = mine.clone()
     dist.broadcast(theirs, 0)
     apart = (mine - theirs).abs().max()
@@ -433,11 +437,11 @@ def gpt(backward: float = 0.062) -> list[tuple[float, float]]:
 
 def overlap_at(bucket_mb: float, gigabytes_per_s: float):
     """The timeline of backward and the all-reduces of its buckets."""
-    ready, loads = figures_data.fill(gpt(), bucket_mb * 1e6)
-    spans = collective_times(ready, [figures_data.all_reduce_seconds(load, 4, gigabytes_per_s * 1e9, 20e-6) for load in loads])
+    ready, loads = data_parallel.fill_buckets(gpt(), bucket_mb * 1e6)
+    spans = collective_times(ready, [data_parallel.all_reduce_seconds(load, 4, gigabytes_per_s * 1e9, 20e-6) for load in loads])
     exposed = 1e3 * (spans[-1][1] - ready[-1])
     buckets = f"{len(loads)} bucket{'s' * (len(loads) > 1)} of {bucket_mb} MB"
-    return figures_data.timeline({"backward": list(pairwise([0.0, *ready])), "network": spans}, ready[-1],
+    return data_parallel.timeline({"backward": list(pairwise([0.0, *ready])), "network": spans}, ready[-1],
                                  f"{buckets} at {gigabytes_per_s} GB/s: {exposed:.2f} ms exposed")
 
 
@@ -470,7 +474,7 @@ slider = widgets.explore(overlap_at, bucket_mb=[1300, 400, 100, 25, 5, 1], gigab
 # The order stays.
 
 # %% exercise="in-buckets"
-from course.parallel.data import in_buckets
+from course.parallel.data_parallel.gradients import partition_into_buckets
 
 # %%
 check("in-buckets")
@@ -482,7 +486,7 @@ check("in-buckets")
 # `parameter.grad` *is* a view of the bucket, so nothing has to be copied back.
 
 # %%
-lab.show("course.parallel.data.Bucket")
+lab.show("course.parallel.data_parallel.gradients.Bucket")
 
 # %% [markdown]
 # And this is what holds the buckets. `register_post_accumulate_grad_hook` makes PyTorch call a function each time a backward
@@ -490,19 +494,21 @@ lab.show("course.parallel.data.Bucket")
 # sent at the end, is for tensor parallelism, lesson 10, and empty here.)
 
 # %%
-lab.show("course.parallel.data.Bucketed")
+lab.show("course.parallel.data_parallel.gradients.Bucketed")
 
 # %% [markdown]
 # Three functions are missing, and they are the heart of it:
 #
-# - `arrived(ddp, bucket, index)` is called when a backward pass has added to the gradient of parameter `index` of `bucket`.
+# - `gradient_ready(ddp, bucket, index)` is called when a backward pass has added to the gradient of parameter `index` of
+#   `bucket`.
 #   Move it into the bucket, and count: `bucket.waiting[index]` says how many passes of this step the gradient still waits
 #   for. Then start (`ddp.start(...)`) what is complete: the bucket `ddp.early[ddp.started]` if none of its gradients waits,
 #   and the next, and so on. `ddp.started` is how many have been started: counting it up is yours to do, too;
 # - `start_mean(bucket, axis)` begins the all-reduce of `bucket.flat` with `async_op=True`, which returns at once, and keeps what
 #   it returns in `bucket.work`;
 # - `finish_mean(bucket, axis)` waits for `bucket.work`, and makes the sum the mean. (NCCL can average by itself,
-#   `ReduceOp.AVG`; gloo can only add. `mean(x)` is the operation to ask for, and `divide(x, axis)` does what is left to
+#   `ReduceOp.AVG`; gloo can only add. `mean_op(x)` is the operation to ask for, and `divide_by_size(x, axis)` does what is left
+# to
 #   do after it. To add and then divide yourself is right as well.)
 #
 # > **Question, before you write.** With micro-batches, a step has several backward passes, and gradients add up. When may a
@@ -515,7 +521,7 @@ lab.show("course.parallel.data.Bucketed")
 # </details>
 
 # %% exercise="overlap"
-from course.parallel.data import arrived, start_mean, finish_mean
+from course.parallel.data_parallel.gradients import gradient_ready, start_mean, finish_mean
 
 # %%
 check("overlap")
@@ -541,17 +547,17 @@ check("overlap")
 
 # %%
 def watched_step(settings):
-    with lab.yours(in_buckets, arrived, start_mean, finish_mean):
-        training = train.assemble(settings, parallel.build_mesh(settings.parallel, parallel.join("cpu")))
+    with lab.yours(partition_into_buckets, gradient_ready, start_mean, finish_mean):
+        training = assemble.assemble(settings, parallel.build_mesh(settings.parallel, parallel.join("cpu")))
         torch.set_num_threads(1)
         batch = training.model.example(4, torch.device("cpu"))
-        return [observe.step(training, batch) for _ in range(4)][-1]            # the first ones find nothing in the caches
+        return [bucket_timeline.record_step(training, batch) for _ in range(4)][-1]  # the first ones find nothing in the caches
 
 
 settings = config.load("vit-demo", [*LAYOUT, "parallel.dp=2", "parallel.bucket_mb=0.5", "train.global_batch=8"])
 seen = ranks(2)(watched_step, settings)[0]
 rows = {"backward": list(pairwise([0.0, *seen.gradients])), "network": seen.spans}
-lab.picture(figures_data.timeline(rows, seen.backward, f"{len(seen.spans)} buckets of vit-demo on two CPU ranks"),
+lab.picture(data_parallel.timeline(rows, seen.backward, f"{len(seen.spans)} buckets of vit-demo on two CPU ranks"),
             "Pieces of backward in one row and all-reduces in the other; most begin before the dotted line where backward ends")
 
 # %%
@@ -589,8 +595,8 @@ def by_turns(alone, together, turns=8, steps=3):
     """Seconds of a step that rank 0 takes alone and of one that all ranks take together, in each of so many turns."""
     torch.set_num_threads(1)
     cpu = torch.device("cpu")
-    trainings = [train.assemble(alone, parallel.build_mesh(alone.parallel, parallel.World(device=cpu))),
-                 train.assemble(together, parallel.build_mesh(together.parallel, parallel.join("cpu")))]
+    trainings = [assemble.assemble(alone, parallel.build_mesh(alone.parallel, parallel.World(device=cpu))),
+                 assemble.assemble(together, parallel.build_mesh(together.parallel, parallel.join("cpu")))]
     batch = trainings[0].model.example(4, cpu)
     times = []
     for _ in range(turns + 1):
@@ -605,7 +611,7 @@ def by_turns(alone, together, turns=8, steps=3):
     return times[1:]                                 # the first turn finds nothing in the caches
 
 
-quiet.look()
+background_load.report()
 single = config.load("vit-demo", [*LAYOUT, "train.global_batch=4"])
 efficiency = {}
 for method in ("none", "naive", "bucketed", "ddp"):
@@ -669,7 +675,7 @@ lab.beside("bucketed", my_bucketed, measured["bucketed"], how="recorded")
 
 # %%
 def verified(settings):
-    with lab.yours(average_gradients, in_buckets, arrived, start_mean, finish_mean):
+    with lab.yours(average_gradients, partition_into_buckets, gradient_ready, start_mean, finish_mean):
         return verify.compare(settings)
 
 

@@ -35,15 +35,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from course import config, data, parallel, schema, train, validate
-from course.data import weather
-from course.lab import figures, figures_data, widgets
+from course.training import assemble
+from course import config, data, parallel
+from course.config import schema
+from course.training import validation
+from course.data.weather import simulation
+from course.lab.figures import style, data_parallel, widgets
 from course.lab import notebook as lab
 from course.lab.notebook import check
-from course.perf import convergence
+from course.lab.instruments import recorded_curves
 
 lab.begin("08")
-weather.make(schema.build(weather.Weather, {"path": "data/weather-32x64"}, "weather"))
+simulation.make(schema.build(simulation.Weather, {"path": "data/weather-32x64"}, "weather"))
 
 # %% [markdown]
 # ## Fewer, larger steps
@@ -65,7 +68,7 @@ def training_run(batch: int, lr: float, warmup: int = 20) -> Iterator[torch.nn.M
     settings = config.load("vit-demo", [f"train.global_batch={batch}", f"optim.lr={lr}", "optim.schedule=constant",
                                         f"optim.warmup={warmup}"])
     mesh = parallel.build_mesh(settings.parallel, parallel.World(device=cpu))
-    training = train.assemble(settings, mesh)
+    training = assemble.assemble(settings, mesh)
     loader = data.train_loader(settings, mesh.dp, cpu, 0, training.model.example)
     while True:
         training.step(next(loader))
@@ -81,7 +84,7 @@ def after(steps: int, run: Iterator[torch.nn.Module]) -> torch.nn.Module:
 
 def loss_of(model: torch.nn.Module, pairs: data.Pairs, ids: list[int]) -> float:
     """The mean loss of these samples."""
-    output, batch = validate.forward_only(model, "fp32")(pairs.__getitems__(ids))
+    output, batch = validation.forward_only(model, "fp32")(pairs.__getitems__(ids))
     total, weight = model.loss(output, batch)
     return (total / weight).item()
 
@@ -290,7 +293,7 @@ lab.beside("it is higher by", my_cold_percent, 100 * (hasty / losses["16, linear
 # Use tensor operations only: no `if` on `step`, no `.item()`. The step of training does not wait for the device.
 
 # %% exercise="learning-rate"
-from course.step import learning_rate
+from course.training.optimizer import learning_rate
 
 # %%
 check("learning-rate")
@@ -307,7 +310,7 @@ def schedule_of(warmup: int, min_lr: float):
     """The learning rate of 200 steps."""
     settings = replace(config.load("vit-demo", ["train.steps=200"]), optim=config.Optim(lr=2e-3, warmup=warmup, min_lr=min_lr))
     rates = [learning_rate(torch.tensor(at), settings).item() for at in range(200)]
-    return figures.curves({"learning rate": (range(200), rates)}, "step", "learning rate", f"{warmup} steps of warm-up")
+    return style.curves({"learning rate": (range(200), rates)}, "step", "learning rate", f"{warmup} steps of warm-up")
 
 
 slider = widgets.explore(schedule_of, warmup=[20, 0, 50, 100], min_lr=[0.0, 2e-4],
@@ -336,7 +339,7 @@ print("batches", batches, "\nrates  ", rates)
 # %%
 logs = Path("runs/reference")
 if not logs.is_dir():
-    convergence.to_tensorboard(found, logs)
+    recorded_curves.to_tensorboard(found, logs)
 address = lab.tensorboard(logs)
 
 # %% [markdown]
@@ -349,7 +352,7 @@ address = lab.tensorboard(logs)
 def curves_of(batch: int):
     """Validation loss against samples, of all rates at a batch."""
     lines = {f"{lr:g}": ([at * batch for at in grid[batch, lr]["step"]], numbers(grid[batch, lr]["valid_loss"])) for lr in rates}
-    return figures_data.logarithmic(lines, "samples", "validation loss", f"batch {batch}")
+    return data_parallel.logarithmic(lines, "samples", "validation loss", f"batch {batch}")
 
 
 def numbers(column: list) -> list[float]:
@@ -440,7 +443,7 @@ lab.beside("\nthe middle grows with the batch to the power", my_power, power, ho
 # %%
 rules = {rule: (batches, [scaled_rate(middle[4], 4, batch, rule) for batch in batches]) for rule in ("sqrt", "linear")}
 half = math.sqrt(2)                                  # rates were tried in steps of two: each stands for half a step around it
-lab.picture(figures_data.logarithmic({"good rates and their middle": (batches, list(middle.values()))}, "batch", "learning rate",
+lab.picture(data_parallel.logarithmic({"good rates and their middle": (batches, list(middle.values()))}, "batch", "learning rate",
                                      f"Rates that reach {target} with at most a tenth more samples", rules,
                                      bars={"good rates and their middle": [(min(good_rates(batch)) / half,
                                                                             max(good_rates(batch)) * half)
@@ -487,7 +490,7 @@ def fit(fewest: dict[int, float]) -> tuple[float, float]:
 e_min, s_min = fit(fewest)
 critical = e_min / s_min
 law = [e_min + s_min * batch for batch in batches]
-lab.picture(figures_data.logarithmic({"samples": (batches, list(fewest.values())),
+lab.picture(data_parallel.logarithmic({"samples": (batches, list(fewest.values())),
                                       "steps": (batches, [fewest[batch] / batch for batch in batches])},
                                      "batch", "to the target", f"Samples and steps to a validation loss of {target}",
                                      {"law, samples": (batches, law),
@@ -627,7 +630,7 @@ my_speedup = 32                  # your prediction
 # %%
 devices = [batch // 4 for batch in batches]
 sooner = [fewest[4] / fewest[batch] * count for count, batch in zip(devices, batches, strict=True)]
-lab.picture(figures_data.logarithmic({"measured samples": (devices, sooner)}, "devices, 4 samples each", "times sooner",
+lab.picture(data_parallel.logarithmic({"measured samples": (devices, sooner)}, "devices, 4 samples each", "times sooner",
                                      "Target reached, against one device; communication for nothing",
                                      {"if samples did not depend on the batch": (devices, devices)}),
             "Times sooner against devices: it follows the dashed line for two devices, falls behind, and is flat from 16 to 32")
@@ -661,10 +664,10 @@ def last_loss(batch: int, lr: float, warmup: int, schedule: str) -> float:
 
 
 for lr in rates[-3:]:
-    warm, cold = (last_loss(64, lr, warmup, "constant") for warmup in (convergence.WARMUP, 0))
+    warm, cold = (last_loss(64, lr, warmup, "constant") for warmup in (20, 0))
     print(f"rate {lr:<6g} validation loss at the end: with warm-up {warm:.4f}, without {cold:.4f}, "
           f"{100 * (cold / warm - 1):.0f}% higher")
-warm, cold = (last_loss(64, 0.008, warmup, "constant") for warmup in (convergence.WARMUP, 0))
+warm, cold = (last_loss(64, 0.008, warmup, "constant") for warmup in (20, 0))
 lab.beside("\nhigher without warm-up at 0.008", my_cold_start, 100 * (cold / warm - 1), "%", how="recorded")
 
 # %% [markdown]
@@ -683,7 +686,7 @@ my_gain_16, my_gain_64 = 5, 5    # your predictions
 # %%
 gain = {}
 for batch in (16, 64):
-    ends = {schedule: {lr: last_loss(batch, lr, convergence.WARMUP, schedule) for lr in rates[-5:]}
+    ends = {schedule: {lr: last_loss(batch, lr, 20, schedule) for lr in rates[-5:]}
             for schedule in ("constant", "cosine")}
     for lr in rates[-5:]:
         print(f"batch {batch}, rate {lr:<6g} validation loss at the end: constant {ends['constant'][lr]:.4f}, "
@@ -708,8 +711,8 @@ print(f"\nthe cosine's best is lower by {gain[16]:.1f}% at batch 16 (you said {m
 # command goes on where it was stopped:
 #
 # ```
-# python -m course.perf.convergence jobs=8 device=cuda out=runs/convergence.json
-# python -m course.perf.convergence out=runs/convergence.json tensorboard=runs/mine
+# python -m experiments.convergence jobs=8 device=cuda out=runs/convergence.json
+# python -m experiments.convergence out=runs/convergence.json tensorboard=runs/mine
 # ```
 #
 # ## What you know now

@@ -32,13 +32,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from course import config, parallel, train, verify
+from course.training import assemble
+from course.lab.instruments.bytes_sent import collectives
+from course import config, parallel
+from course.training import verify
 from course.config import Parallel
-from course.errors import CourseError
-from course.lab import counting, figures_mesh, widgets
+from course.utils.errors import CourseError
+from course.lab.figures import mesh, style, widgets
 from course.lab import notebook as lab
 from course.lab.notebook import check
-from course.launch import ranks
+from course.ranks.notebook_ranks import ranks
 from course.parallel import World, build_mesh
 from course.parallel.mesh import AXES
 
@@ -247,7 +250,7 @@ shapes = {"pp=2 dp=2 tp=4": {"pp": 2, "dp": 2, "cp": 1, "tp": 4}, "dp=2 cp=2 tp=
 
 def sixteen_gpus(sizes: str, order: str, axis: str):
     """Who talks to whom along an axis, on two nodes of eight GPUs."""
-    return figures_mesh.mesh(shapes[sizes], order, 8, axis)
+    return mesh.mesh(shapes[sizes], order, 8, axis)
 
 
 slider = widgets.explore(sixteen_gpus, sizes=list(shapes), order=["pp-dp-cp-tp", "tp-dp-cp-pp", "tp-pp-cp-dp", "dp-pp-cp-tp"],
@@ -333,7 +336,7 @@ for axis, guess in my_gigabytes.items():
 # ## Is that what a real step sends?
 #
 # A formula that nobody has checked is an opinion. The library writes down every collective before it starts
-# (`course.parallel.trace`: it is how `ranks` can tell you who waits for whom). So train a step and count.
+# (`course.ranks.collective_trace`: it is how `ranks` can tell you who waits for whom). So train a step and count.
 #
 # > **Predict.** How far will the formula be off, for a model of 4 layers, on `dp=2, tp=2` and on `pp=2, cp=2`? Exact, 1%,
 # > 10%, worse?
@@ -345,9 +348,9 @@ def one_counted_step(overrides: list[str]) -> dict[str, float]:
     settings = config.load("vit-demo", ["data.source=mock", "train.device=cpu", "parallel.context=gather", "parallel.data=naive",
                                         "train.global_batch=8", *overrides])
     mesh = build_mesh(settings.parallel, parallel.join("cpu"))
-    training = train.assemble(settings, mesh)
+    training = assemble.assemble(settings, mesh)
     verify.one_step(training, 1)                     # in a pipeline's first step the stages also agree on shapes
-    _, calls = counting.collectives(lambda: verify.one_step(training, 2))
+    _, calls = collectives(lambda: verify.one_step(training, 2))
     of = {"tp": (mesh.tp, ("all-reduce",)), "cp": (mesh.cp, ("all-gather", "reduce-scatter")), "pp": (mesh.pp, ("send",)),
           "dp": (mesh.dp_cp, ("all-reduce",))}
     return {name: sum(call.sent for call in calls if call.ranks == axis.ranks and call.op.startswith(ops))
@@ -406,7 +409,7 @@ orders = {"-".join(names): seconds("-".join(names)) for names in permutations(AX
 orders = dict(sorted(orders.items(), key=lambda entry: sum(entry[1].values())))
 best, *_, worst = orders.values()
 lab.beside("worst over best", my_factor, sum(worst.values()) / sum(best.values()), how="computed")
-lab.picture(figures_mesh.stacked(orders, "seconds of communication in a step", "64 GPUs, pp=2 dp=4 cp=2 tp=4, nodes of 8"),
+lab.picture(style.stacked(orders, "seconds of communication in a step", "64 GPUs, pp=2 dp=4 cp=2 tp=4, nodes of 8"),
             "24 bars in three groups: orders with tp and cp within a node are the shortest, orders with tp within and cp across "
             "nodes about one and a half times as long, orders with tp across nodes four to five times")
 

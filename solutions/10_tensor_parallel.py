@@ -30,13 +30,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from course import config, models, parallel, train, verify
-from course.lab import counting, scaling
+from course.training import assemble
+from course.lab.instruments import tensor_memory
+from course.lab.instruments import bytes_sent
+from course import config, models, parallel
+from course.training import verify
+from course.lab.figures import scaling_table
 from course.lab import notebook as lab
 from course.lab.notebook import check
-from course.launch import ranks
+from course.ranks.notebook_ranks import ranks
 from course.parallel import build_mesh, mappings
-from course.step import build_compute
+from course.training.step import build_compute
 
 lab.begin("10")
 
@@ -245,10 +249,10 @@ print("rank 0:", qkv_rows(4, 2, 2, 0).tolist(), "- you said", my_rows)
 # A row linear's outputs are not cut, every rank has all of them once the parts are added up, so it needs the whole bias.
 # </details>
 #
-# You write the two `forward`. `enter(x, axis, tokens)` and `leave(x, axis, tokens)` are the doors: your copy and reduce, as
-# long as `tokens` is `None`. Pass `self.tokens` on; it is for sequence parallelism, below. A column linear goes through its
-# door and multiplies; a row linear multiplies, and goes through its door. `self.matmul(x, weight, bias)` multiplies: it is
-# `F.linear`, unless another number format, such as FP8, has put its own product there. The bias may be left out.
+# You write the two `forward`. `enter_region(x, axis, tokens)` and `leave_region(x, axis, tokens)` are the doors: your copy and
+# reduce, as long as `tokens` is `None`. Pass `self.tokens` on; it is for sequence parallelism, below. A column linear goes
+# through its door and multiplies; a row linear multiplies, and goes through its door. `self.matmul(x, weight, bias)` multiplies:
+# it is `F.linear`, unless another number format, such as FP8, has put its own product there. The bias may be left out.
 #
 # > **Question, before you write.** Where does the row linear's bias go: before the sum, or after it?
 #
@@ -259,7 +263,7 @@ print("rank 0:", qkv_rows(4, 2, 2, 0).tolist(), "- you said", my_rows)
 # </details>
 
 # %% exercise="column-row"
-from course.parallel.tensor import ColumnLinear, RowLinear  # noqa: F401
+from course.parallel.tensor_parallel.linear import ColumnLinear, RowLinear  # noqa: F401
 
 # %%
 check("column-row")
@@ -280,11 +284,11 @@ small = ["data.source=mock", "train.device=cpu", "train.global_batch=4", "parall
          "model.residual=false"]                     # random numbers for data, nothing that hides a message, no sum at the end
 
 
-def count_a_step(*overrides: str) -> list[counting.Collective]:
+def count_a_step(*overrides: str) -> list[bytes_sent.Collective]:
     """The collectives of one training step that move more than a few numbers."""
     settings = config.load("vit-demo", [*small, *overrides])
-    training = train.assemble(settings, build_mesh(settings.parallel, parallel.join("cpu")))
-    _, calls = counting.collectives(lambda: verify.one_step(training, 1))
+    training = assemble.assemble(settings, build_mesh(settings.parallel, parallel.join("cpu")))
+    _, calls = bytes_sent.collectives(lambda: verify.one_step(training, 1))
     return [call for call in calls if call.bytes > 1000]
 
 
@@ -301,11 +305,11 @@ lab.beside("kilobytes of each", my_kilobytes, calls[0].bytes / 1000, "kB", "coun
 # %% [markdown]
 # ## What is kept for the backward pass
 #
-# Weights are not all that takes memory in training. `counting.saved` counts the bytes that a forward pass keeps: it
+# Weights are not all that takes memory in training. `saved_for_backward` counts the bytes that a forward pass keeps: it
 # hooks into autograd wherever a tensor is saved.
 
 # %%
-lab.show("course.lab.counting.saved")
+lab.show("course.lab.instruments.tensor_memory.saved_for_backward")
 
 # %% [markdown]
 # Count in units of one activation, samples × tokens × width numbers. A block keeps: the inputs of the two norms and their
@@ -322,12 +326,12 @@ my_units = {2: 8.0, 4: 4.0}      # your prediction, for tp=2 and tp=4
 def kept_by_a_block(*overrides: str) -> float:
     """What one block keeps for its backward pass on this rank, in units of samples x tokens x width numbers."""
     settings = config.load("vit-demo", [*small, *overrides])
-    training = train.assemble(settings, build_mesh(settings.parallel, parallel.join("cpu")))
+    training = assemble.assemble(settings, build_mesh(settings.parallel, parallel.join("cpu")))
     model, c = training.model, settings.model
     batch = model.prepare(model.example(4, torch.device("cpu")), training.progress.step)
     batch = model.tokens.cut(batch)
     x = model.embed(batch)
-    _, kept = counting.saved(lambda: model.blocks["0"](x, batch), model.parameters())
+    _, kept = tensor_memory.saved_for_backward(lambda: model.blocks["0"](x, batch), model.parameters())
     return kept / (4 * c.tokens * c.dim * 4)
 
 
@@ -401,8 +405,9 @@ print(f"bytes sent by a rank, sequence parallel over tensor parallel: "
 # %% [markdown]
 # **What you should see:** the inputs of the two norms are cut, so 2 + 2/tp + 12/tp = 5.5 where there were 7. The two that
 # are left are the gathered inputs of the column linears. They need not be kept: gather them *again* in the backward pass,
-# beside a matrix multiplication that has to be done anyway. Then all is cut, 16/tp. `course/parallel/overlap.py` does that:
-# more bytes, less memory. Whether they are hidden, we measure below.
+# beside a matrix multiplication that has to be done anyway. Then all is cut, 16/tp.
+# `course/parallel/tensor_parallel/overlapped_linear.py` does that: more bytes, less memory. Whether they are hidden, we measure
+# below.
 #
 # Four all-gathers and four reduce-scatters a block, where there were four all-reduces: the same bytes. And yet the step
 # sends a tenth more: there is one more all-reduce in it.
@@ -416,7 +421,7 @@ print(f"bytes sent by a rank, sequence parallel over tensor parallel: "
 def norm_gradients() -> tuple[Tensor, Tensor]:
     """The gradient of the first norm's weight on this rank, before and after the library has completed the gradients."""
     settings = config.load("vit-demo", [*small, *layout])
-    training = train.assemble(settings, build_mesh(settings.parallel, parallel.join("cpu")))
+    training = assemble.assemble(settings, build_mesh(settings.parallel, parallel.join("cpu")))
     model, weight = training.model, training.model.blocks["0"].norm1.weight
     compute = build_compute(model, training.progress, settings, training.mesh)
     training.gradients.begin(1)
@@ -441,8 +446,8 @@ for label, gradient in found.items():
 # any, and adds all of them up in one all-reduce at the end.
 
 # %%
-lab.show("course.parallel.sequence.mark_partial")
-lab.show("course.parallel.data.add_partial_gradients")
+lab.show("course.parallel.tensor_parallel.sequence.mark_partial")
+lab.show("course.parallel.data_parallel.gradients.add_partial_gradients")
 
 # %% [markdown]
 # > **Question.** What happens if one norm is forgotten? (It has happened, in a course like this one.)
@@ -458,7 +463,7 @@ equal = verify.main("vit-demo", ["model.depth=2", "model.residual=false", "paral
 # %% [markdown]
 # ## On GPUs
 #
-# From here on there is no exercise. *Compiled* is lesson 05's word, a *CUDA graph* lesson 06's, *kernels by hand* lesson 15's,
+# From here on there is no exercise. *Compiled* is lesson 05's word, a *CUDA graph* lesson 06's, *Triton kernels* lesson 15's,
 # and DiT-XL/2 is the model of that lesson. If you are in a hurry, read the tables and go on to *What you know now*.
 #
 # A stack of 8 blocks of width 4096, a batch of 4 × 4096 tokens, forward and backward in bf16, takes 304 ms on one
@@ -488,7 +493,7 @@ for tp in (2, 4):
 # parallelism 104. Communication alone is a fifth of that; what can be won is to run it *beside* the multiplications.
 
 # %%
-lab.recorded("tp_h200", scaling.table(rows, lambda case: "one GPU, compiled" if "compiled" in case else "one GPU"),
+lab.recorded("tp_h200", scaling_table.table(rows, lambda case: "one GPU, compiled" if "compiled" in case else "one GPU"),
              why="The same stack: tensor parallelism without and with sequence parallelism and overlap, and DTensor")
 
 # %% [markdown]
@@ -582,8 +587,8 @@ lab.recorded("symmetric_2xh100", {what: {"µs": us[case]} for what, case in (
 # > read the last ones, before you write over them?
 
 # %%
-lab.show("course.parallel.symmetric.Room")
-lab.show("course.parallel.symmetric.Gather")
+lab.show("course.parallel.tensor_parallel.symmetric_memory.DoubleBuffer")
+lab.show("course.parallel.tensor_parallel.symmetric_memory.Gather")
 
 # %% [markdown]
 # <details><summary>Answer</summary>
@@ -595,15 +600,15 @@ lab.show("course.parallel.symmetric.Gather")
 
 # %%
 steps = {row["case"]: row["ms"] for row in exchanged["steps"]["rows"]}
-ways = {"NCCL": "kernels by hand", "through memory": "kernels by hand, through memory"}
+ways = {"NCCL": "Triton kernels", "through memory": "Triton kernels, through memory"}
 table = {model: {way: steps[f"{model}, {words}, in a graph"] for way, words in ways.items()}
          for model in (models[0], models[2])}
-lab.recorded("symmetric_2xh100", table, why="Whole steps with sequence parallelism, in a graph, kernels by hand, in ms")
+lab.recorded("symmetric_2xh100", table, why="Whole steps with sequence parallelism, in a graph, Triton kernels, in ms")
 
 # %% [markdown]
 # **What you should see:** one step is a sixth shorter, the other a seventh: by the times above about half of it by hiding, half
 # because writing is faster than NCCL. `parallel.overlap=symmetric` does that, on GPUs of one node; over a network NCCL is what
-# there is. (By NCCL this DiT took 66 ms above: here its kernels are by hand, and tensor parallelism cuts its modulation, too.)
+# there is. (By NCCL this DiT took 66 ms above: here its kernels are Triton, and tensor parallelism cuts its modulation, too.)
 #
 # On these two GPUs sequence parallelism is even faster through memory than none: that DiT takes 48.7 ms without.
 #
@@ -612,8 +617,8 @@ lab.recorded("symmetric_2xh100", table, why="Whole steps with sequence paralleli
 
 # %%
 four = {row["case"]: row for row in lab.results("sp_4xh200")["rows"]}
-ways = {"NCCL": "kernels by hand", "through memory": "kernels by hand, through memory",
-        "no sequence parallelism": "kernels by hand, no sequence parallelism"}
+ways = {"NCCL": "Triton kernels", "through memory": "Triton kernels, through memory",
+        "no sequence parallelism": "Triton kernels, no sequence parallelism"}
 table = {f"{model}, {way}": {"ms": row["ms"], "GB": row["memory_gb"]} for model in (models[0], models[-1])
          for way, words in ways.items() for row in [four[f"{model}, {words}, in a graph"]]}
 lab.recorded("sp_4xh200", table, why="Whole steps on four H200s, in a graph")
@@ -622,8 +627,8 @@ lab.recorded("sp_4xh200", table, why="Whole steps on four H200s, in a graph")
 # **What you should see:** the DiT takes 3% longer than with none, the GPT of 1.3 billion 3% less, in 30 and 23% less memory; by
 # NCCL they take a third and a quarter longer. Forward nothing hides a gather, and with the scatter it takes as long as the
 # all-reduce that both replace. Backward, this DiT's multiplications of 33 µs are too short now to hide a gather of 56; those of
-# the GPT take 93, and hide most of one of 90 ([exchange_h200.json](../course/perf/results/exchange_h200.json) has all of them).
-# So on four the memory costs little or nothing. (On two H200s, [sp_2xh200.json](../course/perf/results/sp_2xh200.json), it takes
+# the GPT take 93, and hide most of one of 90 ([exchange_h200.json](../course/bench/results/exchange_h200.json) has all of them).
+# So on four the memory costs little or nothing. (On two H200s, [sp_2xh200.json](../course/bench/results/sp_2xh200.json), it takes
 # 2 to 5% less time than none.)
 
 # %% [markdown]

@@ -31,14 +31,19 @@
 import torch
 from torch import Tensor
 
-from course import config, parallel, train, verify
+from course.training import assemble
+from course.lab.instruments import tensor_memory
+from course.lab.instruments import bytes_sent
+from course import config, parallel
+from course.training import verify
 from course.config import Parallel
-from course.lab import counting, figures_context, scaling, widgets
+from course.lab.figures import context_parallel, scaling_table, widgets
 from course.lab import notebook as lab
 from course.lab.notebook import check
-from course.launch import ranks
-from course.parallel import Axis, blocks, build_mesh, ring
-from course.parallel.sequence import SplitTokens, permuted  # noqa: F401
+from course.ranks.notebook_ranks import ranks
+from course.parallel import Axis, build_mesh
+from course.parallel.context_parallel import block_attention, ring_attention
+from course.parallel.tensor_parallel.sequence import SplitTokens, permute_tokens        # noqa: F401
 
 lab.begin("11")
 
@@ -60,12 +65,12 @@ my_share = 1.0                   # your prediction: each of two ranks over one p
 def kept_by_a_block(tokens: int, *overrides: str) -> int:
     """Bytes that one block of a GPT keeps of one sample for the backward pass, on this rank."""
     settings = config.load("gpt-demo", [f"model.context={tokens}", "train.device=cpu", "train.global_batch=1", *overrides])
-    training = train.assemble(settings, build_mesh(settings.parallel, parallel.join("cpu")))
+    training = assemble.assemble(settings, build_mesh(settings.parallel, parallel.join("cpu")))
     model = training.model
     batch = model.prepare(model.example(1, torch.device("cpu")), training.progress.step)
     batch = model.tokens.cut(batch)
     x = model.embed(batch)
-    return counting.saved(lambda: model.blocks["0"](x, batch), model.parameters())[1]
+    return tensor_memory.saved_for_backward(lambda: model.blocks["0"](x, batch), model.parameters())[1]
 
 
 kept = {tokens: ranks(1)(kept_by_a_block, tokens)[0] for tokens in (512, 2048)}
@@ -95,7 +100,7 @@ lab.beside("each of two ranks", my_share, halved / kept[2048], "of one process",
 # is completed. Nothing else in the model knows.
 
 # %%
-lab.show("course.parallel.context.context_parallel")
+lab.show("course.parallel.context_parallel.attention.apply_context_parallel")
 
 # %% [markdown]
 # ## First way: gather keys and values
@@ -109,9 +114,9 @@ lab.show("course.parallel.context.context_parallel")
 # - `tokens.cp` is the axis, and `mappings.gather(x, dim, axis, n)` your gather of lesson 10. Pieces need not be equally long:
 #   n is the number of all tokens;
 # - `tokens.zigzag` says whether the pieces are in another order than that of time. If not, leave them as they come;
-# - `permuted(x, dim, index)` is `x.index_select(dim, index)` for an index that has every place once. Either is right. But
+# - `permute_tokens(x, dim, index)` is `x.index_select(dim, index)` for an index that has every place once. Either is right. But
 #   `index_select` cannot know that no place comes twice, so on a GPU it adds gradients up, atomically, number by number;
-#   `permuted` copies them back by the inverse.
+#   `permute_tokens` copies them back by the inverse.
 #
 # > **Question, before you write.** Two ranks, order `[0, 1, 6, 7]` and `[2, 3, 4, 5]`. The gathered keys stand as 0 1 6 7 2
 # > 3 4 5. Which index brings them into the order of time?
@@ -124,7 +129,7 @@ lab.show("course.parallel.context.context_parallel")
 # ## Exercise: keys and values, in order
 
 # %% exercise="gather-in-order"
-from course.parallel.context import gather_in_order  # noqa: F401
+from course.parallel.context_parallel.attention import gather_in_order  # noqa: F401
 
 # %%
 check("gather-in-order")
@@ -185,7 +190,7 @@ print("exp, sum, log:", big.exp().sum().log().item(), "  logsumexp:", big.logsum
 # time.
 
 # %% exercise="merge"
-from course.parallel.ring import merge
+from course.parallel.context_parallel.ring_attention import merge
 
 # %%
 check("merge")
@@ -200,14 +205,14 @@ print("merged, differs from all six keys by", (out - whole).abs().max().item())
 # one rank after the other, its own first, while the next are under way. `blocks.forward` is attention with one block of
 # keys: on GPUs a fused kernel, which returns the log-sum-exp because its own backward pass needs it.
 #
-# `operator` makes the function one operation to PyTorch, such as a matrix multiplication is: `torch.compile` does not look
-# into it, so what is sent beside what is computed stays so. An operator takes no objects, so the group goes by its name.
+# `register_operator` makes the function one operation to PyTorch, such as a matrix multiplication is: `torch.compile` does not
+# look into it, so what is sent beside what is computed stays so. An operator takes no objects, so the group goes by its name.
 
 # %%
-lab.show("course.parallel.ring.ring")
-lab.show("course.parallel.ring.rounds")
-lab.show("course.parallel.ring.Ring")
-lab.show("course.parallel.ring.ring_backward")
+lab.show("course.parallel.context_parallel.ring_attention.ring")
+lab.show("course.parallel.context_parallel.ring_attention.rounds")
+lab.show("course.parallel.context_parallel.ring_attention.Ring")
+lab.show("course.parallel.context_parallel.ring_attention.ring_backward")
 
 # %% [markdown]
 # > **Question.** Look at `save_for_backward`. What does the ring keep, and what does it do again in the backward pass? What
@@ -236,14 +241,14 @@ my_percent = 100.0               # your prediction, for 4 ranks
 # %%
 def one_piece_each(turn: int):
     """A round of a causal ring in which every rank has neighbouring tokens."""
-    return figures_context.ring(4, zigzag=False, turn=turn)
+    return context_parallel.ring(4, zigzag=False, turn=turn)
 
 
 slider = widgets.explore(one_piece_each, turn=[0, 1, 2, 3],
                          alt="The triangle of causal scores, by rank and round; beside it the work of each rank in this round.")
 
 # %%
-at_work = figures_context.efficiency(figures_context.ring_work(4, zigzag=False))
+at_work = context_parallel.efficiency(context_parallel.ring_work(4, zigzag=False))
 lab.beside("4 ranks, one piece each", my_percent, 100 * at_work, "%", "computed")
 
 # %% [markdown]
@@ -264,7 +269,7 @@ lab.beside("4 ranks, one piece each", my_percent, 100 * at_work, "%", "computed"
 # `total` is a multiple of `2 * size`. Return a tuple: for each rank the positions of its tokens, the front piece first.
 
 # %% exercise="zigzag"
-from course.parallel.sequence import zigzag
+from course.parallel.tensor_parallel.sequence import zigzag
 
 # %%
 check("zigzag")
@@ -289,7 +294,7 @@ my_pairs = {"s < r": 4, "s > r": 4}                  # your prediction, of four
 # both pieces' rows together. The rank's own keys are done already, so `source` differs from `rank`.
 
 # %% exercise="visible"
-from course.parallel.ring import visible
+from course.parallel.context_parallel.ring_attention import visible
 
 # %%
 check("visible")
@@ -310,7 +315,7 @@ print("of four pairs of pieces, you said, have to be computed:", my_pairs)
 # %%
 def in_a_zigzag(turn: int):
     """A round of a causal ring in which every rank has a piece from the front and one from the back."""
-    return figures_context.ring(4, zigzag=True, turn=turn)
+    return context_parallel.ring(4, zigzag=True, turn=turn)
 
 
 slider = widgets.explore(in_a_zigzag, turn=[0, 1, 2, 3],
@@ -342,7 +347,7 @@ def counted_ring(*mine) -> tuple[list[float], float]:
     """Scores computed in each round on this rank, in squares, and how far the answer is from serial attention."""
     qkv = torch.randn(3, 1, 2, 64, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     serial = torch.nn.functional.scaled_dot_product_attention(*qkv, is_causal=True)
-    squares, original = [], blocks.forward
+    squares, original = [], block_attention.forward
 
     def counting_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
         squares.append(q.shape[2] * k.shape[2] / 16**2)
@@ -353,11 +358,11 @@ def counted_ring(*mine) -> tuple[list[float], float]:
         tokens = SplitTokens({}, build_mesh(Parallel(dp=1, cp=world.size), world).cp, Axis("tp"), zigzag=True)
         tokens.cut({"position": torch.zeros(1, 64)})
         order = tokens.order(qkv.device)[tokens.cp.rank]
-        blocks.forward = counting_forward
+        block_attention.forward = counting_forward
         try:
-            answer = ring.RingAttend(True, tokens)(*qkv.index_select(3, order))
+            answer = ring_attention.RingAttend(True, tokens)(*qkv.index_select(3, order))
         finally:
-            blocks.forward = original
+            block_attention.forward = original
     return squares, (answer - serial.index_select(2, order)).abs().max().item()
 
 
@@ -378,7 +383,7 @@ for label, mine in {"one piece each": (pieces_in_a_row, all_or_nothing), "zigzag
 # together (Ulysses: Jacobs et al. 2023, arXiv:2309.14509).
 
 # %%
-lab.show("course.parallel.context.AllToAllAttend")
+lab.show("course.parallel.context_parallel.attention.AllToAllAttend")
 
 # %% [markdown]
 # > **Question.** What limits the number of ranks here, and what does tensor parallelism have to do with it?
@@ -405,8 +410,8 @@ def units_sent(method: str) -> float:
     """What this rank sends for the attention of one layer, forward and backward, in units of its piece of the keys."""
     settings = config.load("gpt-demo", ["train.device=cpu", "train.global_batch=2", "parallel.cp=4", f"parallel.context={method}",
                                         "model.depth=1", "precision=fp64"])
-    training = train.assemble(settings, build_mesh(settings.parallel, parallel.join("cpu")))
-    _, calls = counting.collectives(lambda: verify.one_step(training, 1))
+    training = assemble.assemble(settings, build_mesh(settings.parallel, parallel.join("cpu")))
+    _, calls = bytes_sent.collectives(lambda: verify.one_step(training, 1))
     moves = ("all-gather", "reduce-scatter", "all-to-all", "send")      # not the all-reduces of loss and gradients
     unit = 2 * settings.model.context / 4 * settings.model.dim * 8
     return sum(call.sent for call in calls if call.op.startswith(moves)) / unit
@@ -438,7 +443,7 @@ for method in my_units:
 #   need special care.
 
 # %%
-lab.show("course.parallel.sequence.SplitTotal")
+lab.show("course.parallel.tensor_parallel.sequence.SumOverSplitTokens")
 
 # %% [markdown]
 # > **Question.** Suppose the seam's backward pass were the identity, and everything else as it is. By what factor would the
@@ -485,7 +490,7 @@ for length, percent in my_gather.items():
 # measure your own case; the library keeps all three, and `parallel.context` chooses.
 
 # %%
-lab.recorded("cp_h200", scaling.table(rows, lambda case: " ".join([*case.split()[:2], "one GPU"])),
+lab.recorded("cp_h200", scaling_table.table(rows, lambda case: " ".join([*case.split()[:2], "one GPU"])),
              why="This library's three ways beside PyTorch's")
 
 # %% [markdown]

@@ -31,15 +31,17 @@ from inspect import getsource
 import torch
 import torch.distributed as dist
 
-from course import config, models, parallel, verify
-from course.lab import figures_pipeline, sleepers, widgets
+from course import config, models, parallel
+from course.training import verify
+from course.lab.figures import pipeline, widgets
+from course.lab.instruments import simulated_pipeline
 from course.lab import notebook as lab
 from course.lab.notebook import check
-from course.launch import RankError, ranks
+from course.ranks.notebook_ranks import RankError, ranks
 from course.models.vit import ViT
-from course.parallel import schedule
-from course.parallel.pipeline import Pipeline
-from course.parallel.schedule import Pass
+from course.parallel.pipeline_parallel import schedules
+from course.parallel.pipeline_parallel.runtime import Pipeline
+from course.parallel.pipeline_parallel.schedules import Pass
 
 lab.begin("12")
 
@@ -117,9 +119,9 @@ def naive(p: int, rank: int, m: int, v: int = 1) -> list[Pass]:
     return [Pass("F", 0, 0), Pass("B", 0, 0)]
 
 
-alone = schedule.timeline([naive(4, rank, 1) for rank in range(4)])
-lab.beside("idle", my_idle, schedule.idle(alone, 4), how="simulated")
-lab.picture(figures_pipeline.timelines({"one batch": alone}, 4),
+alone = schedules.timeline([naive(4, rank, 1) for rank in range(4)])
+lab.beside("idle", my_idle, schedules.idle_share(alone, 4), how="simulated")
+lab.picture(pipeline.timelines({"one batch": alone}, 4),
             "Four rows, one for each rank. Forward boxes go down from rank 0 to rank 3 like stairs, then backward boxes of twice "
             "the width up again. All else is grey, idle")
 
@@ -146,14 +148,14 @@ lab.picture(figures_pipeline.timelines({"one batch": alone}, 4),
 # whole program; messages and waiting follow from it.
 
 # %%
-lab.show("course.parallel.schedule.before")
+lab.show("course.parallel.pipeline_parallel.schedules.before")
 
 # %% [markdown]
 # Because a schedule is data, one can look at it before anything runs: `schedule.timeline` computes when each pass starts and
 # ends, and finds ranks that wait for each other in a circle. Read it: it is the whole theory of pipelines.
 
 # %%
-lab.show("course.parallel.schedule.timeline")
+lab.show("course.parallel.pipeline_parallel.schedules.timeline")
 
 # %% [markdown]
 # ## Exercise: GPipe
@@ -165,7 +167,7 @@ lab.show("course.parallel.schedule.timeline")
 # one needs few of them.
 
 # %% exercise="gpipe"
-from course.parallel.schedule import gpipe
+from course.parallel.pipeline_parallel.schedules import gpipe
 
 # %% [markdown]
 # The check simulates your schedule on pipelines of several sizes first, and says what does not work. If all is well it puts
@@ -188,12 +190,12 @@ my_bubble = 0.5                  # your prediction, 0 to 1
 # %%
 def simulated(make, p: int, m: int, v: int = 1):
     """The timeline of a schedule."""
-    return schedule.timeline([make(p, rank, m, v) for rank in range(p)], v)
+    return schedules.timeline([make(p, rank, m, v) for rank in range(p)], v)
 
 
 eight = simulated(gpipe, 4, 8)
-lab.beside("idle, 4 ranks, 8 micro-batches", my_bubble, schedule.idle(eight, 4), how="simulated")
-lab.picture(figures_pipeline.timelines({"GPipe, 8 micro-batches": eight}, 4),
+lab.beside("idle, 4 ranks, 8 micro-batches", my_bubble, schedules.idle_share(eight, 4), how="simulated")
+lab.picture(pipeline.timelines({"GPipe, 8 micro-batches": eight}, 4),
             "Forward boxes 0 to 7 on each rank, each rank one box later than the one above; then backward boxes, starting on the "
             "last rank. Grey in between and at the corners")
 
@@ -211,7 +213,7 @@ lab.picture(figures_pipeline.timelines({"GPipe, 8 micro-batches": eight}, 4),
 # > **Predict, before you move them:** how many micro-batches do 4 ranks need for a bubble of less than 10%? And 8 ranks?
 
 # %%
-slider = widgets.explore(lambda p, m: figures_pipeline.simulated("gpipe", p, m), p=[4, 2, 8], m=[4, 1, 2, 8, 16, 28, 32, 64],
+slider = widgets.explore(lambda p, m: pipeline.simulated("gpipe", p, m), p=[4, 2, 8], m=[4, 1, 2, 8, 16, 28, 32, 64],
                          alt="The timeline of GPipe for p ranks and m micro-batches, and how much of it is idle.")
 
 # %% [markdown]
@@ -235,12 +237,12 @@ my_seen = 0.30                   # your prediction; in theory 3/11 = 0.27
 # %%
 def with_gpipe():
     with lab.yours(gpipe):
-        return sleepers.run("gpipe", m=8)
+        return simulated_pipeline.run_pipeline("gpipe", m=8)
 
 
 seen = ranks(4)(with_gpipe)[0]
-lab.beside("idle, seen", my_seen, schedule.idle(seen, 4))
-lab.picture(figures_pipeline.timelines({"GPipe, seen": seen}, 4, "seconds"),
+lab.beside("idle, seen", my_seen, schedules.idle_share(seen, 4))
+lab.picture(pipeline.timelines({"GPipe, seen": seen}, 4, "seconds"),
             "The same picture as from the simulation, measured: the boxes lie a little apart")
 
 # %% [markdown]
@@ -264,7 +266,7 @@ lab.picture(figures_pipeline.timelines({"GPipe, seen": seen}, 4, "seconds"),
 my_kept = 4                      # your prediction
 
 # %%
-lab.beside("micro-batches kept by rank 0", my_kept, schedule.alive(gpipe(4, 0, 16)), how="counted")
+lab.beside("micro-batches kept by rank 0", my_kept, schedules.alive(gpipe(4, 0, 16)), how="counted")
 
 # %% [markdown]
 # All of them: no backward pass starts before the last forward pass. So GPipe gains time from more micro-batches, but no
@@ -297,7 +299,7 @@ lab.beside("micro-batches kept by rank 0", my_kept, schedule.alive(gpipe(4, 0, 1
 # `alternate` is used again for interleaving further down, so keep it general.
 
 # %% exercise="1f1b"
-from course.parallel.schedule import alternate, one_forward_one_backward
+from course.parallel.pipeline_parallel.schedules import alternate, one_forward_one_backward
 
 # %%
 check("1f1b")
@@ -312,7 +314,7 @@ my_speedup = 1.2                 # your prediction, GPipe's time over that of 1F
 both = {"GPipe": simulated(gpipe, 4, 8), "1F1B": simulated(one_forward_one_backward, 4, 8)}
 ends = {name: max(end for _, end in when.values()) for name, when in both.items()}
 lab.beside("GPipe's time over that of 1F1B", my_speedup, ends["GPipe"] / ends["1F1B"], "times", "simulated")
-lab.picture(figures_pipeline.timelines(both, 4),
+lab.picture(pipeline.timelines(both, 4),
             "Above GPipe, below 1F1B. Both end at the same time. In 1F1B forward and backward boxes alternate from early on, and "
             "the idle time lies elsewhere")
 
@@ -337,7 +339,7 @@ def ahead(p: int, rank: int, m: int, v: int = 1) -> list[Pass]:
 
 def takes(make, send: float) -> float:
     """Forward passes that a step of 16 micro-batches on 4 ranks takes, if each message takes as long as `send` of them."""
-    return max(end for _, end in schedule.timeline([make(4, rank, 16) for rank in range(4)], send=send).values())
+    return max(end for _, end in schedules.timeline([make(4, rank, 16) for rank in range(4)], send=send).values())
 
 
 lab.beside("GPipe, send=0.5", my_gpipe, takes(gpipe, 0.5), "forward passes", "simulated")
@@ -363,7 +365,7 @@ for send in (0, 0.01, 0.1, 0.5):
 # %%
 made = {name: [make(4, rank, 16) for rank in range(4)] for name, make in
         (("GPipe", gpipe), ("1F1B", one_forward_one_backward))}
-lab.picture(figures_pipeline.live(made), "Bars: GPipe keeps 16 micro-batches on every rank, 1F1B keeps 4, 3, 2 and 1")
+lab.picture(pipeline.activations_kept(made), "Bars: GPipe keeps 16 micro-batches on every rank, 1F1B keeps 4, 3, 2 and 1")
 
 # %% [markdown]
 # At most $p - \text{rank}$ micro-batches instead of $m$, however large $m$ is. So $m$ can be large, and *that* makes the
@@ -426,20 +428,20 @@ print(getsource(Pipeline.train))
 my_interleaved = 0.2             # your prediction of what will be seen
 
 # %%
-lab.show("course.parallel.schedule.interleaved")
+lab.show("course.parallel.pipeline_parallel.schedules.interleaved")
 
 # %%
 def with_mine():
     with lab.yours(alternate):
-        return sleepers.run("interleaved", m=8, v=2)
+        return simulated_pipeline.run_pipeline("interleaved", m=8, v=2)
 
 
 twice = ranks(4)(with_mine)[0]
-lab.beside("idle, interleaved, seen", my_interleaved, schedule.idle(twice, 4))
-print(f"in theory {schedule.bubble(4, 8, 2):.3f}, without interleaving {schedule.bubble(4, 8):.3f}")
-lab.picture(figures_pipeline.timelines({"simulated": simulated(schedule.interleaved, 4, 8, 2)}, 4),
+lab.beside("idle, interleaved, seen", my_interleaved, schedules.idle_share(twice, 4))
+print(f"in theory {schedules.bubble(4, 8, 2):.3f}, without interleaving {schedules.bubble(4, 8):.3f}")
+lab.picture(pipeline.timelines({"simulated": simulated(schedules.interleaved, 4, 8, 2)}, 4),
             "Simulated: each rank's forward boxes of chunk 0 and chunk 1 alternate in groups of four")
-lab.picture(figures_pipeline.timelines({"seen": twice}, 4, "seconds"), "The same as measured, with gaps between the boxes")
+lab.picture(pipeline.timelines({"seen": twice}, 4, "seconds"), "The same as measured, with gaps between the boxes")
 
 # %% [markdown]
 # **What you should see:** in theory 3 / 19 = 16%, and seen it is farther above the theory than GPipe was: passes are half as
@@ -452,7 +454,7 @@ lab.picture(figures_pipeline.timelines({"seen": twice}, 4, "seconds"), "The same
 # > the least?
 
 # %%
-slider = widgets.explore(figures_pipeline.simulated, schedule=["gpipe", "1f1b", "interleaved"], p=[4, 2, 8], m=[8, 4, 16, 32],
+slider = widgets.explore(pipeline.simulated, schedule=["gpipe", "1f1b", "interleaved"], p=[4, 2, 8], m=[8, 4, 16, 32],
                          v=[2, 3, 4],
                          alt="The timeline of a schedule with p ranks and m micro-batches: who computes which one when, and how "
                              "much is idle. v, the number of chunks, is for the interleaved schedule alone.")
@@ -516,14 +518,14 @@ print(ranks(2)(neighbours_at_ease))
 # %%
 lost = [gpipe(2, 0, 4), [*gpipe(2, 1, 4)[:4], *reversed(gpipe(2, 1, 4)[4:])]]       # rank 1 goes backward in the other order
 right = [gpipe(2, rank, 4) for rank in range(2)]
-times = [max(end for _, end in schedule.timeline(each).values()) for each in (right, lost)]
-print(f"{schedule.crossed(lost)} messages are taken for others, and nothing stops: it would take {times[1]:g}, for {times[0]:g} "
+times = [max(end for _, end in schedules.timeline(each).values()) for each in (right, lost)]
+print(f"{schedules.crossed(lost)} messages are taken for others, and nothing stops: it would take {times[1]:g}, for {times[0]:g} "
       "in the right order, if each message waited for the pass that it is for")
 
 # %% [markdown]
 # > **Question.** NCCL does the calls of one group strictly one after the other. In 1F1B a rank awaits an activation from one
 # > side, while its own gradient should go the other way. What could go wrong with one group for all ranks of the pipeline?
-# > Look at `make_wires` in `course/parallel/pipeline.py` for the cure.
+# > Look at `make_wires` in `course/parallel/pipeline_parallel/runtime.py` for the cure.
 #
 # <details><summary>Answer</summary>
 # A send queues behind a receive whose message is not there yet, although it could go at once: the rank that waits for it gets
@@ -548,7 +550,7 @@ print(f"{schedule.crossed(lost)} messages are taken for others, and nothing stop
 # that axis. It is the same mechanism as for norms under sequence parallelism (lesson 10).
 
 # %%
-lab.show("course.parallel.pipeline.tie_ends")
+lab.show("course.parallel.pipeline_parallel.runtime.tie_ends")
 
 # %%
 tied = config.load("gpt-demo", [*verify.DEFAULTS, "model.tied=true", "parallel.pp=2", "parallel.dp=1", "train.micro_batch=2",

@@ -33,15 +33,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from course import config, models, parallel, random, verify
-from course.lab import figures, figures_memory, widgets
+from course import config, models, parallel
+from course.utils import random
+from course.training import verify
+from course.lab.figures import style, memory, widgets
 from course.lab import notebook as lab
-from course.lab.meter import Meter
+from course.lab.instruments.tensor_memory import MemoryMeter
 from course.lab.notebook import check
-from course.launch import ranks
+from course.ranks.notebook_ranks import ranks
 from course.parallel import Axis
 from course.parallel.mappings import all_gather_single, reduce_scatter_single
-from course.recompute import recompute
+from course.training.activation_checkpointing import checkpoint_activations
 
 lab.begin("13")
 
@@ -69,7 +71,7 @@ def new_model(how: str = "none") -> nn.Module:
     """The model of the preset with fresh weights; `how` it keeps activations is the second half of this lesson."""
     model = parallel.place_serial(models.build_model(settings.model))
     random.initialize(model, 0, cpu, torch.float32)
-    return recompute(model, how)
+    return checkpoint_activations(model, how)
 
 
 def batch_of(model: nn.Module, samples: int) -> dict[str, Tensor]:
@@ -130,7 +132,7 @@ print(before)
 #
 # The fourth kind does not belong to parameters: it is what the forward pass keeps for the backward pass. To compute the
 # gradient of a matrix multiplication you need its input, for that of GELU too, and so on. PyTorch lets you watch: whatever
-# autograd wants to keep goes through a hook (`counting.saved` of lesson 05 is one). Count the bytes, each piece of memory
+# autograd wants to keep goes through a hook (`saved_for_backward` of lesson 05 is one). Count the bytes, each piece of memory
 # once, and leave out weights and the batch, which are there anyway.
 
 # %%
@@ -198,7 +200,7 @@ lab.beside("kept by one block", my_activations, sizes[5] - sizes[4], "(B, T, D)"
 # %%
 samples = [1, 2, 4, 8, 16]
 activations = [kept_bytes(model, batch_of(model, count)) / 1e6 for count in samples]
-curve = figures.curves({"activations": (samples, activations)}, "samples", "MB", "What training keeps",
+curve = style.curves({"activations": (samples, activations)}, "samples", "MB", "What training keeps",
                        {"weights, gradients, states": sum(after.values()) / 1e6, "weights alone": after["weights"] / 1e6})
 lab.picture(curve, "Activations rise on a straight line through the origin; the others are horizontal lines, which it crosses")
 
@@ -252,7 +254,7 @@ bars = {}
 for stage in range(4):
     weights, gradients, states = training_bytes(7 * 10**9, 8, stage)
     bars[f"ZeRO-{stage}"] = {"weights": weights / 1e9, "gradients": gradients / 1e9, "optimizer states": states / 1e9}
-lab.picture(figures_memory.stacked(bars, limits={"one H200": 151}, title="7 billion parameters on 8 ranks"),
+lab.picture(style.stacked(bars, "GB", limits={"one H200": 151}, title="7 billion parameters on 8 ranks"),
             "Bars of 112, 63, 38.5 and 14 GB for the stages 0 to 3. Half of the first is optimizer states")
 
 # %% [markdown]
@@ -334,7 +336,7 @@ check("zero-optimizer")
 # parameters end to end in **buckets** (lesson 07), and each bucket does what you wrote, beside the computing:
 
 # %%
-lab.show("course.parallel.zero.Zero")
+lab.show("course.parallel.data_parallel.zero1.ZeRO1")
 
 # %% [markdown]
 # `start` is called in the backward pass, when the last gradient of a bucket is there; `complete` before the optimizer's step;
@@ -354,12 +356,12 @@ my_state_bytes = 8               # your prediction
 # %%
 def states_and_parity() -> tuple[float, Any]:
     """Bytes of states for each parameter of the model, on this rank; and how far this training is from that of one process."""
-    from course.train import assemble
+    from course.training.assemble import assemble
 
     c = config.load("vit-demo", ["parallel.zero=true", "parallel.bucket_mb=1", "data.source=mock", "train.device=cpu"])
     training = assemble(c, parallel.build_mesh(c.parallel, parallel.join("cpu")))
     training.step(training.model.example(2, torch.device("cpu")))
-    training.gradients.settle()
+    training.gradients.wait_parameters()
     states = sum(x.nbytes for state in training.optimizer.state.values() for x in state.values())
     return states / sum(p.numel() for p in training.model.parameters()), verify.compare(exact)
 
@@ -438,8 +440,8 @@ check("recompute")
 # compute, those of matrix multiplications and attention, are kept; what is cheap (norms, GELU, sums) is computed again.
 
 # %%
-lab.show("course.recompute.recompute")
-lab.show("course.recompute.keep_dear")
+lab.show("course.training.activation_checkpointing.checkpoint_activations")
+lab.show("course.training.activation_checkpointing.save_expensive_ops")
 
 # %% [markdown]
 # > **Predict.** In units of (B, T, D) for each block: what does *full* keep, and what *selective*? (How much does each
@@ -457,7 +459,7 @@ def costs(how: str) -> dict[str, float]:
     """Of one forward and backward pass: activations after the forward pass, the peak, and FLOPs of matrix multiplications."""
     model = new_model(how)
     batch = batch_of(model, 4)
-    with Meter() as meter:
+    with MemoryMeter() as meter:
         loss = loss_of(model, batch)
         after_forward = meter.now
         loss.backward()
@@ -497,7 +499,7 @@ lab.beside("selective: kept by each block", my_selective, each["selective"], "(B
 
 # %%
 bars = {how: {"activations": values["after forward, MB"]} for how, values in measured.items()}
-lab.picture(figures_memory.stacked(bars, "MB", title="Activations after the forward pass, 4 samples, 4 blocks"),
+lab.picture(style.stacked(bars, "MB", title="Activations after the forward pass, 4 samples, 4 blocks"),
             "Three bars: none the longest, selective about seven tenths of it, full about an eighth")
 
 # %% [markdown]
@@ -510,7 +512,7 @@ lab.picture(figures_memory.stacked(bars, "MB", title="Activations after the forw
 # > fits into one H200 with 8 ranks? And 70 billion?
 
 # %%
-slider = widgets.explore(figures_memory.explained, size=["7 B", "0.35 B", "1.3 B", "13 B", "70 B"], precision=["fp32", "bf16"],
+slider = widgets.explore(memory.explore_memory, size=["7 B", "0.35 B", "1.3 B", "13 B", "70 B"], precision=["fp32", "bf16"],
                          dp=[8, 1, 2, 4, 16, 64], zero=[0, 1, 2, 3], recompute=["none", "selective", "full"],
                          alt="Two bars, with nothing saved and as chosen, in pieces: weights, gradients, optimizer states and "
                              "activations; a line marks the memory of one GPU.")

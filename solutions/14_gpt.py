@@ -40,19 +40,26 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from course import config, models, parallel, random, sample, schema, train, verify
-from course.data import bpe, corpus, order
-from course.data.indexed import Index
-from course.data.tokens import Sequences
-from course.errors import CourseError
-from course.generate import generate
-from course.lab import counting, figures_gpt, quiet, widgets
+from course.lab.instruments import bytes_sent
+from course import config, models, parallel
+from course.utils import random
+from course.inference import sample_text
+from course.config import schema
+from course.training import trainer, verify
+from course.data.text import bpe, python_corpus
+from course.data import order
+from course.data.text.indexed_files import Index
+from course.data.text.sequences import Sequences
+from course.utils.errors import CourseError
+from course.inference.kv_cache_decoding import generate
+from course.lab.instruments import background_load
+from course.lab.figures import gpt, widgets
 from course.lab import notebook as lab
-from course.lab.meter import Meter
+from course.lab.instruments.tensor_memory import MemoryMeter
 from course.lab.notebook import check
-from course.launch import ranks
+from course.ranks.notebook_ranks import ranks
 from course.parallel import mappings
-from course.perf.grid import CASES
+from course.bench.megatron_grid import CASES
 
 lab.begin("14")
 
@@ -132,7 +139,7 @@ my_logits_gb = 1.0
 # %%
 c = config.load("gpt-124m").model
 lab.beside("a block keeps", my_block_gb, 16 * 64 * c.context * c.dim * 2 / 1e9, "GB", "counted")
-lab.beside("the logits are", my_logits_gb, figures_gpt.logits_bytes(64, c.context, c.vocab) / 1e9, "GB", "counted")
+lab.beside("the logits are", my_logits_gb, gpt.logits_bytes(64, c.context, c.vocab) / 1e9, "GB", "counted")
 
 # %% [markdown]
 # One tensor of 13 GB, as much as eight of the twelve blocks keep. And it does not come alone: autograd keeps the logarithms of
@@ -231,7 +238,7 @@ def whole(x: Tensor, weight: Tensor) -> Tensor:
 def peak(loss: Any) -> tuple[float, float]:
     """The most bytes at a time, forward and backward, in units of all logits, and seconds."""
     begin = time.perf_counter()
-    with Meter() as meter:
+    with MemoryMeter() as meter:
         loss(x, weight).backward()
     seconds = time.perf_counter() - begin
     x.grad = weight.grad = None
@@ -264,7 +271,7 @@ lab.show("course.models.gpt.chunk_of_loss")
 # > **Predict, before you move the sliders:** with the vocabulary of Llama 3, 128,256 tokens, what is it that fills the GPU?
 
 # %%
-slider = widgets.explore(figures_gpt.explained_logits, vocabulary=[50304, 512, 32000, 128256], batch=[64, 8, 16, 32],
+slider = widgets.explore(gpt.explore_logits, vocabulary=[50304, 512, 32000, 128256], batch=[64, 8, 16, 32],
                          tp=[1, 2, 4, 8], chunk=[0, 16384, 4096, 1024],
                          alt="Three bars: the logits of all tokens, those that are there at a time as chosen, and what 12 blocks "
                              "keep.")
@@ -308,11 +315,11 @@ print("rank", 13 // 4, "row", 13 % 4, "- you said", my_rank, "and", my_row)
 #
 # Two parts. `own(tokens, rows, axis)` returns two tensors with an entry for every token: which of this rank's `rows`
 # rows it is (or 0, a row that exists, if it is another rank's), and whether it is here at all. `forward` looks up
-# (`F.embedding(row, self.weight)`), puts the zeros, and leaves the region where ranks compute parts: `leave(x, axis,
+# (`F.embedding(row, self.weight)`), puts the zeros, and leaves the region where ranks compute parts: `leave_region(x, axis,
 # tokens)` with `self.tokens`, as in lesson 10. `axis.rank` is this rank's place along the axis, from 0.
 
 # %% exercise="vocabulary-embedding"
-from course.parallel.vocabulary import VocabularyEmbedding, own
+from course.parallel.tensor_parallel.vocabulary import VocabularyEmbedding, own
 
 # %%
 check("vocabulary-embedding")
@@ -365,7 +372,7 @@ lab.beside("gathered logits, sent by each rank", my_bytes_a_token, 7 * 50304 / 8
 # - A chunk's tokens come end to end, so one dim is missing: (n, V / tp) and 2 x (n,). Count dims from the end, `-1`.
 
 # %% exercise="vocabulary-loss"
-from course.parallel.vocabulary import losses_and_softmax, minus_target
+from course.parallel.tensor_parallel.vocabulary import losses_and_softmax, minus_target
 
 # %% [markdown]
 # The check compares losses and gradients on 2 ranks, and on 4 that are two groups, with logits of ten thousands and with 16-bit
@@ -387,7 +394,7 @@ my_gathered = 100.0
 # %%
 def bytes_a_token(how: str) -> float:
     """What this rank sends for the loss and the gradient of 64 tokens, for each of them."""
-    from course.parallel.vocabulary import CrossEntropy
+    from course.parallel.tensor_parallel.vocabulary import CrossEntropy
 
     axis = parallel.build_mesh(config.Parallel(tp=2), parallel.join("cpu")).tp
     target = torch.arange(64)[None] * 61
@@ -401,7 +408,7 @@ def bytes_a_token(how: str) -> float:
         loss = F.cross_entropy(everything.flatten(0, 1), target.flatten(), reduction="sum")
         (loss / axis.size).backward()               # a rank's share: the backward pass of the gather adds them up
 
-    _, calls = counting.collectives(pieces if how == "pieces" else gathered)
+    _, calls = bytes_sent.collectives(pieces if how == "pieces" else gathered)
     return sum(call.sent for call in calls) / 64
 
 
@@ -438,7 +445,7 @@ assert verify.tell(exact, ranks(2)(with_yours)[0])
 
 # %%
 data = Path("data/python-512")
-corpus.make(schema.build(corpus.Python, {"path": str(data), "vocab": 512}, "tokens"))
+python_corpus.make(schema.build(python_corpus.PythonCorpus, {"path": str(data), "vocab": 512}, "tokens"))
 tokenizer = bpe.load(data / "tokenizer.json")
 for text in ("    def read(self, size=-1):", "xylophone"):
     print([tokenizer.decode([token]) for token in tokenizer.encode(text).ids])
@@ -493,7 +500,7 @@ lab.beside("bytes of train.idx", my_idx_bytes, (data / "train.idx").stat().st_si
 # an index, or not all of one: call it before you believe a number.
 
 # %% exercise="read-index"
-from course.data.indexed import read_index
+from course.data.text.indexed_files import read_index
 
 # %%
 check("read-index")
@@ -543,7 +550,7 @@ print(tokenizer.decode(document(index, everything, 7)[:80].tolist()))
 # one token more, the target of its last one, which is the first of the next sample.
 
 # %%
-lab.picture(figures_gpt.packed([7, 4, 13, 2, 9], 8),
+lab.picture(gpt.packed_samples([7, 4, 13, 2, 9], 8),
             "A row of 35 boxes, a colour for each of five documents; below, four samples of 8 boxes each and a ninth, hatched, "
             "the first of the next sample. Samples begin and end in the middle of documents")
 
@@ -591,12 +598,12 @@ for dp in (1, 2, 4):
 my_final_loss = 5.0              # your prediction
 
 # %%
-quiet.look()
+background_load.report()
 name = time.strftime("lesson14-%Y%m%d-%H%M%S")
 settings = config.load("gpt-python", [f"data.path={data}", "model.vocab=512", "model.dim=128", "model.depth=2", "model.heads=4",
                                       "optim.lr=4e-3", "optim.warmup=20", "train.steps=200", "train.eval_every=0", "log.every=50",
                                       "train.device=cpu", f"log.name={name}"])
-run = train.main(settings)
+run = trainer.main(settings)
 record = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
 lab.beside("\nloss of the validation split", my_final_loss, record["valid_loss"])
 
@@ -627,7 +634,7 @@ untrained = new_model(settings)
 print(tokenizer.decode(generate(untrained, prompt, 40, 0.7)[0].tolist()))
 
 # %%
-texts = sample.main(run, "def", count=100, temperature=0.7, top_k=0, seed=1, samples=2)
+texts = sample_text.sample_run(run, "def", count=100, temperature=0.7, top_k=0, seed=1, samples=2)
 
 # %% [markdown]
 # **What you should see:** soup before; after seconds of training indentation, brackets that often close, `self.` and strings. It
@@ -716,7 +723,7 @@ eight = [cases[f"{layout}_16_1536x16"] for layout in ("8x1x1", "4x2x1", "2x4x1",
 lab.beside("8x1x1", my_dp_ms, eight[0].ms, "ms", "recorded")
 lab.beside("1x8x1", my_tp_ms, eight[-1].ms, "ms", "recorded")
 print("least memory:", min(eight, key=lambda case: case.mib).name, "- you said", my_least)
-lab.picture(figures_gpt.grid([cases["1x1x1_2_1536x16"], *eight], "The same work for a GPU: V100, 8 in a node"),
+lab.picture(gpt.grid([cases["1x1x1_2_1536x16"], *eight], "The same work for a GPU: V100, 8 in a node"),
             "Five cases in three panels. Milliseconds: 464 on one GPU, 481 for 8x1x1, then 594, 576 and 692 as tp grows. MiB: "
             "14362, 14938, 9642, 9104, 12684. TFLOP/s of a GPU: 33, 32, 26, 27, 22")
 
@@ -787,7 +794,7 @@ my_cliff_ms = 1400.0             # your prediction
 lab.beside("1x16x1_16_3072x16", my_cliff_ms, cases["1x16x1_16_3072x16"].ms, "ms", "recorded")
 activations, _ = sent(16, 1, 16, 3072, 16)
 print(f"a GPU sends {activations:.1f} GB; one of each node sends them over the network: {activations / 12.5:.1f} s at 100 Gb/s")
-lab.picture(figures_gpt.grid([case for case in CASES if case.layout[1] >= 8 and case.layout[2] == 1]),
+lab.picture(gpt.grid([case for case in CASES if case.layout[1] >= 8 and case.layout[2] == 1]),
             "Five cases. TFLOP/s of a GPU: 22 for 1x8x1, 17 and 15 with dp over nodes, but 5 and 2 where tp goes over nodes")
 
 # %% [markdown]
@@ -815,7 +822,7 @@ for case in pipelines:
     micros = 512 // dp // case.micro_batch
     bubbles[case.name] = 100 * (pp - 1) / (micros + pp - 1)
     print(f"{case.name}: {micros} micro-batches, bubble {bubbles[case.name]:.1f}%, {case.ms / 1e3:.1f} s, "
-          f"{figures_gpt.tflops(case):.1f} TFLOP/s")
+          f"{gpt.tflops(case):.1f} TFLOP/s")
 lab.beside("bubble of 8x1x4", my_bubble, bubbles["8x1x4_512_1536x16"], "%", "counted")
 print("fastest:", min(pipelines[1:], key=lambda case: case.ms).name, "- you said", my_fastest)
 
@@ -842,7 +849,7 @@ print("fastest:", min(pipelines[1:], key=lambda case: case.ms).name, "- you said
 # > gradients that a GPU sends, 100 Gb/s.
 
 # %%
-grid = widgets.explore(figures_gpt.explained, cases=list(figures_gpt.GROUPS),
+grid = widgets.explore(gpt.explore_cases, cases=list(gpt.GROUPS),
                        alt="For each case of the source: milliseconds of an iteration, MiB and TFLOP/s of a GPU, coloured by "
                            "what is cut.")
 
@@ -869,11 +876,11 @@ steps, layers = ({file: [row for row in lab.results(file)["rows"] if row["case"]
                  for alone in (False, True))
 if files:
     for file, rows in steps.items():
-        lab.recorded(file, figures_gpt.table(rows), why="The grid on H200s: an iteration, a GPU's peak and model TFLOP/s")
+        lab.recorded(file, gpt.table(rows), why="The grid on H200s: an iteration, a GPU's peak and model TFLOP/s")
     rows = [row for of_file in steps.values() for row in of_file]
-    lab.picture(figures_gpt.measured(rows), f"TFLOP/s of a GPU for each case: {figures_gpt.in_words(rows)}")
+    lab.picture(gpt.measured(rows), f"TFLOP/s of a GPU for each case: {gpt.describe_measured(rows)}")
 else:
-    print("Not measured yet. On a machine with GPUs: course bench grid --out course/perf/results/grid_h200.json")
+    print("Not measured yet. On a machine with GPUs: course bench grid --out course/bench/results/grid_h200.json")
 
 # %%
 later = lab.results("grid_h200")["again"]
@@ -886,8 +893,8 @@ for what, predicted, alone, cut in (("tp", my_tp_percent, "1x1x1_16_1536x16", "1
 again = {"grid_h200": [row for row in later["rows"] if row["case"].endswith("layers")]}
 for words, tables in (("", layers), (f", again on {later['date']}, beside the slow host of the two GPUs", again)):
     for file, rows in tables.items():
-        lab.recorded(file, figures_gpt.table(rows), f"The layers of one micro-batch alone, forward and backward, tp only{words}")
-        lab.picture(figures_gpt.measured(rows), f"TFLOP/s of a GPU, a panel for each software: {figures_gpt.in_words(rows)}")
+        lab.recorded(file, gpt.table(rows), f"The layers of one micro-batch alone, forward and backward, tp only{words}")
+        lab.picture(gpt.measured(rows), f"TFLOP/s of a GPU, a panel for each software: {gpt.describe_measured(rows)}")
 
 # %% [markdown]
 # > **Question.** Each is slower than one GPU by what it sends and by what more it has to launch. Compare the two with each other
@@ -909,7 +916,7 @@ for words, tables in (("", layers), (f", again on {later['date']}, beside the sl
 # smallest take 84% to 87% of the time of megatron-core's, and beside the slow host 56% to 67%. On two GPUs it is plain tensor
 # parallelism, which has half as many collectives as sequence parallelism: our two smallest take 67% and 74% of the time of
 # megatron-core's. With Transformer Engine megatron-core's layers are sequence parallel, and ours, sequence parallel as well,
-# take 78% to 100% of their time. Ours with *kernels by hand*, written in Triton, are the fastest where the GPU is the limit, and
+# take 78% to 100% of their time. Ours with *Triton kernels*, written in Triton, are the fastest where the GPU is the limit, and
 # the slowest of ours where the host is: to launch a kernel from Python takes longer than from what the compiler wrote. They are
 # made for a CUDA graph, which launches without Python; none of these layers is in one.
 #
@@ -925,7 +932,7 @@ my_layers_ms = 62.0              # your prediction
 four = lab.results("grid_4xh200")["rows"]
 for alone, why in ((False, "The grid on four H200s"), (True, "Its layers alone")):
     rows = [row for row in four if row["case"].endswith("layers") == alone]
-    lab.recorded("grid_4xh200", figures_gpt.table(rows), why=why)
+    lab.recorded("grid_4xh200", gpt.table(rows), why=why)
 measured = next(row["ms"] for row in four if row["case"] == "1x4x1_16_1536x16, layers" and row["by"] == "course")
 lab.beside("layers on four H200s", my_layers_ms, measured, "ms", "recorded")
 
@@ -964,14 +971,15 @@ lab.beside("GB that chunks save", my_gb_saved, saved, "GB", "recorded")
 # written.
 #
 # And chunks are 3% *faster*. That is not a law: as the compiler wrote them, they were slower. Now a kernel of the library's
-# (`course/loss_kernel.py`, 60 lines of Triton) reads a chunk's logits from memory once and writes their gradient in their
-# place, and the matrix multiplication of the weight's gradient adds to what is there, in float32, instead of writing a product
-# that another kernel adds. Hugging Face's model, compiled, is 18% slower than ours by the same compiler, and takes 15 GB more.
-# (In the rows "kernels by hand", what blocks do between their matmuls and Adam are this library's kernels too: `kernels=hand`.)
+# (`course/ops/cross_entropy_triton.py`, 60 lines of Triton) reads a chunk's logits from memory once and writes their gradient in
+# their place, and the matrix multiplication of the weight's gradient adds to what is there, in float32, instead of writing a
+# product that another kernel adds. Hugging Face's model, compiled, is 18% slower than ours by the same compiler, and takes 15 GB
+# more. (In the rows "Triton kernels", what blocks do between their matmuls and Adam are this library's kernels too:
+# `kernels=triton`.)
 #
-# The larger the model, the better the GPU is used: 48% of the peak with 124M, 57% with 1.3B; by hand 51% and 61%. Matrix
-# multiplications grow with the square of the width; norms, GELU and residuals with the width alone. (FP8's MFU is a share of
-# FP8's peak, which is twice as high: lesson 15.)
+# The larger the model, the better the GPU is used: 48% of the peak with 124M, 57% with 1.3B; with Triton kernels 51% and 61%.
+# Matrix multiplications grow with the square of the width; norms, GELU and residuals with the width alone. (FP8's MFU is a
+# share of FP8's peak, which is twice as high: lesson 15.)
 
 # %% [markdown]
 # ## A Llama by configuration

@@ -32,14 +32,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from course import config, data, parallel, sampling, train, verify
-from course.data import latents
-from course.data.digits import make_digits
-from course.lab import figures, figures_dit, figures_precision, pretend
+from course.training.assemble import Training
+from course.training.assemble import assemble as assemble_training
+from course import config, data, parallel
+from course.inference import diffusion_sampler
+from course.training import verify
+from course.data.latents import shards
+from course.data.latents.digits import make_digits
+from course.lab.figures import style, dit as figures_dit
+from course.lab.instruments import emulated_context_parallel as emulated
 from course.lab import notebook as lab
 from course.lab.notebook import check
 from course.models import DiTConfig, diffusion, dit
-from course.perf import flops
+from course.planner import flops
 
 lab.begin("15")
 torch.set_num_threads(1)         # the models of this lesson are too small to be shared by cores
@@ -63,16 +68,16 @@ my_left = 0.5                    # your prediction
 
 # %%
 cpu = torch.device("cpu")
-digits = latents.Latents("data/digits", "train", (1, 8, 8), 10)
+digits = shards.Latents("data/digits", "train", (1, 8, 8), 10)
 clean = digits.__getitems__([0])["latent"]                              # (1, 1, 8, 8)
 noise = torch.randn(clean.shape, generator=torch.Generator().manual_seed(0))
-lab.beside("of the sample is left at t = 500", my_left, diffusion.signal(cpu)[500].sqrt().item(), how="computed")
+lab.beside("of the sample is left at t = 500", my_left, diffusion.signal_variance(cpu)[500].sqrt().item(), how="computed")
 times = [0, 125, 250, 375, 500, 625, 750, 875, 999]
-rows = {name: torch.cat([diffusion.example(name, clean, noise, torch.tensor([t]))[0] for t in times])[:, 0].numpy()
+rows = {name: torch.cat([diffusion.noisy_example(name, clean, noise, torch.tensor([t]))[0] for t in times])[:, 0].numpy()
         for name in ("epsilon", "flow")}
 many = digits.__getitems__(list(range(1000)))["latent"]
 print("mean square of digits", f"{many.square().mean():.2f};", "of x_t at t = 0, 500, 999:", ", ".join(
-    f"{diffusion.example('epsilon', many, torch.randn_like(many), torch.full((1000,), t))[0].square().mean():.2f}"
+    f"{diffusion.noisy_example('epsilon', many, torch.randn_like(many), torch.full((1000,), t))[0].square().mean():.2f}"
     for t in (0, 500, 999)))
 lab.picture(figures_dit.images({"diffusion": rows["epsilon"], "rectified flow": rows["flow"]}, times,
                                "A digit on its way to noise"),
@@ -86,7 +91,7 @@ lab.picture(figures_dit.images({"diffusion": rows["epsilon"], "rectified flow": 
 
 # %%
 lab.show("course.models.diffusion.add_noise")
-lab.show("course.models.diffusion.line")
+lab.show("course.models.diffusion.interpolate")
 
 # %% [markdown]
 # > **Question.** A model that says 0 for everything: what is its loss in diffusion, and what in rectified flow? Digits have
@@ -130,28 +135,28 @@ my_first_loss = 1.0              # your prediction
 # dim 1, in the order shift, scale, gate, shift, scale, gate. `__init__` is given.
 
 # %% exercise="adaln"
-from course.models.dit import AdaBlock, modulate
+from course.models.dit import AdaLNBlock, modulate
 
 # %%
 check("adaln")
 
 
 # %%
-def assemble(*overrides: str) -> train.Training:
+def assemble(*overrides: str) -> Training:
     """A small DiT for digits, and what trains it: rectified flow."""
     settings = config.load("dit-digits", ["model.dim=64", "model.depth=3", "train.steps=700", "optim.lr=3e-3", "optim.warmup=50",
                                           "optim.ema=0", "train.device=cpu", *overrides])
-    return train.assemble(settings, parallel.build_mesh(settings.parallel, parallel.World(device=cpu)))
+    return assemble_training(settings, parallel.build_mesh(settings.parallel, parallel.World(device=cpu)))
 
 
-with lab.yours(AdaBlock, modulate):
+with lab.yours(AdaLNBlock, modulate):
     digit_run = assemble()
 loader = data.train_loader(digit_run.config, digit_run.mesh.dp, cpu, 0, digit_run.model.example)
 found = [digit_run.step(next(loader))[0].item() for _ in range(digit_run.config.train.steps)]
 loader.close()
 lab.beside("the first loss", my_first_loss, found[0])
 means = torch.tensor(found).unfold(0, 25, 25).mean(1)
-lab.picture(figures.curves({"your blocks": (range(25, 701, 25), means.tolist())}, "step", "loss, means of 25",
+lab.picture(style.curves({"your blocks": (range(25, 701, 25), means.tolist())}, "step", "loss, means of 25",
                            "A DiT of a quarter million parameters learns digits"), "A curve that falls from 1.7 below 0.6")
 
 # %% [markdown]
@@ -195,7 +200,7 @@ lab.picture(figures.curves({"your blocks": (range(25, 701, 25), means.tolist())}
 # channels are guided, and the others stay as predicted with the class.
 
 # %% exercise="guidance"
-from course.sampling import guided
+from course.inference.diffusion_sampler import guided
 
 # %%
 check("guidance")
@@ -209,7 +214,8 @@ labels = torch.arange(10).repeat_interleave(12)                         # 12 of 
 drawn = {}
 with lab.yours(guided):
     for scale in (1, 2, 4, 8):
-        drawn[scale] = sampling.draw(digit_run.model, labels, sampling.Sampling(steps=20, guidance=scale, batch=120))
+        drawn[scale] = diffusion_sampler.sample_latents(digit_run.model, labels,
+                                              diffusion_sampler.SamplerSettings(steps=20, guidance=scale, batch=120))
 digit_run.model.train()
 lab.picture(figures_dit.images({f"scale {scale}": x[::12, 0].clamp(-1, 1).numpy() for scale, x in drawn.items()}, range(10),
                                "One sample of each class, from the same noise"),
@@ -348,7 +354,7 @@ print(f"all: {sum(ours.values()) / 1e9:.2f} counted, {sum(theirs.values()) / 1e9
 # So of the two **2h** is the one that was meant, though without the backward pass, and it hardly matters: the last term
 # is less than a thousandth of a percent. Both versions count the head's modulation $s$ times, which makes the step half
 # a percent too large, and leave out a few small products. A formula for a report should be tested against a counter,
-# module by module; this library's is (`tests/perf/test_flops.py`, to the last digit).
+# module by module; this library's is (`tests/planner/test_flops.py`, to the last digit).
 #
 # > **Question.** With `train.recompute=full` the GPU executes a third more. Does MFU rise?
 #
@@ -416,7 +422,8 @@ check("agrees")
 
 # %% [markdown]
 # Now the experiment. The task is small: sums of four plane waves, which a DiT of two blocks learns to free from noise in
-# seconds (`course/lab/pretend.py`). Three seeds of bf16; FP8 by hand with delayed scaling; the control.
+# seconds (`course/lab/instruments/emulated_context_parallel.py`). Three seeds of bf16; native FP8 with delayed scaling; the
+# control.
 #
 # > **Predict** in percent: the spread of bf16's seeds, the gap of FP8, that of frozen scales.
 
@@ -425,9 +432,9 @@ my_spread, my_fp8, my_frozen = 5.0, 5.0, 5.0         # your predictions, percent
 
 # %%
 STEPS, LENGTH = 200, 25
-references = torch.stack([pretend.losses(STEPS, "precision=bf16", seed=seed) for seed in range(3)])
-candidates = {"FP8, delayed": pretend.losses(STEPS, "precision=fp8"),
-              "FP8, frozen scales": pretend.losses(STEPS, "precision=fp8", frozen=True)}
+references = torch.stack([emulated.losses(STEPS, "precision=bf16", seed=seed) for seed in range(3)])
+candidates = {"FP8, delayed": emulated.losses(STEPS, "precision=fp8"),
+              "FP8, frozen scales": emulated.losses(STEPS, "precision=fp8", frozen=True)}
 outcome = {name: agrees(curve, references, LENGTH) for name, curve in candidates.items()}
 lab.beside("spread of the seeds", my_spread, 100 * float(outcome["FP8, delayed"][1]), "%")
 lab.beside("gap of FP8", my_fp8, 100 * float(outcome["FP8, delayed"][0]), "%")
@@ -435,7 +442,7 @@ lab.beside("gap with frozen scales", my_frozen, 100 * float(outcome["FP8, frozen
 for name, (_, _, verdict) in outcome.items():
     print(f"{name:20}", "agrees with bf16" if verdict else "does not agree with bf16")
 windows = range(LENGTH, STEPS + 1, LENGTH)
-lab.picture(figures_dit.beside_seeds(windows, references.unfold(1, LENGTH, LENGTH).mean(2).numpy(),
+lab.picture(figures_dit.curves_beside_seeds(windows, references.unfold(1, LENGTH, LENGTH).mean(2).numpy(),
                                      {name: curve.unfold(0, LENGTH, LENGTH).mean(1).tolist()
                                       for name, curve in candidates.items()},
                                      "% above bf16 of the same seed", "A small DiT, in means of 25 losses"),
@@ -480,7 +487,7 @@ for model, about in lab.results("alignment_h200")["models"].items():
                                           f"spread by {100 * float(spread):.2g}%")
     shown = [name for name in runs if name.startswith("fp8") and "frozen" not in name]
     curves = {name: torch.tensor(runs[name]["losses"]).unfold(0, length, length).mean(1).tolist() for name in shown}
-    lab.picture(figures_dit.beside_seeds(range(length, about["steps"] + 1, length),
+    lab.picture(figures_dit.curves_beside_seeds(range(length, about["steps"] + 1, length),
                                          seeds.unfold(1, length, length).mean(2).numpy(), curves,
                                          "% above bf16 of the same seed", f"{model}, in means of {length} losses"),
                 f"{model}: lines of {len(shown)} FP8 recipes around zero, and a grey band, bf16's seeds, "
@@ -557,7 +564,7 @@ from torch.profiler import ProfilerActivity, profile
 
 small = ["model.latent=[1,8,8]", "train.device=cpu", "precision=fp8", "model.depth=2"]
 settings = config.load("dit-demo", small)
-eight = train.assemble(settings, parallel.build_mesh(settings.parallel, parallel.World(device=cpu)))
+eight = assemble_training(settings, parallel.build_mesh(settings.parallel, parallel.World(device=cpu)))
 batch = eight.model.example(8, cpu)
 first = eight.step(batch)                            # the first step measures; there are no scales yet
 with profile(activities=[ProfilerActivity.CPU]) as trace:
@@ -579,12 +586,12 @@ print("in bf16 stay:", ", ".join(settings.fp8.keep))
 # > the choice of the attention kernel matter more?
 
 # %%
-rows = {row["rung"]: row for row in lab.results("dit_h200")["rows"] if "kernels by hand" not in row["rung"]}
+rows = {row["rung"]: row for row in lab.results("dit_h200")["rows"] if "Triton kernels" not in row["rung"]}
 lab.recorded("dit_h200", {name: {"samples/s": row["samples_per_s"], "GB": row["memory_gb"], "MFU, %": 100 * row["mfu"]}
                           for name, row in rows.items()}, "Whole training steps of DiT-XL/2 (`course bench dit`)")
 
 # %% [markdown]
-# **What you see.** FP8 by hand, compiled, is 1.16 times as fast as bf16 at 256 pixels and 1.18 times at 512: less than the
+# **What you see.** native FP8, compiled, is 1.16 times as fast as bf16 at 256 pixels and 1.18 times at 512: less than the
 # twofold peak, since only the four linears of a block gain, and each pays for its casts (the MFU halves: its denominator is
 # FP8's peak). Transformer Engine is *slower* than compiled bf16 here. Its linears are as fast, but what lies between them, three
 # adaLN steps a block, stays unfused, and its 3,600 kernels a step are more than the host can launch in time: lesson 06. Flash
@@ -649,7 +656,7 @@ for name, (function, ends) in steps.items():
     eager_units, fused_units = eager_units + traffic.total / unit, fused_units + ends
 lab.beside("operator by operator", my_eager, eager_units, "times x", "counted")
 lab.beside("fused", my_fused, fused_units, "times x", "counted")
-lab.picture(figures_precision.costs(bars, "tensors of the size of x, read or written", "The three steps of a block, forward"),
+lab.picture(style.stacked(bars, "tensors of the size of x, read or written", "The three steps of a block, forward"),
             "Tensors of the size of x, read or written, eager and fused: modulated LayerNorm 6 and 2, scale-residual with "
             "modulated LayerNorm 11 and 4, scale-add 5 and 3")
 
@@ -661,11 +668,11 @@ lab.picture(figures_precision.costs(bars, "tensors of the size of x, read or wri
 fused = lab.results("dit_fused_h200")["rows"]
 lab.recorded("dit_fused_h200", {f"{row['case']}, {row['samples']} x {row['tokens']} tokens of {row['dim']}": {
     "eager, ms": row["eager_ms"], "compiled, ms": row["compiled_ms"], "times as fast": row["eager_ms"] / row["compiled_ms"],
-    "TB/s, compiled": row["gb_per_s"] / 1e3, "by hand, ms": row["hand_ms"], "TB/s, by hand": row["hand_gb_per_s"] / 1e3}
+    "TB/s, compiled": row["gb_per_s"] / 1e3, "Triton, ms": row["hand_ms"], "TB/s, Triton": row["hand_gb_per_s"] / 1e3}
     for row in fused}, "The three steps, forward and backward (`python -m experiments.fused_kernels FILE`)")
 gains, more = ([row[one] / row[two] for row in fused]
                for one, two in (("eager_ms", "compiled_ms"), ("compiled_ms", "hand_ms")))
-print(f"compiled {min(gains):.1f} to {max(gains):.1f} times as fast as eager; by hand {min(more):.1f} to {max(more):.1f} times "
+print(f"compiled {min(gains):.1f} to {max(gains):.1f} times as fast as eager; Triton {min(more):.1f} to {max(more):.1f} times "
       "as fast as that")
 
 # %% [markdown]
@@ -674,13 +681,13 @@ print(f"compiled {min(gains):.1f} to {max(gains):.1f} times as fast as eager; by
 # function forward and backward, and nothing of its kernels.
 #
 # TB/s are those of the bytes that *have* to move. The third step compiled reaches 3.6 to 3.8, near the 4.3 of a copy on this
-# GPU, and by hand nothing is left to gain. In the first two, the compiler's kernels are not the last word: for a width that is
+# GPU, and in Triton nothing is left to gain. In the first two, the compiler's kernels are not the last word: for a width that is
 # no power of two, such as 1152, they read a row twice, and each sum over tokens, for the gradients of shift, scale and gate,
-# reads the tensors once more. `kernels=hand` puts kernels in their place that read each tensor once (`course/between.py`, and
-# GELU and Adam with the weights' average besides).
+# reads the tensors once more. `kernels=triton` puts kernels in their place that read each tensor once
+# (`course/ops/fused_add_norm.py`, and GELU and Adam with the weights' average besides).
 #
 # It replaces attention, too. DiT-XL's 1152 numbers are 16 heads of 72; tensor cores want sides that are powers of two,
-# or nearly, and PyTorch's kernel, cuDNN's, pads a head with zeros to 128. `course/attention_kernel.py` takes a head as
+# or nearly, and PyTorch's kernel, cuDNN's, pads a head with zeros to 128. `course/ops/packed_attention_triton.py` takes a head as
 # 64 and 16 numbers. It also writes the gradients of queries, keys and values to where the linear before them will read
 # them, with the sum for its bias.
 #
@@ -707,12 +714,13 @@ my_step = 108.0                  # your prediction, ms
 
 # %%
 beside = next(row for row in lab.results("gelu_h200")["before"] if row["rung"].startswith("256 px"))
-lab.beside("a step with kernels by hand", my_step, beside["ms"], "ms", "recorded on an H200")
+lab.beside("a step with Triton kernels", my_step, beside["ms"], "ms", "recorded on an H200")
 print(f"{beside['compilers_ms'] / beside['ms']:.2f} times as fast, both measured on one machine")
 
 # %% [markdown]
 # The matrix multiplications are two thirds of that step and were left as they are; they only lost their casts: Adam by
-# hand reads gradients in 16 bits and writes 16-bit weights beside its float32 masters (`course/parallel/masters.py`).
+# hand reads gradients in 16 bits and writes 16-bit weights beside its float32 masters
+# (`course/parallel/data_parallel/master_weights.py`).
 #
 # One step between matmuls can go *into* one. A matmul has its result in registers before it writes it, and what it does
 # there, its **epilogue**, costs no pass over memory. So backward, GELU's gradient is computed by the matmul before it:
@@ -740,11 +748,11 @@ print(f"a kernel for the sum alone: {kernels['backward: sum over tokens']} us")
 # no longer has it. The steps that follow were recorded with it.
 
 # %%
-hand = {row["rung"]: row for row in lab.results("dit_h200")["rows"] if "kernels by hand" in row["rung"]}
+hand = {row["rung"]: row for row in lab.results("dit_h200")["rows"] if "Triton kernels" in row["rung"]}
 lab.recorded("dit_h200", {name: {"samples/s": row["samples_per_s"], "GB": row["memory_gb"], "MFU, %": 100 * row["mfu"]}
-                          for name, row in hand.items()}, "The same steps with kernels by hand, in a CUDA graph")
+                          for name, row in hand.items()}, "The same steps with Triton kernels, in a CUDA graph")
 for pixels in ("256 px", "512 px"):
-    wide, narrow = (hand[f"{pixels}: {how}, compiled, narrow stream, kernels by hand, in a graph"] for how in ("bf16", "fp8"))
+    wide, narrow = (hand[f"{pixels}: {how}, compiled, narrow stream, Triton kernels, in a graph"] for how in ("bf16", "fp8"))
     print(f"{pixels}: FP8 is {wide['ms'] / narrow['ms']:.2f} times as fast as bf16")
 
 # %% [markdown]
@@ -876,8 +884,10 @@ equal = verify.main("dit-demo", ["model.depth=2", "parallel.cp=2", "train.steps=
 # > **Predict** for each: will the loss be *higher*, the *same* (within 3%) or *lower*?
 
 # %%
-my_guess = {pretend.POSITIONS: "higher", pretend.OWN_NOISE: "higher", pretend.SAME_NOISE: "higher", pretend.OWN_HALF: "higher",
-            pretend.NO_GRADIENT: "higher", pretend.NOT_AVERAGED: "higher", pretend.CONDITION: "higher"}
+my_guess = {emulated.POSITIONS: "higher", emulated.OWN_NOISE: "higher",
+            emulated.SAME_NOISE: "higher", emulated.OWN_HALF: "higher",
+            emulated.NO_GRADIENT: "higher", emulated.NOT_AVERAGED: "higher",
+            emulated.CONDITION: "higher"}
 
 # %% [markdown]
 # Seven trainings on two ranks take a while, so we imitate them in one process: a rank is a slice of the batch, with
@@ -885,22 +895,24 @@ my_guess = {pretend.POSITIONS: "higher", pretend.OWN_NOISE: "higher", pretend.SA
 # (`tests/lab/test_pretend.py` compares them).
 
 # %%
-lab.show("course.lab.pretend.Gathered")
+lab.show("course.lab.instruments.emulated_context_parallel.GatheredAttention")
 
 # %%
-right = pretend.curve(STEPS)
-curves = {bug: pretend.curve(STEPS, bug) for bug in pretend.BUGS}
+right = emulated.loss_curve(STEPS)
+curves = {bug: emulated.loss_curve(STEPS, bug) for bug in emulated.BUGS}
 late = {bug: 100 * (curve[STEPS // 2:].mean() / right[STEPS // 2:].mean() - 1).item() for bug, curve in curves.items()}
 for bug, percent in late.items():
     word = "higher" if percent > 3 else "lower" if percent < -3 else "same"
     print(f"{bug:48} {percent:+6.1f}%  {word:7} you said {my_guess[bug]}")
 spread = 100 * float(outcome["FP8, delayed"][1])
 print(f"{'(the spread of seeds)':48} {spread:6.1f}%")
-shown = (pretend.POSITIONS, pretend.OWN_HALF, pretend.SAME_NOISE, pretend.OWN_NOISE, pretend.NOT_AVERAGED)
+shown = (emulated.POSITIONS, emulated.OWN_HALF, emulated.SAME_NOISE,
+         emulated.OWN_NOISE, emulated.NOT_AVERAGED)
 above = {bug: (100 * (curves[bug].unfold(0, LENGTH, LENGTH).mean(1) / right.unfold(0, LENGTH, LENGTH).mean(1) - 1)).tolist()
          for bug in shown}
-lab.picture(figures_dit.suspects(windows, above, {"the source's gap, least": 12.7, "and largest": 17.5},
-                                 "% above the right curve", "Five suspects, by steps of this small training"),
+lab.picture(style.curves({bug: (windows, curve) for bug, curve in above.items()}, "step", "% above the right curve",
+                         "Five suspects, by steps of this small training",
+                         {"the source's gap, least": 12.7, "and largest": 17.5}),
             "Two level lines, the source's smallest and largest gap: its steps are those of another training. Lines that "
             "begin at zero. Positions rise highest, the own half and the same noise to between ten and twenty "
             "percent, own noise and gradients that are not averaged fall below zero")
@@ -939,8 +951,9 @@ my_caught = {0.0: 7, 0.1: 7}                         # your prediction, for weig
 
 # %%
 for shake, words in ((0.0, "from the start"), (0.1, "from shaken weights")):
-    right_loss = pretend.first_loss(shake=shake)
-    caught = [bug for bug in pretend.BUGS if abs(pretend.first_loss(bug, shake) / right_loss - 1) > 1e-10]
+    right_loss = emulated.first_loss(shake=shake)
+    caught = [bug for bug in emulated.BUGS
+              if abs(emulated.first_loss(bug, shake) / right_loss - 1) > 1e-10]
     lab.beside(f"suspects caught by the first loss, {words}", my_caught[shake], len(caught), how="counted")
     for bug in caught:
         print("   ", bug)

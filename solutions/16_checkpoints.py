@@ -46,19 +46,23 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from course import checkpoint, config, reshard, schema
+from course.checkpoint import checkpoint
+from course import config
+from course.convert import reshard
+from course.config import schema
 from course.convert import command
-from course.fp8 import E5M2, LARGEST, scale_for
-from course.lab import figures_checkpoints, widgets
+from course.fp8.native import E5M2, LARGEST, scale_for
+from course.lab.figures import checkpoints, style, widgets
 from course.lab import notebook as lab
-from course.lab.disk import Disk
-from course.lab.meter import Meter
+from course.lab.instruments.crash_disk import Disk
+from course.lab.instruments.tensor_memory import MemoryMeter
 from course.lab.notebook import check
-from course.launch import ranks
+from course.ranks.notebook_ranks import ranks
 from course.parallel import Axis, World, build_mesh, join
 from course.parallel.placement import Box
-from course.pieces import read_box
-from course.train import assemble, fit, run_folder
+from course.checkpoint.shards import read_box
+from course.training.assemble import assemble
+from course.training.trainer import fit, run_folder
 
 lab.begin("16")
 cpu, work = torch.device("cpu"), Path(tempfile.mkdtemp(prefix="lesson16-"))
@@ -135,7 +139,7 @@ ways = {"weights": restart(False, False), "and Adam's states": restart(True, Fal
 lines = {"never interrupted": (list(range(181, 241)), before[180:] + after)}
 lines |= {name: (list(range(201, 241)), ways[name]) for name in ("weights", "and Adam's states")}
 dots = {"everything": (list(range(201, 241, 3)), ways["everything"][::3])}
-lab.picture(figures_checkpoints.together(lines, dots, "loss", "Going on after step 200"),
+lab.picture(checkpoints.lines_and_dots(lines, dots, "loss", "Going on after step 200"),
             "With weights alone the loss jumps up after the restart and comes back slowly, with Adam's states as well it stays "
             "above; with everything the dots lie on the curve of the training that was never interrupted")
 lab.beside("weights alone: the loss is higher by up to", my_weights_alone,
@@ -278,7 +282,7 @@ for folder in (by_tp, by_zero):
 # > And if the new ones cut columns? When does each new rank need exactly one piece?
 
 # %%
-slider = widgets.explore(figures_checkpoints.layouts, old_rows=[2, 1, 3, 4, 6], old_columns=[1, 2, 4], new_rows=[3, 1, 2, 4, 6],
+slider = widgets.explore(checkpoints.layouts, old_rows=[2, 1, 3, 4, 6], old_columns=[1, 2, 4], new_rows=[3, 1, 2, 4, 6],
                          new_columns=[1, 2, 4], rank=[1, 0, 2, 3, 4, 5],
                          alt="A matrix in coloured pieces, one for each old rank, and over it the boxes of the new ranks; below, "
                              "how many numbers the framed one needs of which piece.")
@@ -298,7 +302,7 @@ slider = widgets.explore(figures_checkpoints.layouts, old_rows=[2, 1, 3, 4, 6], 
 # check reads a checkpoint with yours.
 
 # %% exercise="box-overlap"
-from course.pieces import overlap
+from course.checkpoint.shards import overlap
 
 # %%
 check("box-overlap")
@@ -333,7 +337,7 @@ check("put-together")
 # <details><summary>Answer</summary>
 # A flat range is a box with one dim, of the flattened tensor: [a, b). Between two layouts that cut the same tensor into flat
 # ranges alone, your function does it already. Where a flat range meets a box, cut it into boxes first: a part of a row, whole
-# rows, a part of a row. Then it is your function again: <code>course.pieces.boxes_of</code>.
+# rows, a part of a row. Then it is your function again: <code>course.checkpoint.shards.boxes_of</code>.
 # </details>
 #
 # ## The real thing
@@ -413,7 +417,7 @@ my_peak = 50                     # your prediction, MB
 larger = ["model.vocab=4096", "model.dim=256", "model.depth=4", "precision=fp32", "train.global_batch=2", "log.name=larger"]
 c = config.load("gpt-demo", [*TINY, *larger, "train.steps=1"])
 fit(assemble(c, build_mesh(c.parallel, World())))
-with Meter() as meter:
+with MemoryMeter() as meter:
     reshard.main(home / "larger", ["parallel.dp=2", "parallel.zero=true"], "larger2", lambda text: None)
 bytes_in_all = sum(file.stat().st_size for file in (home / "larger" / "checkpoints").rglob("*.safetensors"))
 print(f"on the disk {bytes_in_all / 1e6:.1f} MB")
@@ -426,7 +430,7 @@ lab.beside("most MB alive at once", my_peak, meter.peak / 1e6, "MB")
 # (`get_slice`), and a writer that knows all shapes beforehand can write the header first and the tensors as they come:
 
 # %%
-lab.show("course.streaming.stream")
+lab.show("course.checkpoint.safetensors_writer.stream")
 
 # %% [markdown]
 # > **Question.** A `.pt` file is a pickle. What are the two reasons why nothing here writes one, and foreign ones are read with
@@ -442,7 +446,7 @@ lab.show("course.streaming.stream")
 # Machines fail while they write, too: writing a large checkpoint takes minutes, and a job that reaches its time limit is killed
 # *then*. Here is a writer that writes a file of 8 MB with its checksum over and over, to one and the same name. We kill it
 # ten times, at random moments, with SIGKILL, which no program can catch. One writer opens the file and writes. The other does
-# what `course.files.atomic` does: it writes to another name, flushes, and renames.
+# what `course.utils.atomic_files.atomic` does: it writes to another name, flushes, and renames.
 #
 # > **Predict.** After how many of the ten kills is the file damaged, with each of the two?
 
@@ -530,7 +534,7 @@ check("publish")
 # and takes the one before.
 
 # %%
-lab.show("course.checkpoint.publish")
+lab.show("course.checkpoint.checkpoint.publish")
 
 # %% [markdown]
 # > **Question.** This function removes `final` before it renames, and for a moment there is none of that name. Is that a hole?
@@ -656,7 +660,7 @@ three = {"ours": curve(new_training().model), "theirs": curve(theirs_inside(Fals
          "theirs, our weights": curve(theirs_inside(True))}
 lines = {name: (list(range(1, 81)), three[name]) for name in ("ours", "theirs")}
 dots = {"theirs, our weights": (list(range(1, 81, 4)), three["theirs, our weights"][::4])}
-lab.picture(figures_checkpoints.together(lines, dots, "loss", "One model, two libraries"),
+lab.picture(checkpoints.lines_and_dots(lines, dots, "loss", "One model, two libraries"),
             "The dots of theirs with our weights lie on the curve of ours; that of theirs runs with it, then falls faster")
 for name, mine in (("theirs", my_difference), ("theirs, our weights", my_converted)):
     apart = max(abs(a - b) for a, b in zip(three[name], three["ours"], strict=True))
@@ -675,9 +679,9 @@ for name, mine in (("theirs", my_difference), ("theirs, our weights", my_convert
 # of Transformer Engine's layers. Its rules are data, and pairs of functions that undo each other, as yours:
 
 # %%
-lab.show("course.convert.library.Layout")
-lab.show("course.convert.te.interleave")
-lab.show("course.convert.te.table")
+lab.show("course.convert.rules.Layout")
+lab.show("course.convert.transformer_engine.interleave")
+lab.show("course.convert.transformer_engine.table")
 
 # %% [markdown]
 # Convert the run to Transformer Engine's names and back. From a terminal: `course convert RUN te.safetensors --to te`, then
@@ -736,7 +740,7 @@ large = gradients * 256 / 500_000
 rebuilt = scale_for(large.abs().max(), LARGEST[E5M2], 0)
 shares = {"256 tokens, scale 1": lost(gradients, 1.0), "500,000 tokens, scale 1": lost(large, 1.0),
           f"500,000 tokens, scale {rebuilt:.1e}": lost(large, rebuilt)}
-lab.picture(figures_checkpoints.share(shares, "Gradients that vanish in E5M2", "share"),
+lab.picture(style.bars({name: 100 * share for name, share in shares.items()}, "%", "Gradients that vanish in E5M2"),
             "Bars: a part vanishes for 256 tokens, nearly all for half a million, nearly none with a scale from the amax")
 lab.beside("lost of 256 tokens", my_lost_small, max(shares["256 tokens, scale 1"], 1e-4))
 lab.beside("lost of 500,000 tokens", my_lost_large, shares["500,000 tokens, scale 1"])

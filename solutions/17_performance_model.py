@@ -38,13 +38,14 @@ import statistics
 from collections.abc import Sequence
 
 from course import config
-from course.lab import figures, figures_gpt, figures_plan, planning, widgets
+from course.lab.figures import style, performance_model, widgets
+from course.lab.instruments import recorded_runs
 from course.lab import notebook as lab
 from course.lab.notebook import check
-from course.lab.planning import Rates, Run
-from course.perf import (
-    activations, comms, flops, hardware, kernels, memory, plan, proposal, published, recorded, steptime,
-)
+from course.lab.instruments.recorded_runs import Rates, Run
+from course.planner import activation_memory, collectives, flops, hardware, kernel_efficiency, memory, search, step_time
+from course.cli import plan
+from course.bench import published_steps, recorded_steps
 
 lab.begin("17")
 h200 = hardware.load("h200")
@@ -102,7 +103,7 @@ contexts = [2**n for n in range(10, 17)]
 share = {T: block_flops(T, 2048, 8192, 2048, True) for T in contexts}
 lines = {"linear maps": (contexts, [share[T][0] / T / 1e6 for T in contexts]),
          "attention": (contexts, [share[T][1] / T / 1e6 for T in contexts])}
-lab.picture(figures.curves(lines, "tokens of a sample", "MFLOPs a token and block", "GPT 1.3B: what a block executes"),
+lab.picture(style.curves(lines, "tokens of a sample", "MFLOPs a token and block", "GPT 1.3B: what a block executes"),
             "FLOPs a token against the number of tokens: a level line for the linear maps, and a rising one for attention, which "
             "crosses it")
 linear, attention = block_flops(1, 2048, 8192, 2048, True)
@@ -159,7 +160,7 @@ my_small_percent = 50.0          # your prediction
 # %%
 ceilings = lab.results("ceilings_h200")
 reached = {f"{size}³": rate / 1e12 for size, rate in ceilings["matmul"].items()}
-lab.picture(figures_gpt.bars(reached, "TFLOP/s", "bf16 matmuls of square matrices, one H200, sustained"),
+lab.picture(style.bars(reached, "TFLOP/s", "bf16 matmuls of square matrices, one H200, sustained"),
             "Bars: under 1, 5, 36 and 282 TFLOP/s up to 1024, then 667, 670 and 632")
 lab.beside("1024³, percent of 989 TFLOP/s", my_small_percent, 100 * ceilings["matmul"]["1024"] / 989e12, "%", "recorded")
 layers = {part["case"].removesuffix(", bf16"): part["tflops"] for part in lab.results("fp8_h200")["parts"]
@@ -178,7 +179,7 @@ print("\nlayers of width 4096 and 16,384 tokens, TFLOP/s:", {name: round(rate) f
 # 02 and 05). Their time is bytes over bandwidth, and again not the data sheet's. The library has these shares of it:
 
 # %%
-for kind, part in kernels.MEMORY.items():
+for kind, part in kernel_efficiency.MEMORY.items():
     print(f"{kind:12} {part:.0%} of {h200.bandwidth / 1e12:.1f} TB/s = {part * h200.bandwidth / 1e12:.1f} TB/s")
 
 # %% [markdown]
@@ -186,8 +187,8 @@ for kind, part in kernels.MEMORY.items():
 # in lesson 05, and the library does it in `blocktime.forward_bytes` and `backward_bytes`.
 #
 # `course bench kernels` measures all of this on a GPU of yours, in under five minutes, as a table over sizes. With a table, such
-# as `course/perf/results/kernels_h200.json`, the library takes its numbers, between two points by interpolation; without one, the
-# shares above.
+# as `course/bench/results/kernels_h200.json`, the library takes its numbers, between two points by interpolation; without one,
+# the shares above.
 #
 # ## Bytes: what fits
 #
@@ -239,7 +240,7 @@ fewer = activation_bytes(4096, 4096, 16384, 8, False) / activation_bytes(4096, 4
 lab.beside("times fewer bytes with sequence parallelism, tp = 8", my_times_fewer, fewer, "times", "counted")
 for sp in ("false", "true"):
     c = config.load("gpt-7b", ["model.context=4096", "parallel.tp=8", f"parallel.sp={sp}", "train.global_batch=1"])
-    kept = activations.block(next(memory.ranks(c)))
+    kept = activation_memory.block(next(memory.ranks(c)))
     mine = activation_bytes(4096, 4096, 16384, 8, sp == "true")
     print(f"sp={sp:5}: you count {mine / 1e6:6.1f} MB a block, the library {sum(kept.values()) / 1e6:6.1f} MB")
 
@@ -252,12 +253,12 @@ for sp in ("false", "true"):
 # peaks that were recorded:
 
 # %%
-single = [step for step in recorded.ladders() if step.config.precision != "fp8"]
+single = [step for step in recorded_steps.one_gpu() if step.config.precision != "fp8"]
 gigabytes = {"ViT": [], "DiT": [], "GPT": []}
 for step in single:
     group = {"vit": "ViT", "gpt": "GPT", "dit": "DiT"}[step.name[:3]]
     gigabytes[group].append((step.memory_gb, memory.predict(step.config).allocated / 1e9))
-lab.picture(figures_plan.scatter(gigabytes, "GB at the peak", "Memory of models on one H200: predicted over measured", 0.1),
+lab.picture(performance_model.scatter(gigabytes, "GB at the peak", "Memory of models on one H200: predicted over measured", 0.1),
             "All points but one lie within 3 percent of the line at 1, from 1.5 to 50 GB")
 print(f"largest error: {max(abs(y / x - 1) for points in gigabytes.values() for x, y in points):.1%}")
 
@@ -298,7 +299,7 @@ ring = {}
 for megabytes, bus in ((1, 60), (25, 280), (134, 328), (512, 347)):
     measured = 1.5 * megabytes * 1e6 / (bus * 1e9)
     ring[megabytes] = all_reduce_seconds(megabytes * 1e6, 4, 2e-6, 0.78 * 450e9) / measured - 1
-    library = comms.all_reduce(megabytes * 1e6, comms.group_of([(1, 4)], h200)) / measured - 1
+    library = collectives.all_reduce(megabytes * 1e6, collectives.group_of([(1, 4)], h200)) / measured - 1
     print(f"{megabytes:4} MB: measured {measured * 1e6:6.0f} us, your ring {ring[megabytes]:+5.0%}, the library {library:+5.0%}")
 print("most wrong:", max(ring, key=lambda size: abs(ring[size])), "MB - you said", my_worst_mb)
 
@@ -319,10 +320,10 @@ my_scatter = 0.25                # your prediction, in ms
 
 # %%
 for size in (8, 64, 1024, 16384):
-    group = comms.group_of([(1, size)], h200)
-    print(f"{size:6} GPUs, 25 MB: all-reduce {comms.all_reduce(25e6, group) * 1e3:5.2f} ms, "
-          f"reduce-scatter {comms.reduce_scatter(25e6, group) * 1e3:6.2f} ms")
-lab.beside("the reduce-scatter", my_scatter, comms.reduce_scatter(25e6, group) * 1e3, "ms", "the library's")
+    group = collectives.group_of([(1, size)], h200)
+    print(f"{size:6} GPUs, 25 MB: all-reduce {collectives.all_reduce(25e6, group) * 1e3:5.2f} ms, "
+          f"reduce-scatter {collectives.reduce_scatter(25e6, group) * 1e3:6.2f} ms")
+lab.beside("the reduce-scatter", my_scatter, collectives.reduce_scatter(25e6, group) * 1e3, "ms", "the library's")
 
 # %% [markdown]
 # 39 ms: 14,336 steps within nodes and 2047 between them, and next to no bytes in each. The cure is fewer collectives: the planner
@@ -341,8 +342,8 @@ lab.beside("the reduce-scatter", my_scatter, comms.reduce_scatter(25e6, group) *
 # %%
 for name, stride, size in (("16 neighbours, two nodes", 1, 16), ("one GPU of each of 16 nodes", 8, 16)):
     for chip in ("h200", "v100-16"):
-        group = comms.group_of([(stride, size)], hardware.load(chip))
-        print(f"{name:28} {chip:8} 200 MB: {comms.all_reduce(200e6, group) * 1e3:6.1f} ms")
+        group = collectives.group_of([(stride, size)], hardware.load(chip))
+        print(f"{name:28} {chip:8} 200 MB: {collectives.all_reduce(200e6, group) * 1e3:6.1f} ms")
 
 # %% [markdown]
 # ## What overlaps
@@ -360,7 +361,7 @@ for name, stride, size in (("16 neighbours, two nodes", 1, 16), ("one GPU of eac
 my_bucketed = 75.0               # your prediction
 
 # %%
-steps = {step.name.removeprefix("dp 4: "): step for step in recorded.data() if step.gpus == 4}
+steps = {step.name.removeprefix("dp 4: "): step for step in recorded_steps.data() if step.gpus == 4}
 buckets = "bucketed, compiled, 100 MB"
 lab.recorded("dp_h200", {case: {"ms": steps[case].ms, "the library predicts": steps[case].time.step * 1e3}
                          for case in ("none, compiled, 25 MB", "naive, compiled, 25 MB", buckets)}, why="Four GPUs")
@@ -423,8 +424,8 @@ print(f"with 9, 9, 8 and 6 blocks: {100 * (moved_on / plain - 1):.0f}%")
 # You have all pieces. A `Run` is a training step as numbers, `Rates` are what its kernels reach:
 
 # %%
-lab.show("course.lab.planning.Run")
-lab.show("course.lab.planning.Rates")
+lab.show("course.lab.instruments.recorded_runs.Run")
+lab.show("course.lab.instruments.recorded_runs.Rates")
 
 # %% [markdown]
 # ## Exercise: the seconds of a step
@@ -470,7 +471,7 @@ check("step-seconds")
 # - **pipeline**: 16 layers of width 4096 on 4 GPUs, 1F1B, 16 micro-batches of 4096 tokens, uncompiled, forward and backward.
 
 # %%
-runs = planning.runs()
+runs = recorded_runs.runs()
 for name, run in runs.items():
     print(f"{name}: {run}\n")
 
@@ -495,7 +496,7 @@ my_ms = {name: 1e3 * step_seconds(run, my_rates[name]) for name, run in runs.ite
 print({name: round(ms) for name, ms in my_ms.items()})
 
 # %%
-planning.told(my_ms)
+recorded_runs.compare_predictions(my_ms)
 
 # %% [markdown]
 # "Half of the data sheet", which stands here at first, is a popular rule. It is about a third too long. How close do
@@ -506,7 +507,7 @@ planning.told(my_ms)
 told = {"one GPU": Rates(matmul=670e12, attention=440e12, memory=2.6e12, latency=2e-6, bandwidth=350e9),
         "tensor parallel": Rates(matmul=670e12, attention=500e12, memory=2.0e12, latency=2e-6, bandwidth=290e9),
         "pipeline": Rates(matmul=670e12, attention=500e12, memory=2.0e12, latency=2e-6, bandwidth=350e9)}
-planning.told({name: 1e3 * step_seconds(run, told[name]) for name, run in runs.items()})
+recorded_runs.compare_predictions({name: 1e3 * step_seconds(run, told[name]) for name, run in runs.items()})
 
 # %% [markdown]
 # Within a few percent on one GPU and with tensor parallelism, 11% too long for the pipeline: seven lines of arithmetic, of which
@@ -525,19 +526,19 @@ planning.told({name: 1e3 * step_seconds(run, told[name]) for name, run in runs.i
 #
 # ## The library's model
 #
-# `course/perf/blocktime.py` and `steptime.py` do what you did with more terms: each matmul by its own shape, forward and
+# `course/planner/block_time.py` and `steptime.py` do what you did with more terms: each matmul by its own shape, forward and
 # backward; causal blocks on the diagonal; autocast's casts; recomputation; context parallelism; ZeRO-1; what overlaps, and
 # what that costs; the host, which may be slower than the GPU (lesson 06); the loader (lesson 03). They go through a
 # configuration in about a millisecond.
 
 # %%
-lab.show("course.perf.local.linear_time")
-lab.show("course.perf.steptime.pipeline_time")
+lab.show("course.planner.rank_workload.linear_time")
+lab.show("course.planner.step_time.pipeline_time")
 
 # %%
-chosen = planning.chosen()
+chosen = recorded_runs.recorded_run_steps()
 milliseconds = {name: step.ms for name, step in chosen.items()}
-lab.picture(figures_plan.times({name: step.time for name, step in chosen.items()}, milliseconds,
+lab.picture(performance_model.times({name: step.time for name, step in chosen.items()}, milliseconds,
                                "Predicted steps in pieces; diamonds: recorded"),
             "Three bars: matmuls are the longest piece of each, then kernels bound by memory, attention, and at the end "
             "optimizer, tensor parallelism or bubble. The diamonds lie at the ends of the bars or a little before")
@@ -556,13 +557,13 @@ lab.picture(figures_plan.times({name: step.time for name, step in chosen.items()
 my_median, my_worst = 15.0, 80.0                     # your predictions, in percent
 
 # %%
-all_steps = recorded.steps()
+all_steps = recorded_steps.steps()
 words = {"vit": "ViT, one GPU", "gpt": "GPT, one GPU", "dit": "DiT, one GPU", "tp": "tensor parallel", "cp": "context parallel",
          "dp": "data parallel", "zero": "data parallel", "pp": "pipeline"}
 groups = {}
 for step in all_steps:
     groups.setdefault(words[step.file.split("_")[0]], []).append((step.ms, step.time.step * 1e3))
-lab.picture(figures_plan.scatter(groups, "ms", f"{len(all_steps)} steps on H200s"),
+lab.picture(performance_model.scatter(groups, "ms", f"{len(all_steps)} steps on H200s"),
             "Predicted over measured against measured milliseconds, from 3 to 2500: most points lie between 0.9 and 1.15, a few "
             "between 0.7 and 0.9, two near 1.2")
 off = sorted(all_steps, key=lambda step: -abs(step.error))
@@ -590,16 +591,17 @@ for step in off[:8]:
 
 # %%
 by_group: dict[str, dict[str, float]] = {}
-for case in published.CASES:
-    by_group.setdefault(case.group, {})[f"{case.name} ({case.unit})"] = published.error(case)
-far = [case for case in published.CASES if abs(published.error(case)) > 0.2]
-lab.picture(figures_plan.errors(by_group, "Published measurements: the library's prediction, in the source's unit", limit=0.2),
-            f"{len(published.CASES)} dots, most within 20 percent of zero. The others: "
-            + ", ".join(f"{published.error(case):+.0%} for {case.group}, {case.name}" for case in far))
-errors_of = [abs(published.error(case)) for case in published.CASES]
+for case in published_steps.CASES:
+    by_group.setdefault(case.group, {})[f"{case.name} ({case.unit})"] = published_steps.error(case)
+far = [case for case in published_steps.CASES if abs(published_steps.error(case)) > 0.2]
+lab.picture(performance_model.errors(by_group, "Published measurements: the library's prediction, in the source's unit",
+                                     limit=0.2),
+            f"{len(published_steps.CASES)} dots, most within 20 percent of zero. The others: "
+            + ", ".join(f"{published_steps.error(case):+.0%} for {case.group}, {case.name}" for case in far))
+errors_of = [abs(published_steps.error(case)) for case in published_steps.CASES]
 print(f"{len(errors_of)} measurements: median error {statistics.median(errors_of):.0%}; over 20%:")
 for case in far:
-    print(f"    {published.error(case):+4.0%}  {case.group}, {case.name}: {case.why or 'not explained'}")
+    print(f"    {published_steps.error(case):+4.0%}  {case.group}, {case.name}: {case.why or 'not explained'}")
 
 # %% [markdown]
 # What four H200s taught about hidden collectives helps here, too, where nothing could be taken from: with the guessed quarter
@@ -633,7 +635,7 @@ for tp, pp in ((4, 4), (8, 2), (2, 8)):
                                f"parallel.pp={pp}", "parallel.dp=1", "parallel.sp=true"])
     needs = memory.predict(c)
     print(f"tp{tp} pp{pp}: {needs.total / 1e9:4.0f} GB of {h20.memory / 1e9:.0f}, activations {needs.activations / 1e9:4.0f} GB, "
-          f"{steptime.predict(c, h20).step:.1f} s" + ("   did not fit - you said " + my_misfit if (tp, pp) == (2, 8) else ""))
+          f"{step_time.predict(c, h20).step:.1f} s" + ("   did not fit - you said " + my_misfit if (tp, pp) == (2, 8) else ""))
 
 # %% [markdown]
 # tp2 pp8. A rank of tp has 1/tp of each activation; the first rank of a 1F1B pipeline has an eighth of the blocks, but
@@ -645,7 +647,7 @@ for tp, pp in ((4, 4), (8, 2), (2, 8)):
 #
 # The authors of the model had looked at all the steps above. A model is worth what it says of configurations that its
 # authors never looked at. So thirty were drawn by seed, over all axes on 1, 2 and 4 GPUs, and committed to the
-# repository *before* any of them was measured (`course/perf/results/heldout.json`). They are odd ones, as chance draws
+# repository *before* any of them was measured (`course/bench/results/heldout.json`). They are odd ones, as chance draws
 # them: TF32 with tensor parallelism, uncompiled pipelines, recomputation that nobody needs. What their errors taught
 # went into the model, and with that they were held out no longer: so there is a second list by another seed,
 # `heldout_2.json`, and a third, `heldout_3.json`, each committed after the one before was measured, and before *it*
@@ -670,7 +672,7 @@ for row in lab.results("heldout_3_h200")["rows"]:
     peak = max(row["memory_gb"], row["first_gb"])                   # of the steps that were timed, and of the first
     apart.append(abs(row["predicted_gb"] / peak - 1))
 every = [abs(error) for error, _ in misses]
-lab.picture(figures_plan.scatter(held, "ms", "Configurations that nobody had seen"),
+lab.picture(performance_model.scatter(held, "ms", "Configurations that nobody had seen"),
             "Predicted over measured of held-out configurations, against milliseconds: one GPU's near 1, two's often below")
 lab.beside(f"median error of {len(every)} steps", my_held_median, 100 * statistics.median(every), "%")
 lab.beside("worst error", my_held_worst, 100 * max(every), "%")
@@ -737,11 +739,11 @@ my_mfu = 40.0                    # in percent
 
 # %%
 FAST = ["compile=true", "stream=narrow"]
-proposal.main("gpt-7b", FAST, 64, "h100-80", top=6)
+plan.main("gpt-7b", FAST, 64, "h100-80", top=6)
 
 # %%
 seven = config.load("gpt-7b", FAST)
-fastest = plan.search(seven, hardware.load("h100-80"), 64).layouts[0]
+fastest = search.find_layouts(seven, hardware.load("h100-80"), 64).layouts[0]
 print(f"the fastest: tp={fastest.config.parallel.tp} pp={fastest.config.parallel.pp}; you said tp={my_tp} pp={my_pp}")
 lab.beside("MFU", my_mfu, 100 * fastest.time.mfu, "%", "the library's")
 
@@ -757,12 +759,12 @@ lab.beside("MFU", my_mfu, 100 * fastest.time.mfu, "%", "the library's")
 # > **Question.** The same on A100s with 40 GB. What becomes of the list?
 
 # %%
-proposal.main("gpt-7b", FAST, 64, "a100-40", top=3)
+plan.main("gpt-7b", FAST, 64, "a100-40", top=3)
 
 # %% [markdown]
 # With tp = pp = 1 nothing fits, whatever is recomputed: weights, gradients and work space alone are too much, since ZeRO-1
 # shares out states only. So tp = 2 is the fastest now; pp = 2, with it or alone, is within 3% of it. For what does not fit the
-# planner says by which term, and what would fit.
+# planner says what the nearest of these layouts needs, and which term is the largest.
 #
 # ### How long?
 #
@@ -775,8 +777,8 @@ my_days_now = 4.0                # your prediction
 seconds = 134e9 / (seven.train.global_batch * seven.model.context) * fastest.time.step
 lab.beside("days, your first guess", my_days, seconds / 86400, "days", "the library's")
 lab.beside("days, now", my_days_now, seconds / 86400, "days", "the library's")
-print("\nThe same by `course plan ... --tokens 134e9`:", proposal.duration(
-    plan.search(seven, hardware.load("h100-80"), 64), fastest, 1, 134e9 / seven.model.context))
+print("\nThe same by `course plan ... --tokens 134e9`:", plan.duration(
+    search.find_layouts(seven, hardware.load("h100-80"), 64), fastest, 1, 134e9 / seven.model.context))
 
 # %% [markdown]
 # Two days; and the largest error of this number is not in the model. It is what is not a step: GPUs that break,
@@ -787,9 +789,10 @@ print("\nThe same by `course plan ... --tokens 134e9`:", proposal.duration(
 
 # %%
 counts = [64, 128, 256, 512, 1024, 2048, 4096]
-rates = [seven.train.global_batch / plan.search(seven, hardware.load("h100-80"), gpus).layouts[0].time.step for gpus in counts]
+rates = [seven.train.global_batch / search.find_layouts(seven, hardware.load("h100-80"), gpus).layouts[0].time.step
+         for gpus in counts]
 ideal = [rates[0] * n / 64 for n in counts]
-lab.picture(figures.curves({"the fastest layout": (counts, rates), "ideal": (counts, ideal)}, "GPUs", "samples/s",
+lab.picture(style.curves({"the fastest layout": (counts, rates), "ideal": (counts, ideal)}, "GPUs", "samples/s",
                             "GPT 7B, 1024 samples a step: strong scaling"),
             "Samples a second against GPUs: at first near the ideal line, then the curve bends away below it")
 print({n: f"{rate / rates[0] / n * 64:.0%} efficient" for n, rate in zip(counts, rates, strict=True)})
@@ -812,7 +815,7 @@ print({n: f"{rate / rates[0] / n * 64:.0%} efficient" for n, rate in zip(counts,
 # > which piece of the bar grows, and which slider helps?
 
 # %%
-slider = widgets.explore(figures_plan.explained, start=figures_plan.START, **figures_plan.SLIDERS,
+slider = widgets.explore(performance_model.explore_step, start=performance_model.START, **performance_model.SLIDERS,
                          alt="Two bars in pieces: the memory of the fullest GPU, with a line for what it has, and the time of a "
                              "step; beside them samples a second against the number of GPUs. Black diamonds are measured, "
                              "where anything was.")

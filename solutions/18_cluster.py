@@ -39,18 +39,21 @@ from pathlib import Path
 import numpy as np
 
 from course import config
-from course.data.indexed import writing
-from course.errors import CourseError
-from course.lab import evidence, figures_checkpoints, figures_cluster, sbatch
-from course.lab import nodes as places
+from course.data.text.indexed_files import document_writer
+from course.utils.errors import CourseError
+from course.lab.grading import run_evidence
+from course.lab.figures import checkpoints, cluster as figures_cluster
+from course.lab.slurm import lint
+from course.lab.slurm import job_backend as places
 from course.lab import notebook as lab
 from course.lab.notebook import check
-from course.perf import hardware, plan, proposal
+from course.planner import hardware, search
+from course.cli import plan
 
 lab.begin("18")
 my_cluster = False               # True: jobs go to the cluster that this machine belongs to, if it has sbatch
 cluster = places.find(my_cluster)
-print(cluster.told)
+print(cluster.description)
 
 # %% [markdown]
 # That line says what *your* jobs run on in this notebook. If Slurm's programs are installed, it is a real Slurm of two nodes.
@@ -191,7 +194,7 @@ check("rendezvous")
 # a higher priority needs the nodes. Both times the scheduler warns, then kills. This is what should happen in between:
 
 # %%
-lab.picture(figures_cluster.limit(),
+lab.picture(figures_cluster.time_limit(),
             "Lanes of Slurm, script, srun and ranks over time. Slurm starts the script, which starts srun and waits. Later Slurm "
             "sends USR1 to the script, which passes it to srun, and srun to the ranks; they save and end with 75, the script "
             "requeues the job, and after a while in the queue all begins again with loading")
@@ -271,7 +274,7 @@ exit "$ended"
 # %%
 script = work / "mine.sh"
 script.write_text(batch_script(2, 2, 1, 0))
-clean = sbatch.main(script, [])
+clean = lint.main(script, [])
 
 # %% [markdown]
 # The check does more: it **runs** your script, with stand-ins for Slurm's programs, and looks at which ranks would be started
@@ -297,7 +300,7 @@ def language(count: int, seed: int) -> np.ndarray:
 
 
 for split, count in (("train", 200_000), ("valid", 4_000)):
-    with writing(work / "language" / split, 12) as writer:
+    with document_writer(work / "language" / split, 12) as writer:
         writer.add(language(count, seed=count))
 
 TINY = ["gpt-demo", "model.vocab=12", "model.context=32", "model.dim=32", "model.depth=2", "data.source=files",
@@ -320,7 +323,7 @@ def completed(name: str, number: int) -> places.Job:
     job = cluster.wait(number)
     if job.state != "COMPLETED":
         raise CourseError(f"{job}; the end of its log:\n{job.log[-3000:]}")
-    places.keep(folder(name), job)                               # which job wrote it: for your report
+    places.record_job(folder(name), job)                               # which job wrote it: for your report
     return job
 
 
@@ -355,8 +358,8 @@ my_starts = 2
 
 # %%
 number = submit("preempted")
-places.reached(folder("preempted"), 80, cluster, number)
-cluster.warn(number)
+places.wait_for_step(folder("preempted"), 80, cluster, number)
+cluster.send_warning(number)
 job = completed("preempted", number)
 print(job, "\n")
 print("\n".join(line for line in job.log.splitlines() if not re.match(r"(\d: )?step ", line)))
@@ -367,7 +370,7 @@ stopped_at = resumed(job)
 lines = {"undisturbed": (list(whole), list(whole.values()))}
 parts = {"before the warning": [s for s in preempted if s <= stopped_at], "requeued": [s for s in preempted if s > stopped_at]}
 dots = {name: (steps[::6], [preempted[s] for s in steps[::6]]) for name, steps in parts.items()}
-lab.picture(figures_checkpoints.together(lines, dots, "loss", f"A warning, and on from step {stopped_at}"),
+lab.picture(checkpoints.lines_and_dots(lines, dots, "loss", f"A warning, and on from step {stopped_at}"),
             "The curve of the undisturbed run falls from 2.5 to about 0.8; the dots of the run before the warning lie on it, and "
             "so do the squares of the run after it was requeued")
 logged = [int(found) for found in re.findall(r"\bstep +(\d+)/240", job.log)]
@@ -438,10 +441,10 @@ check("go-on")
 # With several ranks there is one more difficulty. The signal reaches each of them at another moment, so that one would stop
 # after step 80 and another after step 81, and the second would wait for the first forever. So the ranks **agree**: after every
 # step each contributes its flag to an all-reduce (the maximum), which travels while the next step computes. All stop after the
-# same step, one later than the first has heard. `course/stop.py` does that:
+# same step, one later than the first has heard. `course/resilience/preemption.py` does that:
 
 # %%
-lab.show("course.stop.Stop")
+lab.show("course.resilience.preemption.StopSignal")
 
 # %% [markdown]
 # ## A lost node
@@ -459,8 +462,8 @@ my_losses_apart_then = 25
 
 # %%
 number = submit("lost")
-places.reached(folder("lost"), 120, cluster, number)
-cluster.lose(number)
+places.wait_for_step(folder("lost"), 120, cluster, number)
+cluster.kill_second_node(number)
 job = cluster.wait(number)
 before = places.losses(folder("lost"))
 print(job, "\n")
@@ -485,7 +488,7 @@ again = [step for step in before if step > resumed_at]
 lines = {"undisturbed": (list(whole), list(whole.values()))}
 dots = {"until the node was lost": (list(before)[::6], [before[s] for s in list(before)[::6]]),
         "submitted again": ([s for s in lost if s > resumed_at][::6], [lost[s] for s in lost if s > resumed_at][::6])}
-lab.picture(figures_checkpoints.together(lines, dots, "loss", f"Killed at step {max(before)}, and on from step {resumed_at}"),
+lab.picture(checkpoints.lines_and_dots(lines, dots, "loss", f"Killed at step {max(before)}, and on from step {resumed_at}"),
             "The dots of the run until the node was lost lie on the curve of the undisturbed run, and so do the squares of the "
             "run that was submitted again, which begin earlier than the dots end")
 print(f"done a second time: {len(again)} steps, you said {my_steps_lost}; {my_survivors!r}, you said of the survivors")
@@ -608,8 +611,8 @@ my_nodes, my_tasks, my_axis = 2, 4, "tp"             # your predictions
 
 # %%
 FAST = ["compile=true", "stream=narrow"]
-proposal.main("gpt-7b", FAST, 64, "h100-80", top=3, tokens=134e9)
-proposal.main("gpt-7b", FAST, 64, "h100-80", launch=True)
+plan.main("gpt-7b", FAST, 64, "h100-80", top=3, tokens=134e9)
+plan.main("gpt-7b", FAST, 64, "h100-80", launch=True)
 
 # %% [markdown]
 # Read the line as Slurm reads it. Eight nodes of eight tasks, one for each GPU, and what follows the script's name goes to
@@ -619,14 +622,14 @@ proposal.main("gpt-7b", FAST, 64, "h100-80", launch=True)
 for tasks in (8, 1):
     words = ["--nodes=8", "--gpus-per-node=8", f"--ntasks-per-node={tasks}", "--cpus-per-task=8"]
     print(*words)
-    clean = sbatch.main(Path("submit/train.sh"), words)
+    clean = lint.main(Path("submit/train.sh"), words)
 
 # %%
 seven = config.load("gpt-7b", FAST)
-found = plan.search(seven, hardware.load("h100-80"), 64)
+found = search.find_layouts(seven, hardware.load("h100-80"), 64)
 best = found.layouts[0]
 interval, share = checkpoint_interval(save, restart, mtbf, 8)
-days = proposal.training(found, best, 134e9 / seven.model.context)["days"]
+days = plan.training(found, best, 134e9 / seven.model.context)["days"]
 print(f"the best layout: {best.sizes}; you said {my_nodes} nodes, {my_tasks} tasks, and most for {my_axis}")
 print(f"{days:.2f} days without failures, {days / (1 - share):.2f} with those of eight such nodes")
 print(f"checkpoint.every={interval / best.time.step:.0f}: every {interval / 60:.0f} minutes")
@@ -639,7 +642,7 @@ print(f"checkpoint.every={interval / best.time.step:.0f}: every {interval / 60:.
 my_seven, my_six = 87.0, 75.0    # your predictions, in percent
 
 # %%
-fewer = {gpus: plan.search(seven, hardware.load("h100-80"), gpus).layouts[0] for gpus in (56, 48)}
+fewer = {gpus: search.find_layouts(seven, hardware.load("h100-80"), gpus).layouts[0] for gpus in (56, 48)}
 for gpus, layout in fewer.items():
     print(f"{gpus} GPUs: {layout.sizes}, {layout.time.samples_per_s:.0f} samples/s; 64 have {best.time.samples_per_s:.0f}")
 for name, said, layout in zip(("seven", "six"), (my_seven, my_six), fewer.values(), strict=True):
@@ -673,7 +676,7 @@ measured = {"layout": "", "checkpoint_minutes": 0.0, "share_lost": 0.0}     # wh
 # knows them:
 
 # %%
-print(evidence.judge(evidence.gather(report, Path.cwd()), "", lambda number: ({}, None)).replace("; ", "\n"))
+print(run_evidence.judge_runs(run_evidence.gather_runs(report, Path.cwd()), "", lambda number: ({}, None)).replace("; ", "\n"))
 
 # %% [markdown]
 # *Claimed* is what your files say, *confirmed* what Slurm says of the jobs: on a cluster that your instructor shares, that job

@@ -7,7 +7,7 @@ kinds=${*:-tp tp_vit cp dp pp zero}
 mkdir -p "$out"
 bench() {  # GPUS COUNT PORT KIND
     CUDA_VISIBLE_DEVICES=$1 timeout 200 torchrun --nproc-per-node "$2" --master-port "$3" \
-        -m course.perf.parallel "$4" "$out/$4_$2.json" 2> "$out/$4_$2.log" || { echo "$4 on $2 GPUs failed:"; grep -v Warning "$out/$4_$2.log" | grep -m4 Error; }
+        -m course.bench.layouts "$4" "$out/$4_$2.json" 2> "$out/$4_$2.log" || { echo "$4 on $2 GPUs failed:"; grep -v Warning "$out/$4_$2.log" | grep -m4 Error; }
 }
 side_by_side() {  # COUNT, then GPUS of each job
     local count=$1 job=0 kind; shift

@@ -20,7 +20,7 @@ BEGINS = re.compile(r"(\[rank\d+\]: )?(Traceback \(most recent call last\)|cours
 LOST = re.compile(r"[Cc]onnection (closed|reset|refused)|Broken pipe|another rank has failed|DistBackendError|DistNetworkError")
 OF_A_RANK = re.compile(r" *(\d+): ?(.*)")            # as srun --label writes it
 ENDED = re.compile(r"srun: error: (\S+): tasks? ([\d,-]+): (.*)")
-GONE = re.compile(r"course: rank (\d+) \(process \d+ of (\S+)\) is gone")         # as course/watchdog.py says it
+GONE = re.compile(r"course: rank (\d+) \(process \d+ of (\S+)\) is gone")         # as course/resilience/stall_watchdog.py says it
 
 
 class Causes:

@@ -188,7 +188,7 @@ course_on_ranks() {
     done
     trap '' USR1
     wait "$filter" || true
-    if [ "$status" = 75 ]; then stopped=yes status=0; fi                         # all is saved (course/stop.py)
+    if [ "$status" = 75 ]; then stopped=yes status=0; fi                         # all is saved (course/resilience/preemption.py)
     return "$status"
 }
 

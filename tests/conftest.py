@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from course import launch
-from course.data import layout
+from course.data.weather import layout
+from course.planner import kernel_efficiency
+from course.ranks import notebook_ranks
 
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"                  # for the processes that tests start
@@ -51,7 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def no_list_at_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Lessons that tests begin are not noted in the list of whoever runs the tests (`course/lab/own.py`)."""
+    """Lessons that tests begin are not noted in the list of whoever runs the tests (`course/lab/checks/own_notebooks.py`)."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         yield
@@ -61,7 +62,7 @@ def no_list_at_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def no_idle_ranks() -> Iterator[None]:
     """Ranks that wait for the next call keep threads of gloo's, which poll: they end with the file that used them."""
     yield
-    launch.close()
+    notebook_ranks.close()
 
 
 def worked() -> float:
@@ -117,3 +118,20 @@ def interruptible() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def rules(monkeypatch):
+    """Without a measured table, whether there is one by now or not: these tests state what the rules give."""
+    monkeypatch.setattr(kernel_efficiency, "REFERENCE", ("h200", "none.json"))
+    kernel_efficiency.kernels_of.cache_clear()
+    yield
+    kernel_efficiency.kernels_of.cache_clear()
+
+
+@pytest.fixture(params=["rules", "table"])
+def rates(request):
+    """Both that a prediction may stand on: rules, and the H200's table, by the data sheets, as `course plan` takes it."""
+    if request.param == "rules":
+        request.getfixturevalue("rules")
+    return request.param

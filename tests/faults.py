@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from course.report import read_metrics
+from course.training.run_log import read_metrics
 
 ROOT = Path(__file__).parents[1]
 
@@ -82,9 +82,9 @@ def afflict(fault: str, step: int, mine: bool = True) -> None:
     """
     import torch.distributed as dist
 
-    from course import train
+    from course.training import trainer
 
-    real: Any = train.train_loader
+    real: Any = trainer.train_loader
 
     def loader(*arguments: Any) -> Iterator[Any]:
         for number, batch in enumerate(real(*arguments), 1):
@@ -98,19 +98,20 @@ def afflict(fault: str, step: int, mine: bool = True) -> None:
                 Path(os.environ["FILL"]).unlink()
             yield batch
 
-    train.train_loader = loader
+    trainer.train_loader = loader
 
 
 def main(fault: str, rank: str, step: str, *settings: str) -> None:
-    from course import config, train
+    from course import config
+    from course.training import trainer
 
     if os.environ["RANK"] == rank:
         afflict(fault, int(step))
-    train.main(config.load("vit-demo", list(settings)))
+    trainer.main(config.load("vit-demo", list(settings)))
 
 
 if __name__ == "__main__":
-    from course.errors import CourseError
+    from course.utils.errors import CourseError
 
     try:
         main(*sys.argv[1:])

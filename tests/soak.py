@@ -22,9 +22,12 @@ from random import Random
 
 import torch
 
-from course import checkpoint, cli, config, train
-from course.report import read_metrics
-from course.stop import GO_ON
+from course import config
+from course.checkpoint import checkpoint
+from course.cli import main
+from course.resilience.preemption import GO_ON
+from course.training import trainer
+from course.training.run_log import read_metrics
 from tests.conftest import tiny_settings
 from tests.faults import assert_same_losses, sequence
 
@@ -50,7 +53,7 @@ def start(settings: list[str], ranks: int, output: Path) -> list[int]:
                 os.dup2(file.fileno(), 1)
                 os.dup2(file.fileno(), 2)
             sys.argv = ["course", "train", "vit-demo", *settings]
-            cli.main()                               # ends with an exception, as the interpreter of a rank does
+            main.main()                               # ends with an exception, as the interpreter of a rank does
         found.append(pid)
     return found
 
@@ -142,7 +145,7 @@ def damage(run: Path, chance: Random) -> list[Path]:
 def tensors(run: Path) -> dict[str, torch.Tensor]:
     """All that the newest checkpoint holds."""
     path, index = checkpoint.newest(run / "checkpoints", print) or (run, {"tensors": {}})
-    return checkpoint.read_more(path, index, index["tensors"])
+    return checkpoint.read_named(path, index, index["tensors"])
 
 
 def assert_same(run: Path, whole: Path, bound: float) -> None:
@@ -168,7 +171,7 @@ def soak(steps: int, seed: int, folder: Path, layouts: bool, more: list[str]) ->
     settings = [*tiny_settings(Path("none"), folder), "data.source=mock", "data.workers=0", f"train.steps={steps}",
                 "checkpoint.every=3", "model.dropout=0.1", "train.eval_every=50", "precision=" + ("fp64" if layouts else "fp32"),
                 *more]
-    whole, run = (train.run_folder(config.load("vit-demo", [*settings, f"log.name={name}"])) for name in ("whole", "soaked"))
+    whole, run = (trainer.run_folder(config.load("vit-demo", [*settings, f"log.name={name}"])) for name in ("whole", "soaked"))
     folder.mkdir(parents=True, exist_ok=True)
     alone = Ranks([*settings, "log.name=whole"], 2, folder / "whole")
     assert alone.wait(LIMIT + steps) and alone.statuses() == [0, 0], alone.told()

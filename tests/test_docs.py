@@ -14,6 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from course.cli.main import app
+from tests import test_rooms
+
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "data/README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("submit/*.md")]
 NOTEBOOKS = sorted(path for path in ROOT.glob("notebooks/[0-9][0-9]_*.ipynb") if "_mine" not in path.name)
@@ -139,10 +142,46 @@ def apply(change: str, folder: Path) -> None:
     assert done.returncode == 0, f"a change of docs/contributors.md no longer applies: {done.stderr}"
 
 
+def missing_paths(page: str) -> list[str]:
+    """The files and folders in backticks that do not exist; NAME, NN and name stand for any name."""
+    page = re.sub(r"^```.*?^```", "", page, flags=re.MULTILINE | re.DOTALL)
+    quoted = [word for text in re.findall(r"`([^`]+)`", page) for word in text.split()]
+    named = [word for word in quoted if re.match(r"(course|tests|docs|solutions|experiments|\.ci)/|README", word)]
+    assert len(named) > 40
+    return [word for word in named if not any(ROOT.glob(re.sub(r"NAME|NN|(?<=_)name", "*", word)))]
+
+
+def unknown_commands(page: str) -> list[str]:
+    """The `course` commands in backticks that there are not."""
+    commands = {command.name or command.callback.__name__: None for command in app.registered_commands}
+    groups = {group.name: {each.name or each.callback.__name__ for each in group.typer_instance.registered_commands}
+              for group in app.registered_groups}
+    wrong = []
+    for line in re.findall(r"`course ((?!--)[^`]+)`", page):
+        first, *rest = line.split()
+        if first not in commands and not (first in groups and (not rest or rest[0] in groups[first])):
+            wrong.append(f"course {line}")
+    return wrong
+
+
+def test_the_contributors_page_names_files_and_commands_that_exist():
+    if not MASTERS:
+        pytest.skip("a release for learners has no solutions, which the page names")
+    assert missing_paths(CONTRIBUTORS) == [] and unknown_commands(CONTRIBUTORS) == []
+    assert re.findall(r"^\| `course/(\w+)` \|", CONTRIBUTORS, re.MULTILINE) == test_rooms.ROOMS       # in the map's order
+    assert len(CONTRIBUTORS.splitlines()) <= 200
+
+
+def test_a_file_or_a_command_that_does_not_exist_is_found():
+    assert missing_paths(f"{CONTRIBUTORS} `course/utils/gone.py`") == ["course/utils/gone.py"]
+    assert unknown_commands("`course trian vit-demo` `course lessons bild 19` `course train vit-demo`") == [
+        "course trian vit-demo", "course lessons bild 19"]
+
+
 @needs_git
 def test_the_contributors_changes_apply(tmp_path):
     changes = [text for kind, text in steps() if kind == "diff"]
-    assert len(changes) == 4
+    assert len(changes) == 1
     for name in set(re.findall(r"^--- a/(.+)$", "".join(changes), re.MULTILINE)):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
@@ -183,7 +222,7 @@ def test_the_site_builds_without_a_warning_and_without_answers(tmp_path):
     assert "m * k + k * n + m * n" not in re.sub(r"<[^>]+>", "", page)
     assert (tmp_path / "site/html/index.html").is_file()
     linked = {name for lesson in (tmp_path / "site/html/notebooks").glob("*.html")
-              for name in re.findall(r'href="\.\./(course/perf/results/\w+\.json)"', lesson.read_text())}
+              for name in re.findall(r'href="\.\./(course/bench/results/\w+\.json)"', lesson.read_text())}
     assert len(linked) > 10 and all((tmp_path / "site/html" / name).is_file() for name in linked)
 
 
@@ -212,7 +251,7 @@ def shown() -> set[str]:
 def test_every_public_method_says_what_its_caller_needs():
     """Methods and properties of public classes, also those that override others; not what `KNOWN`, `TASKS` and `shown` name."""
     silent, on_screen = [], shown()
-    assert "course.parallel.data.Bucketed" in on_screen
+    assert "course.parallel.data_parallel.gradients.Bucketed" in on_screen
     for file in sorted((ROOT / "course").rglob("*.py")):
         name = str(file.relative_to(ROOT / "course"))
         if name.startswith(TASKS):

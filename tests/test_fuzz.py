@@ -32,19 +32,27 @@ import torch
 import yaml
 import zstandard
 
-from course import checkpoint, config, random, report, schema
+from course import config
+from course.checkpoint import checkpoint
+from course.config import schema
 from course.convert import command, dit, huggingface
-from course.data import Latents, bpe, indexed, layout, texts
-from course.data.pairs import Pairs
-from course.data.tokens import Sequences
-from course.errors import CourseError
-from course.files import sha256
-from course.lab import cells, sbatch, scale
-from course.lab.check import Fact, Verdict
-from course.lab.submissions import of_lesson
+from course.data import Latents
+from course.data.text import bpe, documents, indexed_files
+from course.data.text.sequences import Sequences
+from course.data.weather import layout
+from course.data.weather.pairs import Pairs
+from course.lab.checks import notebook_cells
+from course.lab.checks.check import Fact, Verdict
+from course.lab.grading import on_cluster
+from course.lab.grading.submissions import exercises_of_lesson
+from course.lab.slurm import lint, script_parser
 from course.models import DiTConfig, ViTConfig, build_model
 from course.parallel import Axis, World, place_serial
-from course.perf import comms, hardware, host, kernels
+from course.planner import collectives, hardware, host_overhead, kernel_efficiency
+from course.training import run_log
+from course.utils import random
+from course.utils.atomic_files import sha256
+from course.utils.errors import CourseError
 
 hypothesis = pytest.importorskip("hypothesis")
 from hypothesis import HealthCheck, example, given, settings  # noqa: E402
@@ -53,7 +61,7 @@ from hypothesis import strategies as st  # noqa: E402
 EXAMPLES = int(os.environ.get("FUZZ", "40"))
 PATIENCE = 10                                        # seconds of the processor for one file; it takes milliseconds
 SUBMIT = Path(__file__).parents[1] / "submit"
-ROOT = Path(config.__file__).parent
+ROOT = Path(config.__file__).parents[1]
 
 
 def fuzz(**drawn):
@@ -167,11 +175,12 @@ def place(tmp_path_factory):
 
 # ---- settings and hardware
 
-PRESET = yaml.safe_load((ROOT / "configs" / "gpt-python.yaml").read_text()) | {"base": "vit-demo"}
+PRESET = yaml.safe_load((ROOT / "config" / "presets" / "gpt-python.yaml").read_text()) | {"base": "vit-demo"}
 
 
 @nasty
-@fuzz(raw=damaged((ROOT / "configs" / "gpt-python.yaml").read_bytes()) | replaced(PRESET).map(as_yaml) | VALUES.map(as_yaml)
+@fuzz(raw=damaged((ROOT / "config" / "presets" / "gpt-python.yaml").read_bytes()) | replaced(PRESET).map(as_yaml)
+      | VALUES.map(as_yaml)
       | st.binary(max_size=64))
 def test_a_preset(place, raw):
     (place / "mine.yaml").write_bytes(raw)
@@ -217,7 +226,7 @@ SIDES, SECONDS = [64, 256], [1e-5 * n for n in range(1, 9)]
 KERNELS = {"matmul": {"bf16": {"axes": [SIDES] * 3, "seconds": SECONDS}},
            "attention": {"forward": {"axes": [SIDES] * 3, "seconds": SECONDS}},
            "memory": {"copy": {"axes": [[1e6, 1e8]], "seconds": [1e-5, 1e-4]}},
-           "norms": {which: {"axes": [[1e6, 1e8], SIDES], "seconds": SECONDS[:4]} for which in kernels.NORMS},
+           "norms": {which: {"axes": [[1e6, 1e8], SIDES], "seconds": SECONDS[:4]} for which in kernel_efficiency.NORMS},
            "all_reduce": {"2": [[1e6, 1e-4], [1e8, 1e-3]]}}
 HOST = {"plain_step": 2e-3, "host": {"gpt": [0.5, 0.8, 0.6], "gpt, full": [0.5, 0.7, 1.3], "vit": "not measured"}}
 
@@ -227,10 +236,10 @@ def test_tables_of_kernels(place, raw):
     (place / "kernels.json").write_bytes(raw)
     h200 = hardware.load("h200")
     with suppress(CourseError):
-        found = kernels.read(place / "kernels.json", h200, h200)
+        found = kernel_efficiency.read(place / "kernels.json", h200, h200)
         taken = (found.matmul(100, 1e3, 70, "bf16"), found.attention(16, 100, 100, 64, False, "bf16"), found.memory("copy", 1e7),
                  found.norm([1e7, 1e6], 100, True, True),
-                 comms.all_reduce(1e7, comms.group_of([(1, 2)], h200, found.curves)))
+                 collectives.all_reduce(1e7, collectives.group_of([(1, 2)], h200, found.curves)))
         assert all(0 < seconds < math.inf for seconds in taken)
 
 
@@ -238,7 +247,7 @@ def test_tables_of_kernels(place, raw):
 def test_tables_of_the_host(place, raw):
     (place / "host.json").write_bytes(raw)
     with suppress(CourseError):
-        found = host.read(place / "host.json")
+        found = host_overhead.read(place / "host.json")
         assert found.plain_step > 0 and all(math.isfinite(cost.of(2, 2)) for cost in found.rows.values())
 
 
@@ -246,7 +255,7 @@ def test_tables_of_the_host(place, raw):
 
 def token_files(folder: Path) -> tuple[bytes, bytes]:
     """The bytes of a .idx and its .bin, of three documents."""
-    with indexed.writing(folder / "right", 1000) as writer:
+    with indexed_files.document_writer(folder / "right", 1000) as writer:
         for length in (5, 0, 9):
             writer.add(np.arange(length))
     return (folder / "right.idx").read_bytes(), (folder / "right.bin").read_bytes()
@@ -258,7 +267,7 @@ def test_token_files(place, data):
     (place / "mine.idx").write_bytes(data.draw(damaged(index) | st.binary(max_size=80)))
     (place / "mine.bin").write_bytes(data.draw(st.just(tokens) | damaged(tokens)))
     with suppress(CourseError):
-        documents = indexed.Documents(place / "mine")
+        documents = indexed_files.Documents(place / "mine")
         assert sum(len(documents[i]) for i in range(len(documents))) == len(documents.tokens)
 
 
@@ -361,7 +370,7 @@ PICKLE = b"\x93NUMPY\x01\x00v\x00{'descr': '|O', 'fortran_order': False, 'shape'
 def test_arrays(place, raw):
     (place / "values.npy").write_bytes(raw)
     with suppress(CourseError):
-        assert np.issubdtype(layout.load_array(place / "values.npy").dtype, np.number)
+        assert np.issubdtype(layout.load_npy(place / "values.npy").dtype, np.number)
 
 
 LINES = b'\xef\xbb\xbf{"text": "a", "n": 1}\n\n{"text": "\\ud83d\\ude00 b"}\nnot json\n{"text": "\\ud800"}\n{"text": 3}\n[1]\n'
@@ -387,8 +396,8 @@ PACKED = [LINES, archive(), gzip.compress(LINES, mtime=0), gzip.compress(archive
 def test_texts(place, raw):
     """Bad documents are counted, with a reason, and the others read."""
     (place / "texts").write_bytes(raw)
-    for item in texts.items(place / "texts"):
-        for text in texts.read(item, "text"):
+    for item in documents.items(place / "texts"):
+        for text in documents.read(item, "text"):
             assert text.bad or text.text.encode() == text.data != b""
 
 
@@ -400,7 +409,7 @@ META = {"vocab": 1000, "end": 0, "splits": {"train": {"documents": 3, "tokens": 
 @fuzz(raw=damaged(as_json(META)) | replaced(META).map(as_json) | VALUES.map(as_json) | st.binary(max_size=64))
 def test_what_is_said_of_tokens(place, raw):
     (place / "tokens").mkdir(exist_ok=True)
-    with indexed.writing(place / "tokens" / "train", 1000) as writer:
+    with indexed_files.document_writer(place / "tokens" / "train", 1000) as writer:
         writer.add(np.arange(14))
     (place / "tokens" / "meta.json").write_bytes(raw)
     with suppress(CourseError):
@@ -465,7 +474,7 @@ def test_checkpoints(saved, data):
         found, read = checkpoint.newest(folder.parent, lambda text: None)
         assert found == folder
         checkpoint.load(folder, read, model, optimizer)
-        checkpoint.read_more(folder, read, list(read["tensors"]))
+        checkpoint.read_named(folder, read, list(read["tensors"]))
 
 
 @fuzz(data=st.data())
@@ -682,11 +691,11 @@ def test_records_of_a_run(place, raw):
     """What is no record of a step stays in its file, left out of what is read; a run that goes on at step 10 adds its own."""
     file = place / "metrics.jsonl"
     file.write_bytes(raw)
-    before = report.read_metrics(file)
-    with mock.patch("builtins.print"), report.Report(place, 20, 10, True, False) as told:
+    before = run_log.read_metrics(file)
+    with mock.patch("builtins.print"), run_log.RunLog(place, 20, 10, True, False) as told:
         told.log(NEXT)
     kept = [record for record in before if record["step"] <= 10]
-    assert str(report.read_metrics(file)) == str([*kept, NEXT])             # as text: nan is not nan
+    assert str(run_log.read_metrics(file)) == str([*kept, NEXT])             # as text: nan is not nan
 
 
 # ---- what learners and instructors bring
@@ -706,7 +715,8 @@ NOTEBOOK = {"cells": [{"cell_type": "code", "execution_count": None, "id": f"c{i
 def test_notebooks(place, raw):
     (place / "01_mine.ipynb").write_bytes(raw)
     with suppress(CourseError):
-        answer = cells.definitions(cells.code(cells.load(place / "01_mine.ipynb")), ["training_step"])
+        answer = notebook_cells.definitions(notebook_cells.code_cells(notebook_cells.load_notebook(place / "01_mine.ipynb")),
+                                            ["training_step"])
         assert answer.problem or "training_step" in answer.source
 
 
@@ -716,12 +726,12 @@ def test_notebooks(place, raw):
 @fuzz(cell=st.sampled_from(CELLS).flatmap(lambda cell: damaged(cell.encode())).map(lambda raw: raw.decode("utf-8", "replace"))
       | st.text(string.printable, max_size=40).map("training_step = {}".format))
 def test_cells(place, cell):
-    answer = cells.definitions([cell, "training_step = 1"], ["training_step"])
+    answer = notebook_cells.definitions([cell, "training_step = 1"], ["training_step"])
     assert answer.problem or answer.source
 
 
-EXERCISES = of_lesson("10")
-RESULT = {"schema": scale.SCHEMA, "lesson": "10", "notebook": "", "file": "10_mine.ipynb", "checked": "2026-11-22T10:00:00",
+EXERCISES = exercises_of_lesson("10")
+RESULT = {"schema": on_cluster.SCHEMA, "lesson": "10", "notebook": "", "file": "10_mine.ipynb", "checked": "2026-11-22T10:00:00",
           "exercises": {e.name: {"version": e.version, "passed": True, "seed": 1, "ranks": 2, "seconds": 0.1,
                                  "reference_seconds": 0.1, "facts": [{"held": True, "text": "x"}]} for e in EXERCISES},
           "measured": {"ms": 3.5}, "job": {"id": 7, "cluster": "c", "user": "ann", "nodes": "n1", "tasks": 2},
@@ -736,8 +746,8 @@ def test_result_files(place, raw):
     digest = json.dumps(sha256(place / "10_mine.ipynb")).encode()
     (place / "10_mine.result.json").write_bytes(raw.replace(b'"notebook": ""', b'"notebook": ' + digest))
     verdicts = [Verdict(e.name, (Fact(True, "x"),), version=e.version) for e in EXERCISES]
-    with mock.patch.object(scale, "described", lambda number: {"StartTime": "2026-11-22T09:00:00", "UserId": "ann(1)"}):
-        claim = scale.judge(place / "10_mine.result.json", "ann", "10", place / "10_mine.ipynb", verdicts)
+    with mock.patch.object(on_cluster, "describe_job", lambda number: {"StartTime": "2026-11-22T09:00:00", "UserId": "ann(1)"}):
+        claim = on_cluster.judge_result(place / "10_mine.result.json", "ann", "10", place / "10_mine.ipynb", verdicts)
     assert claim.refused or (claim.lesson, claim.learner, claim.contradicted) == ("10", "ann", ())
 
 
@@ -757,5 +767,5 @@ PIECES = ["#!/bin/bash", "#SBATCH", "-N", "--nodes=two", "--time=2d", "--output=
 def test_batch_scripts(place, raw):
     (place / "job.sh").write_bytes(raw)
     with suppress(CourseError):
-        for finding in sbatch.lint(sbatch.read(place / "job.sh", ["--nodes=2", "--gpus-per-node=4"])):
+        for finding in lint.lint(script_parser.read_script(place / "job.sh", ["--nodes=2", "--gpus-per-node=4"])):
             assert finding.text and 0 <= finding.line <= raw.count(b"\n") + 1

@@ -1,4 +1,4 @@
-"""The tables of measurements in docs/measured.md and the README say what the JSON files under course/perf/results say, number by
+"""The tables of measurements in docs/measured.md and the README say what the JSON files under course/bench/results say, number by
 number."""
 
 import json
@@ -12,15 +12,16 @@ import pytest
 import torch
 
 from course import config
-from course.data import layout, weather
+from course.bench import recorded_steps
+from course.data.weather import layout, simulation
 from course.models import build_model
-from course.parallel import overlap
-from course.perf import activations, blocktime, memory, recorded
+from course.parallel.tensor_parallel import overlapped_linear
+from course.planner import activation_memory, block_time, memory
 from experiments import loss_alignment, results_picture
 
 ROOT = Path(__file__).parent.parent
 README, MEASURED, USING = ((ROOT / name).read_text() for name in ("README.md", "docs/measured.md", "docs/using.md"))
-RESULTS = ROOT / "course/perf/results"
+RESULTS = ROOT / "course/bench/results"
 NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?![\w.]*\d)")
 ABOUT = ("command", "hardware", "torch", "python", "date")        # what every file says of how it was measured
 GAPS = {"beginning_h200": ({"command"}, "measured before the course had benchmarks; its own measure the like"),
@@ -70,9 +71,9 @@ VIT = [("TF32 matmuls, fed from HDF5 by the training process", "tf32, read by th
        ("bf16, compiled, fed from HDF5 by 8 processes of a DataLoader", "bf16, compiled, 8 loader processes"),
        ("the same, by 12 threads", "bf16, compiled, threads"),
        ("the same, by DALI, 12 processes", "bf16, compiled, DALI"),
-       ("FP8 by hand, compiled", "fp8, compiled"),
+       ("native FP8, compiled", "fp8, compiled"),
        ("width 1024: bf16, compiled, narrow stream", "width 1024: bf16, compiled, narrow stream"),
-       ("width 1024: FP8 by hand, compiled, narrow stream", "width 1024: fp8, compiled, narrow stream"),
+       ("width 1024: native FP8, compiled, narrow stream", "width 1024: fp8, compiled, narrow stream"),
        ("width 1024: FP8 by Transformer Engine, narrow stream", "width 1024: fp8 by Transformer Engine"),
        ("12 layers of width 768, 256 tokens, one sample, bf16", "one sample: eager"),
        ("the same, compiled", "one sample: compiled"),
@@ -89,7 +90,7 @@ def test_one_gpu(label: str, rung: str) -> None:
 
 # --- GPT and DiT: the label, file, prefix of its rungs, the unit, and what else stands beside bf16's speed
 NARROW = "bf16, compiled, narrow stream"
-HAND = f"{NARROW}, kernels by hand, in a graph"
+HAND = f"{NARROW}, Triton kernels, in a graph"
 MODELS = [("GPT 124M, thousand tokens/s", "gpt_h200", "124M", [f"{NARROW}, all logits", "Hugging Face's GPT-2, bf16, compiled"]),
           ("GPT 350M", "gpt_h200", "350M", []),
           ("GPT 1.3B", "gpt_h200", "1.3B", []),
@@ -115,22 +116,22 @@ def test_gpt_and_dit(label: str, file: str, prefix: str, beside: list[str]) -> N
 
 @pytest.mark.parametrize(("label", "file", "prefix"), [(label, file, prefix) for label, file, prefix, _ in MODELS])
 def test_gpt_and_dit_by_hand(label: str, file: str, prefix: str) -> None:
-    bf16 = row(file, f"{prefix}: {NARROW}, kernels by hand, in a graph")
+    bf16 = row(file, f"{prefix}: {NARROW}, Triton kernels, in a graph")
     unit = "tokens_per_s" if "tokens_per_s" in bf16 else "samples_per_s"
     scale = 1000 if unit == "tokens_per_s" else 1
     wanted = [[bf16[unit] / scale], [bf16["memory_gb"]], [100 * bf16["mfu"]], [], []]
-    name = f"{prefix}: fp8, compiled, narrow stream, kernels by hand, in a graph"
+    name = f"{prefix}: fp8, compiled, narrow stream, Triton kernels, in a graph"
     if any(r["rung"] == name for r in results(file)["rows"]):
         fp8 = row(file, name)
         wanted[3:] = [[fp8[unit] / scale, bf16["ms"] / fp8["ms"]], [fp8["memory_gb"]]]
-    said = cells(label, "`kernels=hand` takes what blocks do")
+    said = cells(label, "`kernels=triton` takes what blocks do")
     assert [d for cell, values in zip(said, wanted, strict=True) for d in differences(cell, values)] == []
 
 
 @pytest.mark.parametrize(("label", "rung"), [(f"124M: {NARROW}", f"124M: {NARROW}")] + [
-    (f"{prefix}: the same, kernels by hand, in a graph", f"{prefix}: {NARROW}, kernels by hand, in a graph")
+    (f"{prefix}: the same, Triton kernels, in a graph", f"{prefix}: {NARROW}, Triton kernels, in a graph")
     for prefix in ("124M", "350M", "256 px")] + [
-    (f"{prefix}: the same, on a third", f"{prefix}: {NARROW}, kernels by hand, in a graph") for prefix in ("512 px", "1.3B")])
+    (f"{prefix}: the same, on a third", f"{prefix}: {NARROW}, Triton kernels, in a graph") for prefix in ("512 px", "1.3B")])
 def test_clock_and_power(label: str, rung: str) -> None:
     found = row("power_h200", rung)
     speed = found["tokens_per_s"] / 1000 if "tokens_per_s" in found else found["samples_per_s"]
@@ -140,7 +141,7 @@ def test_clock_and_power(label: str, rung: str) -> None:
 
 
 def test_speed_in_less_memory() -> None:
-    hand = "kernels by hand, in a graph"
+    hand = "Triton kernels, in a graph"
     rungs = (f"{hand}, two micro-batches", f"selective recomputation, {hand}", "selective recomputation", "full recomputation")
     found = [row("gpt_h200", f"124M: {NARROW}, {rung}") for rung in rungs]
     text = MEASURED.partition("Less memory: in two micro-batches GPT 124M")[2].partition("\n\n")[0]
@@ -151,19 +152,19 @@ def test_the_peak_of_a_first_step() -> None:
     """Said of the only rung whose first step is the fullest by more than a per cent."""
     rows = [*results("gpt_h200")["rows"], *results("dit_h200")["rows"]]
     fuller = [r for r in rows if r.get("first_gb", 0) > 1.01 * r["memory_gb"]]
-    assert [r["rung"] for r in fuller] == [f"350M: fp8, {NARROW.partition(', ')[2]}, kernels by hand, in a graph"]
+    assert [r["rung"] for r in fuller] == [f"350M: fp8, {NARROW.partition(', ')[2]}, Triton kernels, in a graph"]
     assert f"multiplies in 16 bits: {fuller[0]['first_gb']:.1f} for 350M in FP8." in MEASURED.replace("\n", " ")
 
 
 def test_what_is_beside_the_kernels_by_hand() -> None:
-    text = MEASURED.partition("`kernels=hand` takes what blocks do")[2].partition("| kernels by hand")[0].replace("GPT 124M", "")
+    text = MEASURED.partition("`kernels=triton` takes what blocks do")[2].partition("| Triton kernels")[0].replace("GPT 124M", "")
     gpt, dit = results("gelu_h200")["before"]
-    now = row("dit_h200", f"256 px: {NARROW}, kernels by hand, in a graph")
-    step = next(step for step in recorded.ladders() if step.name == f"dit: 256 px: {NARROW}, kernels by hand, in a graph")
+    now = row("dit_h200", f"256 px: {NARROW}, Triton kernels, in a graph")
+    step = next(step for step in recorded_steps.one_gpu() if step.name == f"dit: 256 px: {NARROW}, Triton kernels, in a graph")
     for number in (f"{64 * 1024 / gpt['compilers_ms']:.0f} (", f"{64e3 / dit['compilers_ms']:.0f} (DiT",
                    f"gave {64 * 1024 / gpt['ms']:.0f} and {64e3 / dit['ms']:.0f} (",
                    f"predicts {1e3 * step.time.step:.0f} ms for a step of the latter",
-                   f"takes {now['ms']:.0f} by hand, and took {dit['compilers_ms']:.0f} by the compiler"):
+                   f"takes {now['ms']:.0f} with Triton kernels, and took {dit['compilers_ms']:.0f} by the compiler"):
         assert number in text.replace("\n", " ")
 
 
@@ -186,7 +187,7 @@ def test_what_was_tried_and_not_kept() -> None:
     said = re.search(r"GPT 124M ([\d.]+)%, 350M ([\d.]+)%, 1.3B ([\d.]+)%; DiT-XL/2 ([\d.]+) and ([\d.]+)%", text)
     assert said and said.groups() == tuple(f"{gain:.1f}" for gain in gains.values())
     for name, words in ((f"124M: {NARROW}", "GPT 124M"), (f"256 px: {NARROW}", "DiT-XL/2 at 256 px")):
-        merged, apart = (row("gelu_h200", f"{name}, kernels by hand, in a graph", gelu=how)["ms"]
+        merged, apart = (row("gelu_h200", f"{name}, Triton kernels, in a graph", gelu=how)["ms"]
                          for how in ("in the matmul", "apart"))
         assert f"{words} {100 * (1 - merged / apart):.1f}%" in text
 
@@ -261,7 +262,7 @@ def test_layers_beside_megatron_cores() -> None:
 def by_hand(name: str, part: str = "") -> dict[str, float]:
     """What ours by kernels of our own take of the time of megatron-core's layers with Transformer Engine, in percent, by case,
     where both were measured."""
-    ours, theirs = "course, kernels by hand", "megatron-core, Transformer Engine"
+    ours, theirs = "course, Triton kernels", "megatron-core, Transformer Engine"
     found = results(name)
     by = layers_by_case((found[part] if part else found)["rows"])
     return {case: 100 * ms[ours] / ms[theirs] for case, ms in by.items() if ours in ms and theirs in ms}
@@ -327,7 +328,7 @@ def test_what_is_said_of_ways_of_sequence_parallelism() -> None:
     shorter = [[round(100 * (1 - as_one / one)) for one, as_one in ways] for ways in both]
     short, (once, otherwise) = [n for found in shorter for n in found[:-1]], [found[-1] for found in shorter]
     assert f"as one in seven cases of eight, by up to {max(short)}%" in text and once > 0 > otherwise
-    comment = " ".join(Path(overlap.__file__).read_text().replace("\n#", " ").split())
+    comment = " ".join(Path(overlapped_linear.__file__).read_text().replace("\n#", " ").split())
     assert f"up to {max(short)}% shorter as one, in one case of eight {-min(short)}% longer" in comment and len(short) == 8
     assert sum(n < 0 for n in short) == 1 and f"by {once}% shorter or {-otherwise}% longer" in comment
     layers: dict[str, list[float]] = {}
@@ -336,7 +337,7 @@ def test_what_is_said_of_ways_of_sequence_parallelism() -> None:
     assert f"{' and '.join(f'{ms:.1f}' for ms in layers['one by one, in two parts'])} ms in two parts" in text
     assert f"{' and '.join(f'{ms:.1f}' for ms in layers['one by one'])} one by one, {layers['as one'][0]:.1f} as one" in text
     assert f"{' and '.join(f'{ms:.1f}' for ms in layers['megatron-core, Transformer Engine'])} by megatron-core" in text
-    library, (dit, gpt) = overlap.__doc__.replace("\n", " "), (times[GATHERED[0]], times[GATHERED[-1]])
+    library, (dit, gpt) = overlapped_linear.__doc__.replace("\n", " "), (times[GATHERED[0]], times[GATHERED[-1]])
     assert f"take {dit[1]:.1f} ms for a DiT-XL/2 as it is here and {dit[0]:.1f} in two parts" in library
     assert f"GPT 1.3B {gpt[1]:.1f} and {gpt[0]:.1f}, both in a graph" in library
 
@@ -356,17 +357,17 @@ def test_what_is_exchanged_through_memory() -> None:
     added = large["matmul beside gather, through memory"] - large["matmul"]
     assert f"a gather by engines adds {added:.0f} of its {large['gather, through memory, by an engine']:.0f} us" in text
     steps, before = ({r["case"].removesuffix(", in a graph"): r for r in found[key]["rows"]} for key in ("steps", "before"))
-    ways = ((before, ""), (before, ", kernels by hand"), (before, ", kernels by hand, no sequence parallelism"),
-            (steps, ", kernels by hand"), (steps, ", kernels by hand, through memory"),
-            (steps, ", kernels by hand, no sequence parallelism"))
+    ways = ((before, ""), (before, ", Triton kernels"), (before, ", Triton kernels, no sequence parallelism"),
+            (steps, ", Triton kernels"), (steps, ", Triton kernels, through memory"),
+            (steps, ", Triton kernels, no sequence parallelism"))
     for model in [name for name in GATHERED if "124M" not in name]:
         said = cells(model, "**Through each other's memory.**")
         for cell, (rows, way) in zip(said, ways, strict=True):
             measured = rows.get(model + way, rows.get(f"{model}, in a graph") if not way else None)
             assert differences(cell, [] if measured is None else [measured["ms"]]) == []
-    waits = steps[f"{GATHERED[0]}, kernels by hand, one after the other"]["ms"]
+    waits = steps[f"{GATHERED[0]}, Triton kernels, one after the other"]["ms"]
     assert f"waits for each collective, {waits:.1f} ms" in text
-    needs = [rows[f"{GATHERED[0]}, kernels by hand"]["memory_gb"] for rows in (steps, before)]
+    needs = [rows[f"{GATHERED[0]}, Triton kernels"]["memory_gb"] for rows in (steps, before)]
     assert "needs {:.1f} GB in place of {:.1f}".format(*needs) in text
 
 
@@ -392,7 +393,7 @@ def test_steps_with_sequence_parallelism_on_h200s() -> None:
         through, by_nccl, less = [], [], []
         for model in GATHERED:
             nccl, hand, memory, none = (row(f"sp_{gpus}xh200", f"{model}, {way}in a graph") for way in (
-                "", "kernels by hand, ", "kernels by hand, through memory, ", "kernels by hand, no sequence parallelism, "))
+                "", "Triton kernels, ", "Triton kernels, through memory, ", "Triton kernels, no sequence parallelism, "))
             wanted = [nccl["ms"], hand["ms"], *(r[key] for r in (memory, none) for key in ("ms", "memory_gb"))]
             shown = cells(f"{gpus} GPUs: {model}", "Whole steps (`course bench sp`, those in graphs")
             assert [d for cell, value in zip(shown, wanted, strict=True) for d in differences(cell, [value])] == []
@@ -438,7 +439,7 @@ def test_the_ladders_measured_again() -> None:
             ("vit", "Sixteen of these rungs once more", {"one sample: eager": "{:.0f}% and",
                                                          "one sample: compiled": "{:.0f}% longer."}),
             ("gpt", "Seven of GPT's rungs", {}),
-            ("dit", "nine of DiT's again", {"256 px: fp8, compiled, narrow stream": "by hand {:.0f}% longer",
+            ("dit", "nine of DiT's again", {"256 px: fp8, compiled, narrow stream": "native {:.0f}% longer",
                                             "256 px: fp8 by Transformer Engine": "by Transformer Engine {:.0f}%."})):
         rows = results(f"{kind}_h200")["again"]["rows"][:16]
         longer = {r["rung"]: 100 * (r["ms"] / row(f"{kind}_h200", r["rung"])["ms"] - 1) for r in rows}
@@ -491,7 +492,7 @@ def test_layers_by_kernels_of_our_own() -> None:
     rows: dict[tuple[str, str], dict[str, float]] = {}
     for r in results("grid_2xh100")["again"]["rows"]:
         rows.setdefault((r["pair"], r["case"]), {})[r["by"]] = r["ms"]
-    shares = {key: 100 * ms["course, kernels by hand"] / ms["megatron-core, Transformer Engine"] for key, ms in rows.items()}
+    shares = {key: 100 * ms["course, Triton kernels"] / ms["megatron-core, Transformer Engine"] for key, ms in rows.items()}
     fast, slow = ([share for (pair, _), share in shares.items() if pair == which] for which in ("first", "second"))
     text = " ".join(MEASURED.split()).partition("By kernels of our own (`course")[2].partition("## ")[0]
     assert f"take {min(fast):.0f}% to {max(fast):.0f}% of the time" in text
@@ -607,7 +608,7 @@ def test_what_the_demo_says() -> None:
     wins = [hours for hours, ours, theirs in zip(scores["hours"], model, climatology, strict=True) if ours < theirs]
     assert all(ours < theirs for ours, theirs in zip(model, persistence, strict=True)) and wins == [*range(6, 49, 6)]
     assert "beats persistence throughout, and climatology for two days" in README
-    made = weather.Weather()
+    made = simulation.Weather()
     assert f"from {made.test * made.times * layout.HOURS // 24} simulated days that the model never saw" in README
 
 
@@ -618,7 +619,7 @@ def test_what_a_laptop_learns_of_python() -> None:
 
 
 def test_what_the_readmes_picture_shows() -> None:
-    ladder, times, shares = results_picture.ladder(), results_picture.rivals().values(), results_picture.four().values()
+    ladder, times, shares = results_picture.one_gpu(), results_picture.baselines().values(), results_picture.four().values()
     ours, theirs = ([100 * both[which] for both in shares] for which in (0, 1))
     assert (f"from {ladder['TF32, files read in line']:.0f} samples/s, read in line in TF32, to {ladder['narrow stream']:.0f}, "
             f"compiled in bf16 with a narrow stream; the library {min(times):.1f} to {max(times):.2f} times as fast as what one "
@@ -643,7 +644,7 @@ def test_dates() -> None:
     vit, tp, two = results("vit_h200"), results("tp_h200"), row("dp_h200", "bucketed", gpus=2, bucket_mb=25)
     by_hand_later = row("vit_h200", f"width 1024: fp8, {NARROW.partition(', ')[2]}")["date"]
     for said in (f"PyTorch {vit['torch'].rpartition('.')[0]}, CUDA {vit['cuda']}, {vit['date']} (the narrow stream "
-                 f"{row('vit_h200', NARROW)['date']}, FP8 by hand {by_hand_later})",
+                 f"{row('vit_h200', NARROW)['date']}, native FP8 {by_hand_later})",
                  f"by the code of {vit['again']['date']} (\"again\"",
                  f"again on {results('gpt_h200')['again']['date']}, on one more",
                  f"four H200s (PyTorch {tp['torch'].rpartition('.')[0]}, {tp['date']}, `bash",
@@ -678,8 +679,8 @@ def test_a_stack_in_fp8() -> None:
     ms = {r["case"]: r["ms"] for r in results("fp8_h200")["rows"]}
     assert {(r["layers"], r["hidden"]) for r in results("fp8_h200")["rows"]} == {(8, 4096)}
     assert (f"A stack of hidden 4096, forward and backward with all casts: bf16 {ms['bf16']:.0f} ms (compiled "
-            f"{ms['bf16, compiled']:.0f} ms), FP8 by hand {ms['by hand, delayed']:.0f} ms "
-            f"({ms['by hand, delayed, compiled']:.0f} ms), Transformer Engine {ms['TE, delayed']:.0f} ms (`python"
+            f"{ms['bf16, compiled']:.0f} ms), native FP8 {ms['native, delayed']:.0f} ms "
+            f"({ms['native, delayed, compiled']:.0f} ms), Transformer Engine {ms['TE, delayed']:.0f} ms (`python"
             ) in " ".join(MEASURED.split())
 
 
@@ -691,8 +692,9 @@ def test_runs_of_the_first_day() -> None:
 
 
 def test_the_reference_vit_by_hand() -> None:
-    hand, narrow = (row("vit_h200", rung)["samples_per_s"] for rung in (f"{NARROW}, kernels by hand", NARROW))
-    assert (f"The reference ViT gains nothing: {hand:.0f} samples/s by hand, where the compiler's kernels give {narrow:.0f}."
+    hand, narrow = (row("vit_h200", rung)["samples_per_s"] for rung in (f"{NARROW}, Triton kernels", NARROW))
+    assert (f"The reference ViT gains nothing: {hand:.0f} samples/s with Triton kernels, where the compiler's kernels "
+            f"give {narrow:.0f}."
             in MEASURED)
 
 
@@ -718,11 +720,11 @@ def test_loss_curves_of_number_formats() -> None:
     off, there = ({name: 100 * gap for name, gap in found["gap"].items()} for found in (cpu, gpu))
     assert f"Over {cpu['steps']} steps of a small ViT, in means of {cpu['mean of']} losses, on a CPU" in text
     assert (f"within 6% of bf16: fp32 {off['fp32']:.1f}%, fp16 {off['fp16']:.0f}%, FP8 delayed "
-            f"{off['fp8 by hand, delayed']:.0f}%, current {off['fp8 by hand, current']:.0f}%.") in text
-    wrong = ("fp8 by hand, gradients in E4M3", "fp8 by hand, scales frozen")
+            f"{off['native fp8, delayed']:.0f}%, current {off['native fp8, current']:.0f}%.") in text
+    wrong = ("native fp8, gradients in E4M3", "native fp8, scales frozen")
     assert "(both off by more than 100%)" in text and min(off[name] for name in wrong) > 100
-    assert (f"On an H200 the same curves stay within 6% too: by hand, delayed {there['fp8 by hand, delayed']:.1f}%, current "
-            f"{there['fp8 by hand, current']:.1f}%; Transformer Engine, delayed {there['TE, delayed']:.1f}%, current "
+    assert (f"On an H200 the same curves stay within 6% too: native, delayed {there['native fp8, delayed']:.1f}%, current "
+            f"{there['native fp8, current']:.1f}%; Transformer Engine, delayed {there['TE, delayed']:.1f}%, current "
             f"{there['TE, current']:.1f}%, block {there['TE, block']:.1f}% (") in text
     assert max(gap for found in (off, there) for name, gap in found.items() if name not in wrong) < 6
 
@@ -757,22 +759,23 @@ def test_parity_on_h200s() -> None:
 def test_what_symmetric_memory_takes_that_pytorch_does_not_count() -> None:
     """Two places each for what is gathered and what is scattered, by their shapes."""
     text = " ".join(MEASURED.split())
-    c = recorded.stack(4096, 8, 32, 4096, 4, "stream=narrow", "parallel.dp=1", "parallel.tp=4", *recorded.WAYS["symmetric"])
-    rooms = [activations.foreign(rank) for rank in memory.ranks(c)]
+    c = recorded_steps.stack(4096, 8, 32, 4096, 4, "stream=narrow", "parallel.dp=1", "parallel.tp=4",
+                             *recorded_steps.WAYS["symmetric"])
+    rooms = [activation_memory.foreign(rank) for rank in memory.ranks(c)]
     assert f"Through memory {max(rooms) / 1e9:.1f} GB more are in use" in text
-    sizes = [4e-3 * row("sp_4xh200", f"{model}, kernels by hand, through memory, in a graph")["sample_mb"]
+    sizes = [4e-3 * row("sp_4xh200", f"{model}, Triton kernels, through memory, in a graph")["sample_mb"]
              * int(model.split()[-2]) for model in GATHERED]
     assert {f"{size:.1f}" for size in sizes} == {"0.1", "0.2"}
     assert f"(with the {min(sizes):.1f} and {max(sizes):.1f} GB that PyTorch does not count)" in text
 
 
 def test_what_is_predicted_of_the_vit_on_four() -> None:
-    (step,) = [step for step in recorded.tensor_vit() if step.name == "tp_vit 4: overlap, compiled"]
+    (step,) = [step for step in recorded_steps.tensor_vit() if step.name == "tp_vit 4: overlap, compiled"]
     assert f"(2026-11-27), where {1e3 * step.time.step:.0f} are predicted." in " ".join(MEASURED.split())
 
 
 def test_in_short() -> None:
-    ms = [[row("sp_4xh200", f"{model}, kernels by hand, {way}, in a graph")["ms"] for model in GATHERED]
+    ms = [[row("sp_4xh200", f"{model}, Triton kernels, {way}, in a graph")["ms"] for model in GATHERED]
           for way in ("through memory", "no sequence parallelism")]
     longer = [100 * (ours / none - 1) for ours, none in zip(*ms, strict=True)]
     assert f"and from {max(longer):.0f}% slower to {-min(longer):.0f}% faster on four" in " ".join(MEASURED.split())
@@ -782,7 +785,7 @@ def test_bytes_by_which_samples_go_as_one() -> None:
     text = " ".join(MEASURED.partition("In a graph, two parts make")[2].partition("\n\n")[0].split())
     long = row("sp_2xh100", f"{GATHERED[-1]}, as one")["sample_mb"]
     assert f"with those of {long:.1f} MB it is one time so" in text
-    short, small = overlap.SHORT / 2**20, overlap.SMALL / 2**20
+    short, small = overlapped_linear.SHORT / 2**20, overlapped_linear.SMALL / 2**20
     assert f"if each has {short:.0f} MB or more, or the batch {small:.0f}; else as one. The {small:.0f} MB lie between" in text
     wide = {r["mb"] for r in results("exchange_h200")["rows"] if r["size"] == [16, 2048, 3072]}
     assert {f"these batches and one of {mb:.0f} MB, 8 layers of width 3072" in text for mb in wide} == {True}
@@ -813,7 +816,7 @@ def test_what_the_performance_model_is_made_of() -> None:
     assert "(`host_h200.json`; `course bench host`, four minutes)" in text and round(host["took_s"] / 60) == 4
     assert f"With the table of hosts of {host['date']} today's" in text
     assert "in the median of fifty that were timed" in text and "plain_step is the median of the 50 measured" in host["meaning"]
-    assert f"costs them {100 * blocktime.BESIDE:.0f}% of its time" in text
+    assert f"costs them {100 * block_time.BESIDE:.0f}% of its time" in text
 
 
 def test_the_rest_of_list_4() -> None:

@@ -11,8 +11,10 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from course.errors import CourseError
-from course.lab import cells, given, lessons
+from course.lab.authoring import lessons
+from course.lab.checks import notebook_cells
+from course.lab.grading import shipped_files
+from course.utils.errors import CourseError
 
 ROOT = Path(__file__).parent.parent
 MADE = ("PKG-INFO", "setup.cfg", "course.egg-info/")              # by setuptools, in a source distribution
@@ -85,7 +87,7 @@ def test_wheel_has_the_library_and_what_learners_get_and_nothing_else(built, tra
     assert len(notebooks) == len(lessons.masters([]))
     for name, text in notebooks.items():
         master = ROOT / "solutions" / f"{Path(name).stem}.py"
-        assert list(lessons.leaks(nbformat.reads(text, 4), lessons.instructors(master))) == [], name
+        assert list(lessons.find_leaks(nbformat.reads(text, 4), lessons.instructor_notebook(master))) == [], name
 
 
 @in_a_clone
@@ -115,7 +117,7 @@ def test_wheel_alone_shows_presets_trains_gives_lessons_and_checks_them(built, t
     copied = {str(path.relative_to(work / "mine")) for path in (work / "mine").rglob("*") if path.is_file()}
     assert copied == learners(tracked) and os.access(work / "mine/submit/train.sh", os.X_OK)
     path = work / "mine/notebooks/00_start_here.ipynb"
-    notebook = cells.load(path)
+    notebook = notebook_cells.load_notebook(path)
     blank = next(cell for cell in notebook.cells if cell.source.startswith("def roofline_seconds"))
     blank.source = ANSWER
     nbformat.write(notebook, path)
@@ -169,4 +171,4 @@ def test_a_lesson_runs_where_it_was_copied_to(home, tmp_path, monkeypatch, capsy
 
 @in_a_clone
 def test_all_notebooks_and_scripts_that_git_knows_are_for_learners(tracked):
-    assert {str(name) for name in given.files(ROOT)} == learners(tracked)
+    assert {str(name) for name in shipped_files.list_files(ROOT)} == learners(tracked)

@@ -28,22 +28,25 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from course import checkpoint, config, ends, limits, reshard, sample, schema
-from course.checkpoint import together
-from course.config import Config, Parallel
-from course.convert import dit, huggingface, te, weights
-from course.convert.library import Rule, Source, entries, fill
-from course.data import bpe, train_loader
-from course.data.storage import first_line
-from course.errors import CourseError
-from course.evaluate import read_config
-from course.files import flush, remove
+from course import config
+from course.checkpoint import checkpoint
+from course.checkpoint.shards import Shard, read_box, write_shards
+from course.config import Config, Parallel, schema, validation
+from course.convert import dit, huggingface, reshard, transformer_engine, weight_files
+from course.convert.rules import Rule, Source, entries, fill
+from course.data import train_loader
+from course.data.hdf5_storage import first_line
+from course.data.text import bpe, end_tokens
+from course.inference import sample_text
+from course.inference.forecast_scores import read_config
 from course.models import build_model
+from course.ops.number_formats import parameter_dtype
 from course.parallel import Axis, Mesh, Placement, World, build_mesh, join, joined, place_serial
-from course.pieces import Piece, read_box, write_pieces
-from course.precision import parameter_dtype
-from course.step import Progress
-from course.train import assemble
+from course.parallel.agree import run_on_all
+from course.training.assemble import assemble
+from course.training.step import Progress
+from course.utils.atomic_files import flush, remove
+from course.utils.errors import CourseError
 
 KINDS = {"hf": "gpt", "dit": "dit", "te": "vit or gpt"}             # what a run's model must be
 WORDS = "tokenizer.json"                                            # of the tokenizers package, in a run and in others' folders
@@ -51,26 +54,27 @@ DEFAULT = {"gpt": "gpt-124m", "vit": "vit-base", "dit": "dit-xl"}     # whose se
 
 
 def main(source: Path, target: Path, settings: Iterable[str] = (), to: str = "", like: str = "", rows: str = "",
-         average: bool = False, shard: int = weights.SHARD) -> None:
+         average: bool = False, shard: int = weight_files.SHARD) -> None:
     """`convert` on all ranks that torchrun or srun started."""
     with joined("cpu") as world:
         convert(world, source, target, settings, to, like, rows, average, shard)
 
 
 def convert(world: World, source: Path, target: Path, settings: Iterable[str] = (), to: str = "", like: str = "",
-            rows: str = "", average: bool = False, shard: int = weights.SHARD) -> None:
+            rows: str = "", average: bool = False, shard: int = weight_files.SHARD) -> None:
     """To a run if SOURCE is none, else from it. Raises `CourseError` where a file, or the model, is not what is wanted.
 
     rows: one of te.ROWS; none: as the file says, and in what is written the first of them.
     """
-    if rows and rows not in te.ROWS:
-        raise CourseError(f"--qkv {rows}: the rows of Transformer Engine's fused projection are {', '.join(te.ROWS)}")
+    if rows and rows not in transformer_engine.ROWS:
+        raise CourseError(f"--qkv {rows}: the rows of Transformer Engine's fused projection are "
+                          f"{', '.join(transformer_engine.ROWS)}")
     if not source.exists():
         raise CourseError(f"there is no {source}: give the folder of a run, or a file or folder of another library's weights")
     say = print if world.rank == 0 else lambda text: None
     mesh = build_mesh(Parallel(), world)             # all ranks, as dp
     if (source / "config.yaml").is_file():
-        from_run(source, target, list(settings), to, rows or te.ROWS[0], average, shard, mesh.all, say)
+        from_run(source, target, list(settings), to, rows or transformer_engine.ROWS[0], average, shard, mesh.all, say)
     else:
         to_run(source, target, list(settings), to, like, rows, mesh.all, say)
 
@@ -93,34 +97,34 @@ def to_run(path: Path, run: Path, given: list[str], to: str, like: str, rows: st
     else:
         mine = [(rank, reshard.owned(settings, rank, size)) for rank in range(size)]
     words = tokenizer_of(path) if settings.model.kind == "gpt" else ""
-    last = ends.of_hub(path, its(words), settings.model) if kind == "hf" else []
+    last = end_tokens.of_hub(path, its(words), settings.model) if kind == "hf" else []
     partial = run.with_name(f".{run.name}.partial")
-    together(everyone, lambda: remove(partial) if everyone.rank == 0 else None)
+    run_on_all(everyone, lambda: remove(partial) if everyone.rank == 0 else None)
     source.check(placed.name for placed in serial(settings))
     histories = rebuild(settings, source, everyone) if kind == "te" and delayed(settings) else {}
     progress: dict[str, Any] = {**Progress.start(settings, torch.device("cpu")).state(), "samples": 0}
     final = partial / "checkpoints" / f"step_{progress['step']:06d}"
     folder = checkpoint.temporary(final)
 
-    def read(piece: Piece) -> Tensor:
+    def read(piece: Shard) -> Tensor:
         return histories[piece.name] if piece.name in histories else source.part(piece.name, piece.where).to(piece.dtype)
 
     def write(rank: int, owned: list[Placement]) -> dict[str, Any]:
         wanted = pieces(settings, owned, histories if rank == 0 else {})
-        return write_pieces(folder, rank, wanted, map(read, wanted))
+        return write_shards(folder, rank, wanted, map(read, wanted))
 
     def publish() -> None:
         checkpoint.publish(final, [entry for part in written for entry in part], progress, schema.as_plain(settings))
         config.save(settings, partial / "config.yaml")
         if words:
             (partial / WORDS).write_text(words, encoding="utf-8")
-        ends.note(partial, last)
+        end_tokens.write_note(partial, last)
         partial.rename(run)
         flush(run.parent)
 
     try:
-        written = together(everyone, lambda: [write(rank, owned) for rank, owned in mine])
-        together(everyone, lambda: publish() if everyone.rank == 0 else None)
+        written = run_on_all(everyone, lambda: [write(rank, owned) for rank, owned in mine])
+        run_on_all(everyone, lambda: publish() if everyone.rank == 0 else None)
     finally:
         clear(partial, everyone)
     say(f"wrote {run}, a {settings.model.kind} of {sum(torch.Size(p.global_shape).numel() for p in serial(settings)) / 1e6:.2f} "
@@ -129,7 +133,8 @@ def to_run(path: Path, run: Path, given: list[str], to: str, like: str, rows: st
     if source.note:
         say(source.note)
     if kind == "hf" and not source.c.dropout and (dropped := huggingface.dropout(path)):
-        say(f"its config.json has {dropped}, of training alone: this run has model.dropout={settings.model.dropout:g}, "     # type: ignore[union-attr]
+        say(f"its config.json has {dropped}, of training alone: this run has "
+            f"model.dropout={settings.model.dropout:g}, "     # type: ignore[union-attr]
             "of which attention's probabilities have none")
     for line in next_steps(run, settings, bool(words)):
         say(line)
@@ -139,17 +144,17 @@ def next_steps(run: Path, settings: Config, words: bool) -> list[str]:
     """What can be done with the run now, a command a line. words: it has a tokenizer."""
     name, go_on = shlex.quote(str(run)), reshard.go_on(run, settings, 0)
     if settings.data.source == "files" and Path(settings.data.path).exists():
-        found = [f"train it on the data in {settings.data.path}: {go_on}"]
+        commands = [f"train it on the data in {settings.data.path}: {go_on}"]
     elif settings.data.source == "files":
-        found = [f"train it, on data like those that it was trained on: {go_on} data.path=FOLDER"]
+        commands = [f"train it, on data like those that it was trained on: {go_on} data.path=FOLDER"]
     else:
-        found = [f"train it (without the last two settings on random samples): {go_on} data.source=files data.path=FOLDER"]
+        commands = [f"train it (without the last two settings on random samples): {go_on} data.source=files data.path=FOLDER"]
     if settings.model.kind == "dit":
-        found.append(f"draw samples: course generate {name}")
+        commands.append(f"draw samples: course generate {name}")
     if settings.model.kind == "gpt":
-        found.append(f"let it write: course sample {name}" if words else
+        commands.append(f"let it write: course sample {name}" if words else
                      f"let it write (no tokenizer came with its weights): course sample {name} --tokenizer FILE")
-    return found
+    return commands
 
 
 def tokenizer_of(folder: Path) -> str:
@@ -180,9 +185,9 @@ def clear(partial: Path, everyone: Axis) -> None:
 def kind_of(path: Path) -> str:
     """Which library's files these are: `hf`, `dit` or `te`. A DiT may have a config.json, too, which names no model_type."""
     config = path / "config.json"
-    if config.is_file() and "model_type" in weights.read_json(config):
+    if config.is_file() and "model_type" in weight_files.read_json(config):
         return "hf"
-    names = list(weights.Weights(path))
+    names = list(weight_files.Weights(path))
     if any(".self_attention." in name for name in names):
         return "te"
     if any(name.startswith("x_embedder.") for name in names):
@@ -195,20 +200,20 @@ def kind_of(path: Path) -> str:
 
 def opened(kind: str, path: Path, run: Path, given: list[str], like: str, rows: str) -> tuple[Source, Config]:
     """The weights, and the configuration of the run: of a preset, with the model that the file is of and the settings given."""
-    told = schema.parse(given)
+    values_given = schema.parse(given)
     base = config.load(like) if like else None
     known: Any = base.model if base else None        # what to look up where the file does not say
     source: Source | None = None
     if kind == "te":
-        tensors = weights.Weights(path)
-        model = weights.model_in(path, tensors.about()) or (known and te.completed(known, tensors.says()))
+        tensors = weight_files.Weights(path)
+        model = weight_files.model_in(path, tensors.about()) or (known and transformer_engine.completed(known, tensors.says()))
         if model is None:
             raise CourseError(f"{path} has weights alone, and does not say of which model: give --like PRESET, and settings such "
                               "as model.depth=12")
     elif known and known.kind != KINDS[kind]:
         raise other_kind(path, like, known.kind, KINDS[kind])
     else:
-        mine = values if isinstance(values := told.get("model"), dict) else {}          # what is wrong in it `build` says
+        mine = values if isinstance(values := values_given.get("model"), dict) else {}          # what is wrong in it `build` says
         source = huggingface.source(path, known) if kind == "hf" else dit.source(path, mine, like=known)
         model = source.c
     if known and known.kind != model.kind:
@@ -216,11 +221,11 @@ def opened(kind: str, path: Path, run: Path, given: list[str], like: str, rows: 
     base = base or config.load(DEFAULT[model.kind])
     folder, preset = reshard.place_of(run)
     log = replace(base.log, dir=folder, name=run.name)
-    plain = schema.merge(schema.as_plain(replace(base, preset=preset, model=model, log=log)), told)
-    settings = limits.check(schema.build(Config, plain, "course convert"))
+    plain = schema.merge(schema.as_plain(replace(base, preset=preset, model=model, log=log)), values_given)
+    settings = validation.check(schema.build(Config, plain, "course convert"))
     if source:
         settings = padded(source, settings)
-    return source or te.source(path, settings.model, rows), settings
+    return source or transformer_engine.source(path, settings.model, rows), settings
 
 
 def padded(source: Source, settings: Config) -> Config:
@@ -247,15 +252,15 @@ def serial(settings: Config) -> list[Placement]:
     return [parameter.placement for parameter in place_serial(build_model(settings.model)).parameters()]   # type: ignore[attr-defined]
 
 
-def pieces(settings: Config, owned: list[Placement], more: dict[str, Tensor]) -> list[Piece]:
+def pieces(settings: Config, owned: list[Placement], more: dict[str, Tensor]) -> list[Shard]:
     """What a rank writes: its parts of the parameters, and what belongs to none."""
-    return [*(Piece(where.name, where, parameter_dtype(settings.precision)) for where in owned),
-            *(Piece(name, where, tensor.dtype) for name, tensor, where in checkpoint.whole(more))]
+    return [*(Shard(where.name, where, parameter_dtype(settings.precision)) for where in owned),
+            *(Shard(name, where, tensor.dtype) for name, tensor, where in checkpoint.whole_tensors(more))]
 
 
 def delayed(settings: Config) -> bool:
     """Whether training multiplies in FP8 with scales from the past."""
-    return settings.precision == "fp8" and settings.fp8.by == "hand" and settings.fp8.recipe == "delayed"
+    return settings.precision == "fp8" and settings.fp8.by == "native" and settings.fp8.recipe == "delayed"
 
 
 def rebuild(settings: Config, source: Source, everyone: Axis) -> dict[str, Tensor]:
@@ -272,7 +277,7 @@ def rebuild(settings: Config, source: Source, everyone: Axis) -> dict[str, Tenso
                        train=replace(settings.train, device="cpu"))     # without what is written for GPUs
     mesh = build_mesh(settings.parallel, join("cpu"))
     training = assemble(settings, mesh)
-    fill([*training.model.parameters(), *training.gradients.parameters], source)
+    fill([*training.model.parameters(), *training.gradients.optimizer_parameters], source)
     batch = training.model.prepare(first_batch(training.model, settings, mesh), training.progress.step)     # type: ignore[operator]
     compute_once(training, batch)
     return training.scaling.state()
@@ -280,7 +285,7 @@ def rebuild(settings: Config, source: Source, everyone: Axis) -> dict[str, Tenso
 
 def compute_once(training: Any, batch: dict[str, Tensor]) -> None:
     """Forward, backward, and what the FP8 matmuls have seen into their histories; the weights stay."""
-    from course.step import build_compute
+    from course.training.step import build_compute
 
     micro = training.config.train.micro_batch or len(batch["sample"])
     training.gradients.begin(-(-len(batch["sample"]) // micro))
@@ -325,10 +330,10 @@ def from_run(run: Path, target: Path, given: list[str], to: str, rows: str, aver
         raise CourseError(f"{target} exists already: choose another name, or move it away")
     if target.suffix in (".pt", ".pth", ".bin"):
         raise CourseError(f"{target}: weights are written as .safetensors, never pickled; choose that ending, or a folder")
-    found = checkpoint.newest(run / "checkpoints", say, everyone)
-    if found is None:
+    newest = checkpoint.newest(run / "checkpoints", say, everyone)
+    if newest is None:
         raise CourseError(f"{run} has no checkpoint yet: let it train to its first one")
-    folder, index = found
+    folder, index = newest
     kind = ".ema" if average else ""
     ours = {name: (getattr(torch, index["tensors"].get(name + kind, {"dtype": "float32"})["dtype"]), tuple(p.shape))
             for name, p in build_model(settings.model).named_parameters()}
@@ -340,8 +345,8 @@ def from_run(run: Path, target: Path, given: list[str], to: str, rows: str, aver
         raise CourseError(f"{target}: without a config.json beside them, Hugging Face's weights say too little: give the name of "
                           "a folder, in which both will be")
     listed = [*entries(plan.c, plan.rule, ours),
-              *(weights.Entry(name, x.dtype, tuple(x.shape), name, 0) for name, x in plan.extra.items())]
-    files = weights.divide(listed, 2**63 if single else shard)
+              *(weight_files.Entry(name, x.dtype, tuple(x.shape), name, 0) for name, x in plan.extra.items())]
+    files = weight_files.divide(listed, 2**63 if single else shard)
 
     def make(name: str) -> Any:
         if name in plan.extra:
@@ -355,11 +360,11 @@ def from_run(run: Path, target: Path, given: list[str], to: str, rows: str, aver
 
     def write() -> None:
         for name, part in list(files.items())[everyone.rank::everyone.size]:
-            weights.write_file(partial / name, part, make, plan.about)
+            weight_files.write_file(partial / name, part, make, plan.about)
 
     def publish() -> None:
         if single:
-            (partial / weights.FILES[0]).rename(target)
+            (partial / weight_files.FILES[0]).rename(target)
             partial.rmdir()
         else:
             for name, text in (beside(plan, to or default_of(settings), listed[0].dtype, files, last) | words).items():
@@ -367,10 +372,10 @@ def from_run(run: Path, target: Path, given: list[str], to: str, rows: str, aver
             partial.rename(target)
         flush(target.parent)
 
-    together(everyone, lambda: remove(partial) if everyone.rank == 0 else None)
+    run_on_all(everyone, lambda: remove(partial) if everyone.rank == 0 else None)
     try:
-        together(everyone, write)
-        together(everyone, lambda: publish() if everyone.rank == 0 else None)
+        run_on_all(everyone, write)
+        run_on_all(everyone, lambda: publish() if everyone.rank == 0 else None)
     finally:
         clear(partial, everyone)
     written_as = f"file {plan.what}" if single else f"folder {plan.what}, not a run"
@@ -391,14 +396,15 @@ def its_tokenizer(run: Path, settings: Config) -> tuple[dict[str, str], list[int
     """The tokenizer of a GPT's run, as files of a Hugging Face folder, nothing where there is none; and its end tokens."""
     if settings.model.kind != "gpt":
         return {}, []
-    places = sample.places(run, settings)[:2 if settings.data.source == "files" else 1]     # random samples are of no tokenizer
+    # random samples are of no tokenizer
+    places = sample_text.tokenizer_files(run, settings)[:2 if settings.data.source == "files" else 1]
     there = next((file for file in places if file.is_file()), None)
-    last = ends.of_run(run, settings)
+    last = end_tokens.of_run(run, settings)
     if there is None:
         return {}, last
     words = text_of(there)
     tokenizer = its(words)
-    last = last or (ends.known(ends.of_tokenizer(tokenizer), settings.model) if tokenizer else [])
+    last = last or (end_tokens.in_vocabulary(end_tokens.of_tokenizer(tokenizer), settings.model) if tokenizer else [])
     about = {"tokenizer_class": "PreTrainedTokenizerFast"}
     if last and tokenizer and (token := tokenizer.id_to_token(last[0])):
         about["eos_token"] = token
@@ -419,17 +425,18 @@ def plan_of(settings: Config, run: Path, to: str, rows: str) -> Plan:
         raise CourseError(f"{run} is of a {c.kind}, and --to {to} is for a {KINDS[to]}: choose --to {default_of(settings)}")
     if to == "dit":
         what = "of weights with the names of facebookresearch/DiT"
-        return Plan(what, c, lambda ours: dit.rule(c, ours), weights.about(c), {"pos_embed": dit.positions(c).float()})     # type: ignore[arg-type]
+        return Plan(what, c, lambda ours: dit.rule(c, ours), weight_files.about(c), {"pos_embed": dit.positions(c).float()})     # type: ignore[arg-type]
     if to == "te":
-        te.check_model(c)
+        transformer_engine.check_model(c)
         what = f"of Transformer Engine's layers, their rows {rows}"
-        return Plan(what, c, lambda ours: te.rule(ours, rows), te.about(c, rows), {})
+        return Plan(what, c, lambda ours: transformer_engine.rule(ours, rows), transformer_engine.about(c, rows), {})
     kind = huggingface.kind_of(c)                    # type: ignore[arg-type]
-    return Plan(f"of a Hugging Face {kind}", c, lambda ours: huggingface.rule(kind, ours), weights.about(c), {})
+    return Plan(f"of a Hugging Face {kind}", c, lambda ours: huggingface.rule(kind, ours), weight_files.about(c), {})
 
 
-def beside(plan: Plan, to: str, dtype: torch.dtype, files: dict[str, list[weights.Entry]], last: list[int]) -> dict[str, str]:
+def beside(plan: Plan, to: str, dtype: torch.dtype, files: dict[str, list[weight_files.Entry]], last: list[int]) -> dict[str,
+                                                                                                                         str]:
     """The texts that lie beside a folder's files. last: the tokens that end a text."""
     if to == "hf":
         return huggingface.beside(plan.c, dtype, files, last)
-    return {f"{weights.FILES[0]}.index.json": json.dumps(weights.index_of(files), indent=1)} if len(files) > 1 else {}
+    return {f"{weight_files.FILES[0]}.index.json": json.dumps(weight_files.index_of(files), indent=1)} if len(files) > 1 else {}

@@ -31,11 +31,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from course.convert.library import Layout, Parts, Rule, Source, same
-from course.convert.weights import Weights, model_in
-from course.errors import CourseError
+from course.convert.rules import Layout, Parts, Rule, Source, same
+from course.convert.weight_files import Weights, model_in
 from course.models import DiTConfig
-from course.models.dit import places
+from course.models.dit import grid_positions
+from course.utils.errors import CourseError
 
 State = Mapping[str, Tensor]
 HEADS = {384: 6, 768: 12, 1024: 16, 1152: 16}       # of the published widths; no shape shows them
@@ -230,7 +230,7 @@ def to_theirs(parameters: State, c: DiTConfig, variance: bool = True) -> dict[st
 
 def positions(c: DiTConfig) -> Tensor:
     """Their fixed vectors of patches, (1, T, D) float64."""
-    return turned(places(torch.arange(c.tokens), c.latent[2] // c.patch, c.dim), "columns", c.dim)[None]
+    return turned(grid_positions(torch.arange(c.tokens), c.latent[2] // c.patch, c.dim), "columns", c.dim)[None]
 
 
 def read(path: Path) -> Weights:

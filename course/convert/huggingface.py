@@ -24,13 +24,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from course import ends, limits, random, schema
-from course.convert import weights
-from course.convert.library import SAME, Layout, Parts, Rule, Source, Table, both, entries, fill, look_up, same
-from course.errors import CourseError
-from course.files import atomic
+from course.config import schema, validation
+from course.convert import weight_files
+from course.convert.rules import SAME, Layout, Parts, Rule, Source, Table, both, entries, fill, look_up, same
+from course.data.text import end_tokens
 from course.models import GPTConfig, build_model
 from course.parallel.placement import place_serial, placement
+from course.utils import random
+from course.utils.atomic_files import atomic
+from course.utils.errors import CourseError
 
 
 def fuse(c: GPTConfig, parts: Parts) -> Tensor:
@@ -134,7 +136,7 @@ def config_of(found: Mapping[str, Any]) -> GPTConfig:
     values = {ours: found[theirs] for ours, theirs in NAMES[kind].items()} | KIND[kind]
     values["tied"] = found.get("tie_word_embeddings", TIED[kind])
     c = schema.build(GPTConfig, values | (of_gpt2(found) if kind == "gpt2" else of_llama(found)), "config.json, as ours")
-    limits.check_model(c)
+    validation.check_model(c)
     return c
 
 
@@ -152,7 +154,7 @@ def of_llama(found: Mapping[str, Any]) -> dict[str, Any]:
     heads, dim, kv_heads = (found.get(key) for key in ("num_attention_heads", "hidden_size", "num_key_value_heads"))
     kv_heads = heads if kv_heads is None else kv_heads
     for key, value in (("num_attention_heads", heads), ("hidden_size", dim), ("num_key_value_heads", kv_heads)):
-        if type(value) is not int or not 1 <= value <= limits.LARGEST["model"]:
+        if type(value) is not int or not 1 <= value <= validation.LARGEST["model"]:
             raise refused(key, value, "whole numbers from 1 on that a model can have")
     assert isinstance(heads, int) and isinstance(dim, int)
     if found.get("head_dim") not in (None, dim / heads):
@@ -237,21 +239,21 @@ def config_for(c: GPTConfig, dtype: torch.dtype = torch.float32, last: Sequence[
         if c.stretch is not None:                   # version 4 reads this, and without it would take them for plain ones
             values["rope_scaling"] = {key: value for key, value in rope_for(c).items() if key != "rope_theta"}
     return {"model_type": kind, "architectures": [CLASSES[kind]], "tie_word_embeddings": c.tied,
-            "dtype": str(dtype).removeprefix("torch."), "bos_token_id": None, "eos_token_id": ends.as_value(last),
+            "dtype": str(dtype).removeprefix("torch."), "bos_token_id": None, "eos_token_id": end_tokens.as_value(last),
             **values}
 
 
 def dropout(folder: Path) -> str:
     """What a folder's config.json says was dropped in training, "resid_pdrop=0.1, attn_pdrop=0.1"; "" if nothing was."""
-    found = weights.read_json(folder / "config.json")
+    found = weight_files.read_json(folder / "config.json")
     return ", ".join(f"{key}={found[key]}" for key in DROPPED if found.get(key))
 
 
 def rule(kind: str, ours: str, bare: bool = False) -> Rule:
     """How one of our parameters is laid out there, and their names for it; bare: without "transformer." before them."""
-    found = look_up(TABLES[kind], ours)
-    assert found is not None, ours
-    return found[0], tuple(name.removeprefix("transformer.") if bare else name for name in found[1])
+    entry = look_up(TABLES[kind], ours)
+    assert entry is not None, ours
+    return entry[0], tuple(name.removeprefix("transformer.") if bare else name for name in entry[1])
 
 
 def completed(c: GPTConfig, header: Any, like: GPTConfig | None) -> GPTConfig:
@@ -267,9 +269,9 @@ def source(folder: Path | str, like: GPTConfig | None = None) -> Source:
     like: where to look for what config.json cannot say, if the files' header does not say it.
     """
     folder = Path(folder)
-    c = config_of(weights.read_json(folder / "config.json"))
-    kind, tensors = kind_of(c), weights.Weights(folder)
-    c = completed(c, weights.model_in(folder, tensors.about()), like)
+    c = config_of(weight_files.read_json(folder / "config.json"))
+    kind, tensors = kind_of(c), weight_files.Weights(folder)
+    c = completed(c, weight_files.model_in(folder, tensors.about()), like)
     # GPT-2 as OpenAI's files have it: the names without "transformer."
     bare = kind == "gpt2" and not any(name.startswith("transformer.") for name in tensors)
     embedding = rule(kind, "embed.token.weight", bare)[1][0]
@@ -292,7 +294,7 @@ def read(folder: Path | str, dtype: torch.dtype = torch.float32, device: str = "
     return model.eval()
 
 
-def write(folder: Path | str, c: GPTConfig, tensors: Iterable[tuple[str, Tensor]], shard: int = weights.SHARD,
+def write(folder: Path | str, c: GPTConfig, tensors: Iterable[tuple[str, Tensor]], shard: int = weight_files.SHARD,
           last: Sequence[int] = ()) -> None:
     """Write our serial parameters, (name, tensor), tied ones once, as a folder that `transformers` loads.
 
@@ -304,20 +306,23 @@ def write(folder: Path | str, c: GPTConfig, tensors: Iterable[tuple[str, Tensor]
     if folder.exists():
         raise CourseError(f"{folder} exists: name a folder that does not")
     heads = {name: (x.dtype, tuple(x.shape)) for name, x in ours.items()}
-    files = weights.divide(entries(c, lambda name: rule(kind, name), heads), shard)
+    files = weight_files.divide(entries(c, lambda name: rule(kind, name), heads), shard)
     with atomic(folder) as temporary:
         temporary.mkdir()
         for name, part in files.items():
-            weights.write_file(temporary / name, part, lambda one: rule(kind, one)[0].theirs(c, ours[one]), weights.about(c))
+            weight_files.write_file(temporary / name, part, lambda one: rule(kind, one)[0].theirs(c, ours[one]),
+                                    weight_files.about(c))
         for name, text in beside(c, next(iter(ours.values())).dtype, files, last).items():
             (temporary / name).write_text(text, encoding="utf-8")
 
 
-def beside(c: GPTConfig, dtype: torch.dtype, files: Mapping[str, list[weights.Entry]], last: Sequence[int]) -> dict[str, str]:
+def beside(c: GPTConfig, dtype: torch.dtype, files: Mapping[str, list[weight_files.Entry]], last: Sequence[int]) -> dict[str,
+                                                                                                                         str]:
     """The texts beside the files of weights, by name."""
     found = {"config.json": json.dumps(config_for(c, dtype, last), indent=1) + "\n"}
-    found |= {ends.NOTE: ends.as_text(last)} if last else {}
-    return found | ({f"{weights.FILES[0]}.index.json": json.dumps(weights.index_of(files), indent=1)} if len(files) > 1 else {})
+    found |= {end_tokens.NOTE: end_tokens.as_text(last)} if last else {}
+    return found | ({f"{weight_files.FILES[0]}.index.json": json.dumps(weight_files.index_of(files), indent=1)} if len(files) > 1
+                    else {})
 
 
 def serial(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

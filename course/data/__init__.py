@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from course.data import native, order, threads
-from course.data.indexed import Documents
-from course.data.latents import Latents, read_summary
-from course.data.pairs import Batch, Pairs
-from course.data.tokens import Sequences
-from course.precision import parameter_dtype
+from course.data import order
+from course.data.latents.shards import Latents, read_summary
+from course.data.loaders import native, threads
+from course.data.text.indexed_files import Documents
+from course.data.text.sequences import Sequences
+from course.data.weather.pairs import Batch, Pairs
+from course.models import ViTConfig
+from course.ops.number_formats import parameter_dtype
 
 if TYPE_CHECKING:
     from course.config import Config
@@ -59,7 +61,7 @@ def data_files(config: "Config", split: str = "train") -> dict[str, int]:
 
 def open_pairs(config: "Config", split: str) -> Pairs:
     """The checked data set of one split: `train`, `valid` or `test`."""
-    assert config.model.kind == "vit"                # `limits.check` refuses the others
+    assert isinstance(config.model, ViTConfig)       # course/config/validation.py refuses the others
     limit = {"train": config.data.train_samples, "valid": config.data.valid_samples}.get(split, 0)
     return Pairs(config.data.path, split, config.model.channels, config.model.grid, config.data.lead, limit,
                  config.data.pairs == "reference")
@@ -94,7 +96,7 @@ def load(config: "Config", pairs: Any, ids: Ids, workers: int, device: torch.dev
     workers = max(workers, 1)                        # the others have no way to read in the training process
     if kind == "threads":
         return threads.loader(pairs, ids(), workers, ahead, device)
-    from course.data import dali  # needs a package that not everybody has
+    from course.data.loaders import dali  # needs a package that not everybody has
 
     return (dali.numpy_loader if kind == "dali_numpy" else dali.loader)(pairs, ids, workers, ahead, device)
 

@@ -5,8 +5,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from course import random
-from course.errors import CourseError
+from course.utils import random
+from course.utils.errors import CourseError
 
 
 @lru_cache(maxsize=2)

@@ -15,16 +15,18 @@ from typing import Any, SupportsFloat
 import torch
 from matplotlib.figure import Figure
 
-from course.errors import CourseError
-from course.lab import blank, cells, own, present, widgets
-from course.lab import check as checks
-from course.lab import exercise as exercises
-from course.machine import cores, in_notebook
+from course.lab.authoring import stubs
+from course.lab.checks import check as checks
+from course.lab.checks import exercise as exercises
+from course.lab.checks import notebook_cells, own_notebooks, render
+from course.lab.figures import widgets
+from course.utils.errors import CourseError
+from course.utils.machine import cores, in_notebook
 
-RESULTS = blank.PACKAGE / "perf" / "results"
-MISSING = "write the cell of the exercise, run it, then this one"
-BROKEN = "mend that line, run the cell, then this one"
-IMPORTED = "define it in this notebook, in the exercise's cell, instead of importing it; run that cell, then this one"
+RESULTS = stubs.PACKAGE / "bench" / "results"
+MISSING_HINT = "write the cell of the exercise, run it, then this one"
+BROKEN_HINT = "mend that line, run the cell, then this one"
+IMPORTED_HINT = "define it in this notebook, in the exercise's cell, instead of importing it; run that cell, then this one"
 _passed: set[str] = set()                            # exercises, since the kernel was started
 BUILDING = "COURSE_BUILDS_LESSONS"                   # set while the builder executes a lesson
 
@@ -33,7 +35,7 @@ class CheckFailed(Exception):
     """An answer did not pass. A notebook shows one line of it: what failed stands above."""
 
     def _render_traceback_(self) -> list[str]:
-        return [f"{present.RED}{self}{present.PLAIN}"]
+        return [f"{render.RED}{self}{render.PLAIN}"]
 
 
 def begin(lesson: str) -> None:
@@ -45,7 +47,7 @@ def begin(lesson: str) -> None:
                  if (folder / "notebooks").is_dir() and ((folder / "course").is_dir() or (folder / "submit").is_dir())), None)
     if home:
         os.chdir(home)
-        own.remember(home)
+        own_notebooks.remember_course(home)
     device = f"{torch.cuda.get_device_name()} GPU" if torch.cuda.is_available() else "no GPU: everything here runs on the CPU"
     print(f"Lesson {lesson}, PyTorch {torch.__version__}, {cores()} CPU cores, {device}")
     if not home:
@@ -59,15 +61,15 @@ def check(name: str, seed: int | None = None) -> None:
     so that "run all" stops here and nbgrader counts it, after showing what did not hold and a hint.
     """
     exercise = exercises.find(name)
-    answer = cells.definitions(written(), exercise.names)
+    answer = notebook_cells.definitions(written(), exercise.names)
     if answer.problem:
-        verdict = checks.unread(exercise, answer.problem, BROKEN if answer.broken else MISSING)
-    elif problem := cells.imported(answer, exercise.objects):
-        verdict = checks.unread(exercise, problem, IMPORTED)
+        verdict = checks.unreadable_verdict(exercise, answer.problem, BROKEN_HINT if answer.broken else MISSING_HINT)
+    elif problem := notebook_cells.import_problem(answer, exercise.objects):
+        verdict = checks.unreadable_verdict(exercise, problem, IMPORTED_HINT)
     else:
-        verdict = checks.examine(exercise, answer.pieces, secrets.randbits(31) if seed is None else seed,
+        verdict = checks.check_answer(exercise, answer.pieces, secrets.randbits(31) if seed is None else seed,
                                  looking=partial(print, "Not yet. Looking for what went wrong ...", flush=True))
-    display({"text/html": present.html(verdict)}, present.text(verdict, sys.stdout.isatty()))
+    display({"text/html": render.html(verdict)}, render.text(verdict, sys.stdout.isatty()))
     if not verdict.passed:
         raise CheckFailed(f"{name} has not passed yet: see above")
     _passed.add(name)
@@ -88,13 +90,13 @@ def answer(name: str) -> None:
 
 def written() -> list[str]:
     """The code of this notebook as executed so far; of the script, where a master runs as one."""
-    executed = cells.history()
+    executed = notebook_cells.executed_cells()
     script = getattr(sys.modules["__main__"], "__file__", None)
     if executed or not script:
         return executed
-    from course.lab import lessons
+    from course.lab.authoring import lessons
 
-    return cells.code(lessons.instructors(Path(script)))
+    return notebook_cells.code_cells(lessons.instructor_notebook(Path(script)))
 
 
 @contextmanager
@@ -103,14 +105,14 @@ def yours(*objects: Any) -> Iterator[None]:
 
     Raises `CourseError` for an object that is no exercise's.
     """
-    from course.lab.child import installed
+    from course.lab.sandbox.child import installed_answers
 
     dotted = {d.rpartition(".")[2]: d for exercise in exercises.all_exercises().values() for d in exercise.objects}
     for thing in objects:
         if thing.__name__ not in dotted:
             names = [name for exercise in exercises.offered().values() for name in exercise.names]
             raise CourseError(f"{thing.__name__} is the answer to no exercise; there are {', '.join(names)}")
-    with installed(tuple(dotted[thing.__name__] for thing in objects), {thing.__name__: thing for thing in objects}):
+    with installed_answers(tuple(dotted[thing.__name__] for thing in objects), {thing.__name__: thing for thing in objects}):
         yield
 
 
@@ -121,8 +123,8 @@ def picture(figure: Figure, words: str) -> None:
 
 def show(dotted: str) -> None:
     """The source of an object of the library, highlighted."""
-    found = blank.find(dotted)
-    source = f"# {found.module.replace('.', '/')}.py, line {found.lines[0]}\n{blank.shown(dotted)}"
+    library_object = stubs.find_object(dotted)
+    source = f"# {library_object.module.replace('.', '/')}.py, line {library_object.lines[0]}\n{stubs.shown_source(dotted)}"
     if not in_notebook():
         print(source)
         return
@@ -141,14 +143,15 @@ def beside(what: str, predicted: float, measured: float, unit: str = "", how: st
         raise CourseError(f"{what}: you predicted {predicted!r}: put a number there")
     if not (math.isfinite(predicted) and math.isfinite(measured)):
         raise CourseError(f"{what}: predicted {predicted} and {how} {measured} cannot be compared: both must be finite numbers")
-    most, column = max(predicted, measured), max(len("predicted"), len(how))
+    largest, column = max(predicted, measured), max(len("predicted"), len(how))
     print(what)
-    for name, value, mark, words in (("predicted", predicted, "▒", ""), (how, measured, "█", compared(predicted, measured))):
-        bar = mark * max(1, round(40 * value / most)) if value > 0 else ""
+    for name, value, mark, words in (("predicted", predicted, "▒", ""),
+                                     (how, measured, "█", compare_in_words(predicted, measured))):
+        bar = mark * max(1, round(40 * value / largest)) if value > 0 else ""
         print(f"  {name:{column}} {number(value):>8} {unit}  {bar}  {words}".rstrip())
 
 
-def compared(predicted: float, measured: float) -> str:
+def compare_in_words(predicted: float, measured: float) -> str:
     """What a number is of the prediction of it, in words: two digits, no exponent."""
     if math.isclose(predicted, measured):
         return "just as predicted"
@@ -174,24 +177,23 @@ def gpu() -> bool:
 
 
 def results(name: str) -> dict[str, Any]:
-    """A recorded measurement: `course/perf/results/NAME.json`."""
+    """A recorded measurement: `course/bench/results/NAME.json`."""
     path = RESULTS / f"{name}.json"
     if not path.is_file():
-        there_are = ", ".join(sorted(file.stem for file in RESULTS.glob("*.json")))
-        raise CourseError(f"there is no recorded result {name}; there are {there_are}")
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return found
+        available = ", ".join(sorted(file.stem for file in RESULTS.glob("*.json")))
+        raise CourseError(f"there is no recorded result {name}; there are {available}")
+    result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return result
 
 
 def recorded(name: str, rows: Mapping[str, Mapping[str, Any]], why: str = "This needs a GPU, and there is none here") -> None:
     """A table of recorded results (row -> column -> value) with the hardware and the days on which they were measured."""
-    about = results(name)
+    result = results(name)
     clone = (RESULTS.parents[2] / "notebooks").is_dir()                 # where a notebook's folder has this one beside it
-    file = f"[{name}.json](../course/perf/results/{name}.json)" if clone else f"perf/results/{name}.json of the package"
-    days = [about["date"], *(row["date"] for row in about.get("rows", ()) if "date" in row)]
+    file = f"[{name}.json](../course/bench/results/{name}.json)" if clone else f"bench/results/{name}.json of the package"
+    days = [result["date"], *(row["date"] for row in result.get("rows", ()) if "date" in row)]
     when = " to ".join(sorted({min(days), max(days)}))
-    lines = [f"*{why}. Recorded on {about['hardware']}, PyTorch {about['torch']}, {when} "
-             f"({file}):*\n"]
+    lines = [f"*{why}. Recorded on {result['hardware']}, PyTorch {result['torch']}, {when} ({file}):*\n"]
     for label, values in rows.items():
         if len(lines) == 1:
             lines += [f"| | {' | '.join(values)} |", f"|---|{'--:|' * len(values)}"]

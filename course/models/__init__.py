@@ -7,10 +7,10 @@ import torch
 from pydantic import Discriminator, Tag
 from torch import nn
 
-from course.errors import CourseError
 from course.models.dit import DiT, DiTConfig
 from course.models.gpt import GPT, GPTConfig
 from course.models.vit import ViT, ViTConfig
+from course.utils.errors import CourseError
 
 __all__ = ["GPT", "KINDS", "DiT", "DiTConfig", "GPTConfig", "Model", "ViT", "ViTConfig", "build_model", "kind_of"]
 

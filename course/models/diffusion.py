@@ -35,19 +35,19 @@ STEPS = 1000                                        # times; at each a little no
 FIRST_BETA, LAST_BETA = 1e-4, 0.02                  # the variance of that noise rises linearly
 
 
-def times(objective: str, uniform: Tensor) -> Tensor:
+def sample_times(objective: str, uniform: Tensor) -> Tensor:
     """The times that numbers from 0 to 1, (B,), stand for: whole ones, int64, for epsilon; any in (0, STEPS) for flow."""
     return uniform * STEPS if objective == "flow" else (uniform * STEPS).long()
 
 
-def example(objective: str, clean: Tensor, noise: Tensor, time: Tensor) -> tuple[Tensor, Tensor]:
+def noisy_example(objective: str, clean: Tensor, noise: Tensor, time: Tensor) -> tuple[Tensor, Tensor]:
     """(what the model sees, what it is to predict) at each sample's time: (B, ...), (B, ...), (B,) -> 2 x (B, ...)."""
     if objective == "flow":
-        return line(clean, noise, time), noise - clean
+        return interpolate(clean, noise, time), noise - clean
     return add_noise(clean, noise, time), noise
 
 
-def signal(device: torch.device) -> Tensor:
+def signal_variance(device: torch.device) -> Tensor:
     """a_t, the part of the variance that is signal, of every time, (STEPS,) float64: from 0.9999 down to 0.00004."""
     betas = torch.linspace(FIRST_BETA, LAST_BETA, STEPS, dtype=torch.float64, device=device)
     return (1 - betas).cumprod(0)
@@ -55,11 +55,11 @@ def signal(device: torch.device) -> Tensor:
 
 def add_noise(clean: Tensor, noise: Tensor, time: Tensor) -> Tensor:
     """Each sample as it is at its time: (B, ...), (B, ...) and (B,) int64 -> (B, ...)."""
-    a = signal(time.device)[time].view(-1, *[1] * (clean.dim() - 1))    # (B, 1, ...)
+    a = signal_variance(time.device)[time].view(-1, *[1] * (clean.dim() - 1))           # (B, 1, ...)
     return a.sqrt().to(clean.dtype) * clean + (1 - a).sqrt().to(clean.dtype) * noise
 
 
-def line(clean: Tensor, noise: Tensor, time: Tensor) -> Tensor:
+def interpolate(clean: Tensor, noise: Tensor, time: Tensor) -> Tensor:
     """Each sample on its way to the noise, where it is at time/STEPS: (B, ...), (B, ...) and (B,) -> (B, ...)."""
     t = (time.to(clean.dtype) / STEPS).view(-1, *[1] * (clean.dim() - 1))               # (B, 1, ...)
     return (1 - t) * clean + t * noise

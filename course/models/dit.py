@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from course import random
 from course.models import diffusion, layers
-from course.models.layers import TENSOR_PLAN, TOKEN_PLAN, Attention, Batch, Linear, Tokens, Total, to_fields, to_patches
+from course.models.layers import TENSOR_PLAN, TOKEN_PLAN, Attention, Batch, Linear, SumOverTokens, Tokens, to_fields, to_patches
+from course.utils import random
 
 Pair = tuple[Tensor, Tensor]                        # what goes from block to block: x (B, T, D) and the condition c (B, D)
 
@@ -46,13 +46,23 @@ class DiTConfig:
         """T, the patches of a latent."""
         return self.latent[1] * self.latent[2] // self.patch**2
 
+    @property
+    def hidden(self) -> int:
+        """The MLP's width."""
+        return int(self.dim * self.mlp_ratio)
+
+    @property
+    def groups(self) -> int:
+        """How many heads of keys and values there are: as many as of queries."""
+        return self.heads
+
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:        # (B, T, D), 2 x (B, D)
     """Shift and scale the features of a sample's tokens; zeros change nothing."""
     return x * (1 + scale[:, None]) + shift[:, None]                    # (B, T, D)
 
 
-def waves(t: Tensor, dim: int) -> Tensor:
+def sinusoidal_embedding(t: Tensor, dim: int) -> Tensor:
     """Cosine and sine of each number at dim/2 frequencies, 1 down to almost 1/10000: (N,) -> (N, dim) float64.
 
     Vaswani et al. 2017 (arXiv:1706.03762), section 3.5.
@@ -62,12 +72,12 @@ def waves(t: Tensor, dim: int) -> Tensor:
     return torch.cat([angle.cos(), angle.sin()], 1)
 
 
-def places(position: Tensor, columns: int, dim: int) -> Tensor:
+def grid_positions(position: Tensor, columns: int, dim: int) -> Tensor:
     """The fixed vectors of patches: `waves` of the row and of the column, half of the features each. (T,) -> (T, D)."""
-    return torch.cat([waves(position // columns, dim // 2), waves(position % columns, dim // 2)], 1)
+    return torch.cat([sinusoidal_embedding(position // columns, dim // 2), sinusoidal_embedding(position % columns, dim // 2)], 1)
 
 
-class Time(nn.Module):
+class TimestepEmbedder(nn.Module):
     """Map a time to a condition: 256 waves, then two linear maps with SiLU between them."""
 
     WAVES = 256
@@ -78,7 +88,7 @@ class Time(nn.Module):
         self.down = Linear(dim, dim)
 
     def forward(self, time: Tensor) -> Tensor:                          # (B,)
-        x = waves(time, self.WAVES).to(self.up.weight.dtype)            # (B, 256)
+        x = sinusoidal_embedding(time, self.WAVES).to(self.up.weight.dtype)             # (B, 256)
         return self.down(F.silu(self.up(x)))                            # (B, D)
 
 
@@ -89,12 +99,12 @@ class Embed(nn.Module):
         super().__init__()
         self.columns = c.latent[2] // c.patch
         self.proj = Linear(c.latent[0] * c.patch**2, c.dim)
-        self.time = Time(c.dim)
+        self.time = TimestepEmbedder(c.dim)
         self.label = nn.Embedding(c.classes + 1, c.dim)                 # the last: class unknown
 
     def forward(self, batch: Batch) -> Pair:                            # -> (B, T, D), (B, D)
         x = self.proj(batch["input"])                                   # (B, T, D)
-        x = x + places(batch["position"][0], self.columns, x.shape[-1]).to(x.dtype)     # (B, T, D)
+        x = x + grid_positions(batch["position"][0], self.columns, x.shape[-1]).to(x.dtype)             # (B, T, D)
         return x, self.time(batch["time"]) + self.label(batch["label"])                 # (B, D)
 
 
@@ -110,7 +120,7 @@ class MLP(layers.MLP):
         return self.down(F.gelu(self.up(x), approximate="tanh"))        # (B, T, D)
 
 
-class AdaBlock(nn.Module):
+class AdaLNBlock(nn.Module):
     """A transformer block whose norms and residual branches the condition modulates (adaLN-Zero)."""
 
     def __init__(self, dim: int, heads: int, hidden: int):
@@ -150,10 +160,10 @@ class MeanSquare(nn.Module):
     def __init__(self, values: int):
         super().__init__()
         self.values = values                        # of the whole sample; a rank may have a part of its tokens
-        self.total = Total()
+        self.sum_over_tokens = SumOverTokens()
 
     def forward(self, output: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:           # (B, T, P)
-        squares = self.total((output - batch["target"]).square().flatten(1).sum(1))     # (B,)
+        squares = self.sum_over_tokens((output - batch["target"]).square().flatten(1).sum(1))                   # (B,)
         weight = self.weight(batch)                                                     # (B,)
         return (squares / self.values * weight).sum(), weight.sum()
 
@@ -179,7 +189,7 @@ class DiT(nn.Module):
         super().__init__()
         self.c, self.seed = c, seed
         self.embed = Embed(c)
-        self.blocks = nn.ModuleDict({str(i): AdaBlock(c.dim, c.heads, int(c.dim * c.mlp_ratio)) for i in range(c.depth)})
+        self.blocks = nn.ModuleDict({str(i): AdaLNBlock(c.dim, c.heads, c.hidden) for i in range(c.depth)})
         self.head = Head(c)
         self.loss = MeanSquare(math.prod(c.latent))
         self.tokens = Tokens()
@@ -201,13 +211,13 @@ class DiT(nn.Module):
         """
         sample, clean = batch["sample"], batch["latent"]
         keys = random.sample_keys(self.seed, step if self.training else torch.zeros_like(step), sample)         # (B,)
-        time = diffusion.times(self.c.objective, random.uniform(TIME, keys))            # (B,)
+        time = diffusion.sample_times(self.c.objective, random.uniform(TIME, keys))     # (B,)
         value = torch.arange(clean[0].numel(), device=clean.device).view(clean.shape[1:])                       # (C, H, W)
         noise = random.normal(random.fold(NOISE, keys)[:, None, None, None], value, clean.dtype)                # (B, C, H, W)
         label = batch["label"]
         if self.training:
             label = label.where(random.uniform(DROP, keys) >= self.c.label_drop, self.c.classes)
-        noised, target = diffusion.example(self.c.objective, clean, noise, time)        # 2 x (B, C, H, W)
+        noised, target = diffusion.noisy_example(self.c.objective, clean, noise, time)  # 2 x (B, C, H, W)
         return {"sample": sample, "target": to_patches(target, self.c.patch), **self.inputs(noised, time, label)}
 
     def inputs(self, noised: Tensor, time: Tensor, label: Tensor) -> Batch:

@@ -15,8 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from course import random
-from course.errors import CourseError
 from course.models.layers import (
     TENSOR_PLAN,
     Batch,
@@ -25,13 +23,15 @@ from course.models.layers import (
     GroupedAttention,
     Linear,
     RMSNorm,
-    Stretch,
+    RopeScaling,
+    SumOverTokens,
     SwiGLU,
     Tokens,
-    Total,
-    turns,
+    rope_cos_sin,
 )
-from course.precision import format_of_matmuls
+from course.ops.number_formats import matmul_dtype
+from course.utils import random
+from course.utils.errors import CourseError
 
 
 @dataclass(frozen=True)
@@ -81,9 +81,9 @@ class GPTConfig:
         return self.kv_heads or self.heads
 
     @property
-    def stretch(self) -> Stretch | None:
+    def stretch(self) -> RopeScaling | None:
         """How rotary positions are stretched, if they are."""
-        return Stretch(self.rope_factor, self.rope_low, self.rope_high, self.rope_context) if self.rope_factor != 1 else None
+        return RopeScaling(self.rope_factor, self.rope_low, self.rope_high, self.rope_context) if self.rope_factor != 1 else None
 
     @property
     def words(self) -> int:
@@ -148,7 +148,7 @@ class CrossEntropy(nn.Module):
 
     def in_place(self, logits: Tensor, target: Tensor, weights: Tensor) -> Tensor:      # (N, V), 2 x (N,)
         """The same on a GPU, (N,) in float32, in one kernel: the logits become their gradients times the weights."""
-        from course.loss_kernel import cross_entropy_  # Triton comes with PyTorch for GPUs alone
+        from course.ops.cross_entropy_triton import cross_entropy_  # Triton comes with PyTorch for GPUs alone
 
         return cross_entropy_(logits, target, weights)                  # (N,)
 
@@ -164,7 +164,7 @@ class ChunkedLoss(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, target: Tensor, weights: Tensor, cross_entropy: CrossEntropy,
                 size: int, chunk: Any = None) -> Tensor:                # (N, D), (V, D), (N,), (N,)
-        low = format_of_matmuls(x)
+        low = matmul_dtype(x)
         matrix, sums = weight.to(low), torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
         total, parts = weights.new_zeros(()), []
         for rows, aims, factors in zip(x.to(low).split(size), target.split(size), weights.split(size), strict=True):
@@ -235,7 +235,7 @@ def chunked_loss(*given: Any) -> Tensor:
 def sum_of_chunks(x: Tensor, weight: Tensor, target: Tensor, weights: Tensor, cross_entropy: CrossEntropy, size: int,
                   chunk: Chunk) -> Tensor:                              # (N, D), (V, D), (N,), (N,)
     """The same sum without a gradient of x or weight. That of a chunk's logits takes the softmax's memory, and is dropped."""
-    low, total = format_of_matmuls(x), weights.new_zeros(())
+    low, total = matmul_dtype(x), weights.new_zeros(())
     matrix = weight.to(low)                                             # (V, D)
     for rows, aims, factors in zip(x.to(low).split(size), target.split(size), weights.split(size), strict=True):
         total = total + chunk(rows, matrix, aims, factors, cross_entropy)[0]
@@ -265,7 +265,7 @@ class Head(nn.Module):
         self.enter = Enter()
         self.proj = Linear(c.dim, c.vocab, bias=False)
         self.cross_entropy, self.chunk, self.of_chunk = CrossEntropy(), c.loss_chunk, Chunk()
-        self.loss_alone = False                     # set by `course.validate.forward_only`
+        self.loss_alone = False                     # set by `course.training.validation.forward_only`
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:               # (B, T, D)
         x = self.enter(self.norm(x))                                    # (B, T, D)
@@ -290,13 +290,13 @@ class NextToken(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.cross_entropy = CrossEntropy()
-        self.total = Total()
+        self.sum_over_tokens = SumOverTokens()
 
     def forward(self, output: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:           # (B, T, V) or ()
         weights = token_weights(batch)                                                  # (B, T)
         if output.dim():
             output = (self.cross_entropy(output, batch["target"].clamp(min=0)) * weights).sum()         # ()
-        total, weight = self.total(torch.stack([output, weights.sum()]))
+        total, weight = self.sum_over_tokens(torch.stack([output, weights.sum()]))
         return total, weight
 
     def weight(self, batch: Batch) -> Tensor:
@@ -364,8 +364,8 @@ class GPT(nn.Module):
             x = self.embed(batch)                                       # (B, T, D)
         if "seen" in batch:                                             # the same angles for all blocks: computed once
             dtype = torch.promote_types(x.dtype, torch.float32)
-            turn = turns(batch["seen"][0], self.c.dim // self.c.heads, self.c.rope_theta, dtype, self.c.stretch)
-            batch = {**batch, "turn": turn}                             # (2, T, d / 2)
+            cos_sin = rope_cos_sin(batch["seen"][0], self.c.dim // self.c.heads, self.c.rope_theta, dtype, self.c.stretch)
+            batch = {**batch, "rope": cos_sin}                          # (2, T, d / 2)
         for block in self.blocks.values():
             x = block(x, batch)                                         # (B, T, D)
         return x if self.head is None else self.head(x, batch)          # (B, T, V)

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from course import random
-from course.attention import attend
+from course.ops.attention import attend
+from course.utils import random
 
 Batch = dict[str, Tensor]
 
@@ -151,14 +151,14 @@ class GroupedAttention(nn.Module):
         qkv = self.qkv(x).unflatten(-1, (self.group + 2, -1, self.head_dim))            # (B, T, G + 2, g, d)
         q, k, v = qkv.permute(0, 3, 2, 1, 4).split([self.group, 1, 1], 2)               # (B, g, G, T, d), 2 x (B, g, 1, T, d)
         q, k, v = q.flatten(1, 2), k.squeeze(2), v.squeeze(2)           # (B, h, T, d), 2 x (B, g, T, d)
-        if "turn" in batch:
-            q, k = rotate(q, batch["turn"]), rotate(k, batch["turn"])
+        if "rope" in batch:
+            q, k = apply_rope(q, batch["rope"]), apply_rope(k, batch["rope"])
         y = self.core(q, k, v)                                          # (B, h, T, d)
         return self.out(y.transpose(1, 2).flatten(2))                   # (B, T, D)
 
 
 @dataclass(frozen=True)
-class Stretch:
+class RopeScaling:
     """How rotary positions of a model that was trained on short texts are stretched for longer ones, Llama 3.1's way
     (Grattafiori et al. 2024, arXiv:2407.21783; its numbers are in the models' config.json)."""
 
@@ -172,7 +172,7 @@ class Stretch:
         return speed * (kept + (1 - kept) / self.factor)
 
 
-def turns(position: Tensor, head_dim: int, theta: float, dtype: torch.dtype, stretch: Stretch | None = None) -> Tensor:
+def rope_cos_sin(position: Tensor, head_dim: int, theta: float, dtype: torch.dtype, stretch: RopeScaling | None = None) -> Tensor:
     """Cosine and sine of the angles by which rotary positions turn each pair of numbers: (T,) -> (2, T, head_dim / 2).
 
     Pair i turns by position · theta^(-2i / head_dim) (Su et al. 2021, arXiv:2104.09864, section 3.4.2). Angles are computed in
@@ -184,10 +184,10 @@ def turns(position: Tensor, head_dim: int, theta: float, dtype: torch.dtype, str
     return torch.stack([angle.cos(), angle.sin()]).to(dtype)
 
 
-def rotate(x: Tensor, turn: Tensor) -> Tensor:                          # (B, h, T, d), (2, T, d / 2)
+def apply_rope(x: Tensor, cos_sin: Tensor) -> Tensor:                   # (B, h, T, d), (2, T, d / 2)
     """Turn each pair of numbers, one from the first half of a head and one from the second."""
     a, b = x.chunk(2, -1)                                               # 2 x (B, h, T, d / 2)
-    cos, sin = turn
+    cos, sin = cos_sin
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
 
 
@@ -244,10 +244,10 @@ class Block(nn.Module):
         return x + self.path2(self.drop2(self.mlp(self.norm2(x)), batch), batch)        # (B, T, D)
 
 
-class Total(nn.Module):
+class SumOverTokens(nn.Module):
     """What a loss adds up over tokens passes through here. Serially it is complete; surgery adds the other ranks' tokens."""
 
-    seam = "total"
+    seam = "sum_over_tokens"
 
     def forward(self, x: Tensor) -> Tensor:                             # any shape
         return x
@@ -258,10 +258,10 @@ class SampleNorm(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.total = Total()
+        self.sum_over_tokens = SumOverTokens()
 
     def forward(self, x: Tensor) -> Tensor:                             # (B, T, P)
-        squares = self.total(x.square().flatten(1).sum(1))              # (B,)
+        squares = self.sum_over_tokens(x.square().flatten(1).sum(1))    # (B,)
         zero = squares == 0                                             # there sqrt has no slope
         return squares.where(~zero, 1.0).sqrt().where(~zero, 0.0)       # (B,)
 

@@ -11,8 +11,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from course import random
 from course.models.layers import TENSOR_PLAN, TOKEN_PLAN, Batch, Block, Linear, SampleNorm, Tokens, to_fields, to_patches
+from course.utils import random
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,16 @@ class ViTConfig:
     def tokens(self) -> int:
         """T, the patches of a field."""
         return self.grid[0] * self.grid[1] // self.patch**2
+
+    @property
+    def hidden(self) -> int:
+        """The MLP's width."""
+        return int(self.dim * self.mlp_ratio)
+
+    @property
+    def groups(self) -> int:
+        """How many heads of keys and values there are: as many as of queries."""
+        return self.heads
 
 
 class Embed(nn.Module):
@@ -104,7 +114,7 @@ class ViT(nn.Module):
         self.c, self.seed = c, seed
         self.embed = Embed(c)
         self.blocks = nn.ModuleDict({
-            str(i): Block(c.dim, c.heads, int(c.dim * c.mlp_ratio), f"blocks.{i}",
+            str(i): Block(c.dim, c.heads, c.hidden, f"blocks.{i}",
                           c.dropout, c.drop_path * i / max(1, c.depth - 1), norm_eps=c.norm_eps)
             for i in range(c.depth)})
         self.head = Head(c)

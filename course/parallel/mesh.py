@@ -1,7 +1,7 @@
 """The process mesh: who this process is and whom it talks to.
 
 The only file that reads the environment of a launcher. What it makes are values, passed to whoever
-needs them. (`course/worker.py` joins the ranks of a notebook before their function runs.)
+needs them. (`course/ranks/rank_process.py` joins the ranks of a notebook before their function runs.)
 """
 
 import atexit
@@ -27,9 +27,9 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
-from course.errors import CourseError
-from course.machine import end_with_parent
-from course.parallel.meeting import telling
+from course.parallel.rendezvous import telling
+from course.utils.errors import CourseError
+from course.utils.machine import end_with_parent
 
 if TYPE_CHECKING:
     from course.config import Parallel
@@ -130,10 +130,12 @@ def join(device: str = "auto") -> World:
         backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
         # a pipeline's messages have a group for each direction, which is what this warning asks for
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
-        # PyTorch notes the newest collectives, of gloo and of NCCL: what a stalled run tells of (course/watchdog.py)
+        # PyTorch notes the newest collectives, of gloo and of NCCL: what a stalled run tells of
+        # (course/resilience/stall_watchdog.py)
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
         with telling(rank, size, launcher()):
-            dist.init_process_group(backend, rank=rank, world_size=size, store=together(rank, size) if on_one_node() else None,
+            dist.init_process_group(backend, rank=rank, world_size=size,
+                                    store=shared_store(rank, size) if on_one_node() else None,
                                     device_id=chosen if chosen.type == "cuda" else None)
     return World(rank, size, chosen)
 
@@ -154,7 +156,7 @@ def on_one_node() -> bool:
     return os.environ.get("SLURM_STEP_NUM_NODES") == "1"
 
 
-def together(rank: int, size: int) -> dist.Store:
+def shared_store(rank: int, size: int) -> dist.Store:
     """Where the ranks of one node meet: at a file that no other user can read or write, and on the loopback network.
 
     The launcher's store listens on all addresses and asks nobody who they are. So only the file's name comes through it, and is
@@ -168,7 +170,7 @@ def together(rank: int, size: int) -> dist.Store:
         open_to_all.set(key, str(folder))
     else:
         folder = Path(open_to_all.get(key).decode(errors="replace"))
-        if not ours(folder):
+        if not own_variables(folder):
             raise CourseError(f"rank 0 says that the ranks of this node meet in {folder}, which is not a folder of yours that is "
                               "closed to others: if each rank has a temporary folder of its own, set TMPDIR to one that all of "
                               "them see; else somebody else is writing to the place where the ranks meet")
@@ -183,8 +185,8 @@ def rmdir(folder: Path) -> None:
         folder.rmdir()
 
 
-def ours(folder: Path) -> bool:
-    """Whether a folder, and no link to one, was made by `together` in the temporary folder for this user alone."""
+def own_variables(folder: Path) -> bool:
+    """Whether a folder, and no link to one, was made by `run_on_all` in the temporary folder for this user alone."""
     with suppress(OSError, ValueError):
         found = folder.lstat()
         return (folder.name.startswith(MEETING) and folder.parent == Path(tempfile.gettempdir()) and ".." not in folder.parts
@@ -238,9 +240,9 @@ def job() -> tuple[str, str]:
 
 def leave() -> None:
     """Part from the other processes; does nothing in a process that is alone."""
-    from course.parallel import symmetric  # whose memory the groups share
+    from course.parallel.tensor_parallel import symmetric_memory  # whose memory the groups share
 
-    symmetric.room.cache_clear()
+    symmetric_memory.double_buffer.cache_clear()
     if dist.is_initialized():
         dist.destroy_process_group()
 

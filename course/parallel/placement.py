@@ -4,9 +4,9 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
-from course.errors import CourseError
 from course.parallel import mappings
 from course.parallel.mesh import Axis
+from course.utils.errors import CourseError
 
 Box = tuple[tuple[int, int], ...]                  # for each dim: first row, one past the last
 

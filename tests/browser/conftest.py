@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from course.lab.lessons import ROOT
+from course.lab.authoring.lessons import ROOT
 from tests.browser.lab import LONGEST, Lab
 
 LINK = re.compile(r"(http://127\.0\.0\.1:\d+)/lab\S*\?token=(\w+)")

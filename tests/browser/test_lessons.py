@@ -11,8 +11,8 @@ from typing import Any
 import nbformat
 import pytest
 
-from course.lab import cells
-from course.lab.lessons import ROOT
+from course.lab.authoring.lessons import ROOT
+from course.lab.checks import notebook_cells
 from tests.browser.lab import LEFT, RIGHT, Lab
 
 pytestmark = pytest.mark.xdist_group("browser")     # one JupyterLab for all, where groups are kept together
@@ -24,10 +24,10 @@ KEPT = {"12": {"schedule": "interleaved"}, "17": {"batch": "64", "gpus": "8", "t
 GIVEN = {"01": "import torch\n\nu10 = 0\ntruths, forecasts = (list(states) for states in torch.randn(2, 9, 1, 32, 64))\n"}
 RUNS = """from pathlib import Path
 from course.lab import notebook as lab
-from course.perf import convergence
+from course.lab.instruments import recorded_curves
 lab.begin("08")
 logs = Path("runs/reference")
-convergence.to_tensorboard({"runs": [run for run in lab.results("convergence")["runs"] if run["batch"] == 16]}, logs)
+recorded_curves.to_tensorboard({"runs": [run for run in lab.results("convergence")["runs"] if run["batch"] == 16]}, logs)
 address = lab.tensorboard(logs)"""
 
 
@@ -115,7 +115,7 @@ def widgets() -> list[tuple[str, str]]:
     found = []
     for master in sorted(ROOT.glob("solutions/[0-9][0-9]_*.py"))[1:]:
         lesson, earlier = master.stem[:2], []
-        for cell in cells.load(master).cells:
+        for cell in notebook_cells.load_notebook(master).cells:
             for statement in ast.parse(cell.source).body if cell.cell_type == "code" else []:
                 if "widgets.explore(" in ast.unparse(statement):
                     found.append((lesson, alone(statement, earlier, GIVEN.get(lesson, ""))))

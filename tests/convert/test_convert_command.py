@@ -14,14 +14,18 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 
-from course import checkpoint, config, fp8, random, schema
-from course.convert import command, dit, te, weights
-from course.errors import CourseError
-from course.evaluate import load_model, read_config
-from course.generate import generate
-from course.launch import ranks
+from course import config
+from course.checkpoint import checkpoint
+from course.config import schema
+from course.convert import command, dit, transformer_engine, weight_files
+from course.fp8 import native
+from course.inference.forecast_scores import load_model, read_config
+from course.inference.kv_cache_decoding import generate
 from course.models import GPTConfig, ViTConfig, build_model
 from course.parallel import World, join, place_serial
+from course.ranks.notebook_ranks import ranks
+from course.utils import random
+from course.utils.errors import CourseError
 from tests.convert import test_convert_dit as dit_reference
 from tests.convert import test_huggingface as hf
 
@@ -82,7 +86,7 @@ def odd(folder):
 def on_ranks(run, overrides):
     """(logits, loss) of the run's model in a layout, on each of its ranks."""
     from course.parallel import build_mesh
-    from course.train import assemble
+    from course.training.assemble import assemble
 
     settings = config.load(str(run / "config.yaml"), ["precision=fp32", "train.device=cpu", "data.source=mock", *overrides])
     model = assemble(settings, build_mesh(settings.parallel, join("cpu"))).model.eval()
@@ -162,7 +166,7 @@ def test_under_torchrun(tmp_path):
 
 def test_memory_is_bounded_by_the_largest_tensor(tmp_path):
     """Of what is made on the way: a tensor of theirs, ours, and the one before that is being let go of."""
-    from course.lab.meter import Meter
+    from course.lab.instruments.tensor_memory import MemoryMeter
 
     torch.manual_seed(0)
     big = hf.transformers.LlamaForCausalLM(hf.transformers.LlamaConfig(**hf.LLAMA | {"num_hidden_layers": 12, "vocab_size": 400}))
@@ -170,7 +174,7 @@ def test_memory_is_bounded_by_the_largest_tensor(tmp_path):
     largest, total = 400 * 32 * 4, sum(p.nbytes for p in big.parameters())
     for source, target in ((tmp_path / "in", tmp_path / "runs" / "gpt" / "big"), (tmp_path / "runs" / "gpt" / "big",
                                                                                   tmp_path / "out")):
-        with Meter() as meter:
+        with MemoryMeter() as meter:
             convert(source, target)
         assert largest <= meter.peak <= 3 * largest < total / 2
 
@@ -354,15 +358,15 @@ def test_a_dit_comes_back_as_the_model_that_it_was(flow, tmp_path):
 
 
 def test_a_converted_dit_without_an_average_is_drawn_with_its_weights(flow, tmp_path):
-    from course import draw
-    from course.sampling import Sampling
+    from course.inference import sample_images
+    from course.inference.diffusion_sampler import SamplerSettings
 
     convert(flow, tmp_path / "dit.safetensors")
     convert(tmp_path / "dit.safetensors", flow.parent / "again", ["train.device=cpu"], like="dit-digits")
     assert read_config(flow.parent / "again").optim.ema
-    assert draw.main(flow.parent / "again", [1], 1, Sampling(steps=2)).is_file()
+    assert sample_images.sample_run(flow.parent / "again", [1], 1, SamplerSettings(steps=2)).is_file()
     with pytest.raises(CourseError, match=r"no moving average.*--no-ema"):
-        draw.main(flow.parent / "again", [1], 1, Sampling(steps=2), average=True)
+        sample_images.sample_run(flow.parent / "again", [1], 1, SamplerSettings(steps=2), average=True)
 
 
 def test_a_preset_of_another_kind_is_refused(flow, tmp_path):
@@ -381,7 +385,7 @@ def test_a_preset_of_another_kind_is_refused(flow, tmp_path):
 @pytest.fixture
 def spoken(tmp_path):
     """A Hugging Face folder with a tokenizer of a few words, as GPT-2's two files."""
-    from course.data import bpe
+    from course.data.text import bpe
 
     c = hf.transformers.GPT2Config(vocab_size=300, n_positions=32, n_embd=32, n_layer=1, n_head=2)
     hf.transformers.GPT2LMHeadModel(c).save_pretrained(tmp_path / "in")
@@ -390,11 +394,11 @@ def spoken(tmp_path):
 
 
 def test_a_tokenizer_goes_along_and_back(spoken, tmp_path, capsys):
-    from course import sample
+    from course.inference import sample_text
 
     run = tmp_path / "runs" / "gpt" / "mine"
     convert(spoken, run, ["train.device=cpu"])
-    assert sample.main(run, "def add", 3, 0, 0, 0, 1)[0].startswith("def add")
+    assert sample_text.sample_run(run, "def add", 3, 0, 0, 0, 1)[0].startswith("def add")
     convert(run, tmp_path / "out")
     words = hf.transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert words.decode(words("def add")["input_ids"]) == "def add"
@@ -413,7 +417,7 @@ def test_dropout_that_does_not_come_along_is_said(case, theirs, tmp_path, capsys
 
 
 def test_without_a_tokenizer_it_is_said_and_can_be_given(spoken, tmp_path, capsys):
-    from course import sample
+    from course.inference import sample_text
 
     run = tmp_path / "runs" / "gpt" / "mine"
     convert(spoken, run)
@@ -424,17 +428,17 @@ def test_without_a_tokenizer_it_is_said_and_can_be_given(spoken, tmp_path, capsy
     convert(spoken, mute, ["train.device=cpu"])
     assert f"course sample {mute} --tokenizer FILE" in capsys.readouterr().out
     with pytest.raises(CourseError, match=f"{mute} has no tokenizer: neither .* nor .*--tokenizer FILE"):
-        sample.main(mute, "def", 3, 0, 0, 0, 1)
+        sample_text.sample_run(mute, "def", 3, 0, 0, 0, 1)
     with pytest.raises(CourseError, match="there is no nowhere"):
-        sample.main(mute, "def", 3, 0, 0, 0, 1, tokenizer=Path("nowhere"))
-    assert sample.main(mute, "def", 3, 0, 0, 0, 1, tokenizer=tmp_path / "words.json")[0].startswith("def")
+        sample_text.sample_run(mute, "def", 3, 0, 0, 0, 1, tokenizer=Path("nowhere"))
+    assert sample_text.sample_run(mute, "def", 3, 0, 0, 0, 1, tokenizer=tmp_path / "words.json")[0].startswith("def")
     Tokenizer(models.WordLevel({"def": 300, "?": 0}, "?")).save(str(tmp_path / "other.json"))
     with pytest.raises(CourseError, match="has token 300, and the model knows 300: the tokenizer is not its own"):
-        sample.main(mute, "def", 3, 0, 0, 0, 1, tokenizer=tmp_path / "other.json")
+        sample_text.sample_run(mute, "def", 3, 0, 0, 0, 1, tokenizer=tmp_path / "other.json")
 
 
 def test_the_command_that_is_said_trains_the_run(spoken, tmp_path, capsys):
-    from course.train import main
+    from course.training.trainer import main
 
     convert(spoken, tmp_path / "runs" / "gpt" / "mine", [*QUIET, "train.steps=1", "train.global_batch=2", "train.micro_batch=2"])
     line = next(line for line in capsys.readouterr().out.splitlines() if "course train" in line)
@@ -445,7 +449,7 @@ def test_the_command_that_is_said_trains_the_run(spoken, tmp_path, capsys):
 
 
 def test_a_run_named_alone_is_where_its_config_says(spoken, tmp_path, monkeypatch):
-    from course.train import run_folder
+    from course.training.trainer import run_folder
 
     monkeypatch.chdir(tmp_path)
     convert(spoken, Path("mine"))
@@ -496,9 +500,9 @@ def blocks_of_ours(run, x):
     c = model.c
     batch = {"seen": torch.arange(x.shape[1])[None]}
     if getattr(c, "position", "") == "rotary":
-        from course.models.layers import turns
+        from course.models.layers import rope_cos_sin
 
-        batch["turn"] = turns(batch["seen"][0], c.dim // c.heads, c.rope_theta, torch.float64)
+        batch["turn"] = rope_cos_sin(batch["seen"][0], c.dim // c.heads, c.rope_theta, torch.float64)
     for block in model.blocks.values():
         x = block(x, batch)
     return x.detach()
@@ -529,7 +533,7 @@ def fresh_run(run, made):
     return run
 
 
-@pytest.mark.parametrize("rows", te.ROWS)
+@pytest.mark.parametrize("rows", transformer_engine.ROWS)
 @pytest.mark.parametrize("name", MODELS)
 def test_layers_of_transformer_engine_compute_the_same_and_come_back(name, rows, tmp_path):
     run = fresh(tmp_path, name)
@@ -545,7 +549,7 @@ def test_layers_of_transformer_engine_compute_the_same_and_come_back(name, rows,
         y = layer(w, y, c, rows, causal=name != "vit")
     torch.testing.assert_close(blocks_of_ours(run, x), y, rtol=1e-10, atol=1e-10)
     state["blocks.0.self_attention.core_attention._extra_state"] = torch.zeros(3, dtype=torch.uint8)
-    save_file(state, tmp_path / "again.safetensors", te.about(c, rows))
+    save_file(state, tmp_path / "again.safetensors", transformer_engine.about(c, rows))
     convert(tmp_path / "again.safetensors", tmp_path / "runs" / "x" / "back", rows=rows)
     first, back = weights_of(run), weights_of(tmp_path / "runs" / "x" / "back")
     assert first.keys() == back.keys() and all(torch.equal(first[one], back[one]) for one in first)
@@ -553,13 +557,13 @@ def test_layers_of_transformer_engine_compute_the_same_and_come_back(name, rows,
 
 def test_the_order_of_rows_is_in_the_file(tmp_path):
     run = fresh(tmp_path, "llama")
-    for rows in te.ROWS:
+    for rows in transformer_engine.ROWS:
         convert(run, tmp_path / f"{rows}.safetensors", to="te", rows=rows)
         back = tmp_path / "runs" / "x" / rows
         convert(tmp_path / f"{rows}.safetensors", back)
         first, again = weights_of(run), weights_of(back)
         assert all(torch.equal(first[one], again[one]) for one in first)
-        for other in set(te.ROWS) - {rows}:
+        for other in set(transformer_engine.ROWS) - {rows}:
             with pytest.raises(CourseError, match=f"--qkv {other}: .* its rows are {rows}; leave out --qkv"):
                 convert(tmp_path / f"{rows}.safetensors", tmp_path / "runs" / "x" / "bad", rows=other)
 
@@ -568,7 +572,7 @@ def test_a_header_that_is_no_model_is_a_sentence(tmp_path):
     convert(fresh(tmp_path, "gpt"), tmp_path / "te.safetensors", to="te")
     state = load_file(tmp_path / "te.safetensors")
     for text in ("no", "{}", "[]", '{"kind": "x"}'):
-        save_file(state, tmp_path / "bad.safetensors", {weights.MODEL: text})
+        save_file(state, tmp_path / "bad.safetensors", {weight_files.MODEL: text})
         with pytest.raises(CourseError, match=r"header of .* has a course\.model that is no model's configuration"):
             convert(tmp_path / "bad.safetensors", tmp_path / "runs" / "x" / "bad")
 
@@ -608,7 +612,8 @@ FP8 = ["precision=fp8", "fp8.history=4", "train.global_batch=4", "optim.lr=1e-3"
 def trained(tmp_path, steps):
     """A GPT trained in FP8: its training, as it stands."""
     from course.parallel import build_mesh
-    from course.train import assemble, fit, run_folder
+    from course.training.assemble import assemble
+    from course.training.trainer import fit, run_folder
 
     c = config.load("gpt-demo", [*QUIET, *GPT, *FP8, f"log.dir={tmp_path / 'runs'}", "log.name=fp8", f"train.steps={steps}"])
     training = assemble(c, build_mesh(c.parallel, World()))
@@ -619,7 +624,7 @@ def trained(tmp_path, steps):
 def histories(run):
     folder, index = index_of(run)
     names = [name for name in index["tensors"] if name.endswith("amax_history")]
-    return checkpoint.read_more(folder, index, names)
+    return checkpoint.read_named(folder, index, names)
 
 
 def from_te(tmp_path, name, *more, on=convert):
@@ -636,7 +641,7 @@ def test_scales_are_those_that_a_first_step_notes_and_near_those_that_training_h
     # what another training from these weights notes in its first step: the same numbers
     settings = config.load(str(tmp_path / "runs" / "x" / "rebuilt" / "config.yaml"))
     from course.parallel import build_mesh
-    from course.train import assemble
+    from course.training.assemble import assemble
 
     other = assemble(settings, build_mesh(settings.parallel, World()))
     checkpoint.load(*index_of(tmp_path / "runs" / "x" / "rebuilt"), other.model)
@@ -651,13 +656,13 @@ def test_scales_are_those_that_a_first_step_notes_and_near_those_that_training_h
 
 
 def test_scales_are_rebuilt_without_what_a_run_has_for_gpus(tmp_path, monkeypatch):
-    """Kernels by hand, whose formulas hold all scores of attention on a CPU, and cuDNN's attention, which it has not."""
+    """Triton kernels, whose formulas hold all scores of attention on a CPU, and cuDNN's attention, which it has not."""
     _, run = trained(tmp_path, 2)
     convert(run, tmp_path / "te.safetensors", to="te")
     plain = histories(from_te(tmp_path, "plain"))
-    monkeypatch.setattr("course.between.fuse", None)
-    gpu = from_te(tmp_path, "gpu", "kernels=hand", "attention=cudnn")
-    assert (read_config(gpu).kernels, read_config(gpu).attention) == ("hand", "cudnn")
+    monkeypatch.setattr("course.training.fuse_blocks.fuse_blocks", None)
+    gpu = from_te(tmp_path, "gpu", "kernels=triton", "attention=cudnn")
+    assert (read_config(gpu).kernels, read_config(gpu).attention) == ("triton", "cudnn")
     assert all(torch.equal(part, plain[name]) for name, part in histories(gpu).items())
 
 
@@ -679,8 +684,8 @@ def test_gradients_need_a_scale_of_their_own(tmp_path):
     """Why forward is not enough: without a history the scale is 1, and theirs is a million here, more with more tokens."""
     training, _ = trained(tmp_path, 2)
     amax = torch.stack([part[2].max() for part in training.scaling.state().values()])
-    assert fp8.scale_for(amax, fp8.LARGEST[fp8.E5M2], 0).min() > 2**20
-    assert fp8.scale_for(torch.zeros(1), fp8.LARGEST[fp8.E5M2], 0) == 1
+    assert native.scale_for(amax, native.LARGEST[native.E5M2], 0).min() > 2**20
+    assert native.scale_for(torch.zeros(1), native.LARGEST[native.E5M2], 0) == 1
 
 
 # ---- what cannot be ----
@@ -747,6 +752,6 @@ def test_other_sources_are_a_sentence(tmp_path):
     with pytest.raises(CourseError, match="has neither"):
         convert(tmp_path / "empty", tmp_path / "run")
     with pytest.raises(CourseError, match="the blocks of a DiT are no Transformer Engine layers"):
-        te.check_model(dit_reference.CONFIG)
-    assert te.check_model(GPTConfig()) is te.check_model(ViTConfig()) is None
-    assert json.loads(te.about(GPTConfig(), "stacked")[weights.MODEL])["kind"] == "gpt"
+        transformer_engine.check_model(dit_reference.CONFIG)
+    assert transformer_engine.check_model(GPTConfig()) is transformer_engine.check_model(ViTConfig()) is None
+    assert json.loads(transformer_engine.about(GPTConfig(), "stacked")[weight_files.MODEL])["kind"] == "gpt"

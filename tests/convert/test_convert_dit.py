@@ -7,11 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from course import random
 from course.convert import dit
-from course.errors import CourseError
 from course.models import DiTConfig, build_model
 from course.parallel import place_serial
+from course.utils import random
+from course.utils.errors import CourseError
 
 CONFIG = DiTConfig(latent=(3, 8, 8), patch=2, dim=24, depth=2, heads=3, mlp_ratio=2.0, classes=5)
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from course.convert import huggingface, weights
-from course.errors import CourseError
-from course.launch import ranks
+from course.convert import huggingface, weight_files
 from course.models import GPTConfig
+from course.ranks.notebook_ranks import ranks
+from course.utils.errors import CourseError
 
 transformers = pytest.importorskip("transformers")
 SIZES = {"vocab_size": 50, "bos_token_id": None, "eos_token_id": None}
@@ -91,14 +91,14 @@ def test_logits_are_equal(case, tmp_path):
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("shard", [weights.SHARD, 10_000])
+@pytest.mark.parametrize("shard", [weight_files.SHARD, 10_000])
 def test_they_load_what_we_write(case, shard, tmp_path):
     model = theirs(case)
     model.save_pretrained(tmp_path / "theirs")
     ours = huggingface.read(tmp_path / "theirs")
     huggingface.write(tmp_path / "back", ours.c, huggingface.serial(ours), shard)
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
-    assert type(back) is type(model) and (tmp_path / "back" / "model.safetensors").exists() == (shard == weights.SHARD)
+    assert type(back) is type(model) and (tmp_path / "back" / "model.safetensors").exists() == (shard == weight_files.SHARD)
     assert torch.equal(of_theirs(back.eval(), TOKENS), of_theirs(model, TOKENS))
     for name, tensor in model.state_dict().items():
         assert torch.equal(back.state_dict()[name], tensor), name
@@ -125,9 +125,10 @@ class NoTensor:
 
 def in_layout(folder, overrides):
     """A rank's pieces of a folder's weights."""
-    from course import config, random
+    from course import config
     from course.models import build_model
     from course.parallel import build_mesh, join, parallelize, placement
+    from course.utils import random
 
     source = huggingface.source(folder)
     c = config.load("gpt-demo", overrides)

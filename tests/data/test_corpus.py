@@ -3,11 +3,11 @@ import sysconfig
 
 import pytest
 
-from course.data import bpe, corpus
-from course.data.corpus import Python, choose_split, library, make
-from course.data.indexed import Documents
-from course.data.tokens import Sequences
-from course.errors import CourseError
+from course.data.text import bpe, python_corpus
+from course.data.text.indexed_files import Documents
+from course.data.text.python_corpus import PythonCorpus, choose_split, library_files, make
+from course.data.text.sequences import Sequences
+from course.utils.errors import CourseError
 
 SOURCES = {f"module_{i:02d}.py": f"def function_{i}(x):\n    return x + {i}  # ± <|endoftext|>\n" * 5 for i in range(40)}
 
@@ -27,16 +27,16 @@ def stdlib(tmp_path, monkeypatch):
 
 
 def test_the_library_is_sorted_and_without_tests(stdlib):
-    assert dict(library(stdlib)) == {"json/encoder.py": "class Encoder: pass\n", **SOURCES}
-    assert [name for name, _ in library(stdlib)] == ["json/encoder.py", *SOURCES]
+    assert dict(library_files(stdlib)) == {"json/encoder.py": "class Encoder: pass\n", **SOURCES}
+    assert [name for name, _ in library_files(stdlib)] == ["json/encoder.py", *SOURCES]
 
 
 def test_each_file_is_a_document_of_one_split(stdlib, tmp_path):
-    make(Python(str(tmp_path / "out"), vocab=300, valid=0.2, test=0.2), lambda line: None)
+    make(PythonCorpus(str(tmp_path / "out"), vocab=300, valid=0.2, test=0.2), lambda line: None)
     tokenizer, meta = bpe.load(tmp_path / "out" / "tokenizer.json"), json.loads((tmp_path / "out" / "meta.json").read_text())
     assert meta["vocab"] == tokenizer.get_vocab_size() == 300 and meta["end"] == 0 == tokenizer.token_to_id(bpe.END)
     for split in ("train", "valid", "test"):
-        expected = [text for name, text in library(stdlib) if choose_split(name.encode(), 0.2, 0.2) == split]
+        expected = [text for name, text in library_files(stdlib) if choose_split(name.encode(), 0.2, 0.2) == split]
         documents = Documents(tmp_path / "out" / split)
         assert [tokenizer.decode(document[:-1].tolist()) for document in documents] == expected != []
         assert all(list(document).count(0) == 1 and document[-1] == 0 for document in documents)      # the end, not its name
@@ -48,7 +48,7 @@ def test_each_file_is_a_document_of_one_split(stdlib, tmp_path):
 def test_the_same_bytes_again_and_a_cheap_second_call(stdlib, tmp_path):
     said = []
     for name in ("a", "b", "a"):
-        make(Python(str(tmp_path / name), vocab=300), said.append)
+        make(PythonCorpus(str(tmp_path / name), vocab=300), said.append)
     files = sorted(file.name for file in (tmp_path / "a").iterdir())
     assert files == ["meta.json", "test.bin", "test.idx", "tokenizer.json", "train.bin", "train.idx", "valid.bin", "valid.idx"]
     assert all((tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes() for name in files)
@@ -68,14 +68,14 @@ def test_splits_are_evenly_hashed():
 ])
 def test_bad_requests(stdlib, tmp_path, change, sentence):
     with pytest.raises(CourseError, match=sentence):
-        make(Python(str(tmp_path / "out"), **change), lambda line: None)
+        make(PythonCorpus(str(tmp_path / "out"), **change), lambda line: None)
     assert not (tmp_path / "out").exists()
 
 
 def test_another_data_set_is_not_overwritten(stdlib, tmp_path):
-    make(Python(str(tmp_path / "out"), vocab=300), lambda line: None)
+    make(PythonCorpus(str(tmp_path / "out"), vocab=300), lambda line: None)
     with pytest.raises(CourseError, match=r"holds a data set made with other settings \(vocab\): give another path"):
-        make(Python(str(tmp_path / "out"), vocab=301), lambda line: None)
+        make(PythonCorpus(str(tmp_path / "out"), vocab=301), lambda line: None)
 
 
 @pytest.mark.parametrize(("text", "sentence"), [
@@ -84,7 +84,7 @@ def test_another_data_set_is_not_overwritten(stdlib, tmp_path):
 def test_a_damaged_data_set_is_not_overwritten_either(stdlib, tmp_path, text, sentence):
     (tmp_path / "meta.json").write_text(text)
     with pytest.raises(CourseError, match=sentence):
-        make(Python(str(tmp_path), vocab=300), lambda line: None)
+        make(PythonCorpus(str(tmp_path), vocab=300), lambda line: None)
 
 
 def test_gpt2_files_give_the_tokens_that_they_say(tmp_path):
@@ -111,7 +111,7 @@ def test_what_is_no_tokenizer(tmp_path):
 
 @pytest.mark.slow
 def test_the_library_of_this_python(tmp_path):
-    corpus.make(Python(str(tmp_path)), lambda line: None)
+    python_corpus.make(PythonCorpus(str(tmp_path)), lambda line: None)
     meta, tokenizer = json.loads((tmp_path / "meta.json").read_text()), bpe.load(tmp_path / "tokenizer.json")
     train = meta["splits"]["train"]
     assert meta["vocab"] == 4096 and train["tokens"] > 1_000_000 and 3 < train["bytes"] / train["tokens"] < 4.5

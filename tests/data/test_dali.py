@@ -15,9 +15,10 @@ import psutil
 import pytest
 import torch
 
-from course.data import numpy_files, order
-from course.data.pairs import Pairs
-from course.errors import CourseError
+from course.data import order
+from course.data.loaders import numpy_files
+from course.data.weather.pairs import Pairs
+from course.utils.errors import CourseError
 from tests.conftest import GRID
 
 CPU = torch.device("cpu")
@@ -36,9 +37,9 @@ def ask(source, iteration, place):
 @pytest.fixture
 def source(small_data, monkeypatch):
     """As it arrives in a worker, less what ends the worker."""
-    from course.data import dali
+    from course.data.loaders import dali
 
-    monkeypatch.setattr(dali, "stay_with", lambda trainer: None)
+    monkeypatch.setattr(dali, "exit_with_trainer", lambda trainer: None)
     pairs = Pairs(str(small_data), "train", 20, GRID, lead=2)
     return pickle.loads(pickle.dumps(dali.Source(pairs, partial(order.eval_batches, len(pairs), 8, 2, 1))))
 
@@ -56,9 +57,10 @@ def test_a_worker_finds_its_states_by_number(source):
 
 HELD = """
 import os, subprocess, sys
-from course.data.dali import held_back
-with held_back():
-    code = "import os; from course.data.dali import stay_with; print('up', flush=True); stay_with(os.getppid())"
+from course.data.loaders.dali import signals_blocked
+with signals_blocked():
+    code = ("import os; from course.data.loaders.dali import exit_with_trainer; print('up', flush=True); "
+            "exit_with_trainer(os.getppid())")
     worker = subprocess.Popen([sys.executable, "-c", code])
 print(worker.pid, flush=True)
 sys.stdin.readline()
@@ -111,7 +113,7 @@ def assert_normalised_to_the_bit(device):
     """Values, means and deviations of every size, where a product with the reciprocal would round otherwise."""
     from nvidia.dali import fn
 
-    from course.data import dali
+    from course.data.loaders import dali
 
     rng = np.random.default_rng(0)
     mean, std = (np.exp(rng.uniform(-6, 12, (20, 1, 1))).astype("float32") for _ in range(2))
@@ -124,15 +126,16 @@ def assert_normalised_to_the_bit(device):
 
 
 def test_errors_of_workers_and_of_the_reader_become_sentences():
-    from course.data.dali import sentence
+    from course.data.loaders.dali import error_message
 
-    worker = Exception("received from worker thread:\nTraceback ...\ncourse.errors.CourseError: 1980.h5 is gone: restore it\n")
-    assert sentence(worker) == "1980.h5 is gone: restore it"
+    worker = Exception("received from worker thread:\nTraceback ...\n"
+                       "course.utils.errors.CourseError: 1980.h5 is gone: restore it\n")
+    assert error_message(worker) == "1980.h5 is gone: restore it"
     for reader in ('Assert on "p" failed: Failed to read file: a b/4.npy', "Failed to read file: a b/4.npy"):
-        told = sentence(RuntimeError(f"Critical error:\n  in run\n\nencountered:\n\n{reader}\nC++ context: x\n"))
+        told = error_message(RuntimeError(f"Critical error:\n  in run\n\nencountered:\n\n{reader}\nC++ context: x\n"))
         assert told == "DALI: Failed to read file: a b/4.npy: restore the file and run again"
-    assert "data.workers" in sentence(RuntimeError("Worker data receiving interrupted"))
-    assert not sentence(ValueError("a mistake in the program"))
+    assert "data.workers" in error_message(RuntimeError("Worker data receiving interrupted"))
+    assert not error_message(ValueError("a mistake in the program"))
 
 
 # ---- .npy files ----

@@ -1,4 +1,4 @@
-"""course.data.era5 on small files whose every value is a known function of variable, level, time and place."""
+"""course.data.weather.era5 on small files whose every value is a known function of variable, level, time and place."""
 
 import re
 import sys
@@ -8,10 +8,10 @@ import h5py
 import numpy as np
 import pytest
 
-from course.data import era5
-from course.data.era5 import NAMES, Era5, convert, relative_humidity
-from course.data.layout import CHANNELS, find_years, grid_latitudes, read_statistics
-from course.errors import CourseError
+from course.data.weather import era5
+from course.data.weather.era5 import NAMES, Era5, convert, relative_humidity
+from course.data.weather.layout import CHANNELS, find_years, grid_latitudes, read_statistics
+from course.utils.errors import CourseError
 
 xr = pytest.importorskip("xarray")
 pytest.importorskip("netCDF4")

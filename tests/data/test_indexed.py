@@ -7,15 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from course.data import indexed
-from course.data.indexed import Documents
-from course.errors import CourseError
+from course.data.text import indexed_files
+from course.data.text.indexed_files import Documents
+from course.utils.errors import CourseError
 
 DOCUMENTS = [[5, 6, 7], [], [65000], list(range(100))]
 
 
 def write(prefix, documents=DOCUMENTS, vocab=65499):
-    with indexed.writing(prefix, vocab) as writer:
+    with indexed_files.document_writer(prefix, vocab) as writer:
         for tokens in documents:
             writer.add(np.array(tokens, np.int64))
     return Path(prefix)
@@ -62,14 +62,14 @@ def test_a_token_too_large_is_not_cut(tmp_path):
 
 def test_a_failed_write_leaves_the_old_pair(tmp_path):
     write(tmp_path / "a")
-    with pytest.raises(KeyboardInterrupt), indexed.writing(tmp_path / "a", 100) as writer:
+    with pytest.raises(KeyboardInterrupt), indexed_files.document_writer(tmp_path / "a", 100) as writer:
         writer.add(np.array([1]))
         raise KeyboardInterrupt
     assert len(Documents(tmp_path / "a")) == 4
 
 
 def test_files_are_joined(tmp_path):
-    with indexed.writing(tmp_path / "both", 65499) as writer:
+    with indexed_files.document_writer(tmp_path / "both", 65499) as writer:
         writer.extend(Documents(write(tmp_path / "a")))
         writer.extend(Documents(write(tmp_path / "b", [])))
         writer.extend(Documents(write(tmp_path / "c", [[9, 9]])))

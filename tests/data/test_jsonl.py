@@ -15,13 +15,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from course import cli
-from course.data import bpe, jsonl, texts
-from course.data.corpus import choose_split
-from course.data.indexed import Documents
-from course.data.jsonl import Jsonl, make
-from course.data.tokens import Sequences
-from course.errors import CourseError
+from course.cli import main
+from course.data.text import bpe, documents, jsonl
+from course.data.text.indexed_files import Documents
+from course.data.text.jsonl import Jsonl, make
+from course.data.text.python_corpus import choose_split
+from course.data.text.sequences import Sequences
+from course.utils.errors import CourseError
 
 SPLITS = ("train", "valid", "test")
 NAMES = ["meta.json", "test.bin", "test.idx", "tokenizer.json", "train.bin", "train.idx", "valid.bin", "valid.idx"]
@@ -49,7 +49,7 @@ def config(tmp_path, monkeypatch):
     """Three files in parts of about 4,000 bytes and chunks of 1,000, in this process."""
     monkeypatch.setattr(jsonl, "CHUNK", 1000)
     monkeypatch.setattr(jsonl, "PART", 4000)
-    monkeypatch.setattr("course.files.flush", lambda path: None)        # so many small files: the disk need not have them
+    monkeypatch.setattr("course.utils.atomic_files.flush", lambda path: None)  # so many small files: the disk need not have them
     write(tmp_path / "in")
     return Jsonl(tuple(str(tmp_path / "in" / f"a{i}.jsonl.gz") for i in range(3)), str(tmp_path / "out"), vocab=300, valid=0.1,
                  test=0.2, jobs=1)
@@ -127,7 +127,7 @@ def interrupt(monkeypatch, config, name):
 
 def test_a_finished_file_is_not_read_again(config, tmp_path, monkeypatch):
     interrupt(monkeypatch, config, "join")
-    monkeypatch.setattr(texts, "items", None)
+    monkeypatch.setattr(documents, "items", None)
     make(config, silent)
     assert made(tmp_path / "out")
 
@@ -333,11 +333,11 @@ def test_archives_and_the_command(config, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "in")
     monkeypatch.setattr(sys, "argv", ["course", "data", "jsonl", "lang=en.tar.xz", "path=../out", "vocab=300", "jobs=1"])
     with pytest.raises(SystemExit) as ended:
-        cli.main()
+        main.main()
     assert not ended.value.code and sum(len(Documents(tmp_path / "out" / split)) for split in SPLITS) == 30
     monkeypatch.setattr(sys, "argv", ["course", "data", "jsonl", "lang=en.tar.xz", "path=../out", "vocabs=300"])
     with pytest.raises(SystemExit, match=r"course data jsonl: there is no key 'vocabs'.*vocab"):
-        cli.main()
+        main.main()
 
 
 def test_few_chunks_wait_however_slow_the_processes_are():
@@ -348,15 +348,15 @@ def test_few_chunks_wait_however_slow_the_processes_are():
             return future
 
     taken = []
-    found = jsonl.bounded(Pool(), lambda chunk: 2 * chunk, (taken.append(i) or i for i in range(100)), 6)
+    found = jsonl.map_bounded(Pool(), lambda chunk: 2 * chunk, (taken.append(i) or i for i in range(100)), 6)
     for i in range(100):
         assert next(found) == 2 * i and len(taken) == min(6 + i, 100)
 
 
 CHILD = """
 import signal, sys
-from course import files
-from course.data import jsonl
+from course.utils import atomic_files as files
+from course.data.text import jsonl
 signal.signal(signal.SIGINT, signal.default_int_handler)       # which a shell's background has turned off
 jsonl.CHUNK, jsonl.PART, files.flush = 1000, 4000, lambda path: None
 original = jsonl.write_part
@@ -404,7 +404,7 @@ def test_killed_and_run_again(tmp_path, how):
 
 @pytest.mark.slow
 def test_a_process_that_dies_is_a_sentence(config, tmp_path, monkeypatch):
-    original = jsonl.bounded
+    original = jsonl.map_bounded
 
     def murder(pool, *arguments):
         for number, encoded in enumerate(original(pool, *arguments)):
@@ -414,7 +414,7 @@ def test_a_process_that_dies_is_a_sentence(config, tmp_path, monkeypatch):
             yield encoded
 
     with monkeypatch.context() as patch, pytest.raises(CourseError, match=r"a process that encodes was killed.*smaller jobs="):
-        patch.setattr(jsonl, "bounded", murder)
+        patch.setattr(jsonl, "map_bounded", murder)
         make(replace(config, jobs=2), silent)
     make(config, silent)
     make(replace(config, path=str(tmp_path / "other")), silent)
@@ -424,7 +424,7 @@ def test_a_process_that_dies_is_a_sentence(config, tmp_path, monkeypatch):
 MEMORY = """
 import re, sys
 from pathlib import Path
-from course.data import jsonl
+from course.data.text import jsonl
 if __name__ == "__main__":
     for name in ("small", "large"):
         Path("/proc/self/clear_refs").write_text("5")                           # forget the peak

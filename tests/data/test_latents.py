@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from course import limits
-from course.config import load
-from course.data import Latents, digits, eval_loader, has_validation, latents, native, open_data, packing, pairs, train_loader
-from course.errors import CourseError
+from course.config import load, validation
+from course.data import Latents, eval_loader, has_validation, open_data, train_loader
+from course.data.latents import digits, packing, shards
+from course.data.loaders import native
+from course.data.weather import pairs
 from course.parallel import Axis
+from course.utils.errors import CourseError
 
 CPU = torch.device("cpu")
 
@@ -186,7 +188,7 @@ def test_a_shard_that_h5py_cannot_read_is_not_done_whatever_it_raises(monkeypatc
     monkeypatch.setattr(h5py, "File", damaged)
     assert packing.is_done(tmp_path / "00000.h5") == ""
     with pytest.raises(CourseError, match=r"00000\.h5 cannot be read"):
-        latents.inspect(tmp_path / "00000.h5", (1, 2, 4, 4))
+        shards.check_shard(tmp_path / "00000.h5", (1, 2, 4, 4))
 
 
 REPLACED = {                                         # what stands in a shard's place once training has begun, and what h5py says
@@ -213,7 +215,7 @@ def test_a_shard_replaced_while_training_is_named_with_its_entry(folder, name):
 @pytest.mark.parametrize("kind", [OSError, KeyError, RuntimeError, ValueError, TypeError, IndexError])
 def test_whatever_h5py_raises_is_one_sentence_with_its_first_line(kind):
     with pytest.raises(CourseError, match=r"^x\.h5 could not be read at entry 7 \('?bad heap"), \
-            pairs.reading(Path("x.h5"), 7):
+            pairs.entry_errors(Path("x.h5"), 7):
         raise kind("bad heap\nand more")
 
 
@@ -352,7 +354,7 @@ def test_without_diffusers_or_the_vae_it_is_a_sentence(pictures, monkeypatch):
 def test_digits_can_have_the_shape_of_larger_latents(tmp_path):
     small, large = digits.make_digits(tmp_path / "small"), digits.make_digits(tmp_path / "large", (4, 16, 16))
     assert large["latent"] == [4, 16, 16] and small["shards"] == large["shards"]
-    both = [latents.Latents(str(tmp_path / name), "train", tuple(made["latent"]), 10).__getitems__([0, 7, 300])
+    both = [shards.Latents(str(tmp_path / name), "train", tuple(made["latent"]), 10).__getitems__([0, 7, 300])
             for name, made in (("small", small), ("large", large))]
     assert torch.equal(both[0]["label"], both[1]["label"])
     picture = torch.nn.functional.pixel_shuffle(both[1]["latent"], 2)                   # (3, 1, 32, 32)
@@ -367,7 +369,7 @@ def test_digits_are_those_of_scikit_learn(tmp_path):
 
     made = digits.make_digits(tmp_path)
     assert made["shards"] == {"train/00000.h5": 1498, "valid/00000.h5": 299} and made["latent"] == [1, 8, 8]
-    config = limits.check(load("dit-digits", [f"data.path={tmp_path}"]))
+    config = validation.check(load("dit-digits", [f"data.path={tmp_path}"]))
     train, valid = (open_data(config, split).__getitems__([0, 1, 5]) for split in ("train", "valid"))
     images, labels = load_digits(return_X_y=True)
     expected = torch.from_numpy(images.reshape(-1, 1, 8, 8) / 8 - 1).float()

@@ -4,8 +4,9 @@ import h5py
 import numpy as np
 import pytest
 
-from course.data import Pairs, layout
-from course.errors import CourseError
+from course.data import Pairs
+from course.data.weather import layout
+from course.utils.errors import CourseError
 from tests.conftest import TIMES, fields
 
 

@@ -16,14 +16,16 @@ import psutil
 import pytest
 import torch
 
-from course import config, train
+from course import config
 from course.config import Config
-from course.data import Batch, eval_loader, numpy_files, open_pairs, order, train_loader
-from course.data.pairs import Pairs
-from course.errors import CourseError
+from course.data import Batch, eval_loader, open_pairs, order, train_loader
+from course.data.loaders import numpy_files
+from course.data.weather.pairs import Pairs
 from course.parallel import Axis
+from course.training import trainer
+from course.utils.errors import CourseError
 from tests.conftest import tiny_settings
-from tests.test_train import assert_same_run, losses, start, wait_for_step
+from tests.training.test_trainer import assert_same_run, losses, start, wait_for_step
 
 CPU, ALONE = torch.device("cpu"), Axis("dp")
 needs_dali = pytest.mark.skipif(importlib.util.find_spec("nvidia") is None or importlib.util.find_spec("nvidia.dali") is None,
@@ -104,7 +106,7 @@ def test_every_way_of_storing_gives_the_same_bits_over_two_epochs(own_data, load
 
 @needs_dali
 def test_numpy_files_give_the_same_bits_whatever_the_length_of_a_segment(own_data, monkeypatch):
-    from course.data import dali
+    from course.data.loaders import dali
 
     settled = settings(own_data, "dali_numpy", "data.lead=3")
     monkeypatch.setattr(dali, "SEGMENT", 24)                             # of 8 files a batch
@@ -190,7 +192,7 @@ def test_a_training_run_has_the_losses_of_native_bit_for_bit(own_data, tmp_path,
     runs = []
     for kind in ("native", loader):
         overrides = [*tiny_settings(own_data, tmp_path / "runs"), f"data.loader={kind}", "data.workers=1", f"log.name={kind}"]
-        runs.append(train.main(config.load("vit-demo", overrides)))
+        runs.append(trainer.main(config.load("vit-demo", overrides)))
     assert len(losses(runs[0])) == 12
     assert_same_run(*runs)
 
@@ -240,7 +242,7 @@ def abandoned(names: set[str]) -> set[str]:
 def test_without_dali_one_sentence_says_how_to_get_it(own_data, kind):
     """In a process of its own: here DALI may be imported already."""
     code = ("import sys; sys.modules['nvidia.dali'] = None\n"
-            "from course import cli; sys.argv[1:1] = ['train', 'vit-demo']; cli.main()")
+            "from course.cli import main as cli; sys.argv[1:1] = ['train', 'vit-demo']; cli.main()")
     done = subprocess.run([sys.executable, "-c", code, *tiny_settings(own_data, own_data / "runs"), f"data.loader={kind}"],
                           capture_output=True, text=True)
     assert done.returncode == 1 and 'needs nvidia-dali: pip install "course[dali]"' in done.stderr

@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from course import config
-from course.data import native, open_pairs, train_loader
-from course.data.pairs import Pairs
-from course.errors import CourseError
+from course.data import open_pairs, train_loader
+from course.data.loaders import native
+from course.data.weather.pairs import Pairs
 from course.parallel import Axis
+from course.utils.errors import CourseError
 from tests.conftest import GRID, fields, tiny_settings
 
 CPU = torch.device("cpu")

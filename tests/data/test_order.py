@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from course.data import order
-from course.errors import CourseError
+from course.utils.errors import CourseError
 
 
 def test_each_epoch_visits_every_sample_once_in_its_own_order():

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from course.data.layout import CHANNELS
-from course.data.plausible import Plausible, limits
+from course.data.weather.layout import CHANNELS
+from course.data.weather.plausibility import PlausibleRanges, channel_range
 
 NAMES = list(CHANNELS)
-WEATHER = Plausible.of(NAMES)
+WEATHER = PlausibleRanges.of(NAMES)
 USUAL = {"t2m": 280, "sp": 98_000, "msl": 101_000, "t850": 270, "z1000": 700, "z850": 14_000, "z500": 55_000, "t500": 250,
          "z50": 200_000, "r500": 50, "r850": 60, "tcwv": 20}
 
@@ -51,7 +51,7 @@ def test_records_of_the_planet_are_plausible(name, low, high):
     extreme = state()
     extreme[NAMES.index(name), 0, :2] = low, high
     assert WEATHER.whole(extreme) == ""
-    assert limits(name)[0] < low and high < limits(name)[1]
+    assert channel_range(name)[0] < low and high < channel_range(name)[1]
 
 
 def test_dry_or_saturated_air_over_most_of_the_globe_is_plausible():
@@ -77,13 +77,13 @@ def test_nan_is_left_to_those_who_count_it():
 def test_channels_in_other_units_have_no_range_and_still_no_fill_values():
     """Such as data that were normalised before."""
     normalised = (state() - state().mean((1, 2), keepdims=True)) / 3
-    other = Plausible.of(NAMES, normalised.mean((1, 2)))
+    other = PlausibleRanges.of(NAMES, normalised.mean((1, 2)))
     assert other.whole(normalised) == "" and WEATHER.whole(normalised) != ""
     normalised[2, 0, 0] = 9.96921e36
     assert other.whole(normalised).startswith("t2m is 9.96921e+36")
 
 
 def test_unknown_channels_may_be_constant_unless_all_are():
-    unknown = Plausible.of(["co2", "mask"])
+    unknown = PlausibleRanges.of(["co2", "mask"])
     assert unknown.whole(np.stack([np.full((4, 8), 415.0), np.arange(32.0).reshape(4, 8)])) == ""
     assert unknown.whole(np.zeros((2, 4, 8))) == "co2 is 0 at 32 of 32 points, and 1 more channel the like"

@@ -7,12 +7,16 @@ import h5py
 import numpy as np
 import pytest
 
-from course import config, evaluate, train
-from course.cli_data import stats
-from course.data import Latents, layout, numpy_files, open_pairs, pairs, storage, train_loader
-from course.data.layout import inspect_year
-from course.errors import CourseError
+from course import config
+from course.cli.data import stats
+from course.data import Latents, hdf5_storage, open_pairs, train_loader
+from course.data.loaders import numpy_files
+from course.data.weather import layout, pairs
+from course.data.weather.layout import inspect_year
+from course.inference import forecast_scores
 from course.parallel import Axis
+from course.training import trainer
+from course.utils.errors import CourseError
 from tests.conftest import tiny_settings
 from tests.data.test_loaders import CPU, QUICK, first, settings
 
@@ -92,7 +96,7 @@ def spoil(data, entry, value, name="train/1980.h5", channel=slice(None)):
 @pytest.mark.parametrize("value", [0, 9.96921e36, -32767])
 @pytest.mark.parametrize("loader", QUICK[:2])
 def test_training_refuses_an_entry_of_fill_values_in_mid_file(own_data, monkeypatch, loader, value):
-    monkeypatch.setattr(pairs, "check_some", lambda year, plausible: None)              # as of a large file
+    monkeypatch.setattr(pairs, "check_sample_entries", lambda year, plausible: None)              # as of a large file
     spoil(own_data, 7, value, channel=2)
     with pytest.raises(CourseError, match=r"1980\.h5: entry 7 holds what no atmosphere has: t2m is .* at 128 of 128 points"):
         first(12, settings(own_data, loader))
@@ -107,11 +111,11 @@ def test_opening_looks_at_all_of_small_files_and_a_few_entries_of_large_ones(own
 
 
 def test_evaluation_refuses_an_entry_of_zeros(own_data, tmp_path, monkeypatch):
-    run = train.main(config.load("vit-demo", [*tiny_settings(own_data, tmp_path / "runs"), "train.steps=2"]))
+    run = trainer.main(config.load("vit-demo", [*tiny_settings(own_data, tmp_path / "runs"), "train.steps=2"]))
     spoil(own_data, 5, 0, "test/1982.h5")
-    monkeypatch.setattr(pairs, "check_some", lambda year, plausible: None)              # as of a large file
+    monkeypatch.setattr(pairs, "check_sample_entries", lambda year, plausible: None)              # as of a large file
     with pytest.raises(CourseError, match=r"1982\.h5: entry 5 holds what no atmosphere has"):
-        evaluate.main(run)
+        forecast_scores.score_run(run)
 
 
 @pytest.mark.parametrize("name", ["train/1980.h5", "valid/1981.h5", "test/1982.h5"])
@@ -170,7 +174,7 @@ def test_a_loader_stops_where_a_file_is_cut_off_after_it_was_opened(own_data):
 
 
 def test_a_shard_cut_off_while_training_ends_the_run(tmp_path):
-    from course.data.digits import make_digits
+    from course.data.latents.digits import make_digits
 
     make_digits(tmp_path / "digits")
     data = Latents(str(tmp_path / "digits"), "train", (1, 8, 8), 10)
@@ -191,8 +195,8 @@ def test_files_are_written_and_read_where_there_are_no_locks(tmp_path, monkeypat
             raise OSError(number, f"Unable to open file (unable to lock file, errno = {number}, error message = '...')")
         return real(name, mode, **options)
 
-    monkeypatch.setattr(storage.h5py, "File", without_locks)
-    with storage.opened(tmp_path / "1979.h5", "w") as file:
+    monkeypatch.setattr(hdf5_storage.h5py, "File", without_locks)
+    with hdf5_storage.open_hdf5(tmp_path / "1979.h5", "w") as file:
         file["fields"] = values()
     assert inspect_year(tmp_path / "1979.h5").shape == SHAPE
 
@@ -200,7 +204,7 @@ def test_files_are_written_and_read_where_there_are_no_locks(tmp_path, monkeypat
 def test_a_file_that_is_open_without_a_lock_is_opened_again(tmp_path):
     with h5py.File(tmp_path / "1979.h5", "w") as file:
         file["fields"] = values()
-    with h5py.File(tmp_path / "1979.h5", "r", locking=False), storage.opened(tmp_path / "1979.h5") as file:
+    with h5py.File(tmp_path / "1979.h5", "r", locking=False), hdf5_storage.open_hdf5(tmp_path / "1979.h5") as file:
         assert file["fields"].shape == SHAPE
 
 
@@ -218,7 +222,7 @@ def test_the_cure_follows_the_reason(tmp_path, monkeypatch, number, text, cure):
     def fail(*arguments, **options):
         raise OSError(number, text) if number else OSError(text)
 
-    monkeypatch.setattr(storage.h5py, "File", fail)
-    with pytest.raises(CourseError, match=cure) as error, layout.data_file(tmp_path / "1979.h5"):
+    monkeypatch.setattr(hdf5_storage.h5py, "File", fail)
+    with pytest.raises(CourseError, match=cure) as error, layout.open_data_file(tmp_path / "1979.h5"):
         pass
     assert ("remove" in str(error.value)) == ("truncated" in text)

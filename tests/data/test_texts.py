@@ -8,7 +8,7 @@ import tarfile
 import pytest
 import zstandard
 
-from course.data import texts
+from course.data.text import documents as texts
 
 PACKERS = {"": bytes, ".gz": lambda data: gzip.compress(data, mtime=0), ".xz": lzma.compress,
            ".zst": zstandard.ZstdCompressor().compress}

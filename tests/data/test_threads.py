@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from course.data import extents, threads
-from course.data.extents import File, States
-from course.data.pairs import Pairs
-from course.errors import CourseError
+from course.data.loaders import hdf5_extents, threads
+from course.data.loaders.hdf5_extents import StateFile, StateReader
+from course.data.weather.pairs import Pairs
+from course.utils.errors import CourseError
 from tests.conftest import GRID
 
 CPU = torch.device("cpu")
@@ -22,7 +22,7 @@ VALUES = np.random.default_rng(0).standard_normal(SHAPE, np.float32)
 def stored(path, values=VALUES, userblock=0, **options):
     with h5py.File(path, "w", userblock_size=userblock) as file:
         file.create_dataset("fields", data=values, **options)
-    return File(path)
+    return StateFile(path)
 
 
 def read(file, entry, piece=1000):
@@ -62,7 +62,7 @@ def test_virtual_external_and_unwritten_data_by_hdf5(tmp_path):
     with h5py.File(tmp_path / "unwritten.h5", "w") as file:
         file.create_dataset("fields", SHAPE, "f4", fillvalue=3)
     for name, wanted in {"virtual": VALUES[4], "external": VALUES[4], "unwritten": np.full(SHAPE[1:], 3)}.items():
-        file = File(tmp_path / f"{name}.h5")
+        file = StateFile(tmp_path / f"{name}.h5")
         assert file.offsets is None
         np.testing.assert_array_equal(read(file, 4), wanted)
 
@@ -72,9 +72,9 @@ def test_a_chunk_that_was_never_written_has_the_fill_value(tmp_path):
         fields = file.create_dataset("fields", SHAPE, "f4", chunks=(2, 3, 4, 16), fillvalue=-7)
         fields[3, 1] = 1
     wanted = np.full(SHAPE[1:], -7, np.float32)
-    np.testing.assert_array_equal(read(File(tmp_path / "x.h5"), 0), wanted)
+    np.testing.assert_array_equal(read(StateFile(tmp_path / "x.h5"), 0), wanted)
     wanted[1] = 1
-    np.testing.assert_array_equal(read(File(tmp_path / "x.h5"), 3), wanted)
+    np.testing.assert_array_equal(read(StateFile(tmp_path / "x.h5"), 3), wanted)
 
 
 def test_reads_are_of_a_piece_at_most_and_may_come_short(tmp_path, monkeypatch):
@@ -86,7 +86,7 @@ def test_reads_are_of_a_piece_at_most_and_may_come_short(tmp_path, monkeypatch):
         asked.append(len(buffers[0]))
         return preadv(handle, [buffers[0][:400]], offset)
 
-    monkeypatch.setattr(extents.os, "preadv", short)
+    monkeypatch.setattr(hdf5_extents.os, "preadv", short)
     np.testing.assert_array_equal(read(file, 2), VALUES[2])
     assert max(asked) == 1000 and sum(min(n, 400) for n in asked) == VALUES[0].nbytes
 
@@ -100,7 +100,7 @@ def test_a_file_cut_while_it_is_open_is_named_with_its_entry(tmp_path, options):
 
 
 def test_closing_closes_the_files(small_data):
-    states = States(Pairs(str(small_data), "train", 20, GRID))
+    states = StateReader(Pairs(str(small_data), "train", 20, GRID))
     before = len(os.listdir("/proc/self/fd"))
     states.read(0)
     states.read(30)

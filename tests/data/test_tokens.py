@@ -7,17 +7,20 @@ import numpy as np
 import pytest
 import torch
 
-from course import config, train
-from course.data import has_validation, indexed, native, open_data, order
-from course.data.tokens import Sequences
-from course.errors import CourseError
+from course import config
+from course.data import has_validation, open_data, order
+from course.data.loaders import native
+from course.data.text import indexed_files
+from course.data.text.sequences import Sequences
+from course.training import trainer
+from course.utils.errors import CourseError
 
 
 @pytest.fixture
 def folder(tmp_path):
     """Tokens 0 to 99 in train, in documents of 30, 0, 69 and 1; 5 in valid."""
     for split, documents in {"train": [range(30), [], range(30, 99), [99]], "valid": [range(5)]}.items():
-        with indexed.writing(tmp_path / split, 100) as writer:
+        with indexed_files.document_writer(tmp_path / split, 100) as writer:
             for document in documents:
                 writer.add(np.array(document, np.int64))
     (tmp_path / "meta.json").write_text(json.dumps({"vocab": 100}))
@@ -105,7 +108,7 @@ def test_padding_of_the_vocabulary_is_no_token(folder):
 
 
 def test_no_tokens_at_all(folder, tmp_path):
-    with indexed.writing(tmp_path / "test", 100):
+    with indexed_files.document_writer(tmp_path / "test", 100):
         pass
     with pytest.raises(CourseError, match=r"test\.bin has 0 tokens"):
         Sequences(folder, "test", 4, 100)
@@ -117,7 +120,8 @@ def test_a_pair_alone_trains_without_validation(folder, tmp_path, capfd):
     data.mkdir()
     for ending in ("bin", "idx"):
         (data / f"train.{ending}").write_bytes(Path(folder, f"train.{ending}").read_bytes())
-    train.main(config.load("gpt-demo", [f"data.path={data}", "model.context=8", "model.dim=16", "model.depth=1", "model.heads=2",
+    trainer.main(config.load("gpt-demo",
+                             [f"data.path={data}", "model.context=8", "model.dim=16", "model.depth=1", "model.heads=2",
                                         "train.steps=1", "train.global_batch=2", "train.device=cpu", f"log.dir={tmp_path}"]))
     assert f"{data} has no validation data: this run trains without validation" in capfd.readouterr().out
     (data / "valid.bin").write_bytes(b"")
@@ -131,7 +135,7 @@ def test_a_pair_alone_trains_without_validation(folder, tmp_path, capfd):
 def long(tmp_path):
     """Enough tokens, 40,000 of 2 bytes, that a system may end a process that reads what is no longer there."""
     for split in ("train", "valid"):
-        with indexed.writing(tmp_path / split, 100) as writer:
+        with indexed_files.document_writer(tmp_path / split, 100) as writer:
             writer.add(np.arange(40_000) % 99 + 1)
     return tmp_path
 
@@ -176,6 +180,6 @@ def test_parts_of_a_token_file_that_were_never_written_are_refused(long, spoil, 
 
 
 def test_reading_gives_the_mapped_tokens(long):
-    documents = indexed.Documents(long / "train")
+    documents = indexed_files.Documents(long / "train")
     for begin, count in ((0, 10), (39_990, 10), (123, 4567)):
         assert np.array_equal(documents.read(begin, count), documents.tokens[begin:begin + count])

@@ -6,11 +6,12 @@ import shutil
 import h5py
 import pytest
 
-from course import config, train
-from course.checkpoint import steps
-from course.data.digits import make_digits
-from course.data.watched import Watched
-from course.errors import CourseError
+from course import config
+from course.checkpoint.checkpoint import steps
+from course.data.file_watch import DataFileWatch
+from course.data.latents.digits import make_digits
+from course.training import trainer
+from course.utils.errors import CourseError
 from tests.conftest import tiny_settings
 
 
@@ -44,7 +45,7 @@ CHANGES = [(truncate, "has become shorter"), (grow, "has become longer"), (repla
 @pytest.mark.parametrize("name", ["train/1980.h5", "valid/1981.h5"])
 @pytest.mark.parametrize(("change", "sentence"), CHANGES)
 def test_a_file_that_changes_is_named(own_data, tmp_path, change, sentence, name):
-    watched = Watched(config.load("vit-demo", tiny_settings(own_data, tmp_path / "runs")))
+    watched = DataFileWatch(config.load("vit-demo", tiny_settings(own_data, tmp_path / "runs")))
     watched.check()
     change(own_data / name)
     with pytest.raises(CourseError, match=rf"{name[-7:]} {sentence}.* since this run began.*goes on from the checkpoint before"):
@@ -63,7 +64,7 @@ def move_on_the_disk(file):
 @pytest.mark.parametrize("change", [touch, move_on_the_disk])
 def test_a_file_that_only_looks_new_is_the_same(own_data, tmp_path, change):
     """Some people touch all files, lest they be purged; tiered disks bring files back under other numbers."""
-    watched = Watched(config.load("vit-demo", tiny_settings(own_data, tmp_path / "runs")))
+    watched = DataFileWatch(config.load("vit-demo", tiny_settings(own_data, tmp_path / "runs")))
     change(own_data / "train/1980.h5")
     watched.check()
 
@@ -72,22 +73,22 @@ def test_a_file_that_only_looks_new_is_the_same(own_data, tmp_path, change):
 @pytest.mark.parametrize(("change", "sentence"), [CHANGES[2], CHANGES[4]])
 def test_a_run_stops_at_the_next_checkpoint(own_data, tmp_path, monkeypatch, loader, change, sentence):
     settings = config.load("vit-demo", [*tiny_settings(own_data, tmp_path / "runs"), f"data.loader={loader}"])
-    saved = train.save
+    saved = trainer.save
 
     def change_after(*arguments):
         found = saved(*arguments)
         change(own_data / "train/1980.h5")
         return found
 
-    monkeypatch.setattr(train, "save", change_after)
+    monkeypatch.setattr(trainer, "save", change_after)
     with pytest.raises(CourseError, match=sentence):
-        train.main(settings)
-    assert [path.name for path in steps(train.run_folder(settings) / "checkpoints")] == ["step_000005"]
+        trainer.main(settings)
+    assert [path.name for path in steps(trainer.run_folder(settings) / "checkpoints")] == ["step_000005"]
 
 
 def test_shards_are_watched_as_well(tmp_path):
     make_digits(tmp_path / "digits")
-    watched = Watched(config.load("dit-digits", [f"data.path={tmp_path / 'digits'}"]))
+    watched = DataFileWatch(config.load("dit-digits", [f"data.path={tmp_path / 'digits'}"]))
     truncate(tmp_path / "digits/valid/00000.h5")
     with pytest.raises(CourseError, match=r"00000\.h5 has become shorter"):
         watched.check()

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from course.data import layout, weather
-from course.data.atmosphere import GAS, MEAN_PRESSURE, OMEGA, Atmosphere, Physics, saturation
-from course.data.sphere import RADIUS, Sphere, gaussian, smooth
-from course.data.stepping import exponentials, mixed
-from course.data.weather import View, Weather, make, truncation_of
-from course.errors import CourseError
+from course.data.weather import layout, simulation
+from course.data.weather.atmosphere import GAS, MEAN_PRESSURE, OMEGA, Atmosphere, Physics, saturation
+from course.data.weather.simulation import ChannelView, Weather, make, truncation_of
+from course.data.weather.sphere import RADIUS, Sphere, gaussian, smooth
+from course.data.weather.time_step import apply_matrices, exponentials
+from course.utils.errors import CourseError
 
 STILL = Physics(forced=False, mountains=0, smooth_hours=0, calm_hours=0)
 SMALL = Weather(grid=(16, 32), train=2, valid=1, test=1, times=3, device="cpu")
@@ -145,7 +145,7 @@ def test_the_linear_part_is_the_slope_of_the_whole():
     push = torch.zeros_like(rest)
     scale = torch.tensor([1e-9, 1e-9, 1e-4, 1e-4, 5e-2], dtype=torch.float64)[:, None]
     push[:, 2:7, 1:, 0] = torch.randn(1, 5, 21, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * scale
-    whole, linear = air.tendency(rest + push) - air.tendency(rest), mixed(push, air.waves, others=0)
+    whole, linear = air.tendency(rest + push) - air.tendency(rest), apply_matrices(push, air.waves, others=0)
     for field in range(2, 7):
         assert torch.allclose(whole[:, field], linear[:, field], rtol=0, atol=2e-4 * linear[:, field].abs().max().item())
 
@@ -228,7 +228,7 @@ def skill(fields: np.ndarray) -> float:
 
 def u10(grid: tuple[int, int], days: int, spin_up: int) -> np.ndarray:
     air = Atmosphere(truncation_of(Weather(grid=grid)))
-    view, state, out = View(air, grid), air.advance(air.start(0, [1979]), 24 * spin_up), []
+    view, state, out = ChannelView(air, grid), air.advance(air.start(0, [1979]), 24 * spin_up), []
     for _ in range(days * 4):
         out.append(view.channels(state)[0, 0].numpy())
         state = air.advance(state, 6)
@@ -327,7 +327,7 @@ def test_a_disk_without_room_for_the_years_is_said_before_they_are_simulated(tmp
     left = tmp_path / "train" / ".1979.h5.tmp"       # of a run that was killed
     left.parent.mkdir()
     left.touch()
-    monkeypatch.setattr(weather, "free_bytes", lambda path: 200_000 if not left.exists() else 0)
+    monkeypatch.setattr(simulation, "free_bytes", lambda path: 200_000 if not left.exists() else 0)
     with pytest.raises(CourseError, match=r"0\.9 MB are needed in \S*/train, and 0\.2 MB are free there"):
         make(dataclasses.replace(SMALL, path=str(tmp_path)), quiet)
     assert not list(tmp_path.rglob("*.h5"))
@@ -340,7 +340,7 @@ def test_a_run_that_is_interrupted_leaves_no_statistics_of_other_years(made, tmp
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("course.data.weather.write_years", interrupted)
+    monkeypatch.setattr("course.data.weather.simulation.write_years", interrupted)
     with pytest.raises(KeyboardInterrupt):
         make(config, quiet)
     assert not list(Path(config.path).glob("stats/*"))

@@ -6,7 +6,7 @@ from statistics import median
 import pytest
 
 from course import config
-from course.perf.steptime import predict
+from course.planner.step_time import predict
 from experiments import heldout
 
 LISTS = pytest.mark.parametrize("name", list(heldout.SEEDS))

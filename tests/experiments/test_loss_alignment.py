@@ -6,9 +6,9 @@ import math
 import pytest
 import torch
 
-from course.errors import CourseError
-from course.lab.lessons import ROOT
-from course.perf.recorded import RESULTS
+from course.bench.recorded_steps import RESULTS
+from course.lab.authoring.lessons import ROOT
+from course.utils.errors import CourseError
 from experiments import loss_alignment
 
 
@@ -63,9 +63,10 @@ def test_what_chooses_nothing_is_refused_before_everything_is_run(argument, sent
 
 
 def test_all_runs_are_configurations_from_the_same_weights():
-    from course import config, random
+    from course import config
     from course.models import build_model
     from course.parallel import place_serial
+    from course.utils import random
 
     for model in loss_alignment.MODELS:
         for name in loss_alignment.RUNS:
@@ -81,9 +82,9 @@ def test_weights_that_are_copies_of_masters_are_refused():
     """The optimizer would write its own over them after the first step."""
     from course import config
     from course.parallel import build_mesh, join
-    from course.train import assemble
+    from course.training.assemble import assemble
 
-    small = config.load("dit-demo", ["model.depth=1", "precision=bf16", "kernels=hand", "train.device=cpu"])
+    small = config.load("dit-demo", ["model.depth=1", "precision=bf16", "kernels=triton", "train.device=cpu"])
     training = assemble(small, build_mesh(small.parallel, join("cpu")))
     with pytest.raises(CourseError, match="has others, its masters: compare with kernels=pytorch and"):
         loss_alignment.same_weights(training.model, small, torch.device("cpu"))

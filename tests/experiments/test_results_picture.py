@@ -5,7 +5,7 @@ from experiments import results_picture
 
 def test_every_bar_is_a_recorded_number():
     figure = results_picture.draw()
-    for axis, values in zip(figure.axes, (results_picture.ladder(), results_picture.rivals()), strict=False):
+    for axis, values in zip(figure.axes, (results_picture.one_gpu(), results_picture.baselines()), strict=False):
         assert [bar.get_width() for bar in axis.patches] == list(values.values())
     third = [bar.get_width() for bar in figure.axes[2].patches]
     assert third == [pair[i] for i in (0, 1) for pair in results_picture.four().values()]

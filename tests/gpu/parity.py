@@ -12,15 +12,17 @@ from pathlib import Path
 
 import torch
 
-from course import config, verify
-from course.parallel import build_mesh, join, leave, overlap
+from course import config
+from course.bench.timing import machine
+from course.parallel import build_mesh, join, leave
 from course.parallel.mesh import AXES
-from course.perf.bench import machine
+from course.parallel.tensor_parallel import overlapped_linear
+from course.training import verify
 
 SMALL = {"vit-demo": ["model.grid=[32,64]", "model.dim=64", "model.depth=5", "model.heads=4", "model.residual=false"],
          "gpt-demo": ["model.dim=64", "model.depth=5", "model.heads=4", "model.vocab=512", "model.context=126"],
          "dit-demo": ["model.dim=64", "model.depth=5", "model.heads=4"]}
-SMALL_BATCH = overlap.SMALL
+SMALL_BATCH = overlapped_linear.SMALL
 STEPS = 5                                           # two of them replayed, where a graph is
 
 
@@ -41,21 +43,21 @@ def layouts(n: int) -> dict[str, list[str]]:
         "pp2 sp2": ["pp=2", "tp=2", "sp=true"], "pp2 cp2": ["pp=2", "cp=2"]} if n == 4 else {}
     found = {name: [f"parallel.{setting}" for setting in settings] + (["train.micro_batch=1"] if name.startswith("pp") else [])
              for name, settings in {**alone, **products}.items()}
-    by_hand = {f"{name}, by hand": [*found[name], "kernels=hand"] for name in (
+    triton = {f"{name}, Triton": [*found[name], "kernels=triton"] for name in (
         "tp", "sp", "sp one by one", "sp symmetric", "sp without overlap")}
-    graphs = {f"{name}, in a graph": [*(found | by_hand)[name], "graphs=true"] for name in (
-        "dp bucketed", "dp zero", "tp", "sp", "sp symmetric", "sp symmetric, by hand", "cp gather", "cp ring",
+    graphs = {f"{name}, in a graph": [*(found | triton)[name], "graphs=true"] for name in (
+        "dp bucketed", "dp zero", "tp", "sp", "sp symmetric", "sp symmetric, Triton", "cp gather", "cp ring",
         *["cp2 sp2"] * (n == 4))}
     compiled = {f"{name}, compiled": [*found[name], "compile=true"] for name in (
         "dp bucketed", "tp", "sp", "sp one by one", "sp without overlap", "cp gather", "cp ring", "cp all_to_all", "pp 1f1b")}
     again = {f"{name}, {how}": [*found[name], f"train.recompute={how}"] for name in ("sp", "sp symmetric", "cp ring")
              for how in ("full", "selective")}
-    both = {f"{name}, compiled": [*given, "compile=true"] for name, given in (again | by_hand).items()}
-    return found | compiled | again | by_hand | both | (graphs if torch.cuda.is_available() else {})
+    both = {f"{name}, compiled": [*given, "compile=true"] for name, given in (again | triton).items()}
+    return found | compiled | again | triton | both | (graphs if torch.cuda.is_available() else {})
 
 
-FEW = ("sp", "sp one by one", "tp, by hand", "sp, by hand", "sp, by hand, compiled", "sp symmetric, by hand",
-       "sp symmetric, by hand, in a graph",
+FEW = ("sp", "sp one by one", "tp, Triton", "sp, Triton", "sp, Triton, compiled", "sp symmetric, Triton",
+       "sp symmetric, Triton, in a graph",
        "cp ring", "cp2 sp2", "pp2 sp2", "pp 1f1b", "dp zero", "tp, compiled", "cp gather, compiled",
        "sp, compiled", "cp ring, compiled", "sp, selective", "sp, selective, compiled")
 
@@ -69,7 +71,7 @@ def main() -> None:
                       *(["optim.lr=0.01"] if preset == "dit-demo" else [])]
             known = verify.references(config.load(preset, common), world) if world.rank == 0 else None
             for name in sys.argv[3:] or [name for name in known_layouts if preset == "vit-demo" or name in FEW]:
-                overlap.SMALL = 0 if "one by one" in name else SMALL_BATCH
+                overlapped_linear.SMALL = 0 if "one by one" in name else SMALL_BATCH
                 torch._dynamo.reset()                # 2.11 fails where sizes become symbols because another layout had others
                 asked = config.load(preset, [*common, *known_layouts[name]])
                 sizes = tuple(getattr(asked.parallel, axis) for axis in AXES)

@@ -7,17 +7,23 @@ import sys
 import pytest
 import torch
 
-from course import checkpoint, config, evaluate, schema, train
-from course.data import numpy_files, open_pairs, train_loader, weather
+from course import config
+from course.bench import loaders as benchmark
+from course.checkpoint import checkpoint
+from course.config import schema
+from course.data import open_pairs, train_loader
+from course.data.loaders import numpy_files
+from course.data.weather import simulation
+from course.inference import forecast_scores
 from course.parallel import Axis
-from course.perf import loaders as benchmark
-from course.report import read_metrics
+from course.training import trainer
+from course.training.run_log import read_metrics
 from tests.conftest import tiny_settings
 from tests.data import test_loaders
 from tests.data.test_dali import assert_normalised_to_the_bit
 from tests.data.test_loaders import needs_dali
 from tests.faults import finish, start
-from tests.test_train import assert_same_run, final_tensors, job_that_fails, losses
+from tests.training.test_trainer import assert_same_run, final_tensors, job_that_fails, losses
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -27,7 +33,7 @@ def settings(data, tmp_path, *more):
 
 
 def run(*arguments):
-    return train.main(config.load("vit-demo", list(arguments)))
+    return trainer.main(config.load("vit-demo", list(arguments)))
 
 
 @pytest.mark.parametrize(("precision", "bound"), [("fp32", 1e-4), ("tf32", 5e-3), ("bf16", 2e-2), ("fp16", 5e-3)])
@@ -67,7 +73,7 @@ def test_compiled_follows_eager(small_data, tmp_path):
 
 def test_no_step_waits_for_the_gpu(small_data, tmp_path):
     """PyTorch's own detector: an implicit synchronisation in a step is an error."""
-    from tests import test_step
+    from tests.training import test_step
 
     parts = test_step.assemble("precision=bf16", "train.micro_batch=2", "optim.clip=1", device=torch.device("cuda"))
     batch = {name: value.cuda() for name, value in test_step.batches(1, torch.float32)[0].items()}
@@ -82,15 +88,15 @@ def test_no_step_waits_for_the_gpu(small_data, tmp_path):
 
 def test_evaluation_on_the_gpu_equals_the_cpu(small_data, tmp_path, monkeypatch):
     folder = run(*settings(small_data, tmp_path, "precision=fp32"))
-    gpu = evaluate.main(folder, samples=2)
+    gpu = forecast_scores.score_run(folder, samples=2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    cpu = evaluate.main(folder, samples=2)
+    cpu = forecast_scores.score_run(folder, samples=2)
     for a, b in zip(gpu["rmse"]["model"], cpu["rmse"]["model"], strict=True):
         assert a == pytest.approx(b, rel=1e-3)
 
 
 def test_the_atmosphere_runs_on_the_gpu(tmp_path):
-    weather.make(schema.build(weather.Weather, {"path": str(tmp_path), "train": 1, "valid": 0, "test": 0, "times": 8,
+    simulation.make(schema.build(simulation.Weather, {"path": str(tmp_path), "train": 1, "valid": 0, "test": 0, "times": 8,
                                                 "device": "cuda"}, "test"))
 
 

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from course import adam, between, config, gelu
-from course.average import Average
+from course import config
+from course.ops import fused_adam, fused_add_norm, fused_gelu
+from course.ops.ema import MovingAverage
 from course.parallel import build_mesh, join
-from course.train import assemble
+from course.training.assemble import assemble
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -26,14 +27,15 @@ def test_sums_norms_and_their_gradients_are_those_of_float64(samples, shape, bra
     y, gate, offset = y if branch else None, gate if branch and samples == len(x) else None, float(samples > 1)
     exact = [t.double().cpu() if t is not None else None for t in (x, y, gate, weight, bias)]
     found = torch.ops.course.add_norm(x, y, gate, weight, bias, 1e-5, offset, dtype)
-    wanted = between.add_norm_plain(*exact, 1e-5, offset, torch.float64)
+    wanted = fused_add_norm.add_norm_plain(*exact, 1e-5, offset, torch.float64)
     for mine, its in zip(found, wanted, strict=True):
         assert (mine.double().cpu() - its).norm() <= bound * its.norm()
     dz, dn, z = drawn(*shape, dtype=dtype), drawn(*shape, dtype=dtype), found[0] if branch else x
     for to_z in (dz, None):
         given = (to_z, dn, z, y if gate is not None else None, gate, weight, *found[2:])
         back = torch.ops.course.add_norm_backward(*given, offset, True, dtype, dtype)
-        wanted = between.add_norm_backward_plain(*(t.double().cpu() if t is not None else None for t in given), offset, True,
+        wanted = fused_add_norm.add_norm_backward_plain(*(t.double().cpu() if t is not None else None for t in given), offset,
+                                                        True,
                                                  torch.float64, torch.float64)
         for mine, its in zip(back, wanted, strict=True):
             assert (mine.double().cpu() - its).norm() <= bound * its.norm()
@@ -48,7 +50,7 @@ def test_float64_stays_float64():
     x, weight = drawn(2, 5, 100, dtype=torch.float64), drawn(1, 100, dtype=torch.float64)
     given = (x, None, None, weight, weight)
     found = *torch.ops.course.add_norm(*given, 1e-5, 0.0, x.dtype), torch.ops.course.gelu(x, True)
-    wanted = *between.add_norm_plain(*given, 1e-5, 0.0, x.dtype), gelu.gelu_plain(x, True)
+    wanted = *fused_add_norm.add_norm_plain(*given, 1e-5, 0.0, x.dtype), fused_gelu.gelu_plain(x, True)
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
@@ -59,8 +61,8 @@ def test_gelu_and_its_gradients_are_those_of_float64(tanh, dtype, bound):
     x, dy = 3 * drawn(3, 77, 1000, dtype=dtype), drawn(3, 77, 1000, dtype=dtype)
     exact, to_y = x.double().cpu(), dy.double().cpu()
     y, (dx, dbias) = torch.ops.course.gelu(x, tanh), torch.ops.course.gelu_backward(x, dy, tanh)
-    wanted = gelu.gelu_backward_plain(exact, to_y, tanh)
-    for mine, its in ((y, gelu.gelu_plain(exact, tanh)), (dx, wanted[0])):
+    wanted = fused_gelu.gelu_backward_plain(exact, to_y, tanh)
+    for mine, its in ((y, fused_gelu.gelu_plain(exact, tanh)), (dx, wanted[0])):
         assert (mine.double().cpu() - its).norm() <= bound * its.norm()
     torch.testing.assert_close(dbias.double(), dx.double().flatten(0, 1).sum(0), rtol=1e-4, atol=1e-4)
 
@@ -68,7 +70,7 @@ def test_gelu_and_its_gradients_are_those_of_float64(tanh, dtype, bound):
 def test_gelu_of_more_tokens_than_a_launch_has_programs_in_its_second_dim():
     x, dy = (drawn(65536 * 64 + 1, 8, dtype=torch.bfloat16) for _ in range(2))
     dx, sums = torch.ops.course.gelu_backward(x, dy, True)
-    wanted, _ = gelu.gelu_backward_plain(x[-100:].double(), dy[-100:].double(), True)
+    wanted, _ = fused_gelu.gelu_backward_plain(x[-100:].double(), dy[-100:].double(), True)
     assert (dx[-100:].double() - wanted).norm() <= 5e-3 * wanted.norm()
     torch.testing.assert_close(sums.double(), dx.double().sum(0), rtol=1e-3, atol=1.0)
 
@@ -78,13 +80,13 @@ def test_gelu_of_more_tokens_than_a_launch_has_programs_in_its_second_dim():
 def test_adam_updates_as_pytorchs_does_and_the_average_follows(ema, betas):
     """Large and small parameters, a step that is skipped, a gradient with a scale; states and averages, too."""
     found = []
-    for kind in (torch.optim.Adam, adam.Adam):
+    for kind in (torch.optim.Adam, fused_adam.Adam):
         torch.manual_seed(0)
         held = [torch.nn.Parameter(drawn(*shape, dtype=torch.float32)) for shape in ((1024, 1000), (7,), (512, 513))]
-        assert [adam.by_hand(p) for p in held] == [True, False, True]
+        assert [fused_adam.has_own_kernel(p) for p in held] == [True, False, True]
         lr = torch.tensor(1e-2, device="cuda")
         optimizer = kind(held, lr, betas, 1e-8, 0.1, fused=True, capturable=True)
-        average = Average(optimizer, ema) if ema else None
+        average = MovingAverage(optimizer, ema) if ema else None
         for number in range(5):
             for p in held:
                 p.grad = drawn(*p.shape, dtype=torch.float32) * 4
@@ -108,10 +110,10 @@ def test_adam_reads_gradients_and_writes_copies_in_16_bits(low, ema):
         for p in held if narrow else ():
             p.copy = p.detach().to(low)
             p.grad_dtype = low
-        optimizer = adam.Adam(held, torch.tensor(1e-2, device=held[0].device), (0.9, 0.999), 1e-8, 0.1, fused=True)
-        average = Average(optimizer, ema) if ema else None
+        optimizer = fused_adam.Adam(held, torch.tensor(1e-2, device=held[0].device), (0.9, 0.999), 1e-8, 0.1, fused=True)
+        average = MovingAverage(optimizer, ema) if ema else None
         for number in range(5):
-            before = [adam.copy_of(p).clone() for p in held if narrow]
+            before = [fused_adam.low_precision_copy(p).clone() for p in held if narrow]
             for p in held:
                 given = (drawn(*p.shape, dtype=torch.float32) * 4).to(low)
                 p.grad = given if narrow else given.float()
@@ -119,8 +121,8 @@ def test_adam_reads_gradients_and_writes_copies_in_16_bits(low, ema):
             optimizer.found_inf = torch.tensor(float(number == 2), device=held[0].device)
             optimizer.step()
             for p, old in zip(held, before, strict=narrow):
-                assert torch.equal(adam.copy_of(p), p.detach().to(low))
-                assert torch.equal(adam.copy_of(p), old) == (number == 2)
+                assert torch.equal(fused_adam.low_precision_copy(p), p.detach().to(low))
+                assert torch.equal(fused_adam.low_precision_copy(p), old) == (number == 2)
         states = [optimizer.state[p][name] for p in held for name in ("exp_avg", "exp_avg_sq", "step")]
         found.append([*(p.detach() for p in held), *states, *(average.values[p] for p in held if average)])
     for its, mine in zip(*found, strict=True):
@@ -144,33 +146,33 @@ def losses(kind, *settings):
 
 @pytest.mark.parametrize("kind", SETTINGS)
 def test_training_in_float32_is_the_same(kind):
-    assert losses(kind, "kernels=hand", "precision=fp32") == pytest.approx(losses(kind, "precision=fp32"), rel=1e-4)
+    assert losses(kind, "kernels=triton", "precision=fp32") == pytest.approx(losses(kind, "precision=fp32"), rel=1e-4)
 
 
 @pytest.mark.parametrize("kind", SETTINGS)
 @pytest.mark.parametrize("settings", [("precision=bf16",), ("precision=bf16", "train.recompute=selective"), ("precision=fp8",)],
                          ids=["bf16", "selective", "fp8"])
 def test_training_compiled_and_in_a_graph_is_close(kind, settings):
-    fast = losses(kind, "stream=narrow", "kernels=hand", "compile=true", "graphs=true", *settings)
+    fast = losses(kind, "stream=narrow", "kernels=triton", "compile=true", "graphs=true", *settings)
     assert fast == pytest.approx(losses(kind, "stream=narrow", *settings), rel=2e-2) and fast[-1] < fast[0]
 
 
 def trained(kind, masters, *settings):
     """Losses, and what the optimizer updates, of eight steps in 16 bits, with float32 masters or without."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(adam, "LARGE", 2**14)         # so that the kernel updates some
+        patch.setattr(fused_adam, "LARGE", 2**14)         # so that the kernel updates some
         if not masters:
             patch.setattr(config.Config, "masters", False)
         preset, *changes = SETTINGS[kind]
         c = config.load(preset, [*changes, "data.source=mock", "train.global_batch=4", "train.micro_batch=0", "optim.warmup=0",
-                                 "optim.schedule=constant", "optim.lr=1e-3", "kernels=hand", "attention=math", *settings])
+                                 "optim.schedule=constant", "optim.lr=1e-3", "kernels=triton", "attention=math", *settings])
         training = assemble(c, build_mesh(c.parallel, join("cuda")))
-        assert bool(training.gradients.values()) == masters
+        assert bool(training.gradients.full_master_weights()) == masters
         batch = training.model.example(4, torch.device("cuda"))
         found = [x.item() for _ in range(8) for x in training.step(batch)]
-    for copy, master in training.gradients.values().items():
+    for copy, master in training.gradients.full_master_weights().items():
         assert torch.equal(copy, master.to(copy.dtype))
-    return found, [p.detach() for p in training.gradients.parameters]
+    return found, [p.detach() for p in training.gradients.optimizer_parameters]
 
 
 @pytest.mark.parametrize("settings", [("precision=bf16",), ("precision=bf16", "graphs=true"), ("precision=fp16", "graphs=true"),

@@ -10,12 +10,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from course import checkpoint, config, random, schema
-from course.convert import command, te
-from course.evaluate import load_model
+from course import config
+from course.checkpoint import checkpoint
+from course.config import schema
+from course.convert import command, transformer_engine
+from course.inference.forecast_scores import load_model
 from course.models import build_model
-from course.models.layers import turns
+from course.models.layers import rope_cos_sin
 from course.parallel import Axis, World, place_serial
+from course.utils import random
 
 HAS = torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
 pytestmark = pytest.mark.skipif(not HAS, reason="needs a GPU and Transformer Engine")
@@ -61,7 +64,7 @@ def through_ours(run, x):
     model = model.to(x.dtype)
     c, batch = model.c, {}
     if c.position == "rotary":
-        batch["turn"] = turns(torch.arange(x.shape[1], device=GPU), c.dim // c.heads, c.rope_theta, torch.float32)
+        batch["turn"] = rope_cos_sin(torch.arange(x.shape[1], device=GPU), c.dim // c.heads, c.rope_theta, torch.float32)
     with torch.no_grad():
         for block in model.blocks.values():
             x = block(x, batch)
@@ -86,7 +89,7 @@ def difference(a, b):
     return ((a.double() - b.double()).norm() / b.double().norm()).item()
 
 
-@pytest.mark.parametrize("rows", te.ROWS)
+@pytest.mark.parametrize("rows", transformer_engine.ROWS)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("dtype", BOUNDS)
 def test_ours_in_theirs(name, rows, dtype, tmp_path, record_property):
@@ -106,7 +109,7 @@ def test_ours_in_theirs(name, rows, dtype, tmp_path, record_property):
     assert found < BOUNDS[dtype]
 
 
-@pytest.mark.parametrize("rows", te.ROWS)
+@pytest.mark.parametrize("rows", transformer_engine.ROWS)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("dtype", BOUNDS)
 def test_theirs_in_ours(name, rows, dtype, tmp_path, record_property):

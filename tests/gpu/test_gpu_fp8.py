@@ -6,15 +6,17 @@ import statistics
 import pytest
 import torch
 
-from course import config, fp8, te
-from course.errors import CourseError
-from course.fp8 import E4M3, E5M2, multiply, quantize, quantize_plain
+from course import config
+from course.bench import timing
+from course.fp8 import native, transformer_engine
+from course.fp8.native import E4M3, E5M2, multiply, quantize, quantize_plain
+from course.lab.instruments import loss_curves
 from course.models.layers import Block
 from course.parallel import World, build_mesh
-from course.perf import bench, curves
-from tests.test_fp8 import assemble, steps
+from course.utils.errors import CourseError
+from tests.fp8.test_native import assemble, steps
 
-HAS = torch.cuda.is_available() and torch.cuda.get_device_capability() >= fp8.LEAST
+HAS = torch.cuda.is_available() and torch.cuda.get_device_capability() >= native.LEAST
 pytestmark = pytest.mark.skipif(not HAS, reason="needs a GPU with FP8")
 NO_TE = importlib.util.find_spec("transformer_engine") is None
 GPU = torch.device("cuda")
@@ -48,7 +50,7 @@ def test_the_kernel_casts_every_16_bit_number_as_the_cpu_does(kind):
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize(("m", "k", "n"), [(256, 64, 128), (512, 4096, 512), (2048, 16384, 256)])
 def test_products_are_within_the_stated_bound_of_the_emulation(m, k, n, fast, record_property):
-    """Sums on the tensor cores have fewer bits than the emulation's: see the docstring of course.fp8."""
+    """Sums on the tensor cores have fewer bits than the emulation's: see the docstring of course.fp8.native."""
     one, note = torch.ones((), device=GPU), torch.zeros((), device=GPU)
     for first in (E4M3, E5M2):
         a, _ = quantize(torch.randn(m, k, device=GPU), one, note, first, False, False)
@@ -99,7 +101,7 @@ def test_a_step_can_be_captured_in_a_graph():
     torch.manual_seed(0)
     c = config.Config(precision="fp8", fp8=config.FP8(history=4))
     model = torch.nn.ModuleDict({"block": Block(256, 4, 1024, "block")}).cuda()
-    scaling = fp8.convert(model, c, build_mesh(c.parallel, World(device=GPU)))
+    scaling = native.convert(model, c, build_mesh(c.parallel, World(device=GPU)))
     x, good = torch.randn(2, 64, 256, device=GPU, requires_grad=True), torch.zeros((), device=GPU)
 
     def step() -> None:
@@ -129,20 +131,20 @@ def test_the_cast_is_bound_by_memory():
     """A bf16 tensor of 16384 x 4096 in one pass: 268 MB at 60% or more of what a plain copy reaches."""
     x = torch.randn(16384, 4096, device=GPU, dtype=torch.bfloat16)
     scale, amax = torch.ones((), device=GPU), torch.zeros((), device=GPU)
-    cast = statistics.median(bench.seconds(lambda: quantize(x, scale, amax, E4M3, True, True), GPU) for _ in range(3))
-    reached, copy = 4 * x.numel() / cast, 2e6 * 268 / bench.copy(268, GPU)
+    cast = statistics.median(timing.seconds(lambda: quantize(x, scale, amax, E4M3, True, True), GPU) for _ in range(3))
+    reached, copy = 4 * x.numel() / cast, 2e6 * 268 / timing.copy(268, GPU)
     print(f"cast {reached / 1e12:.2f} TB/s, copy {copy / 1e12:.2f} TB/s")
     assert reached > 0.6 * copy
 
 
-@pytest.mark.parametrize("by", ["hand", pytest.param("te", marks=pytest.mark.skipif(NO_TE, reason="needs Transformer Engine"))])
+@pytest.mark.parametrize("by", ["native", pytest.param("te", marks=pytest.mark.skipif(NO_TE, reason="needs Transformer Engine"))])
 @pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
 def test_loss_curves_lie_on_bf16s(by, recipe):
-    """The curves of `course.perf.curves` on the GPU, over 300 steps."""
-    if by == "hand" and recipe == "block":
+    """The curves of `course.lab.instruments.loss_curves` on the GPU, over 300 steps."""
+    if by == "native" and recipe == "block":
         pytest.skip("Transformer Engine's")
-    reference = curves.losses(("precision=bf16",), GPU)
-    gap = curves.gap(curves.losses(("precision=fp8", f"fp8.by={by}", f"fp8.recipe={recipe}"), GPU), reference)
+    reference = loss_curves.losses(("precision=bf16",), GPU)
+    gap = loss_curves.gap(loss_curves.losses(("precision=fp8", f"fp8.by={by}", f"fp8.recipe={recipe}"), GPU), reference)
     print(f"{by} {recipe}: {gap:.3f}")
     assert gap < 0.06
 
@@ -151,14 +153,14 @@ def test_loss_curves_lie_on_bf16s(by, recipe):
 def test_transformer_engine_starts_where_the_course_does():
     """Same weights, first step: by hand, by Transformer Engine and bf16 have one loss, to FP8's rounding."""
     first = {}
-    for name, more in {"bf16": ["precision=bf16"], "hand": ["precision=fp8"], "te": ["precision=fp8", "fp8.by=te"]}.items():
-        training = assemble("train.device=cuda", *more, preset="vit-demo", base=[*curves.VIT])
+    for name, more in {"bf16": ["precision=bf16"], "native": ["precision=fp8"], "te": ["precision=fp8", "fp8.by=te"]}.items():
+        training = assemble("train.device=cuda", *more, preset="vit-demo", base=[*loss_curves.VIT])
         first[name] = training.step(training.model.example(8, GPU))[0].item()
-    assert first["hand"] == pytest.approx(first["bf16"], rel=1e-2) and first["te"] == pytest.approx(first["bf16"], rel=1e-2)
+    assert first["native"] == pytest.approx(first["bf16"], rel=1e-2) and first["te"] == pytest.approx(first["bf16"], rel=1e-2)
 
 
 @pytest.mark.skipif(NO_TE, reason="needs Transformer Engine")
 def test_a_recipe_that_the_gpu_lacks_is_a_sentence():
     if torch.cuda.get_device_capability() < (10, 0):
         with pytest.raises(CourseError, match=r"fp8\.recipe=mxfp8 does not run on"):
-            te.load(GPU, "mxfp8")
+            transformer_engine.load(GPU, "mxfp8")

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from course import config
-from course.average import average_of
-from course.errors import CourseError
+from course.ops.ema import moving_average
 from course.parallel import build_mesh, join
-from course.train import Training, assemble
+from course.training.assemble import Training, assemble
+from course.utils.errors import CourseError
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 SMALL = ["data.source=mock", "model.grid=[16,32]", "model.depth=3", "model.dim=64", "model.heads=4", "train.global_batch=4",
@@ -32,7 +32,7 @@ def trained(*settings: str, steps: int = 10, bad: int = 7) -> tuple[list[float],
         if number == bad:
             batch["input"][0, 0, 0, 0] = float("inf")
         losses.append(training.step(batch)[0])
-    kept = [*training.model.parameters(), *average_of(training.optimizer).values()]
+    kept = [*training.model.parameters(), *moving_average(training.optimizer).values()]
     return [loss.item() for loss in losses], [p.detach().clone() for p in kept], int(training.progress.skipped_steps.item())
 
 

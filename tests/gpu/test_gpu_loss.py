@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from course.compilation import compile_parts
 from course.models import gpt
-from course.precision import set_matmul
+from course.ops.number_formats import set_matmul_precision
+from course.training.compile import compile_parts
 from tests.models.test_gpt import batch, prepared, shaken
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 def test_the_kernel_gives_losses_and_gradients_of_float64(tokens, vocab, dtype, bound):
     """Up to the rounding of each gradient, in float32 to that of the GPU's quick exponentials; large logits, a weight of zero,
     the first and the last column as targets."""
-    from course.loss_kernel import cross_entropy_
+    from course.ops.cross_entropy_triton import cross_entropy_
 
     make = torch.Generator("cuda").manual_seed(0)
     logits = (torch.randn(tokens, vocab, device="cuda", generator=make) * 20).to(dtype)
@@ -33,7 +33,7 @@ def test_the_kernel_gives_losses_and_gradients_of_float64(tokens, vocab, dtype, 
 
 
 def test_a_logit_that_is_no_number_makes_the_loss_none():
-    from course.loss_kernel import cross_entropy_
+    from course.ops.cross_entropy_triton import cross_entropy_
 
     for bad in (float("nan"), float("inf")):
         logits = torch.zeros(2, 100, device="cuda")
@@ -45,7 +45,7 @@ def test_a_logit_that_is_no_number_makes_the_loss_none():
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
 def test_chunks_on_a_gpu_are_the_loss_on_a_cpu_in_float64(tied, compiled):
-    set_matmul("fp32")                              # other tests of this process may have let it round
+    set_matmul_precision("fp32")                    # other tests of this process may have let it round
     found = []
     for device in ("cpu", "cuda"):
         model, b = shaken(loss_chunk=7, tied=tied), batch(3)
@@ -65,7 +65,7 @@ def test_chunks_on_a_gpu_are_the_loss_on_a_cpu_in_float64(tied, compiled):
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.float16, 2**-11), (torch.bfloat16, 2**-8)])
 def test_the_kernels_of_a_vocabulary_in_pieces(tokens, vocab, dtype, bound):
     """Two ranks' columns, put together here as `VocabularyCrossEntropy.in_place` has its ranks do."""
-    from course import loss_kernel
+    from course.ops import cross_entropy_triton
 
     make = torch.Generator("cuda").manual_seed(0)
     whole = (torch.randn(tokens, 2 * vocab, device="cuda", generator=make) * 20).to(dtype)
@@ -75,18 +75,18 @@ def test_the_kernels_of_a_vocabulary_in_pieces(tokens, vocab, dtype, bound):
     losses, grad = gpt.CrossEntropy().with_gradient(whole.double(), target)
     pieces = [piece.contiguous() for piece in whole.chunk(2, 1)]
     columns = [torch.where(target // vocab == rank, target % vocab, -1) for rank in range(2)]
-    found = torch.stack([loss_kernel.summarize(*given) for given in zip(pieces, columns, strict=True)])     # (2, 3, N)
+    found = torch.stack([cross_entropy_triton.summarize(*given) for given in zip(pieces, columns, strict=True)])     # (2, 3, N)
     largest = found[:, 0].amax(0)
     logs = (found[:, 1] * (found[:, 0] - largest).exp()).sum(0).log() + largest
     torch.testing.assert_close((logs - found[:, 2].sum(0)).double(), losses, rtol=1e-6, atol=1e-5)
     for piece, column in zip(pieces, columns, strict=True):
-        loss_kernel.differentiate_(piece, column, weights, logs)
+        cross_entropy_triton.differentiate_(piece, column, weights, logs)
     wanted = grad * weights[:, None]
     assert (torch.cat(pieces, 1).double() - wanted).norm() <= bound * wanted.norm()
 
 
 def test_grouped_heads_in_32_bits_keep_no_scores():
-    from course.attention import attend
+    from course.ops.attention import attend
 
     q, k, v = (torch.randn(1, heads, 4096, 64, device="cuda", requires_grad=True) for heads in (8, 2, 2))
     torch.cuda.reset_peak_memory_stats()

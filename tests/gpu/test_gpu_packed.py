@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from course import packed
-from course.errors import CourseError
-from course.packed import attention_backward_plain, attention_plain, packed_attention
+from course.ops import packed_attention as packed
+from course.ops.packed_attention import attention_backward_plain, attention_plain, packed_attention
+from course.utils.errors import CourseError
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -38,7 +38,7 @@ def test_more_heads_than_a_launch_can_have_get_a_sentence():
 
 def test_a_longer_sample_than_32_bit_places_reach_gets_a_sentence():
     """On the meta device, where it takes no memory."""
-    from course.attention_kernel import Tile
+    from course.ops.packed_attention_triton import Tile
 
     tile, most = Tile(64, 64, 2), 2**31 // (3 * 8 * 64)
     qkv = torch.empty(1, most + 1, 3, 8, 64, device="meta", dtype=torch.bfloat16)
@@ -50,7 +50,7 @@ def test_a_longer_sample_than_32_bit_places_reach_gets_a_sentence():
 @pytest.mark.parametrize(("width", "capability", "small"), [(120, (12, 0), True), (104, (12, 1), True), (96, (12, 0), False),
                                                             (120, (8, 9), False), (120, (9, 0), False)])
 def test_wide_heads_have_small_tiles_where_there_is_little_shared_memory(width, capability, small, monkeypatch):
-    from course.attention_kernel import cramped
+    from course.ops.packed_attention_triton import cramped
 
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
     assert cramped(torch.empty(1, 1, 3, 1, width, device="meta")) == small

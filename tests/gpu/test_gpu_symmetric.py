@@ -1,6 +1,7 @@
-"""Exchanges through each other's memory (`course/parallel/symmetric.py`) give exact answers, in whole numbers: eager, hidden and
-not, in two CUDA graphs that share rooms, and eager between their replays, with half of the GPUs late. A GPU that is late when its
-room is made would write zeros over what a faster one has put there, its signal that it has come included."""
+"""Exchanges through each other's memory (`course/parallel/tensor_parallel/symmetric_memory.py`) give exact answers, in whole
+numbers: eager, hidden and not, in two CUDA graphs that share rooms, and eager between their replays, with half of the GPUs late.
+A GPU that is late when its room is made would write zeros over what a faster one has put there, its signal that it has come
+included."""
 
 import subprocess
 import sys
@@ -9,8 +10,9 @@ import pytest
 import torch
 
 from course.config import Parallel
-from course.parallel import build_mesh, joined, overlap, symmetric
+from course.parallel import build_mesh, joined
 from course.parallel.mesh import Axis
+from course.parallel.tensor_parallel import overlapped_linear, symmetric_memory
 
 GPUS = torch.cuda.device_count()
 SHAPES = ((3, 8, 16), (1, 8, 16), (2, 4, 1152))    # samples, tokens of a sample, width
@@ -35,7 +37,7 @@ def test_the_kernels_sum_is_the_plain_one(dtype, n, samples, tokens, width):
     for rank, own in enumerate(all_of_x.chunk(n, 1)):
         given = pieces.clone()
         given[rank] = torch.nan
-        wanted = symmetric.add_up_plain(own.cpu(), given.cpu(), rank)
+        wanted = symmetric_memory.sum_pieces_plain(own.cpu(), given.cpu(), rank)
         assert torch.equal(torch.ops.course.add_up(own, given, rank).cpu(), wanted)
 
 
@@ -64,10 +66,10 @@ class Case:
     def __call__(self) -> None:
         """Three exchanges of each kind, so that a place is used twice; what comes is copied before the next begins."""
         for _ in range(3):
-            whole = overlap.gather(self.piece, self.axis, self.shape[1], direct=True, hidden=self.hidden)()
+            whole = overlapped_linear.gather(self.piece, self.axis, self.shape[1], direct=True, hidden=self.hidden)()
             self.whole.copy_(whole)
             with torch.autocast("cuda", torch.bfloat16):                # as a step has it, whose sums are in float32
-                sums = overlap.scatter(self.wide[..., :self.shape[2]], self.axis, direct=True, hidden=self.hidden)()
+                sums = overlapped_linear.scatter(self.wide[..., :self.shape[2]], self.axis, direct=True, hidden=self.hidden)()
             self.sums.copy_(sums)
             assert whole.dtype == sums.dtype == torch.bfloat16
 
@@ -82,7 +84,7 @@ class Case:
 def captured(case: Case) -> torch.cuda.CUDAGraph:
     """The exchanges of a case as a graph."""
     graph = torch.cuda.CUDAGraph()
-    symmetric.new_graph()
+    symmetric_memory.new_graph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         case()
     return graph

@@ -5,14 +5,14 @@ from typing import Any
 
 import nbformat
 
-from course.lab import lessons
-from course.lab.exercise import find, known_mistakes, right, wrong
+from course.lab.authoring import lessons
+from course.lab.checks.exercise import find, known_mistakes, right, wrong
 
 
 def notebook(lesson: str, **answers: str) -> Any:
     """The learner's blank notebook of a lesson with the cells of these exercises (matmul_cost for matmul-cost) filled in."""
     master, = lessons.masters([lesson])
-    blank = lessons.learners(master)
+    blank = lessons.learner_notebook(master)
     for name, source in answers.items():
         cell, = [c for c in blank.cells if c.metadata.get("nbgrader", {}).get("grade_id") == name.replace("_", "-")]
         cell.source = source
@@ -22,7 +22,7 @@ def notebook(lesson: str, **answers: str) -> Any:
 def solved(lesson: str) -> Any:
     """A notebook in which everything is right."""
     master, = lessons.masters([lesson])
-    return lessons.instructors(master)
+    return lessons.instructor_notebook(master)
 
 
 def hand_in(path: Path, content: Any) -> Path:
@@ -64,10 +64,10 @@ HOSTILE = {
                               "        found += [folder + '/' + f for f in files if f in ('gradebook.csv', '00_start_here.py')\n"
                               "                  or 'lab/mistakes' in folder]\n"
                               "raise (LookupError if found else RuntimeError)('found: ' + ' '.join(found))"),
-    "alters the checks": ("import course.lab.check as c, course.lab.child, course.lab.exercise as e\n"
+    "alters the checks": ("import course.lab.checks.check as c, course.lab.sandbox.child, course.lab.checks.exercise as e\n"
                           "c.judge = lambda *a: ([c.Fact(True, 'fine')], '')\nc.differ = lambda *a: ''\n"
                           "c.Verdict.passed = property(lambda self: True)\n"
-                          "for f in (c.__file__, e.__file__, course.lab.child.__file__):\n"
+                          "for f in (c.__file__, e.__file__, course.lab.sandbox.child.__file__):\n"
                           "    try: open(f, 'w').write('')\n    except OSError: pass\nreturn 1.0"),
     "looks through the frames": ("import sys, gc\nframe = sys._getframe()\nwhile frame:\n"
                                  "    for value in list(frame.f_locals.values()):\n"
@@ -77,7 +77,8 @@ HOSTILE = {
     "makes a tensor that equals anything": ("class Any(float):\n    def __eq__(self, other): return True\n    __hash__ = None\n"
                                             "    def __sub__(self, other): return 0.0\nreturn Any(1.0)"),
     "calls out": ("import socket\nsocket.create_connection(('127.0.0.1', PORT), timeout=2).send(b'here')\nreturn 1.0"),
-    "calls the library": "from course.lab.exercises import start\nreturn start.roofline_seconds(1, 1, 1, 1)",
+    "calls the library": "from course.lab.exercises.lesson00_start_here import roofline_seconds\n"
+                         "return roofline_seconds(1, 1, 1, 1)",
 }
 
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from course.lab import cells, check, present
-from course.lab.exercise import UNKNOWN, Exercise, all_exercises, find, known_mistakes, right, wrong
+from course.lab.checks import check, notebook_cells, render
+from course.lab.checks.exercise import UNKNOWN, Exercise, all_exercises, find, known_mistakes, right, wrong
 from tests.lab import answers
 
 EXERCISES = all_exercises()
@@ -29,7 +29,7 @@ def each(names):
 def test_right_answers_pass_and_wrong_ones_fail_with_a_hint(exercise, monkeypatch):
     """On inputs as learners have them, and on hidden ones, whose sizes they never saw; on ranks wrong ones on the former."""
     rights, wrongs = [right(exercise), *answers.others(exercise.name)], answers.plausible(exercise.name)
-    slips = check.comparable(exercise)
+    slips = check.comparable_mistakes(exercise)
     sources = rights + [wrong(exercise, slip) for slip in slips] + [source for source, _ in wrongs]
     assert len(set(sources)) == len(sources), "an answer is there twice: what it replaces is not there"
     for hidden, found in judged(exercise, sources, monkeypatch).items():
@@ -38,7 +38,7 @@ def test_right_answers_pass_and_wrong_ones_fail_with_a_hint(exercise, monkeypatc
             assert len(facts) == len(exercise.claims) * len(exercise.sizes)
         for slip, (facts, hint) in zip(slips, found[len(rights):], strict=False):
             assert not all(fact.held for fact in facts), f"{slip.name} passes"
-            assert hint == slip.hint or slip.hint in hint.split(check.EITHER), f"{slip.name}: {facts}"
+            assert hint == slip.hint or slip.hint in hint.split(check.HINT_SEPARATOR), f"{slip.name}: {facts}"
         for (source, words), (facts, hint) in zip(wrongs, found[len(rights) + len(slips):], strict=False):
             if hidden or words is not None:
                 assert not all(fact.held for fact in facts) and hint, f"{source}\n{facts}"
@@ -51,7 +51,7 @@ def judged(exercise: Exercise, sources: Sequence[str], monkeypatch: pytest.Monke
     All run in one process for each number of ranks, with what they are compared with beside them: to start one takes seconds.
     """
     rights = {right(exercise), *answers.others(exercise.name)}
-    slips = [wrong(exercise, slip) for slip in check.comparable(exercise)]
+    slips = [wrong(exercise, slip) for slip in check.comparable_mistakes(exercise)]
     costly = max(exercise.sizes) > 1                 # one that stops takes its ranks with it, and new ones take seconds
     found: dict[tuple[bool, str], Judged] = {(hidden, source): ([], "") for hidden in (False, True) for source in sources
                                              if source in rights or not (hidden and costly)}
@@ -60,15 +60,15 @@ def judged(exercise: Exercise, sources: Sequence[str], monkeypatch: pytest.Monke
         beside = [(hidden, slip) for hidden, source in left if source not in rights for slip in slips]
         tried = list(dict.fromkeys([*left, *beside]))
         inputs = {hidden: exercise.draw(SEED, hidden) for hidden in (False, True)}
-        runs, _ = check.execute(exercise, [(cells.whole(source), inputs[hidden]) for hidden, source in
+        runs, _ = check.run_answers(exercise, [(notebook_cells.whole_answer(source), inputs[hidden]) for hidden, source in
                                            [(False, right(exercise)), (True, right(exercise)), *tried]], size, None)
         assert not runs[0].error and not runs[1].error
         came = dict(zip(tried, runs[2:], strict=True))
         for hidden, source in left:
             reference = (runs[hidden], *(came.get((hidden, slip), check.Run()) for slip in slips))
-            monkeypatch.setattr(check, "wanted", lambda *_, runs=reference: runs[0])
-            monkeypatch.setattr(check, "reference", lambda *_, runs=reference: runs)
-            facts, hint = check.judge(exercise, came[hidden, source], SEED, hidden, size)
+            monkeypatch.setattr(check, "expected_run", lambda *_, runs=reference: runs[0])
+            monkeypatch.setattr(check, "reference_runs", lambda *_, runs=reference: runs)
+            facts, hint = check.compare_run(exercise, came[hidden, source], SEED, hidden, size)
             found[hidden, source] = found[hidden, source][0] + facts, hint
     return {hidden: [judged for (which, _), judged in found.items() if which == hidden] for hidden in (False, True)}
 
@@ -77,18 +77,18 @@ def judged(exercise: Exercise, sources: Sequence[str], monkeypatch: pytest.Monke
 def test_a_mistake_that_yields_nothing_to_compare_with_fails_with_a_hint(name):
     for slip in known_mistakes(find(name)):
         if slip.silent:
-            found = check.examine(find(name), cells.whole(wrong(find(name), slip)), SEED)
-            assert not found.passed and found.hint not in ("", UNKNOWN), f"{slip.name}: {present.text(found)}"
+            found = check.check_answer(find(name), notebook_cells.whole_answer(wrong(find(name), slip)), SEED)
+            assert not found.passed and found.hint not in ("", UNKNOWN), f"{slip.name}: {render.text(found)}"
 
 
 @each([QUICK, RANKS])                                # the way is the same for all, and lessons' masters go it, too
 def test_a_mistake_in_a_process_of_its_own_gets_the_same_hint(name):
     mistake = known_mistakes(find(name))[0]
-    found = check.examine(find(name), cells.whole(wrong(find(name), mistake)), SEED)
-    assert not found.passed and found.hint == mistake.hint, present.text(found)
+    found = check.check_answer(find(name), notebook_cells.whole_answer(wrong(find(name), mistake)), SEED)
+    assert not found.passed and found.hint == mistake.hint, render.text(found)
 
 
 @each([QUICK, RANKS])
 def test_the_right_answer_passes_as_it_is_graded(name):
-    found = check.examine(find(name), cells.whole(right(find(name))), SEED, hidden=True)
-    assert found.passed, present.text(found)
+    found = check.check_answer(find(name), notebook_cells.whole_answer(right(find(name))), SEED, hidden=True)
+    assert found.passed, render.text(found)

@@ -8,13 +8,13 @@ import warnings
 import nbformat
 import pytest
 
-from course.errors import CourseError
-from course.lab import cells
+from course.lab.checks import notebook_cells
+from course.utils.errors import CourseError
 
 
 def run(cell_list, *names):
     """Execute the slice; returns its namespace and source."""
-    answer = cells.definitions(cell_list, names)
+    answer = notebook_cells.definitions(cell_list, names)
     assert not answer.problem, answer.problem
     space = {"__name__": "answer"}
     exec(answer.source, space)
@@ -63,47 +63,48 @@ def test_magics_shell_and_star_imports():
 
 
 def test_missing_and_broken_are_told_apart():
-    assert "f is not defined" in cells.definitions(["g = 1"], ["f"]).problem
-    broken = cells.definitions(["g = 1", "def f(:\n  pass"], ["f"]).problem
+    assert "f is not defined" in notebook_cells.definitions(["g = 1"], ["f"]).problem
+    broken = notebook_cells.definitions(["g = 1", "def f(:\n  pass"], ["f"]).problem
     assert broken.startswith("the cell with `def f` is not valid Python: line 1, `def f(:`: ")
-    assert "not valid Python" in cells.definitions(["f = 1\nreturn f"], ["f"]).problem
-    assert not cells.definitions(["def broken(:", "def f(): pass"], ["f"]).problem
-    assert cells.definitions(["def f(): pass", "def f(:\n  pass"], ["f"]).broken      # not the one before
-    assert not cells.definitions(["g = 1"], ["f"]).broken
-    assert not cells.definitions(["def f(:\n  pass", "def f(): pass"], ["f"]).problem
+    assert "not valid Python" in notebook_cells.definitions(["f = 1\nreturn f"], ["f"]).problem
+    assert not notebook_cells.definitions(["def broken(:", "def f(): pass"], ["f"]).problem
+    assert notebook_cells.definitions(["def f(): pass", "def f(:\n  pass"], ["f"]).broken      # not the one before
+    assert not notebook_cells.definitions(["g = 1"], ["f"]).broken
+    assert not notebook_cells.definitions(["def f(:\n  pass", "def f(): pass"], ["f"]).problem
 
 
 @pytest.mark.parametrize(("cell", "line"), [
     ("import torch\n\nx = 1\ndef f():\n    return x +\n", 5), ("\n\ndef f(:\n    pass", 3), ("%%time\ndef f():\n  return )", 3)])
 def test_a_broken_cell_is_named_with_its_line(cell, line):
-    problem = cells.definitions(["print(1)", cell], ["f"]).problem
+    problem = notebook_cells.definitions(["print(1)", cell], ["f"]).problem
     assert problem.startswith("the cell with `def f`") and f"line {line}, `" in problem
     assert "<unknown>" not in problem and "code cell" not in problem
 
 
 def test_a_broken_cell_that_defines_nothing_wanted_is_named_by_its_beginning():
-    problem = cells.definitions(["\n# my try\nreturn f(3)"], ["f"]).problem
+    problem = notebook_cells.definitions(["\n# my try\nreturn f(3)"], ["f"]).problem
     assert problem == "the cell that begins with `# my try` is not valid Python: line 3, `return f(3)`: 'return' outside function"
 
 
 def test_pieces_know_their_cells_and_lines():
     """Lines count from the top of the cell, whatever else the answer needs and whatever IPython takes away."""
-    found = cells.definitions(["import math\nimport torch", "%%time\n\nhalf = 0.5",
+    found = notebook_cells.definitions(["import math\nimport torch", "%%time\n\nhalf = 0.5",
                                "\n# a remark\n\n@staticmethod\ndef g(): return half",
                                "!ls\n%matplotlib inline\ndef f():\n    return g(), math.pi"], ["f"])
     assert [(piece.cell, piece.line) for piece in found.pieces] == [
         ("the cell that begins with `import math`", 1), ("the cell that begins with `%%time`", 3),
         ("the cell that begins with `# a remark`", 4), ("the cell with `def f`", 3)]
     assert [piece.text.split("\n")[0] for piece in found.pieces] == ["import math", "half = 0.5", "@staticmethod", "def f():"]
-    assert cells.called("class Mine:\n  def f(self): pass", ["Mine"]) == "the cell with `class Mine`"
-    assert len(cells.called("x" * 1000, ["f"])) < 100
+    assert notebook_cells.name_cell("class Mine:\n  def f(self): pass", ["Mine"]) == "the cell with `class Mine`"
+    assert len(notebook_cells.name_cell("x" * 1000, ["f"])) < 100
 
 
 def test_reads_notebooks_and_scripts(tmp_path):
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell("# hello"), nbformat.v4.new_code_cell("x = 1")])
     nbformat.write(notebook, tmp_path / "a.ipynb")
     (tmp_path / "a.py").write_text("# %% [markdown]\n# # hello\n\n# %%\nx = 1\n")
-    assert cells.code(cells.load(tmp_path / "a.ipynb")) == cells.code(cells.load(tmp_path / "a.py")) == ["x = 1"]
+    codes = [notebook_cells.code_cells(notebook_cells.load_notebook(tmp_path / name)) for name in ("a.ipynb", "a.py")]
+    assert codes == [["x = 1"]] * 2
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe\x00", b'{"cells": 3}', b'{"nbformat": 4, "nbformat_minor": 5}',
@@ -113,23 +114,23 @@ def test_a_damaged_notebook_is_a_sentence(tmp_path, content):
     path = tmp_path / "a.ipynb"
     path.write_bytes(content)
     with pytest.raises(CourseError, match=r"a\.ipynb"):
-        cells.load(path)
+        notebook_cells.load_notebook(path)
 
 
 def test_too_large_missing_or_of_another_kind(tmp_path, monkeypatch):
     with pytest.raises(CourseError, match=r"no such file$"):
-        cells.load(tmp_path / "b.ipynb")
+        notebook_cells.load_notebook(tmp_path / "b.ipynb")
     (tmp_path / "01_baseline_mine.ipynb").touch()
     with pytest.raises(CourseError, match=r"no such file \(did you mean '01_baseline_mine.ipynb'\?\)"):
-        cells.load(tmp_path / "01_baselin_mine.ipynb")
+        notebook_cells.load_notebook(tmp_path / "01_baselin_mine.ipynb")
     with pytest.raises(CourseError, match="give a notebook"):
-        cells.load(tmp_path / "b.docx")
+        notebook_cells.load_notebook(tmp_path / "b.docx")
     (tmp_path / "a.py").write_text("x = '" + "a" * 1_000_001 + "'\n")
     with pytest.raises(CourseError, match="MB of code"):
-        cells.load(tmp_path / "a.py")
-    monkeypatch.setattr(cells, "LARGEST", 10)
+        notebook_cells.load_notebook(tmp_path / "a.py")
+    monkeypatch.setattr(notebook_cells, "MAX_BYTES", 10)
     with pytest.raises(CourseError, match="clear its outputs"):
-        cells.load(tmp_path / "a.py")
+        notebook_cells.load_notebook(tmp_path / "a.py")
 
 
 def test_cells_without_ids_are_read_without_a_warning(tmp_path):
@@ -139,7 +140,7 @@ def test_cells_without_ids_are_read_without_a_warning(tmp_path):
     file.write_text(json.dumps({"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": [cell]}))
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        assert cells.code(cells.load(file)) == ["x = 1"]
+        assert notebook_cells.code_cells(notebook_cells.load_notebook(file)) == ["x = 1"]
     assert not told
 
 
@@ -163,22 +164,22 @@ def test_a_file_is_read_however_a_program_on_windows_saves_it(tmp_path, how, suf
     text = f"# %% [markdown]\n# # Übung\n\n# %%\n{answer}"
     text = json.dumps(notebook, ensure_ascii=False, indent=1) if suffix == ".ipynb" else text
     path.write_bytes(WINDOWS[how](text))
-    read = cells.load(path)
+    read = notebook_cells.load_notebook(path)
     assert read.cells[0].source.rstrip("\n") == "# Übung"
-    space, _ = run(cells.code(read), "f")
-    assert space["f"](2) == "üü" and "\r" not in "".join(cells.code(read))
+    space, _ = run(notebook_cells.code_cells(read), "f")
+    assert space["f"](2) == "üü" and "\r" not in "".join(notebook_cells.code_cells(read))
 
 
 def test_a_script_that_names_its_encoding_is_read_in_it(tmp_path):
     path = tmp_path / "01_baseline.py"
     path.write_bytes("# -*- coding: koi8-r -*-\n# %%\nanswer = 'привет'\n".encode("koi8-r"))
-    assert "привет" in "".join(cells.code(cells.load(path)))
+    assert "привет" in "".join(notebook_cells.code_cells(notebook_cells.load_notebook(path)))
 
 
 def test_line_ends_and_marks_inside_cells_are_no_part_of_them(tmp_path):
     path = tmp_path / "01_baseline.ipynb"
     nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("\ufeffdef f(x):\r\n    return x\r\n")]), path)
-    assert cells.code(cells.load(path)) == ["def f(x):\n    return x\n"]
+    assert notebook_cells.code_cells(notebook_cells.load_notebook(path)) == ["def f(x):\n    return x\n"]
 
 
 @pytest.mark.parametrize("text, says", [
@@ -188,7 +189,7 @@ def test_the_cure_is_one_that_helps(tmp_path, text, says):
     path = tmp_path / "01_baseline.ipynb"
     path.write_text(text)
     with pytest.raises(CourseError) as caught:
-        cells.load(path)
+        notebook_cells.load_notebook(path)
     assert says in str(caught.value) and ("JupyterLab" in str(caught.value)) == ("JupyterLab" in says)
 
 
@@ -200,13 +201,13 @@ def test_ids_of_cells_that_are_there_twice_or_not_say_nothing(tmp_path, recwarn)
     path = tmp_path / "01_baseline.ipynb"
     path.write_text(json.dumps(notebook))
     warnings.simplefilter("always")
-    assert len(cells.load(path).cells) == 4 and not recwarn.list
+    assert len(notebook_cells.load_notebook(path).cells) == 4 and not recwarn.list
 
 
 def test_statements_are_cut_as_python_cuts_them():
     cell = ("größe = 'ü'; x = [1,\n  2]; y = '''ä\n\n ö'''  # remark\nif größe:\n\tz = 3\n\f\nw = 1\n"
             "def f(\n    a): return a\n")
-    statements = cells.Program([cell]).statements
+    statements = notebook_cells.Program([cell]).statements
     assert [one.text for one in statements] == [ast.get_source_segment(cell, node) for node in ast.parse(cell).body]
 
 
@@ -220,7 +221,7 @@ def test_the_time_that_slicing_takes_grows_no_faster_than_the_code():
     def seconds(count):
         chain = "".join(f"a{i + 1} = a{i}\n" for i in range(count))
         begin = time.process_time()
-        found = cells.definitions([f"a0 = 1\n{'x' * 5}\n{chain}\ndef f(): return a{count}"], ["f"])
+        found = notebook_cells.definitions([f"a0 = 1\n{'x' * 5}\n{chain}\ndef f(): return a{count}"], ["f"])
         assert len(found.pieces) == count + 2
         return time.process_time() - begin
 
@@ -241,11 +242,11 @@ def test_a_scripts_header_is_short_and_means_what_it_says(tmp_path, header, says
     path = tmp_path / "01_baseline.py"
     path.write_text(HEADED.format(header))
     with pytest.raises(CourseError, match=says):
-        cells.load(path)
+        notebook_cells.load_notebook(path)
     path.write_text(HEADED.format("#   jupytext:\n#     formats: ipynb,py:percent\n"))
-    assert len(cells.code(cells.load(path))) == 1
+    assert len(notebook_cells.code_cells(notebook_cells.load_notebook(path))) == 1
     path.write_text("# %%\ndef f(): return 1\n" + "# a long remark\n" * 1000 + "# ---\n# ---\n")
-    assert len(cells.code(cells.load(path))) == 1
+    assert len(notebook_cells.code_cells(notebook_cells.load_notebook(path))) == 1
 
 
 @pytest.mark.parametrize(("sources", "says"), [
@@ -255,19 +256,19 @@ def test_a_notebook_has_no_more_code_than_anybody_writes(tmp_path, sources, says
     path = tmp_path / "01_baseline.ipynb"
     made = [{"cell_type": "code", "metadata": {}, "source": source, "outputs": [], "execution_count": None} for source in sources]
     path.write_text(json.dumps({"nbformat": 4, "nbformat_minor": 4, "metadata": {}, "cells": made}))
-    for read in (cells.load, cells.contents):
+    for read in (notebook_cells.load_notebook, notebook_cells.read_contents):
         with pytest.raises(CourseError, match=says):
             read(path)
     path = tmp_path / "01_baseline.py"
     path.write_text("\n# %%\n".join(["", *sources]))
     with pytest.raises(CourseError, match=says):
-        cells.contents(path)
+        notebook_cells.read_contents(path)
 
 
 def test_more_statements_than_anybody_writes_are_refused_where_a_limit_is_given():
     with pytest.raises(CourseError, match="more than 20 statements"):
-        cells.Program(["a\n" * 21], most=20)
-    assert len(cells.Program(["a\n" * 21]).statements) == 21
+        notebook_cells.Program(["a\n" * 21], most=20)
+    assert len(notebook_cells.Program(["a\n" * 21]).statements) == 21
 
 
 @pytest.mark.parametrize("kind", ["text", "lines", "format 3", "script"])
@@ -282,12 +283,14 @@ def test_contents_are_what_load_gives(tmp_path, kind):
         sheets = [{"cells": [cell], "metadata": {}}]
         body = {"metadata": body["metadata"], "nbformat": 3, "nbformat_minor": 0, "worksheets": sheets}
     path.write_text("# %%\n" + text if kind == "script" else json.dumps(body), encoding="utf-8")
-    found = cells.contents(path)
-    assert list(found.code) == cells.code(cells.load(path)) and "return x" in found.code[0] and "\r" not in found.code[0]
+    found = notebook_cells.read_contents(path)
+    assert list(found.code) == notebook_cells.code_cells(notebook_cells.load_notebook(path))
+    assert "return x" in found.code[0] and "\r" not in found.code[0]
     assert found.lesson == ("" if kind == "script" else "01")
 
 
 @pytest.mark.parametrize("lesson", [["01"], 1, "0" * 200_000, {"a": 1}, None])
 def test_a_lesson_in_the_metadata_is_a_short_text_or_none(lesson):
-    assert cells.lesson_named({"course": {"lesson": lesson}}) == "" == cells.lesson_named({"course": lesson})
-    assert cells.lesson_named([lesson]) == "" and cells.lesson_named({"course": {"lesson": "01"}}) == "01"
+    assert notebook_cells.metadata_lesson({"course": {"lesson": lesson}}) == ""
+    assert notebook_cells.metadata_lesson({"course": lesson}) == ""
+    assert notebook_cells.metadata_lesson([lesson]) == "" and notebook_cells.metadata_lesson({"course": {"lesson": "01"}}) == "01"

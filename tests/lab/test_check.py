@@ -9,15 +9,16 @@ import time
 import pytest
 import torch
 
-from course.lab import blank, cells, check, present
-from course.lab.exercise import Exercise, all_exercises, find, known_mistakes, right, wrong
-from course.lab.exercises import model
+from course.lab.authoring import stubs
+from course.lab.checks import check, notebook_cells, render
+from course.lab.checks.exercise import Exercise, all_exercises, find, known_mistakes, right, wrong
+from course.lab.exercises import lesson17_performance_model
 
 EXERCISES = all_exercises()
 
 
 def verdict(name: str, source: str, seed: int = 5, **how):
-    return check.examine(find(name), cells.whole(source), seed, **how)
+    return check.check_answer(find(name), notebook_cells.whole_answer(source), seed, **how)
 
 
 def test_two_mistakes_at_once_get_a_hint_for_one():
@@ -35,7 +36,8 @@ def test_a_mistake_that_changes_nothing_on_these_inputs_explains_no_other():
     exercise = find("roofline")
     first, second = ({"seconds": torch.tensor([x], dtype=torch.float64)} for x in (1.0, 2.0))
     expected, unknown = check.Run((first,)), check.Run((second,))
-    assert check.hint_for_numbers(exercise, unknown, expected, [expected] * len(check.comparable(exercise))) == check.BY_CASE
+    assert check.hint_for_numbers(exercise, unknown, expected,
+                                  [expected] * len(check.comparable_mistakes(exercise))) == check.UNKNOWN_CASE
 
 
 def test_who_writes_into_the_batch_in_a_way_of_their_own_is_told_of_it():
@@ -44,7 +46,7 @@ def test_who_writes_into_the_batch_in_a_way_of_their_own_is_told_of_it():
     exercise = find("training-step")
     right_one = {key: torch.ones(()) for key in exercise.claims}
     found = check.hint_for_numbers(exercise, check.Run((right_one | {"kept": torch.zeros(())},)), check.Run((right_one,)),
-                                   [check.Run()] * len(check.comparable(exercise)))
+                                   [check.Run()] * len(check.comparable_mistakes(exercise)))
     assert found == "do not write into `batch`; work on a copy"
 
 
@@ -76,27 +78,28 @@ def test_inputs_are_drawn_afresh_by_seed_and_size():
      "The ranks disagree: rank 0 gathers in line 3 of the cell 6: `a`; rank 1 gathers (3,) in line 3 of the cell 6: `a`.", False),
     ("ValueError: 3", "ValueError: 4", False)])
 def test_errors_are_the_same_but_for_folders_and_clocks(one, other, same):
-    assert (check.opening(one) == check.opening(other)) == same
+    assert (check.comparable_line(one) == check.comparable_line(other)) == same
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hidden", [False, True])
 def test_an_exercise_before_that_is_still_blank_is_named(hidden):
-    blank_one = f"def overlap(mine, theirs):\n    {blank.STUB}\n"
-    source = right(find("put-together")).replace("from course.pieces import overlap", blank_one)
+    blank_one = f"def overlap(mine, theirs):\n    {stubs.STUB}\n"
+    source = right(find("put-together")).replace("from course.checkpoint.shards import overlap", blank_one)
     assert blank_one in source
     found = verdict("put-together", source, hidden=hidden)
-    assert [fact.text for fact in found.facts] == [check.MISSING if hidden else "it calls `overlap`, which is not written yet"]
+    assert [fact.text for fact in found.facts] == [check.EARLIER_UNWRITTEN if hidden
+                                                   else "it calls `overlap`, which is not written yet"]
     assert found.hint.startswith(f"write {'that' if hidden else '`overlap`'} first, in the earlier exercise that asks for it: ")
-    own = verdict("put-together", blank.blank(*find("put-together").objects), hidden=hidden)
+    own = verdict("put-together", stubs.blank_source(*find("put-together").objects), hidden=hidden)
     assert [fact.text for fact in own.facts] == [check.UNWRITTEN] and "replace the line that raises" in own.hint
 
 
 def test_numbers_are_shown_with_as_many_digits_as_tell_them_apart():
     values = torch.tensor([1.4293, 1.42506], dtype=torch.float64)
-    assert check.told_apart(values, 2 * values) == ("1.4293, 1.42506", "2.8586, 2.85012")
-    assert check.told_apart(values + 1e-7, values) == ("1.4293001, 1.4250601", "1.4293, 1.42506")
-    assert len(set(check.told_apart(values + 1e-12, values))) == 2
+    assert check.format_pair(values, 2 * values) == ("1.4293, 1.42506", "2.8586, 2.85012")
+    assert check.format_pair(values + 1e-7, values) == ("1.4293001, 1.4250601", "1.4293, 1.42506")
+    assert len(set(check.format_pair(values + 1e-12, values))) == 2
 
 
 def test_an_answer_for_one_seed_fails_on_another():
@@ -110,7 +113,7 @@ def test_an_answer_for_one_seed_fails_on_another():
 
 
 @pytest.mark.parametrize(("source", "words", "hint"), [
-    (f"def roofline_seconds(*row):\n    {blank.STUB}\n", "not written yet", "replace the line"),
+    (f"def roofline_seconds(*row):\n    {stubs.STUB}\n", "not written yet", "replace the line"),
     ("def roofline_seconds(*row):\n    return 1 / 0\n", "line 2 of the cell", "line of your code"),
     ("def roofline_seconds(*row)\n    return 1\n", "SyntaxError: expected ':'\n      line 1 of the cell", "line of your code"),
     ("import sys\ndef roofline_seconds(*row):\n    sys.exit(0)\n", "SystemExit", "line of your code"),
@@ -121,19 +124,20 @@ def test_an_answer_for_one_seed_fails_on_another():
 ])
 def test_what_stops_an_answer_is_said(source, words, hint):
     found = verdict("roofline", source)
-    assert not found.passed and words in present.text(found) and hint in found.hint
+    assert not found.passed and words in render.text(found) and hint in found.hint
 
 
 def test_ranks_that_are_late_hear_what_others_did():
     late = check.Run(kind="late", error="Not done after 30 s")
     hint = check.hint_for_error(find("ring-all-reduce"), late, 1, False, 2, lambda: None)
     assert hint.startswith("seen here before: every rank waits in its send") and "; isend and irecv want ranks" in hint
-    assert hint.endswith(f"Else {check.ENDED}") and check.hint_for_error(find("roofline"), late, 1, False, 1, id) == check.ENDED
+    assert hint.endswith(f"Else {check.ENDED_HINT}") and check.hint_for_error(find("roofline"), late, 1, False, 1,
+                                                                              id) == check.ENDED_HINT
 
 
 def test_who_starts_ranks_for_an_answer_does_without_pytorch():
     """A second less, for every check on several ranks: the ranks themselves import it."""
-    code = "import sys, course.lab.child; sys.exit('torch' in sys.modules)"
+    code = "import sys, course.lab.sandbox.child; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
@@ -147,7 +151,7 @@ def test_who_looks_for_a_mistake_says_so():
 def test_an_endless_loop_ends_in_a_sentence(monkeypatch):
     exercise = find("roofline")
     short = Exercise(**{**vars(exercise), "limits": check.sandbox.Limits(seconds=1)})         # starting Python does not count
-    found = check.examine(short, cells.whole("def roofline_seconds(*row):\n    while True: pass\n"), 1)
+    found = check.check_answer(short, notebook_cells.whole_answer("def roofline_seconds(*row):\n    while True: pass\n"), 1)
     assert not found.passed and found.late and "more than 1 seconds" in found.facts[0].text and "loop" in found.hint
 
 
@@ -167,14 +171,14 @@ while True:
 def average_gradients(parameters, axis):
     pass
 """
-    (run,), ended = check.execute(short, [(cells.whole(source), short.draw(1, True))], 2, None)
+    (run,), ended = check.run_answers(short, [(notebook_cells.whole_answer(source), short.draw(1, True))], 2, None)
     assert ended.late and ended.ended == "it ran for more than 2 seconds and was stopped" and run.kind == "late", ended
 
 
 def test_the_learners_process_has_blanks_and_no_expected_values():
     """What an answer could find: no answer in its copy of the library, no mistakes, no verdict to change."""
     source = """
-import pathlib, course, course.lab.exercises.start as here
+import pathlib, course, course.lab.exercises.lesson00_start_here as here
 def roofline_seconds(*row):
     body = pathlib.Path(here.__file__).read_text().split('def roofline_seconds')[1].split('def ')[0]
     raise RuntimeError("|".join([body.splitlines()[2].strip(), str(sorted(p.name for p in pathlib.Path('.').glob('*'))),
@@ -209,7 +213,7 @@ def test_who_stopped_where_among_ranks(body, words, hint, monkeypatch):
     monkeypatch.setattr(check, "RANK_SECONDS", 10.0)
     begin = time.monotonic()
     found = verdict("average-gradients", AVERAGE + body)
-    told = present.text(found, colour=False)
+    told = render.text(found, colour=False)
     assert not found.passed and all(word.lower() in told.lower() for word in words), told
     assert hint in found.hint and ("same collectives" in found.hint) == ("same collectives" in hint)
     assert "Traceback" not in told and "site-packages" not in told
@@ -220,16 +224,16 @@ def test_lines_are_counted_in_the_cell_that_they_are_in():
     """Not in the answer that is put together from imports and helpers of other cells."""
     helper = "import math\n\n# two times in one\nimport torch\ndef longer(a, b):\n    return max(a, b) / zero\n"
     mine = "# mine\nzero = 0\n\n\ndef roofline_seconds(f, m, p, b):\n    compute = f / p\n    return longer(compute, m / b)\n"
-    answer = cells.definitions([helper, mine], ["roofline_seconds"])
-    text = check.examine(find("roofline"), answer.pieces, 5).facts[0].text
+    answer = notebook_cells.definitions([helper, mine], ["roofline_seconds"])
+    text = check.check_answer(find("roofline"), answer.pieces, 5).facts[0].text
     assert "line 7 of the cell with `def roofline_seconds`: return longer(compute, m / b)" in text
     assert "line 6 of the cell that begins with `import math`: return max(a, b) / zero" in text
 
 
 def test_annotations_of_the_future_are_for_all_cells():
     mine = "def roofline_seconds(f: No, m: Such, p, b) -> Name:\n    return f"
-    answer = cells.definitions(["from __future__ import annotations", mine], ["roofline_seconds"])
-    assert "gave" in check.examine(find("roofline"), answer.pieces, 5).facts[0].text
+    answer = notebook_cells.definitions(["from __future__ import annotations", mine], ["roofline_seconds"])
+    assert "gave" in check.check_answer(find("roofline"), answer.pieces, 5).facts[0].text
 
 
 @pytest.mark.parametrize("name", [name for name in EXERCISES if find(name).cases])
@@ -243,10 +247,11 @@ def test_what_was_asked_is_said_for_each_number(name):
 
 def test_what_was_asked_can_be_asked_again():
     """A call as it is shown, and the number that is said to be right."""
+    own = {"pipeline_seconds": lesson17_performance_model.pipeline_seconds}
     source = "def pipeline_seconds(stages, micros, chunks):\n    return float(micros)\n"
     for fact in verdict("pipeline-seconds", source).facts[:3]:
         call, wrong, right = re.search(r"(pipeline_seconds\(.*\)) gave (\S+); (\S+) is right", fact.text).groups()
-        assert float(wrong) != float(right) == pytest.approx(eval(call, {"pipeline_seconds": model.pipeline_seconds}), rel=1e-5)
+        assert float(wrong) != float(right) == pytest.approx(eval(call, own), rel=1e-5)
 
 
 def test_few_numbers_are_shown_with_what_was_asked_but_never_hidden_ones():
@@ -258,7 +263,7 @@ def test_few_numbers_are_shown_with_what_was_asked_but_never_hidden_ones():
     assert f"roofline_seconds(flops={flops:.6g}, " in text and "(12 of 12 cases are wrong)" in text
     assert f"gave {right_one / 2:.6g}; {right_one:.6g} is right" in text
     hidden = exercise.draw(5, True)["work"].tolist()
-    text = present.text(verdict("roofline", half, hidden=True))
+    text = render.text(verdict("roofline", half, hidden=True))
     assert "its numbers are not what they should be" in text and "0.5" not in text
     assert not any(f"{max(f / p, m / b):.4g}"[:5] in text or f"{f:.4g}" in text for f, m, p, b in hidden)
 
@@ -287,7 +292,7 @@ def test_nothing_that_an_answer_chooses_is_shown_of_hidden_inputs(choice):
     def page(name: str, got: torch.Tensor, expected: torch.Tensor) -> str:
         exercise = find(name)
         key = next(key for key in exercise.claims if key not in exercise.flags)
-        return check.described(exercise, key, expected, got, {}, True)
+        return check.describe_difference(exercise, key, expected, got, {}, True)
 
     right = torch.ones(4, dtype=torch.float64)
     pages = [page("roofline", got, right) for got in (torch.ones(choice, 4 + choice, dtype=torch.float64),
@@ -296,8 +301,8 @@ def test_nothing_that_an_answer_chooses_is_shown_of_hidden_inputs(choice):
     assert pages == [f"its {what} what {'they' if 'are' in what else 'it'} should be" for what in
                      ("shape is not", "type is not", "numbers are not")]
     slow = check.Verdict("roofline", (check.Fact(False, "no"),), seconds=choice + 0.3)
-    assert f"{choice}.3 s" not in present.text(slow, graded=True) + present.html(slow, graded=True)
-    assert f"{choice}.3 s" in present.text(slow)
+    assert f"{choice}.3 s" not in render.text(slow, graded=True) + render.html(slow, graded=True)
+    assert f"{choice}.3 s" in render.text(slow)
 
 
 def test_flags_and_few_numbers_in_words():
@@ -306,7 +311,7 @@ def test_flags_and_few_numbers_in_words():
     exercise = find("accumulate")
 
     def told(key, expected, got, hidden=False):
-        return check.described(exercise, key, torch.tensor(expected), torch.tensor(got), {}, hidden)
+        return check.describe_difference(exercise, key, torch.tensor(expected), torch.tensor(got), {}, hidden)
 
     assert told("scaled_cast", 1.0, 0.0) == told("scaled_cast", 1.0, 0.0, hidden=True) == exercise.flags["scaled_cast"]
     assert told("micro_seen", [4.0, 2.0], [6.0]) == "it is 6; it should be 4, 2"
@@ -316,30 +321,31 @@ def test_flags_and_few_numbers_in_words():
 
 
 def test_a_rank_is_named_only_where_not_all_say_the_same():
-    assert check.finding("all meet", ["", ""]) == check.Fact(True, "all meet")
-    assert check.finding("all meet", ["late", "late"]).text == "all meet: no, late"
-    assert check.finding("all meet", ["", "late"]).text == "all meet: no, rank 1: late"
-    assert check.finding("all meet", ["early", "late"]).text == "all meet: no, rank 0: early"
+    assert check.claim_fact("all meet", ["", ""]) == check.Fact(True, "all meet")
+    assert check.claim_fact("all meet", ["late", "late"]).text == "all meet: no, late"
+    assert check.claim_fact("all meet", ["", "late"]).text == "all meet: no, rank 1: late"
+    assert check.claim_fact("all meet", ["early", "late"]).text == "all meet: no, rank 0: early"
 
 
 def test_what_was_not_tried_is_neither_held_nor_failed():
     exercise = find("1f1b")
-    assert check.against(exercise, "losses", torch.ones(2), torch.zeros(0)) == exercise.untried["losses"]
-    assert check.against(exercise, "losses", torch.ones(2), torch.ones(2)) == ""
-    assert "relative" in check.against(exercise, "losses", torch.ones(2), torch.zeros(2))
-    fact = check.finding("it trains", ["not tried: first that"] * 2, "not tried: first that")
+    assert check.claim_difference(exercise, "losses", torch.ones(2), torch.zeros(0)) == exercise.untried["losses"]
+    assert check.claim_difference(exercise, "losses", torch.ones(2), torch.ones(2)) == ""
+    assert "relative" in check.claim_difference(exercise, "losses", torch.ones(2), torch.zeros(2))
+    fact = check.claim_fact("it trains", ["not tried: first that"] * 2, "not tried: first that")
     assert fact == check.Fact(False, "it trains: not tried: first that", tried=False)
     found = check.Verdict("x", (check.Fact(True, "fine"), fact))
-    assert not found.passed and "  – it trains: not" in present.text(found, colour=False)
-    assert "–</b> it trains" in present.html(found) and "✗" not in present.html(found)
+    assert not found.passed and "  – it trains: not" in render.text(found, colour=False)
+    assert "–</b> it trains" in render.html(found) and "✗" not in render.html(found)
 
 
 @pytest.mark.slow
 def test_a_schedule_wrong_on_the_last_rank_alone_blames_no_other():
     source = right(find("1f1b")).replace("    return alternate(forward, backward", "    if rank == p - 1:\n        backward = "
-                                         "backward[:-1]\n    return alternate(forward, backward")
+                                                                                   "backward[:-1]\n    return "
+                                                                                   "alternate(forward, backward")
     found = verdict("1f1b", source)
-    told = present.text(found, colour=False)
+    told = render.text(found, colour=False)
     assert "✗ on 2 ranks: in simulation every rank does every pass once: no, in some pipeline passes are missing" in told
     assert "rank 0" not in told and "it is for ever, for ever, for ever, for ever; it should be " in told
     assert "– on 2 ranks: the library trains with it: the losses of two steps are right: not tried" in told
@@ -347,7 +353,7 @@ def test_a_schedule_wrong_on_the_last_rank_alone_blames_no_other():
 
 @pytest.mark.slow
 def test_a_loss_in_float32_spoils_what_is_said_of_it_and_no_more():
-    told = present.text(verdict("accumulate", right(find("accumulate")).replace(", dtype=weight.dtype", "")), colour=False)
+    told = render.text(verdict("accumulate", right(find("accumulate")).replace(", dtype=weight.dtype", "")), colour=False)
     assert "✗ the returned loss is in the format of what you are given, here float64: no, it is in another one" in told
     assert told.count("not compared, since the format is another one") == 3 and told.count("✗") == 1 and "9 of 26" in told
 
@@ -375,19 +381,19 @@ def test_cases_next_to_zero_are_not_blamed_for_what_others_round_off():
 
 def test_facts_are_counted_against_all_claims():
     stopped = verdict("matmul-cost", "def matmul_cost(*sizes):\n    return 1 / 0\n")
-    assert "0 of 2 checks hold" in present.headline(stopped)
-    assert "0 of 26 checks hold" in present.headline(check.unread(find("accumulate"), "it is not there", "write it"))
+    assert "0 of 2 checks hold" in render.headline(stopped)
+    assert "0 of 26 checks hold" in render.headline(check.unreadable_verdict(find("accumulate"), "it is not there", "write it"))
 
 
 def test_seconds_are_those_that_one_waits(monkeypatch):
     """Those of the library's answer, too."""
-    real = check.wanted
+    real = check.expected_run
 
     def slow(*job):
         time.sleep(1)
         return real(*job)
 
-    monkeypatch.setattr(check, "wanted", slow)
+    monkeypatch.setattr(check, "expected_run", slow)
     begin = time.monotonic()
     found = verdict("roofline", right(find("roofline")), seed=77)
     waited = time.monotonic() - begin
@@ -396,30 +402,30 @@ def test_seconds_are_those_that_one_waits(monkeypatch):
 
 def test_hint_only_for_just_that_mistake():
     found = verdict("roofline", "def roofline_seconds(*row):\n    return 0.123\n")
-    assert not found.passed and found.hint == check.BY_CASE
+    assert not found.passed and found.hint == check.UNKNOWN_CASE
 
 
 def test_differ_knows_shapes_types_and_sizes():
     import torch
 
     a = torch.arange(4, dtype=torch.float64)
-    assert check.differ(a, a + 1e-12, 1e-9) == ""
-    assert "relative difference" in check.differ(a, a + 1e-6, 1e-9)
-    assert "shape" in check.differ(a, a[:2], 1e-9) and "type" in check.differ(a, a.float(), 1e-9)
-    assert check.differ(a, None, 1e-9) == "nothing was returned"
-    assert "not finite" in check.differ(a, a / 0, 1e-9)
-    assert check.differ(torch.zeros(3), torch.zeros(3), 1e-9) == "" and check.differ(torch.zeros(3), torch.ones(3), 1e-9)
+    assert check.difference(a, a + 1e-12, 1e-9) == ""
+    assert "relative difference" in check.difference(a, a + 1e-6, 1e-9)
+    assert "shape" in check.difference(a, a[:2], 1e-9) and "type" in check.difference(a, a.float(), 1e-9)
+    assert check.difference(a, None, 1e-9) == "nothing was returned"
+    assert "not finite" in check.difference(a, a / 0, 1e-9)
+    assert check.difference(torch.zeros(3), torch.zeros(3), 1e-9) == "" and check.difference(torch.zeros(3), torch.ones(3), 1e-9)
 
 
 def test_a_verdict_in_words_and_in_html():
     facts = (check.Fact(True, "fine"), check.Fact(False, "<script>alert(1)</script>\x1b[2J"))
     bad = check.Verdict("x", facts, "a <b>hint</b>", "out<put")
-    plain, rich = present.text(bad, colour=False), present.html(bad)
+    plain, rich = render.text(bad, colour=False), render.html(bad)
     assert "✓ fine" in plain and "✗ <script>" in plain and "hint: a <b>hint</b>" in plain and "\x1b" not in plain
     assert "<script>" not in rich and "&lt;script&gt;" in rich and "1 of 2" in rich and "out&lt;put" in rich
     good = check.Verdict("x", (check.Fact(True, "fine"),))
-    assert good.passed and "passed" in present.text(good) and not check.Verdict("x", ()).passed
-    assert "\x1b[32m" in present.text(good)
+    assert good.passed and "passed" in render.text(good) and not check.Verdict("x", ()).passed
+    assert "\x1b[32m" in render.text(good)
 
 
 def outcome(ended: str = "", output: str = "", late: bool = False) -> check.sandbox.Outcome:
@@ -445,8 +451,8 @@ ITSELF = "it ended by itself with exit status 1 (sys.exit)"
     ("ValueError: 28", "", False), ("OSError: [Errno 2] No such file or directory", "", False)])
 def test_failures_of_the_machine_are_told_from_the_answers(tmp_path, text, machine, doubtful):
     (tmp_path / "error-0.json").write_text(json.dumps({"kind": text.split(":")[0], "text": text, "cure": ""}))
-    run = check.collect(tmp_path, 0, 1, outcome(), find("roofline"))
-    assert run.machine == machine and (run.doubtful == doubtful or not machine) and run.error == text
+    run = check.read_run(tmp_path, 0, 1, outcome(), find("roofline"))
+    assert run.machine_failure == machine and (run.maybe_answer == doubtful or not machine) and run.error == text
 
 
 @pytest.mark.parametrize(("ended", "machine", "doubtful"), [
@@ -460,18 +466,18 @@ def test_failures_of_the_machine_are_told_from_the_answers(tmp_path, text, machi
      "it was killed, perhaps since memory ran out", True),
     (outcome("it crashed: segmentation fault (signal 11)"), "", False)])
 def test_a_run_that_the_machine_stopped_is_told_from_one_that_stopped_itself(tmp_path, ended, machine, doubtful):
-    run = check.collect(tmp_path, 0, 1, ended, find("roofline"))
-    assert (run.machine, run.doubtful) == (machine, doubtful)
+    run = check.read_run(tmp_path, 0, 1, ended, find("roofline"))
+    assert (run.machine_failure, run.maybe_answer) == (machine, doubtful)
 
 
 @pytest.mark.parametrize(("run", "believing", "unchecked"), [
-    (check.Run(kind="OSError", error=FULL, machine=FULL), False, True),
-    (check.Run(kind="OSError", error=FULL, machine=FULL), True, True),
-    (check.Run(kind="OSError", error=FULL, machine=FULL, doubtful=True), True, True),
-    (check.Run(kind="OSError", error=FULL, machine=FULL, doubtful=True), False, False),
+    (check.Run(kind="OSError", error=FULL, machine_failure=FULL), False, True),
+    (check.Run(kind="OSError", error=FULL, machine_failure=FULL), True, True),
+    (check.Run(kind="OSError", error=FULL, machine_failure=FULL, maybe_answer=True), True, True),
+    (check.Run(kind="OSError", error=FULL, machine_failure=FULL, maybe_answer=True), False, False),
     (check.Run(kind="ended", error="it ended"), True, False)])
 def test_an_answer_that_blames_the_machine_gains_a_second_run_and_no_more(monkeypatch, run, believing, unchecked):
-    works, calls = check.execute, []
+    works, calls = check.run_answers, []
 
     def execute(exercise, answers, size, layers):
         if layers is None:                           # of ours
@@ -479,8 +485,8 @@ def test_an_answer_that_blames_the_machine_gains_a_second_run_and_no_more(monkey
         calls.append(size)
         return [run], outcome()
 
-    monkeypatch.setattr(check, "execute", execute)
-    found = check.examine(find("roofline"), [], 5, hidden=True, believing=believing)
+    monkeypatch.setattr(check, "run_answers", execute)
+    found = check.check_answer(find("roofline"), [], 5, hidden=True, believing=believing)
     assert found.unchecked == unchecked and not found.passed and len(calls) == 1
 
 
@@ -488,10 +494,10 @@ def test_where_our_own_answer_does_not_run_nobodys_is_judged(monkeypatch):
     def fails(*_):
         raise check.CourseError("roofline: the check itself does not run here")
 
-    monkeypatch.setattr(check, "wanted", fails)
-    monkeypatch.setattr(check, "execute", lambda *_: ([check.Run(kind="OSError", error="x")], outcome()))
+    monkeypatch.setattr(check, "expected_run", fails)
+    monkeypatch.setattr(check, "run_answers", lambda *_: ([check.Run(kind="OSError", error="x")], outcome()))
     with pytest.raises(check.CourseError, match="does not run here"):
-        check.examine(find("roofline"), [], 5)
+        check.check_answer(find("roofline"), [], 5)
 
 
 @pytest.mark.parametrize("header", [
@@ -500,9 +506,9 @@ def test_where_our_own_answer_does_not_run_nobodys_is_judged(monkeypatch):
 def test_an_outputs_file_has_a_short_header_of_few_tensors(tmp_path, monkeypatch, header):
     monkeypatch.setattr(check, "load_tensors", lambda content: pytest.fail("it is not looked at"))
     (tmp_path / "out-0-0.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
-    assert check.collect(tmp_path, 0, 1, outcome(), find("roofline")).kind == "ended"
+    assert check.read_run(tmp_path, 0, 1, outcome(), find("roofline")).kind == "ended"
 
 
 def test_no_rank_is_named_where_inputs_are_hidden():
-    assert check.finding("it holds", ["", "no"]).text == "it holds: no, rank 1: no"
-    assert check.finding("it holds", ["", "no"], hidden=True).text == "it holds: no, no"
+    assert check.claim_fact("it holds", ["", "no"]).text == "it holds: no, rank 1: no"
+    assert check.claim_fact("it holds", ["", "no"], hidden=True).text == "it holds: no, no"

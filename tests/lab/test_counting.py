@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from course.lab import counting
-from course.lab.counting import Collective
-from course.launch import ranks
+from course.lab.instruments import bytes_sent, tensor_memory
+from course.lab.instruments.bytes_sent import Collective
+from course.ranks.notebook_ranks import ranks
 
 
 @pytest.mark.parametrize(("op", "sent"), [("all-reduce", 150.0), ("all-gather", 300.0), ("reduce-scatter", 75.0),
@@ -22,7 +22,7 @@ def call() -> tuple[float, list[Collective]]:
         dist.all_gather_into_tensor(torch.empty(6, dtype=torch.float64), torch.ones(3, dtype=torch.float64))
         return x.sum().item()
 
-    return counting.collectives(work)
+    return bytes_sent.collectives(work)
 
 
 def test_collectives_are_counted_with_their_bytes():
@@ -33,9 +33,9 @@ def test_collectives_are_counted_with_their_bytes():
 
 def test_what_backward_needs_is_counted_once_and_parameters_are_not():
     weight, x = torch.ones(5, 5, requires_grad=True), torch.ones(7, 5, requires_grad=True)
-    y, kept = counting.saved(lambda: (x @ weight).exp(), [weight])
+    y, kept = tensor_memory.saved_for_backward(lambda: (x @ weight).exp(), [weight])
     assert kept == x.nbytes + y.nbytes
-    _, kept = counting.saved(lambda: (x * x, x.view(5, 7) * x.view(5, 7)), [weight])
+    _, kept = tensor_memory.saved_for_backward(lambda: (x * x, x.view(5, 7) * x.view(5, 7)), [weight])
     assert kept == x.nbytes                          # four times, under two shapes
-    _, kept = counting.saved(lambda: x @ weight)
+    _, kept = tensor_memory.saved_for_backward(lambda: x @ weight)
     assert kept == x.nbytes + weight.nbytes

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from course.lab import diagnosis, returned
-from course.lab.traffic import WORDS, by_what, pieces, thrift
-from course.launch import ranks
+from course.lab.checks import diagnosis, return_values
+from course.lab.instruments.bytes_sent import WORDS, excess_kinds, piece_bytes, within_budget
+from course.ranks.notebook_ranks import ranks
 
 RIGHT = torch.tensor([1.0, 2.0, 0.0, 4.0], dtype=torch.float64)
 
@@ -24,39 +24,40 @@ RIGHT = torch.tensor([1.0, 2.0, 0.0, 4.0], dtype=torch.float64)
     ([1.0, 2.0], ""),
 ])
 def test_wrong_numbers_are_described(came, words):
-    found = diagnosis.pattern(RIGHT, torch.tensor(came, dtype=torch.float64))
+    found = diagnosis.describe_pattern(RIGHT, torch.tensor(came, dtype=torch.float64))
     assert words in found and bool(words) == bool(found)
 
 
 def test_ranks_that_are_wrong_are_told_from_those_that_are_right():
     wrong = RIGHT, 2 * RIGHT
-    assert diagnosis.of_numbers([None, wrong]) == (
+    assert diagnosis.diagnose_numbers([None, wrong]) == (
         "right on rank 0 and wrong on rank 1: look at what depends on the rank; every number is 2 times what it should be")
-    assert diagnosis.of_numbers([wrong, wrong]) == "every number is 2 times what it should be"
-    assert diagnosis.of_numbers([wrong] * 4, fewer=2).startswith("right on 2 ranks and wrong on 4: look for")
+    assert diagnosis.diagnose_numbers([wrong, wrong]) == "every number is 2 times what it should be"
+    assert diagnosis.diagnose_numbers([wrong] * 4, fewer=2).startswith("right on 2 ranks and wrong on 4: look for")
 
 
 @pytest.mark.parametrize(("losses", "words"), [([1.0, 2.1], "a gradient is wrong"), ([1.1, 2.0], "look at the forward pass")])
 def test_losses_say_which_pass_is_wrong(losses, words):
-    assert words in diagnosis.of_training([(torch.tensor([1.0, 2.0]), torch.tensor(losses))])
+    assert words in diagnosis.diagnose_training([(torch.tensor([1.0, 2.0]), torch.tensor(losses))])
 
 
 def test_weights_alone_blame_a_gradient():
-    assert "some parameter gets a wrong gradient" in diagnosis.of_training([None, (RIGHT, 2 * RIGHT)])
+    assert "some parameter gets a wrong gradient" in diagnosis.diagnose_training([None, (RIGHT, 2 * RIGHT)])
 
 
 CALL = "The ranks disagree at collective 3 of ranks 0 and 1: rank 0 {} in line 4 of the cell: `f(x)`; rank 1 {} in line {} of {}."
 
 
 @pytest.mark.parametrize(("told", "hint"), [
-    (CALL.format("all-reduce of (3, 2) float64", "all-reduce of (4, 2) float64", 9, "mesh.py: `g(y)`"), diagnosis.ELSEWHERE),
-    (CALL.format("all-reduce of (3, 2) float64", "all-reduce of (4, 2) float64", 4, "the cell: `f(x)`"), diagnosis.SHAPES),
-    (CALL.format("all-reduce of (3, 2) float32", "all-reduce of (3, 2) bfloat16", 4, "the cell: `f(x)`"), diagnosis.FORMATS),
+    (CALL.format("all-reduce of (3, 2) float64", "all-reduce of (4, 2) float64", 9, "mesh.py: `g(y)`"), diagnosis.OTHER_LINES),
+    (CALL.format("all-reduce of (3, 2) float64", "all-reduce of (4, 2) float64", 4, "the cell: `f(x)`"), diagnosis.OTHER_SHAPES),
+    (CALL.format("all-reduce of (3, 2) float32", "all-reduce of (3, 2) bfloat16", 4, "the cell: `f(x)`"),
+     diagnosis.OTHER_FORMATS),
     ("Rank 0 waits at collective 1 of ranks 0 and 1, all-reduce of (3, 2) float64 in line 4 of the cell: `f(x)`, for rank 1.",
-     diagnosis.ELSEWHERE),
+     diagnosis.OTHER_LINES),
 ])
 def test_ranks_that_do_not_meet_are_told_in_what_they_differ(told, hint):
-    assert diagnosis.of_ranks(told) == hint
+    assert diagnosis.diagnose_collectives(told) == hint
 
 
 @pytest.mark.parametrize(("got", "wanted", "words"), [
@@ -64,7 +65,7 @@ def test_ranks_that_do_not_meet_are_told_in_what_they_differ(told, hint):
     ((3, 8), (3, 4), "length of dim 1"), ((6, 8), (3, 4), "length of dims 0, 1"),
 ])
 def test_a_wrong_shape_is_told_by_its_dims(got, wanted, words):
-    assert words in returned.reshaped(got, wanted)
+    assert words in return_values.reshaped(got, wanted)
 
 
 def exchange() -> list[tuple[float, list[str]]]:
@@ -72,7 +73,7 @@ def exchange() -> list[tuple[float, list[str]]]:
     import torch.distributed as dist
     from torch.distributed import _functional_collectives as functional
 
-    from course.lab.traffic import Traffic
+    from course.lab.instruments.bytes_sent import Traffic
 
     x, n = torch.ones(6, 2), dist.get_world_size()
     found = []
@@ -84,8 +85,8 @@ def exchange() -> list[tuple[float, list[str]]]:
                 functional.wait_tensor(functional.all_reduce(x, "sum", dist.group.WORLD))
             elif how == "gather":
                 dist.all_gather([torch.empty_like(x) for _ in range(n)], x)
-        code = thrift((traffic, 2 * pieces(x, 0, n))).item()
-        found.append((code, by_what(code)))
+        code = within_budget((traffic, 2 * piece_bytes(x, 0, n))).item()
+        found.append((code, excess_kinds(code)))
     return found
 
 

@@ -4,12 +4,12 @@ import time
 
 import pytest
 
-from course.lab.disk import KINDS, Disk
+from course.lab.instruments.crash_disk import CRASH_KINDS, Disk
 
 
 def last(disk):
     """What could be found after the last operation, by extreme."""
-    return dict(zip(KINDS, disk.crashes[-len(KINDS):], strict=True))
+    return dict(zip(CRASH_KINDS, disk.crashes[-len(CRASH_KINDS):], strict=True))
 
 
 def test_what_is_not_flushed_is_half_there_or_not_at_all():

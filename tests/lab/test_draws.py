@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from course.lab import draws
-from course.lab.exercise import all_exercises
+from course.lab.checks import random_inputs
+from course.lab.checks.exercise import all_exercises
 
 EXERCISES = all_exercises()
 SEEDS = [5, 6, 2**31 + 7, 2**100 + 3, 2**127 + 11, 2**127 - 2]
@@ -12,21 +12,23 @@ SEEDS = [5, 6, 2**31 + 7, 2**100 + 3, 2**127 + 11, 2**127 - 2]
 
 def test_small_seeds_draw_what_pytorch_draws():
     for seed in (0, 1, 2**31 - 1, 2**32 - 1):
-        one, other = (torch.rand(700, generator=made) for made in (draws.generator(seed), torch.Generator().manual_seed(seed)))
-        assert torch.equal(one, other) and draws.number(seed) == seed % 2**31
+        one, other = (torch.rand(700, generator=made)
+                      for made in (random_inputs.generator(seed), torch.Generator().manual_seed(seed)))
+        assert torch.equal(one, other) and random_inputs.number(seed) == seed % 2**31
 
 
 def test_every_bit_of_a_seed_changes_what_is_drawn():
     whole = 2**128 - 1
     seeds = [whole, *(whole ^ 1 << bit for bit in range(128))]
-    drawn = torch.stack([torch.randint(2**40, (650,), generator=draws.generator(seed)) for seed in seeds])     # past a refill
+    # past a refill
+    drawn = torch.stack([torch.randint(2**40, (650,), generator=random_inputs.generator(seed)) for seed in seeds])
     assert len({*drawn[:, 0].tolist()}) == len({*drawn[:, -1].tolist()}) == len(seeds)
-    assert len({draws.number(seed) for seed in seeds}) == len(seeds)
-    assert all(0 <= draws.number(seed) < 2**63 for seed in seeds)
+    assert len({random_inputs.number(seed) for seed in seeds}) == len(seeds)
+    assert all(0 <= random_inputs.number(seed) < 2**63 for seed in seeds)
 
 
 def test_numbers_of_a_large_seed_are_spread_evenly():
-    numbers = torch.rand(100_000, generator=draws.generator(2**127 + 1), dtype=torch.float64)
+    numbers = torch.rand(100_000, generator=random_inputs.generator(2**127 + 1), dtype=torch.float64)
     assert abs(numbers.mean() - 1 / 2) < 0.004 and abs(numbers.var() - 1 / 12) < 0.002
     assert torch.histc(numbers, 10, 0, 1).sub(10_000).abs().max() < 500
 

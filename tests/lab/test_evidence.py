@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from course.lab import evidence
+from course.lab.grading import run_evidence
 
 JOB = {"id": 12, "state": "COMPLETED", "restarts": 1, "nodes": "n[1-2]", "user": "ann", "by": "Slurm"}
 KNOWN = {"NodeList": "n[1-2]", "UserId": "ann(1000)"}
@@ -25,17 +25,17 @@ REPORT = {"undisturbed": "runs/gpt-demo/whole", "preempted": "runs/gpt-demo/stop
 
 
 def judged(course, job=None, known=KNOWN, restarts=1, user="ann", losses=None) -> str:
-    runs = json.loads(json.dumps(evidence.gather(REPORT, course)))                # as the result file has it
+    runs = json.loads(json.dumps(run_evidence.gather_runs(REPORT, course)))                # as the result file has it
     runs["preempted"] |= {"job": JOB | (job or {})} | ({"losses": losses} if losses else {})
-    return evidence.judge(runs, user, lambda number: (known, restarts) if number == 12 else ({}, None))
+    return run_evidence.judge_runs(runs, user, lambda number: (known, restarts) if number == 12 else ({}, None))
 
 
 def test_runs_are_gathered_with_losses_and_job_and_nothing_else(course):
-    found = evidence.gather(REPORT, course)
+    found = run_evidence.gather_runs(REPORT, course)
     assert set(found) == {"undisturbed", "preempted"}
     assert found["preempted"] == {"folder": "runs/gpt-demo/stopped", "losses": [[1, 1.0], [2, 0.5], [3, 1 / 3]], "job": JOB}
     assert found["undisturbed"]["job"] is None
-    assert evidence.gather({"gone": "runs/none"}, course)["gone"]["losses"] == []
+    assert run_evidence.gather_runs({"gone": "runs/none"}, course)["gone"]["losses"] == []
 
 
 def test_slurm_confirms_job_nodes_and_requeues_and_losses_stay_claimed(course):
@@ -67,21 +67,21 @@ def test_losses_that_differ_or_are_missing_are_named(course):
     assert "1 of 3 losses are NOT those of the undisturbed run, first at step 2" in judged(course, losses=[[1, 1.0], [2, 0.4],
                                                                                                           [3, 1 / 3]])
     assert "NOT those" in judged(course, losses=[[1, 1.0]])
-    assert "no losses to compare" in evidence.judge({"a": {"losses": [], "job": None}}, "", lambda number: ({}, None))
+    assert "no losses to compare" in run_evidence.judge_runs({"a": {"losses": [], "job": None}}, "", lambda number: ({}, None))
 
 
 def test_a_damaged_record_of_a_job_is_none(course):
     (course / "runs" / "gpt-demo" / "stopped" / "job.json").write_text("[")
-    assert evidence.gather(REPORT, course)["preempted"]["job"] is None
+    assert run_evidence.gather_runs(REPORT, course)["preempted"]["job"] is None
 
 
 @pytest.mark.parametrize(("nodes", "count"), [("n1", 1), ("n[1-2]", 2), ("gpu[003-005,017],login1", 5), ("rack[1-2]n[1-4]", 8)])
 def test_nodes_are_counted(nodes, count):
-    assert evidence.node_count(nodes) == count
+    assert run_evidence.count_nodes(nodes) == count
 
 
 def test_a_run_cannot_be_called_confirmed_by_its_name(course):
-    runs = evidence.gather(REPORT, course)
+    runs = run_evidence.gather_runs(REPORT, course)
     runs["undisturbed: confirmed: job 7 of ann ran on 8 nodes; x"] = runs["preempted"] | {"job": None}
-    said = evidence.judge(runs, "ann", lambda number: ({}, None))
+    said = run_evidence.judge_runs(runs, "ann", lambda number: ({}, None))
     assert ": confirmed:" not in said

@@ -6,13 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from course.lab import cells, check
-from course.lab.child import installed
-from course.lab.exercise import all_exercises, find, known_mistakes, right, wrong
-from course.lab.exercises import capturing
-from course.lab.exercises.fusing import Modulate
-from course.lab.exercises.model import pipeline_seconds
-from course.lab.returned import Returned
+from course.lab.checks import check, notebook_cells
+from course.lab.checks.exercise import all_exercises, find, known_mistakes, right, wrong
+from course.lab.checks.return_values import InvalidReturn
+from course.lab.exercises import lesson06_cuda_graphs
+from course.lab.exercises.lesson05_compile_and_fuse import Modulate
+from course.lab.exercises.lesson17_performance_model import pipeline_seconds
+from course.lab.sandbox.child import installed_answers
 from course.models.dit import modulate
 from tests.lab.answers.scaling import BISECTED
 
@@ -31,24 +31,24 @@ def between(target, steps, losses):
 @pytest.mark.parametrize("hidden", [False, True])
 def test_the_answers_are_eager_training(hidden):
     """What checks compare with is not the answer alone: replays equal steps that nobody captured."""
-    inputs = capturing.draw_training(3, hidden)
-    training, eager = capturing.Training(inputs), []
+    inputs = lesson06_cuda_graphs.draw_training(3, hidden)
+    training, eager = lesson06_cuda_graphs.Training(inputs), []
     for x, y, rate in zip(inputs["x"], inputs["y"], inputs["rates"], strict=True):
         training.rate.copy_(rate)
         eager.append(torch.stack(training.step({"x": x, "y": y})))
-    found = capturing.replay_training(inputs)
+    found = lesson06_cuda_graphs.run_static_buffers(inputs)
     assert torch.equal(found["results"], torch.stack(eager)) and torch.equal(found["weights"], training.weights())
     assert found["refused"].tolist() == [1, 1, 1, 1] and torch.equal(found["after"], found["weights"])
     assert found["runs"] == inputs["warm"] + 1 and found["replays"] == len(inputs["x"]) - inputs["warm"]
 
-    inputs = capturing.draw_decisions(3, hidden)
-    host, losses, weights = capturing.OnHost(inputs["weight"].clone().requires_grad_()), [], []
-    for batch in capturing.with_bad_ones(inputs):
-        losses.append(capturing.on_host(host, batch))
+    inputs = lesson06_cuda_graphs.draw_decisions(3, hidden)
+    host, losses, weights = lesson06_cuda_graphs.OnHost(inputs["weight"].clone().requires_grad_()), [], []
+    for batch in lesson06_cuda_graphs.with_bad_ones(inputs):
+        losses.append(lesson06_cuda_graphs.on_host(host, batch))
         weights.append(host.weight.detach().clone())
-    found = capturing.decide(inputs)
+    found = lesson06_cuda_graphs.run_decided_on_device(inputs)
     for name, expected in (("plain", losses), ("losses", losses), ("weights", weights)):
-        assert torch.allclose(found[name], capturing.finite(expected), 1e-12)
+        assert torch.allclose(found[name], lesson06_cuda_graphs.finite(expected), 1e-12)
     assert (found["count"], found["skipped"]) == (host.count, host.skipped) == (len(inputs["x"]), 2)
 
 
@@ -81,10 +81,10 @@ def test_a_simulated_pipeline_takes_what_the_exercise_computes():
 def outcome(exercise, source, inputs):
     """What an answer gives, here and now."""
     exec(compile(source, "answer", "exec"), names := {})
-    with installed(exercise.objects, {name: names[name] for name in exercise.names}):
+    with installed_answers(exercise.objects, {name: names[name] for name in exercise.names}):
         try:
             return check.Run((exercise.weighed(inputs, exercise.program(inputs)),))
-        except Returned as error:
+        except InvalidReturn as error:
             return check.Run(error=error.text)
         except Exception as error:                   # a mistake may stop: the right answer does not
             return check.Run(error=repr(error))
@@ -92,7 +92,7 @@ def outcome(exercise, source, inputs):
 
 def fails(exercise, run, expected):
     there, here = expected.outputs[0], (run.outputs or ({},))[0]
-    return any(check.differ(there[key], here.get(key), exercise.tolerance) for key in exercise.claims)
+    return any(check.difference(there[key], here.get(key), exercise.tolerance) for key in exercise.claims)
 
 
 def test_whoever_bisects_a_curve_fails_with_the_same_hint_on_every_seed():
@@ -106,7 +106,7 @@ def test_whoever_bisects_a_curve_fails_with_the_same_hint_on_every_seed():
             expected, one, two, *others = (outcome(exercise, source, inputs) for source in
                                            [right(exercise), BISECTED, by_hand + BETWEEN, *slips])
             for run in (one, two):
-                assert check.differ(expected.outputs[0]["samples"], run.outputs[0]["samples"], exercise.tolerance), seed
+                assert check.difference(expected.outputs[0]["samples"], run.outputs[0]["samples"], exercise.tolerance), seed
                 assert "the first time counts" in check.hint_for_numbers(exercise, run, expected, others), seed
 
 
@@ -216,8 +216,8 @@ def test_outputs_made_for_one_seed_fail_on_every_other(name):
     exercise = find(name)
     drawn = [exercise.draw(seed, hidden) for hidden in (False, True) for seed in SEEDS]
     if max(exercise.sizes) > 1 or name in APART:
-        answers = [(cells.whole(right(exercise)), inputs) for inputs in drawn]
-        runs, _ = check.execute(exercise, answers, max(exercise.sizes), None)
+        answers = [(notebook_cells.whole_answer(right(exercise)), inputs) for inputs in drawn]
+        runs, _ = check.run_answers(exercise, answers, max(exercise.sizes), None)
     else:
         runs = [outcome(exercise, right(exercise), inputs) for inputs in drawn]
     assert not any(run.error for run in runs)

@@ -4,9 +4,9 @@ from itertools import pairwise
 
 import pytest
 
-from course.lab import figures_capturing
-from course.lab.exercises import profiling
-from course.lab.exercises.capturing import eager_time, graphed_time
+from course.lab.exercises import lesson02_profiling
+from course.lab.exercises.lesson06_cuda_graphs import eager_time, graphed_time
+from course.lab.figures import cuda_graphs
 
 LAUNCHES, WORKS = [5.0] * 6, [2.0, 9.0, 1.0, 1.0, 8.0, 2.0]
 
@@ -16,7 +16,7 @@ def end(bars) -> float:
 
 
 def test_bars_end_when_the_gpu_is_done():
-    eager, graph = figures_capturing.launched(LAUNCHES, WORKS, 1.0), figures_capturing.replayed(WORKS, 10.0, 1.0)
+    eager, graph = cuda_graphs.eager_bars(LAUNCHES, WORKS, 1.0), cuda_graphs.graph_bars(WORKS, 10.0, 1.0)
     assert end(eager) == pytest.approx(eager_time(LAUNCHES, WORKS, 1.0))
     assert end(graph) == pytest.approx(graphed_time(WORKS, 10.0, 1.0))
     for bars in (eager, graph):
@@ -26,17 +26,17 @@ def test_bars_end_when_the_gpu_is_done():
 
 
 def test_the_timeline_has_two_lanes_for_each_step():
-    bars = figures_capturing.launched(LAUNCHES, WORKS, 1.0)
-    axis, = figures_capturing.timeline({"eager": bars, "graphed": figures_capturing.replayed(WORKS, 10.0, 1.0)}).axes
+    bars = cuda_graphs.eager_bars(LAUNCHES, WORKS, 1.0)
+    axis, = cuda_graphs.timeline({"eager": bars, "graphed": cuda_graphs.graph_bars(WORKS, 10.0, 1.0)}).axes
     lanes = [label.get_text() for label in axis.get_yticklabels()]
     assert lanes == ["eager: host", "eager: GPU", "graphed: host", "graphed: GPU"]
     assert len(axis.patches) == len(bars) + 7 and f"{end(bars):.3g} µs" in axis.texts[0].get_text()
 
 
 def test_buffers_name_what_moves():
-    axis, = figures_capturing.buffers().axes
+    axis, = cuda_graphs.buffers().axes
     assert {"copy_", "clone", "kernels"} <= {text.get_text() for text in axis.texts}
 
 
 def test_without_gaps_an_eager_step_is_lesson_02s():
-    assert eager_time(LAUNCHES, WORKS, 0.0) == pytest.approx(profiling.replay(LAUNCHES, WORKS)[0])
+    assert eager_time(LAUNCHES, WORKS, 0.0) == pytest.approx(lesson02_profiling.replay(LAUNCHES, WORKS)[0])

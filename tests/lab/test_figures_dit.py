@@ -3,25 +3,18 @@
 import numpy as np
 import pytest
 
-from course.lab import figures_dit
+from course.lab.figures import dit
 
 
 def test_images_stand_in_rows_below_their_columns():
-    figure = figures_dit.images({"one": np.zeros((3, 8, 8)), "two": np.ones((3, 8, 8))}, [1, 2, 4], "samples")
+    figure = dit.images({"one": np.zeros((3, 8, 8)), "two": np.ones((3, 8, 8))}, [1, 2, 4], "samples")
     assert len(figure.axes) == 6 and [axis.get_title() for axis in figure.axes[:3]] == ["1", "2", "4"]
     assert [figure.axes[i].get_ylabel() for i in (0, 3)] == ["one", "two"]
 
 
 def test_curves_are_percent_of_the_first_seed():
     seeds = np.array([[1.0, 2.0], [1.1, 2.2], [0.9, 1.8]])
-    axis, = figures_dit.beside_seeds([20, 40], seeds, {"near": [1.02, 2.0], "far": [1.5, 3.0]}, "%").axes
+    axis, = dit.curves_beside_seeds([20, 40], seeds, {"near": [1.02, 2.0], "far": [1.5, 3.0]}, "%").axes
     drawn = {line.get_label(): line.get_ydata() for line in axis.lines}
     assert drawn["near"] == pytest.approx([2, 0]) and drawn["far"] == pytest.approx([50, 50])
     assert axis.collections[0].get_datalim(axis.transData).y1 == pytest.approx(10)
-
-
-def test_suspects_have_marks_of_their_own_and_lines_to_compare_with():
-    figure = figures_dit.suspects([1, 2], {"one": [0.0, 1.0], "two": [0.0, -1.0]}, {"seen": 0.5}, "%")
-    axis, = figure.axes
-    assert len({line.get_marker() for line in axis.lines[:2]}) == 2 and axis.lines[2].get_ydata() == [0.5, 0.5]
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["one", "two", "seen"]

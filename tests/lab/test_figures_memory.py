@@ -3,21 +3,22 @@
 import pytest
 import torch
 
-from course import config, models, parallel, random
-from course.lab import figures_memory
-from course.lab.exercises.memory import training_bytes
-from course.lab.meter import Meter
-from course.recompute import recompute
+from course import config, models, parallel
+from course.lab.exercises.lesson13_memory import training_bytes
+from course.lab.figures import memory
+from course.lab.instruments.tensor_memory import MemoryMeter
+from course.training.activation_checkpointing import checkpoint_activations
+from course.utils import random
 
 
 @pytest.mark.parametrize("stage", range(4))
 def test_footprint_of_parameters(stage):
     size, dp = "7 B", 8
-    found = figures_memory.footprint(size, "fp32", dp, stage, "none")
-    width, depth = figures_memory.SIZES[size]
+    found = memory.footprint(size, "fp32", dp, stage, "none")
+    width, depth = memory.SIZES[size]
     assert [found[kind] * 1e9 for kind in ("weights", "gradients", "optimizer states")] == pytest.approx(
         training_bytes(12 * depth * width**2, dp, stage))
-    assert sum(figures_memory.PRECISIONS["bf16"]) == sum(figures_memory.PRECISIONS["fp32"]) == 16
+    assert sum(memory.PRECISIONS["bf16"]) == sum(memory.PRECISIONS["fp32"]) == 16
 
 
 @pytest.mark.parametrize("how", ["none", "selective", "full"])
@@ -27,31 +28,24 @@ def test_what_a_block_keeps(how):
         c = config.load("vit-demo", [f"model.depth={depth}"])
         model = parallel.place_serial(models.build_model(c.model))
         random.initialize(model, 0, torch.device("cpu"), torch.float32)
-        recompute(model, how)
+        checkpoint_activations(model, how)
         batch = model.prepare(model.example(2, torch.device("cpu")), torch.zeros((), dtype=torch.int64))
-        with Meter() as meter:
+        with MemoryMeter() as meter:
             output = model(batch)
             assert output.requires_grad
             return meter.now / (2 * c.model.tokens * c.model.dim * 4)
 
-    assert kept(5) - kept(4) == pytest.approx(figures_memory.KEPT[how], abs=0.1)
+    assert kept(5) - kept(4) == pytest.approx(memory.KEPT[how], abs=0.1)
 
 
-def test_bars_have_pieces_totals_and_limits():
-    axis, = figures_memory.stacked({"one": {"weights": 1.0, "states": 2.0}, "two": {"weights": 4.0}}, limits={"here": 5.0}).axes
-    assert [bar.get_width() for bar in axis.patches] == [1.0, 2.0, 4.0]
-    assert [text.get_text().strip() for text in axis.texts] == ["3 GB", "4 GB", "here"]
-    assert axis.get_xlim()[1] > 5
-
-
-@pytest.mark.parametrize("size", figures_memory.SIZES)
+@pytest.mark.parametrize("size", memory.SIZES)
 def test_the_widget_draws_every_corner(size):
     for zero, how in ((0, "none"), (1, "selective"), (3, "full")):
-        assert figures_memory.explained(size, "bf16", 8, zero, how).axes
+        assert memory.explore_memory(size, "bf16", 8, zero, how).axes
 
 
 def test_saving_more_never_needs_more():
-    totals = [sum(figures_memory.footprint("13 B", "bf16", 8, zero, how).values())
+    totals = [sum(memory.footprint("13 B", "bf16", 8, zero, how).values())
               for zero in range(4) for how in ("none", "selective", "full")]
     assert all(a > b for a, b in zip(totals[::3], totals[3::3], strict=False))
     assert all(totals[i] > totals[i + 1] > totals[i + 2] for i in range(0, 12, 3))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from course.lab import figures_mesh
+from course.lab.figures import mesh
 
 
 @pytest.mark.parametrize(("order", "expected"), [
@@ -11,22 +11,15 @@ from course.lab import figures_mesh
     ("dp-pp-cp-tp", {"pp": "NVLink", "dp": "network", "cp": "", "tp": "NVLink"}),
 ])
 def test_the_slowest_axis_leaves_the_node(order, expected):
-    assert figures_mesh.links({"pp": 2, "dp": 2, "cp": 1, "tp": 4}, order, 8) == expected
+    assert mesh.links({"pp": 2, "dp": 2, "cp": 1, "tp": 4}, order, 8) == expected
 
 
 def test_an_axis_is_on_nvlink_only_if_all_its_groups_are():
-    assert figures_mesh.links({"pp": 1, "dp": 4, "cp": 1, "tp": 3}, "pp-dp-cp-tp", 8)["tp"] == "network"      # ranks 6, 7 | 8
+    assert mesh.links({"pp": 1, "dp": 4, "cp": 1, "tp": 3}, "pp-dp-cp-tp", 8)["tp"] == "network"      # ranks 6, 7 | 8
 
 
 def test_every_gpu_has_its_rank_and_its_groups_letter():
-    axis = figures_mesh.mesh({"pp": 2, "dp": 2, "cp": 1, "tp": 4}, "pp-dp-cp-tp", 8, "dp").axes[0]
+    axis = mesh.mesh({"pp": 2, "dp": 2, "cp": 1, "tp": 4}, "pp-dp-cp-tp", 8, "dp").axes[0]
     words = [text.get_text() for text in axis.texts]
     assert words[:16:2] == list("ABCDABCD") and words[1:6:2] == ["rank 0", "rank 1", "rank 2"]
     assert words[-2:] == ["node 0", "node 1"] and "8 groups of 2" in axis.get_title()
-
-
-def test_bars_are_stacked_first_row_on_top():
-    figure = figures_mesh.stacked({"a": {"x": 1.0, "y": 2.0}, "b": {"y": 3.0}}, "seconds")
-    axis = figure.axes[0]
-    assert [bar.get_x() for bar in axis.patches] == [0, 0, 1.0, 0.0] and axis.yaxis_inverted()
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["x", "y"]

@@ -14,11 +14,13 @@ from xml.etree import ElementTree
 import pytest
 from typer.testing import CliRunner
 
-from course.cli import app
-from course.errors import CourseError
-from course.lab import check, grade, present, sandbox, submissions
-from course.lab.exercise import all_exercises, find
-from course.lab.submissions import Submission, collect, owner
+from course.cli.main import app
+from course.lab.checks import check, render
+from course.lab.checks.exercise import all_exercises, find
+from course.lab.grading import grade, submissions
+from course.lab.grading.submissions import Submission, collect_submissions, find_learner
+from course.lab.sandbox import sandbox
+from course.utils.errors import CourseError
 from tests.lab import classroom
 
 isolated = pytest.mark.skipif(not sandbox.layers().isolates, reason=f"nothing isolates others' code here: {sandbox.layers().why}")
@@ -50,7 +52,7 @@ def marks(out: Path) -> dict[str, dict[str, str]]:
     ("Zoe\u0308/00_start_here.ipynb", "Zo\u00eb"), ("01_baseline.ipynb", "01_baseline"),
 ])
 def test_whose_a_file_is(path, learner):
-    assert owner(Path(path)) == learner
+    assert find_learner(Path(path)) == learner
 
 
 def test_collect_takes_the_last_of_each_and_notes_the_rest(tmp_path):
@@ -64,7 +66,7 @@ def test_collect_takes_the_last_of_each_and_notes_the_rest(tmp_path):
     (tmp_path / "erin/essay/work.pdf").write_text("")
     (tmp_path / "bob/notes.ipynb").write_text("{")
     (tmp_path / "bob/00_link.ipynb").symlink_to(tmp_path / "bob/work.ipynb")
-    found, notes = collect(tmp_path)
+    found, notes = collect_submissions(tmp_path)
     assert found == [Submission("ann_1", "00", tmp_path / "ann_1_8_00_start_here-1.ipynb"),
                      Submission("bob", "00", tmp_path / "bob/work.ipynb")]         # the lesson from its metadata
     text = "\n".join(notes)
@@ -72,19 +74,19 @@ def test_collect_takes_the_last_of_each_and_notes_the_rest(tmp_path):
     assert "99_other.ipynb is of no lesson" in text and len(notes) == 6
     assert {"erin: no notebook of a lesson", "Al Gore_12: no notebook of a lesson"} < set(notes)
     with pytest.raises(CourseError, match="not a folder"):
-        collect(tmp_path / "nowhere")
+        collect_submissions(tmp_path / "nowhere")
 
 
 def test_a_class_in_one_folder_too_many_is_told_and_so_is_what_is_no_notebook(tmp_path):
     for learner in ("anna", "ben"):
         classroom.hand_in(tmp_path / "deep" / "Abgaben" / learner / "00_start_here.ipynb", classroom.notebook("00"))
-    found, notes = collect(tmp_path / "deep")
+    found, notes = collect_submissions(tmp_path / "deep")
     assert len(found) == 1 and notes[-1].endswith(f"if these are learners, grade {tmp_path / 'deep' / 'Abgaben'}")
     classroom.hand_in(tmp_path / "flat" / "ann" / "lesson00" / "00_start_here.ipynb", classroom.notebook("00"))
     classroom.hand_in(tmp_path / "flat" / "hugo_00_start_here.IPYNB", classroom.notebook("00"))
     for name in ("gero_00_start_here.zip", "frida_00_start_here.ipynb.txt", "ann_00_start_here.result.json"):
         (tmp_path / "flat" / name).write_text("")
-    found, notes = collect(tmp_path / "flat")
+    found, notes = collect_submissions(tmp_path / "flat")
     assert [one.learner for one in found] == ["ann", "hugo"]
     assert sorted(notes) == [f"{name} is no notebook: left out" for name in ("frida_00_start_here.ipynb.txt",
                                                                             "gero_00_start_here.zip")]
@@ -95,12 +97,12 @@ def test_a_kept_mark_of_an_exercise_that_has_moved_to_another_lesson_is_left_out
 
     there, moved = (check.Verdict(name, (check.Fact(True, "it holds"),)) for name in ("roofline", "busy-time"))
     submission = Submission("ann", "00", tmp_path / "a.ipynb")
-    kept = grade.kept_at(submission, tmp_path)
+    kept = grade.result_path(submission, tmp_path)
     kept.parent.mkdir()
     kept.write_text(json.dumps({"learner": "ann", "lesson": "00", "verdicts": [asdict(there), asdict(moved)]}))
-    found = grade.earlier(tmp_path, [])
+    found = grade.load_other_results(tmp_path, [])
     assert [verdict.exercise for one in found for verdict in one.verdicts] == ["roofline"]
-    grade.gradebook(found, tmp_path / "gradebook.csv")
+    grade.write_gradebook(found, tmp_path / "gradebook.csv")
     assert marks(tmp_path)["ann"]["points"] == str(find("roofline").points)
 
 
@@ -114,7 +116,7 @@ def test_an_interrupt_leaves_the_rest_for_later_and_says_so(tmp_path, monkeypatc
         time.sleep(0.3)
         return grade.Graded(submission, ())
 
-    monkeypatch.setattr(grade, "reference", lambda *_: None)
+    monkeypatch.setattr(grade, "reference_runs", lambda *_: None)
     monkeypatch.setattr(grade, "grade", grade_one)
     with pytest.raises(KeyboardInterrupt):
         grade.grade_all([Submission(f"s{i}", "00", tmp_path / "a.ipynb") for i in range(9)], tmp_path, 1, 0)
@@ -134,7 +136,7 @@ def test_a_notebook_that_is_nobodys_is_named(tmp_path):
     """As in the folder of one learner, given in the place of the one above."""
     for name in ("00_start_here_mine.ipynb", "ann_00_start_here.ipynb"):
         classroom.hand_in(tmp_path / name, classroom.notebook("00"))
-    found, notes = collect(tmp_path)
+    found, notes = collect_submissions(tmp_path)
     assert [one.learner for one in found] == ["00_start_here_mine", "ann"]
     assert len(notes) == 1 and notes[0].startswith("00_start_here_mine.ipynb names no learner") and "folder above" in notes[0]
 
@@ -146,7 +148,7 @@ def test_a_misnamed_notebook_is_of_the_lesson_that_is_in_it_and_a_damaged_one_is
     classroom.hand_in(tmp_path / "fay/01_baseline.ipynb", both)
     (tmp_path / "gil").mkdir()
     (tmp_path / "gil/01_baseline.ipynb").write_text("{")
-    found, notes = collect(tmp_path)
+    found, notes = collect_submissions(tmp_path)
     assert [(one.learner, one.lesson) for one in found] == [("eve", "00"), ("fay", "01"), ("gil", "01")]
     assert len(notes) == 2 and "01_baseline_mine.ipynb is of lesson 00, as its metadata say" in notes[0]
     assert "gil/01_baseline.ipynb cannot be read" in notes[1]
@@ -169,15 +171,16 @@ def test_goes_on_where_it_stopped_and_grades_only_what_is_new(tmp_path, monkeypa
     grade.main(tmp_path / "in", tmp_path / "out")
     first, seed = marks(tmp_path / "out"), (tmp_path / "out/seed").read_text()
     assert (first["ann"]["points"], first["bob"]["points"], first["ann"]["out_of"]) == ("2", "0", "2")
-    judged, real = [], grade.judge
-    monkeypatch.setattr(grade, "judge", lambda exercise, *a, **how: judged.append(exercise.name) or real(exercise, *a, **how))
+    judged, real = [], grade.judge_exercise
+    monkeypatch.setattr(grade, "judge_exercise", lambda exercise, *a,
+                        **how: judged.append(exercise.name) or real(exercise, *a, **how))
     classroom.hand_in(path, classroom.notebook("00", roofline=classroom.answer("roofline")))
     kept = tmp_path / "out/results" / f"{grade.slug('ann')}-00.json"
     grade.main(tmp_path / "in", tmp_path / "out")
     assert sorted(judged) == ["matmul-cost", "roofline"]                          # Bob's alone
     assert marks(tmp_path / "out")["bob"]["points"] == "1" and (tmp_path / "out/seed").read_text() == seed
     with monkeypatch.context() as still:                                          # nothing new: nothing is run
-        for what in ("judge", "reference"):
+        for what in ("judge_exercise", "reference_runs"):
             still.setattr(grade, what, lambda *_: pytest.fail("there was nothing to grade"))
         still.setattr(sandbox, "layers", lambda: pytest.fail("and no need to know how answers are isolated"))
         grade.main(tmp_path / "in", tmp_path / "out")
@@ -188,9 +191,10 @@ def test_goes_on_where_it_stopped_and_grades_only_what_is_new(tmp_path, monkeypa
 
 def test_the_gradebook_of_one_lesson_grows_into_that_of_the_course(tmp_path, monkeypatch):
     """Lessons are handed in one after another, often as a folder each; no run forgets what an earlier one found."""
-    monkeypatch.setattr(grade, "reference", lambda *_: ())
+    monkeypatch.setattr(grade, "reference_runs", lambda *_: ())
     monkeypatch.setattr(sandbox, "layers", lambda: sandbox.Layers(True, False))
-    monkeypatch.setattr(grade, "judge", lambda exercise, *_, **how: grade.Verdict(exercise.name, (grade.Fact(True, "it holds"),)))
+    monkeypatch.setattr(grade, "judge_exercise", lambda exercise, *_,
+                        **how: grade.Verdict(exercise.name, (grade.Fact(True, "it holds"),)))
     out = tmp_path / "out"
     for lesson, learners in (("00_start_here", ("ann", "bob")), ("01_baseline", ("ann", "eve"))):
         for learner in learners:
@@ -215,9 +219,9 @@ def test_the_gradebook_of_one_lesson_grows_into_that_of_the_course(tmp_path, mon
 
 def test_an_older_notebook_replaces_no_mark_and_a_newer_one_says_so(tmp_path, monkeypatch, capsys):
     """Between runs only dates tell which is the last; counters begin anew with every folder."""
-    monkeypatch.setattr(grade, "reference", lambda *_: ())
+    monkeypatch.setattr(grade, "reference_runs", lambda *_: ())
     monkeypatch.setattr(sandbox, "layers", lambda: sandbox.Layers(True, False))
-    monkeypatch.setattr(grade, "judge", lambda exercise, notebook, *_, **how: grade.Verdict(
+    monkeypatch.setattr(grade, "judge_exercise", lambda exercise, notebook, *_, **how: grade.Verdict(
         exercise.name, (grade.Fact("max(" in str(notebook), "it holds"),)))
     right, blank, out = classroom.solved("00"), classroom.notebook("00"), tmp_path / "out"
 
@@ -236,9 +240,10 @@ def test_an_older_notebook_replaces_no_mark_and_a_newer_one_says_so(tmp_path, mo
 
 def passing(monkeypatch) -> None:
     """Every answer passes without being run."""
-    monkeypatch.setattr(grade, "reference", lambda *_: ())
+    monkeypatch.setattr(grade, "reference_runs", lambda *_: ())
     monkeypatch.setattr(sandbox, "layers", lambda: sandbox.Layers(True, False))
-    monkeypatch.setattr(grade, "judge", lambda exercise, *_, **how: grade.Verdict(exercise.name, (grade.Fact(True, "it holds"),)))
+    monkeypatch.setattr(grade, "judge_exercise", lambda exercise, *_,
+                        **how: grade.Verdict(exercise.name, (grade.Fact(True, "it holds"),)))
 
 
 @pytest.fixture
@@ -272,7 +277,7 @@ def test_a_hostile_folder_is_named_and_the_rest_is_graded(tmp_path, nested, monk
         Path(os.fsdecode(os.fsencode(here) + b"/" + name + b"00_start_here.ipynb")).write_text(blank)
     (here / "submission_metadata.yml").write_text('submission_1:\n  :submitters:\n  - :name: "Eve \\uD800"\n')     # nor a letter
     (here / "many").mkdir()
-    monkeypatch.setattr(submissions, "MOST_ENTRIES", 30)
+    monkeypatch.setattr(submissions, "MAX_ENTRIES", 30)
     for number in range(40):
         (here / "many" / f"{number}.txt").touch()
     grade.main(here, tmp_path / "out")
@@ -297,8 +302,8 @@ def test_a_notebook_that_may_not_be_read_is_no_mark_and_tried_again(tmp_path, mo
         return opens(path, *args, **named)
 
     with monkeypatch.context() as closed:
-        closed.setattr("course.lab.reading.open", denied, raising=False)
-        closed.setattr("course.files.open", denied, raising=False)
+        closed.setattr("course.lab.grading.sandboxed_reading.open", denied, raising=False)
+        closed.setattr("course.utils.atomic_files.open", denied, raising=False)
         grade.main(here, out)
     told = capsys.readouterr().out
     assert "see whether you may read it" in told and "reading bob" in told and "grading bob, lesson 00" in told
@@ -326,8 +331,9 @@ def test_a_failure_of_the_machine_is_no_mark(tmp_path, monkeypatch, what):
 
             failing.setattr(sandbox, "run", busy)
         else:
-            failing.setattr(grade, "reference", lambda *_: ())
-            failing.setattr(grade, "judge", lambda exercise, *_, **how: grade.Verdict(exercise.name, (grade.Fact(False, "no"),)))
+            failing.setattr(grade, "reference_runs", lambda *_: ())
+            failing.setattr(grade, "judge_exercise", lambda exercise, *_,
+                            **how: grade.Verdict(exercise.name, (grade.Fact(False, "no"),)))
             failing.setattr("shutil.disk_usage", lambda path: mock.Mock(free=5_000_000))
         grade.main(tmp_path / "in", tmp_path / "out")
     assert marks(tmp_path / "out")["ann"]["00 roofline (1)"] == "could not be checked"
@@ -338,7 +344,7 @@ def test_a_failure_of_the_machine_is_no_mark(tmp_path, monkeypatch, what):
     assert marks(tmp_path / "out")["ann"]["points"] == "2"
 
 
-@pytest.mark.parametrize("broken", ["judge", "feedback", "take_in_one"])
+@pytest.mark.parametrize("broken", ["judge_exercise", "write_feedback", "take_in_result_file"])
 def test_whatever_fails_with_one_learner_is_theirs_alone(tmp_path, monkeypatch, capsys, broken):
     passing(monkeypatch)
     here, out, works = tmp_path / "in", tmp_path / "out", getattr(grade, broken)
@@ -355,7 +361,7 @@ def test_whatever_fails_with_one_learner_is_theirs_alone(tmp_path, monkeypatch, 
     monkeypatch.setattr(grade, broken, fails)
     grade.main(here, out)
     assert marks(out)["ann"]["points"] == "2" and (out / "junit.xml").exists()
-    assert (marks(out)["bob"]["00 roofline (1)"] == "could not be checked") == (broken == "judge")
+    assert (marks(out)["bob"]["00 roofline (1)"] == "could not be checked") == (broken == "judge_exercise")
     assert "bob" in capsys.readouterr().out and (out / "feedback" / f"{grade.slug('ann')}.html").exists()
 
 
@@ -373,7 +379,8 @@ def test_a_file_too_large_to_be_a_notebook_is_not_read(tmp_path, monkeypatch):
 def test_no_separator_begins_a_formula(tmp_path, name):
     """A spreadsheet of a country with decimal commas splits at semicolons, within quotation marks of another field, too."""
     verdict = grade.Verdict("roofline", (grade.Fact(True, "it holds"),))
-    grade.gradebook([grade.Graded(Submission(who, "00", tmp_path), (verdict,)) for who in ("ann", name)], tmp_path / "book.csv")
+    grade.write_gradebook([grade.Graded(Submission(who, "00", tmp_path), (verdict,)) for who in ("ann", name)],
+                          tmp_path / "book.csv")
     line = (tmp_path / "book.csv").read_text().splitlines()[2]
     for separator in ",;|\t":
         for row in (next(csv.reader([line], delimiter=separator)), line.split(separator)):
@@ -396,10 +403,6 @@ def test_names_that_shared_the_digits_of_a_file_are_both_kept(tmp_path, monkeypa
         classroom.hand_in(tmp_path / folder / name / "00_start_here.ipynb", classroom.notebook("00"))
         grade.main(tmp_path / folder, tmp_path / "out")
     assert set(marks(tmp_path / "out")) == {one, other, "ann"}
-    kept = grade.kept_at(Submission("ann", "00", tmp_path), tmp_path / "out")
-    kept.rename(kept.with_name(kept.name.replace(grade.slug("ann"), grade.slug("ann", 60, 6))))     # as it was called
-    grade.main(tmp_path / "a", tmp_path / "out")
-    assert kept.exists() and set(marks(tmp_path / "out")) == {one, other, "ann"}
     monkeypatch.setattr(grade, "slug", lambda name: "same" * 10)
     with pytest.raises(CourseError, match="would share the file"):
         grade.main(tmp_path / "b", tmp_path / "out")
@@ -412,7 +415,7 @@ def test_names_that_shared_the_digits_of_a_file_are_both_kept(tmp_path, monkeypa
 ])
 def test_it_says_calmly_what_keeps_answers_from_harm(monkeypatch, layers, words):
     monkeypatch.setattr(sandbox, "layers", lambda: layers)
-    text = grade.protection(trust=True)
+    text = grade.describe_protection(trust=True)
     assert words in text and "limits on time" in text and "PermissionError" not in text and "\n" not in text
 
 
@@ -420,12 +423,12 @@ def test_names_are_harmless_in_tables_pages_and_paths(tmp_path):
     evil = ["=HYPERLINK(1)", "<script>alert(1)</script>", "../../up", "a\x1b[2J", "", "ü" * 300]
     slugs = {grade.slug(name) for name in evil}
     assert len(slugs) == len(evil) and all("/" not in s and not s.startswith(".") and len(s) < 80 for s in slugs)
-    assert grade.harmless(evil[0]).startswith("'=") and "\x1b" not in grade.harmless(evil[3])
+    assert grade.escape_formula(evil[0]).startswith("'=") and "\x1b" not in grade.escape_formula(evil[3])
     graded = [grade.Graded(Submission(evil[1], "00", tmp_path), (grade.Verdict("roofline", (grade.Fact(False, "\x00<b>"),)),))]
-    grade.feedback(evil[1], graded, tmp_path / "page.html")
+    grade.write_feedback(evil[1], graded, tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     assert "<script>" not in page and "&lt;script&gt;" in page and "<b>" not in page.split("</style>")[1].replace("<b style", "")
-    grade.junit(graded, tmp_path / "junit.xml")
+    grade.write_junit(graded, tmp_path / "junit.xml")
     assert ElementTree.parse(tmp_path / "junit.xml").getroot().find("testsuite").get("failures") == "1"
 
 
@@ -435,29 +438,29 @@ def test_what_took_too_long_is_run_once_more(tmp_path, monkeypatch):
     late = grade.Verdict("roofline", (grade.Fact(False, "it ran for more than 30 seconds"),), late=True)
     path = classroom.hand_in(tmp_path / "00_start_here.ipynb", classroom.notebook("00"))
     for verdicts, final in (([late, passed], passed), ([late, late], late), ([passed], passed)):
-        monkeypatch.setattr(grade, "judge", lambda *_, left=verdicts, **how: left.pop(0))
-        assert grade.safely(find("roofline"), Submission("ann", "00", path), 5) == final and not verdicts
+        monkeypatch.setattr(grade, "judge_exercise", lambda *_, left=verdicts, **how: left.pop(0))
+        assert grade.judge_safely(find("roofline"), Submission("ann", "00", path), 5) == final and not verdicts
 
 
 def test_pages_do_not_give_hidden_inputs_away(tmp_path):
     verdict = grade.Verdict("roofline", (grade.Fact(False, "no"),), "a hint", output="flops=12345", seed=987654)
     graded = [grade.Graded(Submission("ann", "00", tmp_path), (verdict,))]
-    grade.feedback("ann", graded, tmp_path / "page.html")
-    grade.junit(graded, tmp_path / "junit.xml")
+    grade.write_feedback("ann", graded, tmp_path / "page.html")
+    grade.write_junit(graded, tmp_path / "junit.xml")
     for name in ("page.html", "junit.xml"):
         text = (tmp_path / name).read_text()
         assert "12345" not in text and "987654" not in text and "output of graded runs is not shown" in text
-    assert all("12345" in said and "987654" in said for said in (present.text(verdict), present.html(verdict)))
+    assert all("12345" in said and "987654" in said for said in (render.text(verdict), render.html(verdict)))
 
 
 def test_every_exercise_has_a_seed_of_its_own_out_of_128_bits(tmp_path):
-    seeds = [grade.settle_seed(tmp_path, None) for _ in range(4)]
+    seeds = [grade.choose_seed(tmp_path, None) for _ in range(4)]
     assert all(seed.bit_length() > 100 for seed in seeds) and len({*seeds}) == 4
-    own = [grade.seed_of(exercise, seed) for exercise in all_exercises().values() for seed in (*seeds, 1)]
+    own = [grade.exercise_seed(exercise, seed) for exercise in all_exercises().values() for seed in (*seeds, 1)]
     assert len({*own}) == len(own) and max(own).bit_length() > 120
-    assert own == [grade.seed_of(exercise, seed) for exercise in all_exercises().values() for seed in (*seeds, 1)]
-    grade.keep_seed(tmp_path, seeds[0])
-    assert grade.settle_seed(tmp_path, None) == seeds[0] and grade.settle_seed(tmp_path, 7) == 7
+    assert own == [grade.exercise_seed(exercise, seed) for exercise in all_exercises().values() for seed in (*seeds, 1)]
+    grade.save_seed(tmp_path, seeds[0])
+    assert grade.choose_seed(tmp_path, None) == seeds[0] and grade.choose_seed(tmp_path, 7) == 7
 
 
 @pytest.mark.parametrize("damaged", ["", "x", "²", "9" * 5000, "[" * 5000])
@@ -465,7 +468,7 @@ def test_a_damaged_seed_is_a_sentence(tmp_path, damaged):
     """A new one would grade the rest of a class on other inputs without a word."""
     (tmp_path / "seed").write_text(damaged, encoding="utf-8")
     with pytest.raises(CourseError, match="seed holds no number"):
-        grade.settle_seed(tmp_path, None)
+        grade.choose_seed(tmp_path, None)
 
 
 @pytest.mark.parametrize("damaged", [
@@ -473,8 +476,7 @@ def test_a_damaged_seed_is_a_sentence(tmp_path, damaged):
 def test_a_damaged_result_counts_for_nothing(tmp_path, damaged):
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "ann-00.json").write_text(damaged)
-    grade.rename(tmp_path)
-    assert grade.graded_before(tmp_path, 1) == {} and grade.earlier(tmp_path, []) == []
+    assert grade.graded_before(tmp_path, 1) == {} and grade.load_other_results(tmp_path, []) == []
 
 
 @pytest.mark.slow
@@ -551,7 +553,7 @@ def test_what_could_not_be_checked_is_tried_again_at_the_end_and_alone(tmp_path,
         first = believing and found.name.startswith("bob") and exercise.name == "roofline"
         return unsure(exercise) if first else grade.Verdict(exercise.name, (grade.Fact(True, "it holds"),))
 
-    monkeypatch.setattr(grade, "judge", judge)
+    monkeypatch.setattr(grade, "judge_exercise", judge)
     grade.main(tmp_path / "in", tmp_path / "out", jobs=3)
     assert {row["points"] for row in marks(tmp_path / "out").values()} == {"2"}
     assert seen[-1] == ("bob", "roofline", False, 1) and [believing for *_, believing, _ in seen].count(False) == 1
@@ -563,11 +565,11 @@ def test_what_could_not_be_checked_is_tried_again_at_the_end_and_alone(tmp_path,
 def test_a_learner_delays_others_by_no_more_than_the_limit_and_keeps_no_mark(tmp_path, monkeypatch, capsys):
     passing(monkeypatch)
     asked = []
-    monkeypatch.setattr(grade, "judge", lambda exercise, *_, **how: asked.append(exercise.name) or unsure(exercise))
+    monkeypatch.setattr(grade, "judge_exercise", lambda exercise, *_, **how: asked.append(exercise.name) or unsure(exercise))
     for lesson in ("00", "01"):
         name = f"{lesson}_start_here" if lesson == "00" else "01_baseline"
         classroom.hand_in(tmp_path / "in/ann" / f"{name}.ipynb", classroom.notebook(lesson))
-    monkeypatch.setattr(grade, "MOST_AGAIN", -1.0)                   # its time is over before it begins
+    monkeypatch.setattr(grade, "MAX_RETRY_SECONDS", -1.0)                   # its time is over before it begins
     out = tmp_path / "out"
     grade.main(tmp_path / "in", out)
     every = sum(exercise.lesson in ("00", "01") for exercise in all_exercises().values())
@@ -577,26 +579,26 @@ def test_a_learner_delays_others_by_no_more_than_the_limit_and_keeps_no_mark(tmp
     assert row["points"] == "0" and row["00 roofline (1)"] == "could not be checked" and "roofline: could not be checked" in page
     assert {suite.get("failures") for suite in ElementTree.parse(out / "junit.xml").getroot()} == {"0"}
     asked.clear()
-    monkeypatch.setattr(grade, "MOST_AGAIN", 300.0)
+    monkeypatch.setattr(grade, "MAX_RETRY_SECONDS", 300.0)
     grade.main(tmp_path / "in", out)                                 # the next run: each once, and once more at its end
     assert len(asked) == 2 * every
 
 
 def test_before_an_answer_starts_there_is_room_for_what_it_may_write(tmp_path, monkeypatch):
-    from course.lab import reading
+    from course.lab.grading import sandboxed_reading
 
     path = classroom.hand_in(tmp_path / "00_start_here.ipynb", classroom.solved("00"))
-    submission = grade.with_reading(Submission("ann", "00", path))
+    submission = grade.ensure_reading(Submission("ann", "00", path))
     exercise = find("roofline")
-    need = exercise.limits.disk * 1e9 + reading.RESERVE
-    monkeypatch.setattr(grade, "judge", lambda *_, **how: pytest.fail("there is no room"))
+    need = exercise.limits.disk * 1e9 + sandboxed_reading.RESERVED_BYTES
+    monkeypatch.setattr(grade, "judge_exercise", lambda *_, **how: pytest.fail("there is no room"))
     monkeypatch.setattr("shutil.disk_usage", lambda path: mock.Mock(free=int(need) - 1))
-    verdict = grade.safely(exercise, submission, 5)
+    verdict = grade.judge_safely(exercise, submission, 5)
     assert verdict.unchecked and f"and {need // 1e6:.0f} MB are needed" in verdict.facts[0].text
     passed = grade.Verdict("roofline", (grade.Fact(True, "it holds"),))
-    monkeypatch.setattr(grade, "judge", lambda *_, **how: passed)
+    monkeypatch.setattr(grade, "judge_exercise", lambda *_, **how: passed)
     monkeypatch.setattr("shutil.disk_usage", lambda path: mock.Mock(free=int(need)))
-    assert grade.safely(exercise, submission, 5) == passed
+    assert grade.judge_safely(exercise, submission, 5) == passed
 
 
 @pytest.mark.parametrize(("error", "words"), [
@@ -608,10 +610,11 @@ def test_what_went_wrong_is_said_in_words_that_no_answer_chooses(tmp_path, monke
         raise error
 
     path = classroom.hand_in(tmp_path / "00_start_here.ipynb", classroom.notebook("00"))
-    monkeypatch.setattr(grade, "judge", fails)
-    graded = [grade.Graded(Submission("ann", "00", path), (grade.safely(find("roofline"), Submission("ann", "00", path), 5),))]
-    grade.feedback("ann", graded, tmp_path / "page.html")
-    grade.junit(graded, tmp_path / "junit.xml")
+    monkeypatch.setattr(grade, "judge_exercise", fails)
+    graded = [grade.Graded(Submission("ann", "00", path),
+                           (grade.judge_safely(find("roofline"), Submission("ann", "00", path), 5),))]
+    grade.write_feedback("ann", graded, tmp_path / "page.html")
+    grade.write_junit(graded, tmp_path / "junit.xml")
     for name in ("page.html", "junit.xml"):
         text = (tmp_path / name).read_text()
         assert words in text and "48.25" not in text
@@ -620,6 +623,6 @@ def test_what_went_wrong_is_said_in_words_that_no_answer_chooses(tmp_path, monke
 def test_no_time_that_an_answer_took_is_shown(tmp_path):
     verdict = grade.Verdict("roofline", (grade.Fact(False, "no"),), seconds=48.25)
     graded = [grade.Graded(Submission("ann", "00", tmp_path), (verdict,))]
-    grade.feedback("ann", graded, tmp_path / "page.html")
-    grade.junit(graded, tmp_path / "junit.xml")
+    grade.write_feedback("ann", graded, tmp_path / "page.html")
+    grade.write_junit(graded, tmp_path / "junit.xml")
     assert not any("48.2" in (tmp_path / name).read_text() for name in ("page.html", "junit.xml"))

@@ -9,9 +9,10 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from course.errors import CourseError
-from course.lab import blank, cells, lessons
-from course.lab.exercise import all_exercises
+from course.lab.authoring import lessons, stubs
+from course.lab.checks import notebook_cells
+from course.lab.checks.exercise import all_exercises
+from course.utils.errors import CourseError
 from tests.conftest import worked
 
 MASTER = '''# %% [markdown]
@@ -53,23 +54,24 @@ def master(root: Path) -> Path:
 
 def put(root: Path) -> None:
     """Both notebooks, without executing."""
-    lessons.write(lessons.learners(master(root)), root / "notebooks/42_answer.ipynb")
-    lessons.write(lessons.instructors(master(root)), root / "solutions/42_answer.ipynb")
+    lessons.write_notebook(lessons.learner_notebook(master(root)), root / "notebooks/42_answer.ipynb")
+    lessons.write_notebook(lessons.instructor_notebook(master(root)), root / "solutions/42_answer.ipynb")
 
 
 def test_learners_get_blanks_and_instructors_answers(root):
-    blanks, answers = (cells.code(make(master(root))) for make in (lessons.learners, lessons.instructors))
-    assert blanks[1].endswith(f'"""The least seconds."""\n    {blank.STUB}')
+    blanks, answers = (notebook_cells.code_cells(make(master(root)))
+                       for make in (lessons.learner_notebook, lessons.instructor_notebook))
+    assert blanks[1].endswith(f'"""The least seconds."""\n    {stubs.STUB}')
     assert "class RelativeL2(nn.Module):" in blanks[2] and "self.norm(output" not in blanks[2]
-    assert blanks[2].count(blank.STUB) == 2
-    assert "self.norm(output" in answers[2] and answers[2].count(blank.BEGIN) == answers[2].count(blank.END) == 2
+    assert blanks[2].count(stubs.STUB) == 2
+    assert "self.norm(output" in answers[2] and answers[2].count(stubs.BEGIN) == answers[2].count(stubs.END) == 2
     assert blanks[0] == answers[0] and blanks[3] == answers[3] == 'check("roofline")'
     for source in blanks + answers:
         compile(source, "cell", "exec")
 
 
 def test_cells_carry_what_nbgrader_wants(root):
-    found = {cell.metadata.nbgrader.grade_id: cell.metadata.nbgrader for cell in lessons.learners(master(root)).cells
+    found = {cell.metadata.nbgrader.grade_id: cell.metadata.nbgrader for cell in lessons.learner_notebook(master(root)).cells
              if "nbgrader" in cell.metadata}
     assert set(found) == {"roofline", "relative-l2", "check-roofline"}
     assert found["roofline"] == {"grade_id": "roofline", "solution": True, "grade": False, "locked": False, "task": False,
@@ -79,7 +81,7 @@ def test_cells_carry_what_nbgrader_wants(root):
 
 
 def test_notebooks_are_valid_and_the_same_every_time(root):
-    one, again = (nbformat.writes(lessons.learners(master(root))) for _ in range(2))
+    one, again = (nbformat.writes(lessons.learner_notebook(master(root))) for _ in range(2))
     assert one == again
     nbformat.validate(nbformat.reads(one, as_version=4))
 
@@ -97,7 +99,7 @@ def test_a_changed_master_makes_both_stale(root):
 
 def test_changed_library_code_that_it_shows_makes_it_stale(root, monkeypatch):
     put(root)
-    monkeypatch.setattr(blank, "shown", lambda dotted: f"other {dotted}")
+    monkeypatch.setattr(stubs, "shown_source", lambda dotted: f"other {dotted}")
     assert len(lessons.verify([], root)) == 2
 
 
@@ -128,7 +130,7 @@ def test_new_points_reach_both_notebooks_and_outputs_stay(root, monkeypatch):
     path = root / "solutions/42_answer.ipynb"
     solved = nbformat.read(path, as_version=4)
     solved.cells[1].outputs = [nbformat.v4.new_output("stream", text="ran, and measured\n")]
-    lessons.write(solved, path)
+    lessons.write_notebook(solved, path)
     real, before = lessons.exercises.find, path.read_text()
     monkeypatch.setattr(lessons, "execute", lambda *_: pytest.fail("nothing that a lesson shows has changed"))
     lessons.build([], root)
@@ -155,7 +157,7 @@ def test_a_missing_notebook_is_stale(root):
 
 @pytest.mark.parametrize(("change", "words"), [
     (lambda cell: cell.update(outputs=[nbformat.v4.new_output("stream", text="42")]), "has outputs"),
-    (lambda cell: cell.update(source=f"{blank.BEGIN}\nx = 1\n{blank.END}"), "between its markers"),
+    (lambda cell: cell.update(source=f"{stubs.BEGIN}\nx = 1\n{stubs.END}"), "between its markers"),
     (lambda cell: cell.update(source="# computing_takes_so_long = flops  /  peak_flops"), "shows a line of an answer"),
     (lambda cell: cell.update(source="error = self.norm(output - target)"), "shows a line of an answer"),
 ])
@@ -192,10 +194,10 @@ def test_a_lesson_that_fails_is_not_written(root):
 def test_an_exercise_cell_is_an_import_or_has_markers(root):
     master(root).write_text('# %% exercise="roofline"\ndef roofline_seconds(): return 1\n')
     with pytest.raises(CourseError, match="BEGIN SOLUTION"):
-        lessons.instructors(master(root))
+        lessons.instructor_notebook(master(root))
     master(root).write_text('# %% exercise="rooflime"\nx = 1\n')
     with pytest.raises(CourseError, match="did you mean 'roofline'"):
-        lessons.instructors(master(root))
+        lessons.instructor_notebook(master(root))
 
 
 def test_names_of_lessons(root):
@@ -212,7 +214,7 @@ def test_the_lessons_of_the_course_are_up_to_date_and_leak_nothing():
 
 def test_every_exercise_of_a_lesson_stands_in_it_once_with_its_check():
     for path in lessons.masters([]):
-        notebook = lessons.instructors(path)
+        notebook = lessons.instructor_notebook(path)
         ids = [cell.metadata.nbgrader.grade_id for cell in notebook.cells if "nbgrader" in cell.metadata]
         names = [exercise.name for exercise in all_exercises().values() if exercise.lesson == path.stem[:2]]
         assert sorted(ids) == sorted([*names, *(f"check-{name}" for name in names)])
@@ -224,7 +226,7 @@ def test_masters_execute_from_top_to_bottom_in_the_time_that_they_name(path):
     """As `course lessons build --force` does, in a copy, so that the committed notebooks stay as they are."""
     said = 60 * stated(path)                         # seconds on two cores, of which other tests use one here
     before, begin = worked(), time.monotonic()
-    lessons.execute(lessons.instructors(path), lessons.ROOT / "notebooks")
+    lessons.execute(lessons.instructor_notebook(path), lessons.ROOT / "notebooks")
     assert 2 < worked() - before < 60 + 4 * said
     assert time.monotonic() - begin < 60 + 3 * said
 
@@ -242,7 +244,7 @@ def test_the_whole_course_computes_for_less_than_20_minutes():
 @pytest.mark.slow
 def test_a_blank_notebook_stops_at_its_first_exercise_with_words(tmp_path):
     shutil.copytree(lessons.ROOT / "notebooks", tmp_path / "notebooks")
-    notebook = cells.load(tmp_path / "notebooks/00_start_here.ipynb")
+    notebook = notebook_cells.load_notebook(tmp_path / "notebooks/00_start_here.ipynb")
     with pytest.raises(CourseError, match="matmul-cost has not passed") as caught:
         lessons.execute(notebook, tmp_path / "notebooks")
     assert "not written yet" in str(caught.value)

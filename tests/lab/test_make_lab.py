@@ -11,7 +11,7 @@ from urllib.request import urlopen
 
 import pytest
 
-from course.lab.lessons import ROOT
+from course.lab.authoring.lessons import ROOT
 
 
 def answer(address: str) -> int:

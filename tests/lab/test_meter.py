@@ -2,12 +2,12 @@
 
 import torch
 
-from course.lab.meter import Meter
+from course.lab.instruments.tensor_memory import MemoryMeter
 
 
 def test_it_counts_what_is_made_and_forgets_what_is_freed():
     given = torch.ones(1000)
-    with Meter() as meter:
+    with MemoryMeter() as meter:
         a = given * 2
         assert meter.now == 4000
         view = a.view(10, 100)[2:]
@@ -23,7 +23,7 @@ def test_it_counts_what_is_made_and_forgets_what_is_freed():
 
 def test_it_sees_what_autograd_keeps():
     x = torch.ones(100, 100, requires_grad=True)
-    with Meter() as meter:
+    with MemoryMeter() as meter:
         y = x.exp().sin().sum()
         kept = meter.now
         y.backward()

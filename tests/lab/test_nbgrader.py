@@ -10,7 +10,7 @@ from nbgrader.api import Gradebook
 from nbgrader.apps import NbGraderAPI
 from traitlets.config import Config
 
-from course.lab import blank, lessons
+from course.lab.authoring import lessons, stubs
 from tests.lab import classroom
 from tests.lab.test_lessons import MASTER
 
@@ -26,9 +26,9 @@ def course(tmp_path_factory):
     config = Config()
     config.CourseDirectory.root = str(root)
     config.CourseDirectory.db_assignments = [{"name": "lesson"}]
-    config.ClearSolutions.code_stub = {"python": blank.STUB}                      # as docs/instructors.md says
+    config.ClearSolutions.code_stub = {"python": stubs.STUB}                      # as docs/instructors.md says
     api = NbGraderAPI(config=config)
-    classroom.hand_in(root / "source/lesson/42_answer.ipynb", lessons.instructors(root / "42_answer.py"))
+    classroom.hand_in(root / "source/lesson/42_answer.ipynb", lessons.instructor_notebook(root / "42_answer.py"))
     outcome = api.generate_assignment("lesson")
     assert outcome["success"], outcome["log"]
     return root, api
@@ -37,7 +37,7 @@ def course(tmp_path_factory):
 def test_what_nbgrader_assigns_is_our_blank_notebook(course):
     root, _ = course
     released = nbformat.read(root / "release/lesson/42_answer.ipynb", as_version=4)
-    ours = lessons.learners(root / "42_answer.py")
+    ours = lessons.learner_notebook(root / "42_answer.py")
     assert [cell.source for cell in released.cells] == [cell.source for cell in ours.cells]
     for theirs, mine in zip(released.cells, ours.cells, strict=True):
         wanted = mine.metadata.get("nbgrader", {})
@@ -49,7 +49,7 @@ def test_our_lessons_pass_nbgraders_validation_of_metadata(lesson):
     from nbgrader.nbgraderformat import MetadataValidator
 
     master, = lessons.masters([lesson])
-    for make in (lessons.learners, lessons.instructors):
+    for make in (lessons.learner_notebook, lessons.instructor_notebook):
         for cell in make(master).cells:
             MetadataValidator().validate_cell(cell)
 

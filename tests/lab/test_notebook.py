@@ -7,8 +7,10 @@ import sys
 import pytest
 from matplotlib.figure import Figure
 
-from course.errors import CourseError
-from course.lab import figures, notebook, widgets
+from course.lab import notebook
+from course.lab.figures import style, widgets
+from course.training import optimizer
+from course.utils.errors import CourseError
 
 
 def test_beside_says_by_how_much(capsys):
@@ -39,7 +41,7 @@ def test_zero_and_less_is_a_prediction_too(capsys, predicted, measured, words, b
                                              (151, "150 times as much"), (2345678, "2,300,000 times as much"),
                                              (0.5, "50% of it"), (0.0123, "1.2% of it"), (1e-6, "0.0001% of it")])
 def test_how_a_number_compares_with_its_prediction(ratio, text):
-    assert notebook.compared(2, 2 * ratio) == text
+    assert notebook.compare_in_words(2, 2 * ratio) == text
 
 
 @pytest.mark.parametrize(("value", "text"), [(1234.5, "1,234"), (12.345, "12.3"), (0.5, "0.500"), (0, "0"), (3e-7, "3e-07"),
@@ -67,10 +69,10 @@ def test_recorded_results_of_several_days_say_from_when_to_when(capsys, monkeypa
     assert f"PyTorch 2.11, {said}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("clone", "said"), [(True, "[some.json](../course/perf/results/some.json)"),
-                                             (False, "(perf/results/some.json of the package)")])
+@pytest.mark.parametrize(("clone", "said"), [(True, "[some.json](../course/bench/results/some.json)"),
+                                             (False, "(bench/results/some.json of the package)")])
 def test_recorded_results_link_to_their_file_where_notebooks_have_it_beside_them(tmp_path, capsys, monkeypatch, clone, said):
-    file = tmp_path / "course/perf/results/some.json"
+    file = tmp_path / "course/bench/results/some.json"
     file.parent.mkdir(parents=True)
     file.write_text(json.dumps({"hardware": "H200", "torch": "2.11", "date": "2026-11-22"}))
     if clone:
@@ -87,17 +89,17 @@ def test_show_names_file_and_line(capsys):
 
 
 def test_yours_stands_in_the_librarys_place_and_leaves_again():
-    from course import step
+    from course.training import step
 
-    original, rate = step.eager, step.learning_rate
+    original, rate = step.eager, optimizer.learning_rate
 
     def eager(*_):
         return "mine"
 
     with notebook.yours(eager):
         assert step.eager(1, 2, 3, 4) == "mine"
-    assert step.eager is original and step.learning_rate is rate
-    with pytest.raises(CourseError, match="answer to no exercise"), notebook.yours(figures.curves):
+    assert step.eager is original and optimizer.learning_rate is rate
+    with pytest.raises(CourseError, match="answer to no exercise"), notebook.yours(style.curves):
         pass
 
 
@@ -118,7 +120,7 @@ def test_check_of_a_script_shows_and_raises(monkeypatch, tmp_path, capsys):
 
 
 def test_an_answer_that_the_notebook_only_imports_is_to_be_defined_there(monkeypatch, capsys):
-    own = "from course.lab.exercises.start import roofline_seconds"
+    own = "from course.lab.exercises.lesson00_start_here import roofline_seconds"
     monkeypatch.setattr(notebook, "written", lambda: [own])
     with pytest.raises(notebook.CheckFailed):
         notebook.check("roofline")
@@ -137,7 +139,8 @@ def test_the_answer_is_shown_once_it_has_been_found(monkeypatch, capsys):
     assert 'lab.answer("roofline")' in capsys.readouterr().out
     notebook.answer("roofline")
     text = capsys.readouterr().out
-    assert text.startswith("# course/lab/exercises/start.py, line ") and "max(flops / peak_flops, moved / peak_bytes)" in text
+    assert text.startswith("# course/lab/exercises/lesson00_start_here.py, line ")
+    assert "max(flops / peak_flops, moved / peak_bytes)" in text
     with pytest.raises(CourseError, match="accumulate has not passed"):
         notebook.answer("accumulate")
     with pytest.raises(CourseError, match="did you mean 'roofline'"):
@@ -154,7 +157,7 @@ def test_a_broken_cell_of_the_notebook_is_named(monkeypatch, capsys):
 
 
 def test_only_exercises_of_lessons_that_are_there_are_offered(tmp_path):
-    from course.lab import exercise
+    from course.lab.checks import exercise
 
     assert list(exercise.all_exercises())[:2] == ["matmul-cost", "roofline"]     # in the order of the lessons
     assert list(exercise.offered(tmp_path)) == list(exercise.all_exercises())
@@ -167,7 +170,7 @@ def test_only_exercises_of_lessons_that_are_there_are_offered(tmp_path):
     with pytest.raises(CourseError) as caught:
         exercise.find("averag-gradients")
     assert "accumulate" in str(caught.value)
-    there = {path.name[:2] for path in (notebook.blank.PACKAGE.parent / "notebooks").glob("*.ipynb")}
+    there = {path.name[:2] for path in (notebook.stubs.PACKAGE.parent / "notebooks").glob("*.ipynb")}
     assert ("average-gradients" in str(caught.value)) == ("07" in there)
 
 
@@ -197,7 +200,7 @@ def test_a_slider_redraws(monkeypatch):
 
     def draw(n: int) -> Figure:
         drawn.append(n)
-        return figures.curves({"line": ([0, 1], [0, n])}, "x", "y")
+        return style.curves({"line": ([0, 1], [0, n])}, "x", "y")
 
     box = widgets.explore(draw, alt="a line", n=[1, 2, 3])
     slider, sentence, image, words = box.children
@@ -216,7 +219,7 @@ def test_values_that_do_not_go_together_show_a_sentence_in_the_place_of_the_pict
     def draw(n: int, m: int) -> Figure:
         if n < m:
             raise CourseError(f"{n} < {m}: choose more")
-        return figures.curves({"line": ([0, 1], [0, n])}, "x", "y")
+        return style.curves({"line": ([0, 1], [0, n])}, "x", "y")
 
     box = widgets.explore(draw, alt="a line", start={"n": 2}, n=[1, 2, 3], m=[1, 3])
     n, m, sentence, image, _ = box.children
@@ -230,7 +233,7 @@ def test_values_that_do_not_go_together_show_a_sentence_in_the_place_of_the_pict
 def test_many_sliders_stand_in_two_columns(monkeypatch):
     monkeypatch.setattr("IPython.display.display", lambda bundle, raw, metadata: None)
     names = [f"slider{number}" for number in range(7)]
-    box = widgets.explore(lambda **values: figures.curves({"line": ([0, 1], [0, 1])}, "x", "y"), alt="a line",
+    box = widgets.explore(lambda **values: style.curves({"line": ([0, 1], [0, 1])}, "x", "y"), alt="a line",
                           **{name: [1, 2] for name in names})
     left, right = box.children[0].children
     assert [slider.description for column in (left, right) for slider in column.children] == names
@@ -243,22 +246,22 @@ def legend(axis) -> list[str]:
 
 def test_figures_leave_nothing_out_and_give_neighbours_different_marks():
     names = [f"dot {number}" for number in range(9)]
-    roof = figures.roofline({"one": (1e11, 1e10), "two": (1e12, 1e10)}, dict.fromkeys(names, (5.0, 3e10))).axes[0]
+    roof = style.roofline({"one": (1e11, 1e10), "two": (1e12, 1e10)}, dict.fromkeys(names, (5.0, 3e10))).axes[0]
     assert legend(roof) == ["one", "two", *names] and not roof.texts
     marks = [line.get_marker() for line in roof.lines if line.get_label() in names]
     assert len(marks) == 9 and len(set(marks[:6])) == 6
-    many = figures.curves({name: ([0, 1], [0, 1]) for name in names}, "x", "y")
+    many = style.curves({name: ([0, 1], [0, 1]) for name in names}, "x", "y")
     assert [text.get_text() for text in many.legends[0].get_texts()] == names and many.axes[0].get_legend() is None
 
 
 def test_figures_draw_what_they_are_given():
     import numpy as np
 
-    roof = figures.roofline({"machine": (1e11, 1e10)}, {"dot": (5.0, 3e10)}, "title").axes[0]
+    roof = style.roofline({"machine": (1e11, 1e10)}, {"dot": (5.0, 3e10)}, "title").axes[0]
     line = roof.lines[0]
     assert max(line.get_ydata()) == 1e11 and line.get_ydata()[0] == pytest.approx(1e10 * line.get_xdata()[0])
     assert roof.get_title() == "title" and legend(roof) == ["machine", "dot"]
-    curves = figures.curves({"a": ([1, 2], [3, 4])}, "x", "y", levels={"level": 5.0}).axes[0]
+    curves = style.curves({"a": ([1, 2], [3, 4])}, "x", "y", levels={"level": 5.0}).axes[0]
     assert legend(curves) == ["a", "level"]
-    patches = figures.patches(np.zeros((32, 64)), 4).axes[0]
+    patches = style.patches(np.zeros((32, 64)), 4).axes[0]
     assert len(patches.get_xticks()) == 16 and len(patches.get_yticks()) == 8

@@ -4,8 +4,11 @@ import os
 
 import pytest
 
-from course.cli import main
-from course.lab import blank, lessons, notebook, own, sandbox
+from course.cli.main import main
+from course.lab import notebook
+from course.lab.authoring import lessons, stubs
+from course.lab.checks import own_notebooks
+from course.lab.sandbox import sandbox
 from tests.lab import classroom
 
 RUNS = "def roofline_seconds(flops, moved, peak_flops, peak_bytes):\n    open('{}', 'w')\n    return 1.0\n"
@@ -54,7 +57,7 @@ def test_folders_that_come_with_a_notebook_do_not_make_it_ones_own(bare, check, 
 
 def test_a_link_from_ones_own_folder_is_another_file(bare, check, tmp_path):
     theirs, mine = tmp_path / "bob/00_start_here.ipynb", tmp_path / "mine/notebooks/00_start_here.ipynb"
-    own.remember(tmp_path / "mine")
+    own_notebooks.remember_course(tmp_path / "mine")
     assert not check(theirs)[0]
     mine.parent.mkdir(parents=True)
     mine.symlink_to(theirs)
@@ -64,7 +67,7 @@ def test_a_link_from_ones_own_folder_is_another_file(bare, check, tmp_path):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives a file to another user")
 def test_what_another_user_put_into_ones_folder_is_not_ones_own(bare, check, tmp_path):
-    own.remember(tmp_path / "mine")
+    own_notebooks.remember_course(tmp_path / "mine")
     theirs = tmp_path / "mine/notebooks/00_start_here.ipynb"
     assert check(theirs)[0]
     os.chown(theirs, 60000, 60000)
@@ -78,12 +81,12 @@ def test_learners_check_their_own_without_a_question(bare, check, tmp_path, monk
     monkeypatch.chdir(begun / "notebooks")
     notebook.begin("00")
     notebook.begin("01")
-    assert own.record().read_text().count("begun") == 1
-    lessons.copy(tmp_path / "copied", blank.PACKAGE.parent)
+    assert own_notebooks.list_path().read_text().count("begun") == 1
+    lessons.copy(tmp_path / "copied", stubs.PACKAGE.parent)
     for course in ("begun", "copied"):
         ran, said = check(tmp_path / course / "notebooks/00_start_here_mine.ipynb")
         assert ran and "--trust" not in said and "your files" not in said
-    assert own.holds(blank.PACKAGE.parent / "notebooks/00_start_here.ipynb")
+    assert own_notebooks.is_own(stubs.PACKAGE.parent / "notebooks/00_start_here.ipynb")
 
 
 def test_on_ranks_only_ones_own_or_with_trust(check, tmp_path, monkeypatch):
@@ -98,8 +101,8 @@ def test_on_ranks_only_ones_own_or_with_trust(check, tmp_path, monkeypatch):
 
 def test_a_list_that_is_damaged_or_cannot_be_written_stops_nobody(bare, tmp_path):
     (tmp_path / "state/course/folders").mkdir(parents=True)
-    own.remember(tmp_path)
-    assert own.courses() == [blank.PACKAGE.parent.resolve()]
+    own_notebooks.remember_course(tmp_path)
+    assert own_notebooks.known_courses() == [stubs.PACKAGE.parent.resolve()]
     (tmp_path / "state/course/folders").rmdir()
     (tmp_path / "state/course/folders").write_text("no json\n")
-    assert not own.holds(tmp_path / "notebooks/00_start_here.ipynb")
+    assert not own_notebooks.is_own(tmp_path / "notebooks/00_start_here.ipynb")

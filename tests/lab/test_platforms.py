@@ -7,8 +7,8 @@ from datetime import datetime
 
 import pytest
 
-from course.lab import platforms, scale
-from course.lab.submissions import collect
+from course.lab.grading import on_cluster, platforms
+from course.lab.grading.submissions import collect_submissions
 from tests.lab import classroom
 
 FILE = "00_start_here.ipynb"
@@ -20,7 +20,7 @@ def collected(folder, *paths, dates=()):
         file = classroom.hand_in(folder / path, classroom.notebook("00"))
         date = dates[number] if dates else 2e9 - number
         os.utime(file, (date, date))
-    found, notes = collect(folder)
+    found, notes = collect_submissions(folder)
     return {one.learner: str(one.path.relative_to(folder)) for one in found}, "\n".join(notes)
 
 
@@ -124,12 +124,13 @@ def test_names_that_do_not_are_not(tmp_path, one, other):
     ("2026-03-03 10:15:00.000000000 Z", (2026, 3, 3, 10, 15)),
     ("sometime in 2026", None), ("31 February, 2026 1015 AM", None), ("", None)])
 def test_dates_are_read(text, expected):
-    assert platforms.moment(text) == (datetime(*expected).timestamp() if expected else 0.0)
+    assert platforms.parse_date(text) == (datetime(*expected).timestamp() if expected else 0.0)
 
 
 def test_the_date_in_a_name_counts_between_runs_too(tmp_path):
     """Whatever the dates of the unpacked files are."""
-    found, _ = collect(tmp_path) if classroom.hand_in(tmp_path / ATTEMPTS["brightspace"][1], classroom.notebook("00")) else (0, 0)
+    found, _ = collect_submissions(tmp_path) if classroom.hand_in(tmp_path / ATTEMPTS["brightspace"][1],
+                                                                  classroom.notebook("00")) else (0, 0)
     assert found[0].date == datetime(2026, 3, 5, 16, 30).timestamp()
 
 
@@ -140,7 +141,7 @@ def test_the_result_file_that_counts_is_that_of_the_later_attempt(tmp_path, name
     for number, path in enumerate(paths):
         path.write_text("{}")
         os.utime(path, (2e9 - number, 2e9 - number))
-    assert scale.result_files(tmp_path)[learner, "00"] == paths
+    assert on_cluster.result_files(tmp_path)[learner, "00"] == paths
 
 
 def test_names_of_any_encoding_are_right_in_the_gradebook(tmp_path):
@@ -150,8 +151,8 @@ def test_names_of_any_encoding_are_right_in_the_gradebook(tmp_path):
         os.mkdir(raw + b"/" + name)
         with open(raw + b"/" + name + b"/" + FILE.encode(), "w", encoding="utf-8") as file:
             file.write(classroom.nbformat.writes(classroom.notebook("00")))
-    assert sorted(one.learner for one in collect(tmp_path)[0]) == ["M\u00fcller", "Stra\u00dfe", "Zo\u00eb", "\u674e"]
-    code = ("import sys, pathlib; from course.lab.submissions import collect; "
+    assert sorted(one.learner for one in collect_submissions(tmp_path)[0]) == ["M\u00fcller", "Stra\u00dfe", "Zo\u00eb", "\u674e"]
+    code = ("import sys, pathlib; from course.lab.grading.submissions import collect; "
             "print(ascii(sorted(one.learner for one in collect(pathlib.Path(sys.argv[1]))[0])))")
     locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, env=os.environ | locale)
@@ -168,7 +169,7 @@ MIA = "submission_11:\n  :submitters:\n  - :name: {}\n    :sid: '4711'\n  :creat
 def test_gradescopes_file_makes_no_much_of_little(tmp_path, text, learner):
     classroom.hand_in(tmp_path / "submission_11" / FILE, classroom.notebook("00"))
     (tmp_path / "submission_metadata.yml").write_text(text)
-    found, notes = collect(tmp_path)
+    found, notes = collect_submissions(tmp_path)
     assert [one.learner for one in found] == [learner or "submission_11"]
     told = [note for note in notes if "submission_metadata.yml cannot be used: it is no export of Gradescope's" in note]
     assert bool(told) != bool(learner)
@@ -255,7 +256,7 @@ def test_names_in_different_encodings_that_become_one_are_told(tmp_path):
         os.mkdir(raw + b"/" + name)
         with open(raw + b"/" + name + b"/" + FILE.encode(), "w", encoding="utf-8") as file:
             file.write(classroom.nbformat.writes(classroom.notebook("00")))
-    told = [note for note in collect(tmp_path)[1] if "in different encodings" in note]
+    told = [note for note in collect_submissions(tmp_path)[1] if "in different encodings" in note]
     assert len(told) == 1 and r"'J\udcf6rg' and 'J\xf6rg' and 'Jo\u0308rg' are the name Jörg" in told[0]
 
 

@@ -6,28 +6,28 @@ import sys
 import psutil
 import pytest
 
-from course.lab import quiet
+from course.lab.instruments import background_load
 
 
 @pytest.mark.parametrize(("percent", "busy"), [([10.0, 20.0], 0.3), ([100.0, 90.0], 1.9), ([0.0, 0.0], 0.0)])
 def test_busy_cores_are_added_up(monkeypatch, percent, busy):
     monkeypatch.setattr(psutil, "cpu_percent", lambda percpu: percent)
-    monkeypatch.setattr(quiet.os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
-    found, cores = quiet.others(0.01)
+    monkeypatch.setattr(background_load.os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
+    found, cores = background_load.busy_cores(0.01)
     assert cores == 2 and found == pytest.approx(busy, abs=0.1)          # less what this process took meanwhile
 
 
 def test_only_cores_that_this_process_may_use_count(monkeypatch):
     monkeypatch.setattr(psutil, "cpu_percent", lambda percpu: [100.0, 100.0, 0.0, 100.0])
-    monkeypatch.setattr(quiet.os, "sched_getaffinity", lambda _: {2}, raising=False)
-    assert quiet.others(0.01) == (0.0, 1)
+    monkeypatch.setattr(background_load.os, "sched_getaffinity", lambda _: {2}, raising=False)
+    assert background_load.busy_cores(0.01) == (0.0, 1)
 
 
 def test_a_program_that_computes_is_noticed():
     program = subprocess.Popen([sys.executable, "-c", "print(flush=True)\nwhile True: pass"], stdout=subprocess.PIPE)
     try:
         assert program.stdout and program.stdout.readline()
-        assert quiet.others(0.5)[0] > 0.5            # of one core; more where others compute as well
+        assert background_load.busy_cores(0.5)[0] > 0.5            # of one core; more where others compute as well
     finally:
         program.kill()
         program.communicate()
@@ -35,7 +35,7 @@ def test_a_program_that_computes_is_noticed():
 
 @pytest.mark.parametrize(("busy", "cores", "words"), [(0.1, 2, "quiet enough"), (0.9, 2, "too slow"), (0.9, 64, "quiet enough")])
 def test_it_says_so(monkeypatch, capsys, busy, cores, words):
-    monkeypatch.setattr(quiet, "others", lambda: (busy, cores))
-    quiet.look()
+    monkeypatch.setattr(background_load, "busy_cores", lambda: (busy, cores))
+    background_load.report()
     text = capsys.readouterr().out
     assert words in text and f"keep {busy} of {cores} cores busy" in text

@@ -6,9 +6,11 @@ import time
 
 import pytest
 
-from course.errors import CourseError
-from course.lab import cells, grade, own, reader, reading, sandbox, submissions
-from course.lab.reading import File
+from course.lab.checks import notebook_cells, own_notebooks
+from course.lab.grading import grade, sandboxed_reading, submissions
+from course.lab.grading.sandboxed_reading import SubmittedFile
+from course.lab.sandbox import notebook_reader, sandbox
+from course.utils.errors import CourseError
 from tests.lab import classroom
 from tests.lab.test_grade import marks, passing
 
@@ -60,12 +62,12 @@ HOSTILE = {                                          # a file, and what is said 
 def test_hostile_files_are_read_within_limits_and_the_others_as_ever(tmp_path, monkeypatch):
     """All of one learner in one start of the sandbox, none of them in this process."""
     for inside in ("contents", "load", "Program"):
-        monkeypatch.setattr(cells, inside, lambda *_, **how: pytest.fail("this is foreign"))
+        monkeypatch.setattr(notebook_cells, inside, lambda *_, **how: pytest.fail("this is foreign"))
     files = [tmp_path / f"00_{name}" for name in (*HOSTILE, "right.ipynb")]
     for path, (content, _) in zip(files, [*HOSTILE.values(), (notebook(RIGHT), "")], strict=True):
         path.write_text(content)
     begin = time.monotonic()
-    found = reading.several([File(path, path.name, "00") for path in files])
+    found = sandboxed_reading.read_all([SubmittedFile(path, path.name, "00") for path in files])
     assert time.monotonic() - begin < 120
     for one, (name, (_, says)) in zip(found, HOSTILE.items(), strict=False):
         problem = one.problem or one.answers["roofline"].problem
@@ -79,7 +81,7 @@ def test_hostile_files_are_read_within_limits_and_the_others_as_ever(tmp_path, m
 def test_a_file_that_takes_too_long_is_named_and_the_next_ones_are_read(tmp_path):
     for name, content in (("1", notebook(RIGHT)), ("2", notebook("%time x\n" * 19_000, RIGHT)), ("3", notebook(RIGHT))):
         (tmp_path / f"{name}.ipynb").write_text(content)
-    found = reading.several([File(tmp_path / f"{name}.ipynb", name, "00") for name in "123"])
+    found = sandboxed_reading.read_all([SubmittedFile(tmp_path / f"{name}.ipynb", name, "00") for name in "123"])
     assert [bool(one.answers) for one in found] == [True, False, True]
     assert found[1].problem.startswith("takes more than 10 seconds to read") and not found[1].failure
 
@@ -107,26 +109,26 @@ def ended(text: str, late: bool = False) -> sandbox.Outcome:
     (ended("it crashed: killed (signal 9); perhaps this machine ran out of memory"), "", "ran out of memory"),
     (ended("it ran for more than 60 seconds and was stopped", late=True), "", "too busy")])
 def test_what_ends_the_reader_is_the_files_fault_or_the_machines(tmp_path, monkeypatch, how, problem, failure):
-    monkeypatch.setattr(reading, "started", fake(how))
+    monkeypatch.setattr(sandboxed_reading, "start_reader", fake(how))
     for name in "12":
         (tmp_path / f"{name}.ipynb").write_text("{}")
-    first, last = reading.several([File(tmp_path / f"{name}.ipynb", name, "00") for name in "12"])
+    first, last = sandboxed_reading.read_all([SubmittedFile(tmp_path / f"{name}.ipynb", name, "00") for name in "12"])
     assert not last.problem and not last.failure                     # the newest is read first
     assert problem in first.problem and failure in first.failure and bool(first.problem) != bool(first.failure)
 
 
 def test_a_learners_files_take_so_long_and_no_longer(tmp_path, monkeypatch):
     crash = ended("it crashed: segmentation fault (signal 11)")
-    monkeypatch.setattr(reading, "started", fake(*[crash] * 99, seconds=9.0))
-    monkeypatch.setattr(reading, "MOST_SECONDS", 50.0)
+    monkeypatch.setattr(sandboxed_reading, "start_reader", fake(*[crash] * 99, seconds=9.0))
+    monkeypatch.setattr(sandboxed_reading, "MAX_SECONDS", 50.0)
     for number in range(40):
         (tmp_path / f"{number}.ipynb").write_text("{}")
-    found = reading.several([File(tmp_path / f"{number}.ipynb", str(number), "00") for number in range(40)])
+    found = sandboxed_reading.read_all([SubmittedFile(tmp_path / f"{number}.ipynb", str(number), "00") for number in range(40)])
     late = [one for one in found if "take more than 50 seconds to read" in one.problem]
     assert len(late) >= 34 and not found[-1].problem
-    monkeypatch.setattr(reading, "started", fake())
-    monkeypatch.setattr(reading, "MOST_BYTES", 7)
-    found = reading.several([File(tmp_path / f"{number}.ipynb", str(number), "00") for number in range(4)])
+    monkeypatch.setattr(sandboxed_reading, "start_reader", fake())
+    monkeypatch.setattr(sandboxed_reading, "MAX_BYTES", 7)
+    found = sandboxed_reading.read_all([SubmittedFile(tmp_path / f"{number}.ipynb", str(number), "00") for number in range(4)])
     assert [bool(one.problem) for one in found] == [True, False, False, False] and "may have" in found[0].problem
 
 
@@ -136,7 +138,7 @@ def test_what_is_no_plain_file_is_not_opened(tmp_path):
     os.mkfifo(tmp_path / "pipe.ipynb")
     (tmp_path / "folder.ipynb").mkdir()
     for name in ("link", "pipe", "folder"):
-        assert reading.one(File(tmp_path / f"{name}.ipynb", name, "00")).failure
+        assert sandboxed_reading.read_one(SubmittedFile(tmp_path / f"{name}.ipynb", name, "00")).failure
 
 
 @pytest.mark.parametrize("told", [
@@ -146,17 +148,18 @@ def test_what_is_no_plain_file_is_not_opened(tmp_path):
     '"imported": false}}, "seconds": 1.0}', '{"problem": [], "answers": {}, "seconds": 1.0}'])
 def test_what_the_reader_says_is_not_believed_either(tmp_path, told):
     (tmp_path / "0.json").write_text(told)
-    found = {0: reading.Reading("a.ipynb", "d", "00")}
-    assert reading.accept(tmp_path, 0, found, 0.0) == 0.0 and "damaged" in found[0].problem and not found[0].answers
+    found = {0: sandboxed_reading.Reading("a.ipynb", "d", "00")}
+    assert sandboxed_reading.accept_result(tmp_path, 0, found,
+                                           0.0) == 0.0 and "damaged" in found[0].problem and not found[0].answers
 
 
 def test_somebody_elses_notebook_is_read_in_the_sandbox_and_ones_own_here(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     mine, theirs = (classroom.hand_in(tmp_path / name / "00_start_here.ipynb", classroom.notebook("00", roofline=RIGHT))
                     for name in ("notebooks", "in"))
-    own.remember(tmp_path)
-    read, contents = [], cells.contents
-    monkeypatch.setattr(cells, "contents", lambda path: read.append(path) or contents(path))
+    own_notebooks.remember_course(tmp_path)
+    read, contents = [], notebook_cells.read_contents
+    monkeypatch.setattr(notebook_cells, "read_contents", lambda path: read.append(path) or contents(path))
     assert submissions.read_file(mine).answers == submissions.read_file(theirs).answers and read == [mine]
     theirs.write_text("{")
     with pytest.raises(CourseError, match=rf"^{theirs} cannot be read as a notebook \(JSONDecodeError\): it is empty, cut off"):
@@ -170,16 +173,16 @@ def test_a_class_is_graded_without_parsing_anything_of_it_here(tmp_path, monkeyp
         content = notebook(RIGHT) if name == "right.ipynb" else HOSTILE[name][0]
         (tmp_path / "in" / f"learner {number}" / f"00_{name}").write_text(content)
     for inside in ("contents", "load", "Program"):
-        monkeypatch.setattr(cells, inside, lambda *_, **how: pytest.fail("this is foreign"))
+        monkeypatch.setattr(notebook_cells, inside, lambda *_, **how: pytest.fail("this is foreign"))
     grade.main(tmp_path / "in", tmp_path / "out")
     assert {name: row["points"] for name, row in marks(tmp_path / "out").items()} == {
         "learner 0": "0", "learner 1": "0", "learner 2": "0", "learner 3": "2"}
     told = capsys.readouterr().out
     for number, says in enumerate(("has aliases", "more than 20000 statements", "cannot be read as a notebook")):
         assert says in told and told.index(f"reading learner {number}") < told.index(says), told
-    monkeypatch.setattr(reading, "started", lambda *_: pytest.fail("all of it was graded before"))
+    monkeypatch.setattr(sandboxed_reading, "start_reader", lambda *_: pytest.fail("all of it was graded before"))
     grade.main(tmp_path / "in", tmp_path / "out")
-    monkeypatch.setattr(grade, "versions", lambda lesson: {"roofline": "another"})
+    monkeypatch.setattr(grade, "check_versions", lambda lesson: {"roofline": "another"})
     with pytest.raises(pytest.fail.Exception):
         grade.main(tmp_path / "in", tmp_path / "out")
 
@@ -188,12 +191,12 @@ def test_the_reader_knows_a_lesson_by_name_or_else_by_the_metadata():
     lessons = {"00": {"roofline": [("roofline_seconds",), ("x.roofline_seconds",)]}, "01": {"other": [("g",), ("x.g",)]}}
     for named, told, code, lesson in (("00", "", "x", "00"), ("", "01", "x", "01"), ("00", "01", "def g(): 0", "01"),
                                       ("00", "01", RIGHT, "00"), ("00", "99", "x", "00"), ("", "", RIGHT, "")):
-        assert reader.settle(named, cells.Contents((code,), told), lessons) == lesson
+        assert notebook_reader.choose_lesson(named, notebook_cells.Contents((code,), told), lessons) == lesson
 
 
 def test_no_room_to_read_a_notebook_is_nobodys_fault_and_tried_again(tmp_path, monkeypatch, capsys):
     passing(monkeypatch)
-    works, failed = reading.several, []
+    works, failed = sandboxed_reading.read_all, []
 
     def several(files, *more, **how):
         if files[0].name.startswith("bob") and not failed:
@@ -201,7 +204,7 @@ def test_no_room_to_read_a_notebook_is_nobodys_fault_and_tried_again(tmp_path, m
             raise OSError(28, "No space left on device")
         return works(files, *more, **how)
 
-    monkeypatch.setattr(reading, "several", several)
+    monkeypatch.setattr(sandboxed_reading, "read_all", several)
     for name in ("ann", "bob"):
         classroom.hand_in(tmp_path / "in" / name / "00_start_here.ipynb", classroom.notebook("00"))
     grade.main(tmp_path / "in", tmp_path / "out")
@@ -214,6 +217,7 @@ def test_only_the_last_notebook_of_a_lesson_keeps_its_code(tmp_path):
     """Else a learner's notebooks, each with a megabyte of code, would fill the memory of who grades."""
     for number in range(3):
         (tmp_path / f"{number}.ipynb").write_text(notebook(RIGHT, course={"lesson": "00"}))
-    found = reading.several([File(tmp_path / f"{number}.ipynb", str(number), "") for number in range(3)], last=True)
+    found = sandboxed_reading.read_all([SubmittedFile(tmp_path / f"{number}.ipynb", str(number), "") for number in range(3)],
+                                       last=True)
     assert [each.lesson for each in found] == ["00"] * 3
     assert [bool(each.answers) for each in found] == [False, False, True]

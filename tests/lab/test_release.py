@@ -8,9 +8,10 @@ import sys
 import pytest
 
 from course.data.order import train_batches
-from course.errors import CourseError
-from course.lab import blank, cells, lessons, release
-from course.lab.exercise import all_exercises, find, known_mistakes, right, wrong
+from course.lab.authoring import lessons, release, stubs
+from course.lab.checks import notebook_cells
+from course.lab.checks.exercise import all_exercises, find, known_mistakes, right, wrong
+from course.utils.errors import CourseError
 
 
 @pytest.fixture(scope="module")
@@ -21,8 +22,9 @@ def out(tmp_path_factory):
 
 
 def test_has_what_learners_need_and_no_solutions(out):
-    for name in (".gitignore", "README.md", "Makefile", "pyproject.toml", "constraints.txt", "course/configs/vit-demo.yaml",
-                 "course/perf/results/ceilings_h200.json", "data/README.md", "tests/test_step.py"):
+    for name in (".gitignore", "README.md", "Makefile", "pyproject.toml", "constraints.txt",
+                 "course/config/presets/vit-demo.yaml",
+                 "course/bench/results/ceilings_h200.json", "data/README.md", "tests/training/test_step.py"):
         assert (out / name).is_file(), name
     assert not (out / "solutions").exists() and not (out / "tests/lab").exists() and not list(out.rglob("__pycache__"))
     assert sorted(path.stem for path in (out / "notebooks").iterdir()) == [path.stem for path in lessons.masters([])]
@@ -49,7 +51,8 @@ def clone(tmp_path, monkeypatch):
     (here / ".gitignore").write_text("submit/site\n*.log\n")
     for words in (["init", "-q"], ["add", "."]):
         subprocess.run(["git", *words], cwd=here, check=True)
-    for name in ("docs/solved.ipynb", "course/seed", "submit/mine.sh", "tests/seed", "docs/a.log", "course/M\u00fcller.py"):
+    for name in ("docs/solved.ipynb", "course/seed", "submit/mine.sh", "tests/seed", "docs/a.log",
+                 "course/M\u00fcller.py"):
         (here / name).write_text("a secret")
     (here / "course/gone.py").unlink()
     (here / "course/tool.py").write_text("changed = 1")
@@ -62,7 +65,8 @@ def test_what_git_does_not_track_stays_here_and_is_named(clone, tmp_path, capsys
     found = {str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*") if path.is_file()}
     assert found == {"notebooks/00_x.ipynb", ".gitignore", "docs/page.md", "course/tool.py", "submit/check.sh"}
     left, changed = capsys.readouterr().out.splitlines()[:2]
-    assert all(name in left for name in ("docs/solved.ipynb", "course/seed", "submit/mine.sh", "tests/seed", "ller.py"))
+    assert all(name in left
+               for name in ("docs/solved.ipynb", "course/seed", "submit/mine.sh", "tests/seed", "ller.py"))
     assert "course/tool.py" in changed and "check.sh" not in left + changed
 
 
@@ -128,9 +132,9 @@ def test_hints_work_without_solutions(out, tmp_path):
 
 def test_notebooks_are_blank(out):
     for path in (out / "notebooks").glob("*.ipynb"):
-        notebook = cells.load(path)
+        notebook = notebook_cells.load_notebook(path)
         assert not any(cell.get("outputs") for cell in notebook.cells)
-        assert blank.BEGIN not in path.read_text() and blank.STUB in "\n".join(cells.code(notebook))
+        assert stubs.BEGIN not in path.read_text() and stubs.STUB in "\n".join(notebook_cells.code_cells(notebook))
 
 
 def test_a_learner_can_check_there(out):
@@ -156,21 +160,21 @@ def test_a_copy_that_hides_its_answers_shows_none(hiding):
     """No body of an answer of two lines or more, and no known mistake, is in any file of it."""
     texts = {path: path.read_text(errors="replace") for path in hiding.rglob("*") if path.is_file()}
     for dotted in {dotted for exercise in all_exercises().values() for dotted in exercise.objects}:
-        found = blank.find(dotted)
+        found = stubs.find_object(dotted)
         lines = found.text.splitlines()
-        shown = texts[hiding / found.file.relative_to(blank.PACKAGE.parent)]
+        shown = texts[hiding / found.file.relative_to(stubs.PACKAGE.parent)]
         assert len(shown.splitlines()) == len(lines)
-        for start, end, _ in blank.bodies(found.node):
+        for start, end, _ in stubs.answer_bodies(found.node):
             body = "\n".join(lines[start - 1:end])
             if end > start:
                 assert [path for path, text in texts.items() if body in text] == [], dotted
-            assert blank.STUB in shown.splitlines()[start - 1]
+            assert stubs.STUB in shown.splitlines()[start - 1]
     assert [path.name for path in (hiding / "course/lab/mistakes").glob("*.py")] == ["__init__.py"]
 
 
 def test_a_copy_that_hides_its_answers_computes_with_them(hiding):
     told = python(hiding, "-c", "import inspect; from course.data.order import train_batches as f\n"
-                  "print('not implemented yet' in inspect.getsource(f), next(f(1, 50, 6, 2, 1, 0)))")
+                                "print('not implemented yet' in inspect.getsource(f), next(f(1, 50, 6, 2, 1, 0)))")
     assert told.stdout == f"True {next(train_batches(1, 50, 6, 2, 1, 0))}\n", told.stdout + told.stderr
     assert not list((hiding / "course/data").rglob("order*.pyc"))
 
@@ -185,7 +189,8 @@ def test_a_copy_that_hides_its_answers_checks_answers(hiding, tmp_path, exercise
 
 
 def test_the_checks_of_a_copy_that_hides_its_answers_are_those_of_the_clone(hiding):
-    program = "from course.lab.exercise import all_exercises\nfor one in all_exercises().values(): print(one.name, one.version)"
+    program = "from course.lab.checks.exercise import all_exercises\n" \
+              "for one in all_exercises().values(): print(one.name, one.version)"
     told = python(hiding, "-c", program)
     assert told.stdout.splitlines() == [f"{one.name} {one.version}" for one in all_exercises().values()], told.stderr
 

@@ -3,44 +3,49 @@
 import pytest
 import torch
 
-from course.lab import cells, check, returned
-from course.lab.exercise import find, right
+from course.lab.checks import check, notebook_cells, return_values
+from course.lab.checks.exercise import find, right
 
 
 @pytest.mark.parametrize(("call", "text", "cure"), [
-    (lambda: returned.number(None, "f"), "`f` returned None; a number is wanted", "did you forget it?"),
-    (lambda: returned.number("x" * 99, "f"), "returned a str ('xxx", "one number"),
-    (lambda: returned.number((1, 2), "f"), "returned a tuple of 2", "one number"),
-    (lambda: returned.pair(3, "f", "(a, b)"), "`f` returned an int (3); a pair is wanted, (a, b)", "comma"),
-    (lambda: returned.pair((1, 2, 3), "f", "(a, b)"), "returned a tuple of 3", "(a, b)"),
-    (lambda: returned.several(None, "f", "a list"), "`f` returned None; a list is wanted", "did you forget it?"),
-    (lambda: returned.several(3.0, "f", "a list of pairs"), "returned a float (3.0)", "return a list of pairs"),
-    (lambda: returned.function(None, "f", "g"), "`f` returned None; the function `g` is wanted", "did you forget it?"),
-    (lambda: returned.function(torch.ones(2), "f", "g"), "returned a tensor of shape (2,)", "`return g`"),
-    (lambda: returned.tensor(0.5, "f", (), torch.float64), "`f` returned a float (0.5); a scalar tensor is wanted", ".item()"),
-    (lambda: returned.tensor(None, "f", (), torch.float64), "`f` returned None; a scalar tensor is wanted", "did you forget it?"),
-    (lambda: returned.tensor((1, 2), "f", (), torch.float64), "returned a tuple of 2", "return a scalar tensor"),
-    (lambda: returned.tensor(torch.ones(3), "f", (), torch.float32), "shape (3,); a scalar tensor is wanted", "summed"),
-    (lambda: returned.tensor(torch.ones(3), "f", (2,), torch.float32), "shape (3,); a tensor of shape (2,) is wanted", "summed"),
-    (lambda: returned.tensor(torch.ones(()), "f", (), torch.float64, " as x"), "torch.float32 as x; torch.float64", "zeros_like"),
-    (lambda: returned.tensor(torch.ones(2).sum().long(), "f", (), torch.float64), "type torch.int64", ".to(target.dtype)"),
-    (lambda: returned.tensor(torch.ones(()) > 0, "f", (), torch.float64), "type torch.bool", ".to(target.dtype)"),
-    (lambda: returned.tensor(6, "f", (), torch.float64, " as the weight"), "an int (6) as the weight", "padding"),
-    (lambda: returned.tensor(torch.ones((), dtype=torch.float64), "f", (), torch.float32), "torch.float32 is wanted", "type"),
-    (lambda: returned.takes(lambda: 0, "f", "one argument, x", 1), "`f` must take one argument, x", "parentheses"),
+    (lambda: return_values.number(None, "f"), "`f` returned None; a number is wanted", "did you forget it?"),
+    (lambda: return_values.number("x" * 99, "f"), "returned a str ('xxx", "one number"),
+    (lambda: return_values.number((1, 2), "f"), "returned a tuple of 2", "one number"),
+    (lambda: return_values.pair(3, "f", "(a, b)"), "`f` returned an int (3); a pair is wanted, (a, b)", "comma"),
+    (lambda: return_values.pair((1, 2, 3), "f", "(a, b)"), "returned a tuple of 3", "(a, b)"),
+    (lambda: return_values.several(None, "f", "a list"), "`f` returned None; a list is wanted", "did you forget it?"),
+    (lambda: return_values.several(3.0, "f", "a list of pairs"), "returned a float (3.0)", "return a list of pairs"),
+    (lambda: return_values.function(None, "f", "g"), "`f` returned None; the function `g` is wanted", "did you forget it?"),
+    (lambda: return_values.function(torch.ones(2), "f", "g"), "returned a tensor of shape (2,)", "`return g`"),
+    (lambda: return_values.tensor(0.5, "f", (), torch.float64), "`f` returned a float (0.5); a scalar tensor is wanted",
+     ".item()"),
+    (lambda: return_values.tensor(None, "f", (), torch.float64), "`f` returned None; a scalar tensor is wanted",
+     "did you forget it?"),
+    (lambda: return_values.tensor((1, 2), "f", (), torch.float64), "returned a tuple of 2", "return a scalar tensor"),
+    (lambda: return_values.tensor(torch.ones(3), "f", (), torch.float32), "shape (3,); a scalar tensor is wanted", "summed"),
+    (lambda: return_values.tensor(torch.ones(3), "f", (2,), torch.float32), "shape (3,); a tensor of shape (2,) is wanted",
+     "summed"),
+    (lambda: return_values.tensor(torch.ones(()), "f", (), torch.float64, " as x"), "torch.float32 as x; torch.float64",
+     "zeros_like"),
+    (lambda: return_values.tensor(torch.ones(2).sum().long(), "f", (), torch.float64), "type torch.int64", ".to(target.dtype)"),
+    (lambda: return_values.tensor(torch.ones(()) > 0, "f", (), torch.float64), "type torch.bool", ".to(target.dtype)"),
+    (lambda: return_values.tensor(6, "f", (), torch.float64, " as the weight"), "an int (6) as the weight", "padding"),
+    (lambda: return_values.tensor(torch.ones((), dtype=torch.float64), "f", (), torch.float32), "torch.float32 is wanted",
+     "type"),
+    (lambda: return_values.takes(lambda: 0, "f", "one argument, x", 1), "`f` must take one argument, x", "parentheses"),
 ])
 def test_a_wrong_return_value_is_a_sentence_with_a_cure(call, text, cure):
-    with pytest.raises(returned.Returned) as caught:
+    with pytest.raises(return_values.InvalidReturn) as caught:
         call()
     assert text in caught.value.text and cure in caught.value.cure
 
 
 def test_right_return_values_pass_through():
     scalar = torch.ones((), dtype=torch.float64)
-    assert returned.number(3, "f") == returned.number(scalar * 3, "f") == 3.0
-    assert returned.several((1, 2), "f", "") == [1, 2]
-    assert returned.pair([1, 2], "f", "") == (1, 2) and returned.function(len, "f", "g") is len
-    assert returned.tensor(scalar, "f", (), torch.float64) is scalar
+    assert return_values.number(3, "f") == return_values.number(scalar * 3, "f") == 3.0
+    assert return_values.several((1, 2), "f", "") == [1, 2]
+    assert return_values.pair([1, 2], "f", "") == (1, 2) and return_values.function(len, "f", "g") is len
+    assert return_values.tensor(scalar, "f", (), torch.float64) is scalar
 
 
 L2_RETURNS = "return (error / size * weight).sum(), weight.sum()"
@@ -77,8 +82,8 @@ def test_exercises_look_at_what_is_returned(name):
     assert all(old in right(exercise) for old, *_ in slips)
     inputs = exercise.draw(5, False)
     sources = [right(exercise).replace(old, new) for old, new, *_ in slips]
-    runs, _ = check.execute(exercise, [(cells.whole(source), inputs) for source in sources], 1, None)
+    runs, _ = check.run_answers(exercise, [(notebook_cells.whole_answer(source), inputs) for source in sources], 1, None)
     for run, (_, new, text, cure) in zip(runs, slips, strict=True):
-        facts, hint = check.judge(exercise, run, 5, False, 1)
+        facts, hint = check.compare_run(exercise, run, 5, False, 1)
         assert not facts[0].held and text in facts[0].text and cure in hint, (new, facts, hint)
         assert "line" not in hint                    # which no line of theirs raised

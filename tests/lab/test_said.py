@@ -1,5 +1,5 @@
-"""What the lessons' prose and the pictures' text alternatives say of measured figures is what the files under course/perf/results
-say: a row for each sentence, with the numbers left out, and what they are."""
+"""What the lessons' prose and the pictures' text alternatives say of measured figures is what the files under
+course/bench/results say: a row for each sentence, with the numbers left out, and what they are."""
 
 import math
 import re
@@ -13,21 +13,14 @@ import pytest
 import torch
 
 from course import config, models
-from course.lab import figures_data, figures_gpt, figures_memory, figures_plan, planning
-from course.parallel import schedule
-from course.perf import (
-    blocktime,
-    comms,
-    flops,
-    hardware,
-    kernels,
-    memory,
-    plan,
-    published,
-    recorded,
-    steptime,
-)
-from course.perf.grid import CASES
+from course.bench import published_steps, recorded_steps
+from course.bench.megatron_grid import CASES
+from course.lab.figures import data_parallel, performance_model
+from course.lab.figures import gpt as figures_gpt
+from course.lab.figures import memory as figures_memory
+from course.lab.instruments import recorded_runs
+from course.parallel.pipeline_parallel import schedules
+from course.planner import block_time, collectives, flops, hardware, kernel_efficiency, memory, search, step_time
 from experiments import heldout, loss_alignment
 from tests.test_numbers import ROOT, results, steps_of
 
@@ -82,7 +75,7 @@ def stack_seconds(gigabytes_per_s: float) -> float:
 def filled(bucket_mb: float) -> tuple[list[float], list[float]]:
     """When the stack's buckets are ready, and their bytes, as lesson 07 has it."""
     sizes = 24 * [4 * 1024**2, 4 * 1024**2, 1024**2, 3 * 1024**2]
-    return figures_data.fill([(0.062 * size / STACK, 4.0 * size) for size in sizes], 1e6 * bucket_mb)
+    return data_parallel.fill_buckets([(0.062 * size / STACK, 4.0 * size) for size in sizes], 1e6 * bucket_mb)
 
 
 def last_bucket(bucket_mb: float) -> float:
@@ -92,15 +85,15 @@ def last_bucket(bucket_mb: float) -> float:
 
 def pipeline_takes(name: str, send: float) -> float:
     """Forward passes that 16 micro-batches take on 4 ranks, where each message takes as long as `send` of them."""
-    made = [schedule.passes_of(name, 4, rank, 16) for rank in range(4)]
-    return max(end for _, end in schedule.timeline(made, send=send).values())
+    made = [schedules.passes_of(name, 4, rank, 16) for rank in range(4)]
+    return max(end for _, end in schedules.timeline(made, send=send).values())
 
 
 def by_hand(**other: int) -> float:
     """Seconds of lesson 17's run that is small enough for paper, with other fields."""
     ones = dict.fromkeys(("micros", "tokens", "dim", "hidden", "depth", "vocab", "tp", "pp"), 1) | other
-    run = planning.Run(samples=2, causal=False, moved=3, update=5, **ones)
-    seconds: float = ours(*ANSWERS)["step_seconds"](run, planning.Rates(1, 1, 1, 0, 1))
+    run = recorded_runs.Run(samples=2, causal=False, moved=3, update=5, **ones)
+    seconds: float = ours(*ANSWERS)["step_seconds"](run, recorded_runs.Rates(1, 1, 1, 0, 1))
     return seconds
 
 
@@ -109,7 +102,7 @@ def exposed(bucket_mb: float, gigabytes_per_s: float) -> float:
     ready, loads = filled(bucket_mb)
     end = 0.0
     for begin, load in zip(ready, loads, strict=True):
-        end = max(end, begin) + figures_data.all_reduce_seconds(load, 4, 1e9 * gigabytes_per_s, 20e-6)
+        end = max(end, begin) + data_parallel.all_reduce_seconds(load, 4, 1e9 * gigabytes_per_s, 20e-6)
     return 1e3 * (end - ready[-1])
 
 
@@ -124,7 +117,7 @@ def tp_sent(gpus: int) -> float:
 
 DIT, GPT350, GPT1B = "DiT-XL/2, 256 px, 32 samples", "GPT 350M, 16 samples", "GPT 1.3B, 4 samples"
 SP_MODELS = (DIT, "GPT 124M, 32 samples", GPT350, "DiT-XL/2, 512 px, 16 samples", GPT1B)
-HAND = "kernels by hand"
+HAND = "Triton kernels"
 NO_SP, MEMORY = f"{HAND}, no sequence parallelism", f"{HAND}, through memory"
 
 
@@ -205,7 +198,7 @@ def zero(case: str, field: str = "ms") -> float:
 def ours(*exercises: str) -> dict[str, Any]:
     """What the answers to these exercises of lesson 17, and its cells with rates, define."""
     text = next(ROOT.glob("solutions/17_*.py")).read_text()
-    space: dict[str, Any] = {"Run": planning.Run, "Rates": planning.Rates, "Sequence": Sequence, "h200": H200}
+    space: dict[str, Any] = {"Run": recorded_runs.Run, "Rates": recorded_runs.Rates, "Sequence": Sequence, "h200": H200}
     for name in exercises:
         exec(text.partition(f'# %% exercise="{name}"\n')[2].partition("\n# %%")[0], space)
     for rates in (r"^told = \{.*?\}$", r"^sheet = .*?\)$", r"^half = .*?\)"):
@@ -222,7 +215,7 @@ def off(run: str, rates: str) -> float:
     """Of lesson 17's own model with these of its rates: the error of a run."""
     space = ours(*ANSWERS)
     chosen = space[rates][run] if rates == "told" else space[rates]
-    return 1e3 * space["step_seconds"](planning.runs()[run], chosen) / planning.chosen()[run].ms - 1
+    return 1e3 * space["step_seconds"](recorded_runs.runs()[run], chosen) / recorded_runs.recorded_run_steps()[run].ms - 1
 
 
 def ring_error(megabytes: int) -> float:
@@ -254,13 +247,13 @@ def layers() -> list[float]:
 @cache
 def memory_errors() -> list[float]:
     """How far off the predicted memory of recorded models is, but for FP8's, from the best to the worst."""
-    steps = [step for step in recorded.ladders() if step.config.precision != "fp8"]
+    steps = [step for step in recorded_steps.one_gpu() if step.config.precision != "fp8"]
     return sorted(abs(memory.predict(step.config).allocated / 1e9 / step.memory_gb - 1) for step in steps)
 
 
 @cache
 def step_errors() -> list[float]:
-    return sorted(step.error for step in recorded.steps())
+    return sorted(step.error for step in recorded_steps.steps())
 
 
 def multiplying(name: str) -> float:
@@ -269,16 +262,16 @@ def multiplying(name: str) -> float:
     return step.time.matmul / step.time.step
 
 
-def recorded_step(name: str) -> recorded.Step:
-    found, = (step for step in recorded.steps() if step.name == name)
+def recorded_step(name: str) -> recorded_steps.Step:
+    found, = (step for step in recorded_steps.steps() if step.name == name)
     return found
 
 
 @cache
 def guessed(group: str) -> list[float]:
     """Percent by which predictions of others' H100s are too fast if what is hidden costs a quarter of its time."""
-    with mock.patch.object(blocktime, "BESIDE", 0.25), mock.patch.object(steptime, "BESIDE", 0.25):
-        return [100 * published.error(case) for case in published.CASES if case.group == f"{group}, H100"]
+    with mock.patch.object(block_time, "BESIDE", 0.25), mock.patch.object(step_time, "BESIDE", 0.25):
+        return [100 * published_steps.error(case) for case in published_steps.CASES if case.group == f"{group}, H100"]
 
 
 def held(number: int, gpus: int) -> list[float]:
@@ -307,7 +300,7 @@ def study(tp: int, pp: int, *more: str) -> float:
     """Predicted seconds of the DiT of 3 billion parameters on 16 H20s."""
     c = config.load("dit-3b", ["model.latent=[4,512,512]", "train.micro_batch=1", "train.global_batch=8", f"parallel.tp={tp}",
                                f"parallel.pp={pp}", "parallel.dp=1", "parallel.sp=true", *more])
-    return steptime.predict(c, hardware.load("h20")).step
+    return step_time.predict(c, hardware.load("h20")).step
 
 
 CHUNKS = ("parallel.schedule=interleaved", "parallel.chunks=5")
@@ -315,7 +308,7 @@ CHUNKS = ("parallel.schedule=interleaved", "parallel.chunks=5")
 
 @cache
 def planned(chip: str, gpus: int) -> Sequence[Any]:
-    return plan.search(config.load("gpt-7b", FAST), hardware.load(chip), gpus).layouts
+    return search.find_layouts(config.load("gpt-7b", FAST), hardware.load(chip), gpus).layouts
 
 
 def days(gpus: int) -> float:
@@ -325,9 +318,10 @@ def days(gpus: int) -> float:
 
 def slid(tp: int, zero: bool) -> float:
     """Samples/s of GPT 1.3B, batch 8, on eight H200s, as the sliders have it."""
-    c = figures_plan.config_of("GPT 1.3B", batch=8, micro_batch=8, sequence=figures_plan.OWN, gpus=8, tp=tp, sp="no", cp=1, pp=1,
+    c = performance_model.config_of("GPT 1.3B", batch=8, micro_batch=8, sequence=performance_model.OWN, gpus=8, tp=tp, sp="no",
+                                    cp=1, pp=1,
                                zero=zero, recompute="none", precision="bf16")
-    return figures_plan.time_of(c, H200, "step").samples_per_s
+    return performance_model.time_of(c, H200, "step").samples_per_s
 
 
 def left(recompute: str, tokens: int) -> float:
@@ -338,14 +332,14 @@ def left(recompute: str, tokens: int) -> float:
 
 
 def longest(recompute: str) -> int:
-    return max(2**n for n in range(10, 18) if left(recompute, 2**n) >= figures_plan.FREE)
+    return max(2**n for n in range(10, 18) if left(recompute, 2**n) >= performance_model.FREE)
 
 
 def dit(rung: str, field: str = "ms") -> float:
     return at("dit_h200", rung, field)
 
 
-BF16, BY_HAND = "bf16, compiled, narrow stream", "compiled, narrow stream, kernels by hand, in a graph"
+BF16, BY_HAND = "bf16, compiled, narrow stream", "compiled, narrow stream, Triton kernels, in a graph"
 
 
 def flash_costs(pixels: str) -> float:
@@ -497,7 +491,7 @@ def renewed() -> dict[str, float]:
     """Percent by which small models in FP8 with renewed scales are off, on an H200."""
     gaps = results("curves_h200")["gap"]
     return {name: 100 * off for name, off in gaps.items() if name.startswith("TE") or name in (
-        "fp8 by hand, delayed", "fp8 by hand, current")}
+        "native fp8, delayed", "native fp8, current")}
 
 
 def layer_ms(*kinds: str) -> float:
@@ -622,12 +616,12 @@ def needs(size: str, zero: int, *kinds: str) -> float:
 
 def beside() -> list[float]:
     """Which shares of its time what was hidden cost six steps of data parallelism."""
-    found = {step.name.removeprefix("dp 4: "): step for step in recorded.data() if step.gpus == 4}
+    found = {step.name.removeprefix("dp 4: "): step for step in recorded_steps.data() if step.gpus == 4}
     shares = []
     for way, step in found.items():
         if way.startswith(("bucketed", "ddp")) and not way.startswith("ddp, compiled"):
             alone = found[f"none{', compiled' * ('compiled' in way)}, 25 MB"].ms
-            seen = step.time.data - blocktime.BESIDE * step.time.hidden
+            seen = step.time.data - block_time.BESIDE * step.time.hidden
             shares.append(((step.ms - alone) / 1e3 - seen) / step.time.hidden)
     return shares
 
@@ -747,7 +741,7 @@ SAID: list[tuple[str, str, Numbers]] = [
     ("10", "the gather of that DiT's 32 samples takes {:.0f} µs, the multiplication beside which it is done backward {:.0f}.",
      lambda: [symmetric("gather, NCCL"), symmetric("matmul")]),
     ("10", "{:.0f}, the sum of both.", lambda: [symmetric("matmul beside gather, NCCL")]),
-    ("10", "without a graph, cost {:.0f}% of their time.", lambda: [100 * blocktime.BESIDE]),
+    ("10", "without a graph, cost {:.0f}% of their time.", lambda: [100 * block_time.BESIDE]),
     ("10", "An engine's gather takes {:.0f} µs, and adds {:.0f} to the multiplication beside it.",
      lambda: [symmetric("gather, through memory, by an engine"),
               symmetric("matmul beside gather, through memory") - symmetric("matmul")]),
@@ -773,11 +767,11 @@ SAID: list[tuple[str, str, Numbers]] = [
     ("11", "it is {:.0f}% efficient at 64k tokens, the ring {:.0f}%.",
      lambda: [100 * cp("64k causal gather"), 100 * cp("64k causal ring")]),
     # 12
-    ("12", "here 3 / 11 = {:.0f}%.", lambda: [100 * schedule.bubble(4, 8)]),
-    ("12", "in theory 3 / 19 = {:.0f}%, and seen it is farther above", lambda: [100 * schedule.bubble(4, 8, 2)]),
+    ("12", "here 3 / 11 = {:.0f}%.", lambda: [100 * schedules.bubble(4, 8)]),
+    ("12", "in theory 3 / 19 = {:.0f}%, and seen it is farther above", lambda: [100 * schedules.bubble(4, 8, 2)]),
     ("12", "{:.0f}% idle against {:.0f}%, and {:.0f}% for the other two.",
-     lambda: [100 * schedule.bubble(8, 8, v) for v in (4, 2, 1)]),
-    ("12", "In theory 3 / 19 = {:.1f}% and 3 / 35 = {:.1f}%.", lambda: [100 * schedule.bubble(4, 16, v) for v in (1, 2)]),
+     lambda: [100 * schedules.bubble(8, 8, v) for v in (4, 2, 1)]),
+    ("12", "In theory 3 / 19 = {:.1f}% and 3 / 35 = {:.1f}%.", lambda: [100 * schedules.bubble(4, 16, v) for v in (1, 2)]),
     ("12", "Without messages both take {:.0f} forward passes.", lambda: [pipeline_takes("gpipe", 0)]),
     ("12", "Without messages both take {:.0f} forward passes.", lambda: [pipeline_takes("1f1b", 0)]),
     ("12", "2·(p − 1) messages in a step, {:.0f} here", lambda: [pipeline_takes("gpipe", 1) - pipeline_takes("gpipe", 0)]),
@@ -788,7 +782,7 @@ SAID: list[tuple[str, str, Numbers]] = [
     ("12", "GPipe and 1F1B lose {:.1f} and {:.1f}%", lambda: [lost("gpipe"), lost("1f1b")]),
     ("12", "Interleaving loses {:.0f}%", lambda: [lost("interleaved")]),
     ("12", "with two chunks the last rank keeps {:.1f}, with four {:.2f}.",
-     lambda: [schedule.alive(schedule.interleaved(8, 7, 8, v)) / v for v in (2, 4)]),
+     lambda: [schedules.alive(schedules.interleaved(8, 7, 8, v)) / v for v in (2, 4)]),
     # 13
     ("13", "Bars of {:g}, {:g}, {:g} and {:g} GB for the stages 0 to 3.",
      lambda: [7 * (shared + kept / 8) for shared, kept in ((16, 0), (8, 8), (4, 12), (0, 16))]),
@@ -842,7 +836,7 @@ SAID: list[tuple[str, str, Numbers]] = [
     ("14", "is {:.0f}% slower than ours by the same compiler, and takes {:.0f} GB more.",
      lambda: [percent(gpt("124M: Hugging Face's GPT-2, bf16, compiled", "tokens_per_s"), gpt(GPT124M, "tokens_per_s")),
               gpt("124M: Hugging Face's GPT-2, bf16, compiled", "memory_gb") - gpt(GPT124M, "memory_gb")]),
-    ("14", "{:.0f}% of the peak with 124M, {:.0f}% with 1.3B; by hand {:.0f}% and {:.0f}%.",
+    ("14", "{:.0f}% of the peak with 124M, {:.0f}% with 1.3B; with Triton kernels {:.0f}% and {:.0f}%.",
      lambda: [100 * gpt(f"{model}: bf16, {way}", "mfu") for way in ("compiled, narrow stream", BY_HAND)
               for model in ("124M", "1.3B")]),
     ("14", "{:.1f} GB against {:.1f}. Data parallelism took", lambda: [sent(WITH_TP)[0], sent(WITH_DP)[1]]),
@@ -916,30 +910,32 @@ SAID: list[tuple[str, str, Numbers]] = [
     ("17", "cuDNN's kernel reaches {:.0f} TFLOP/s with heads of 128 and many tokens, {:.0f} with heads of 64;",
      lambda: [attention_of_table(256, 16384, width) for width in (128, 64)]),
     ("17", "{:.0f} at 2048 tokens and, by the library's rule, {:.0f} at 4096.",
-     lambda: [round(attention([8, 16, 2048, 128], "cudnn"), -1), round(989 * kernels.attention_share(4096, 128, True), -1)]),
+     lambda: [round(attention([8, 16, 2048, 128], "cudnn"), -1),
+              round(989 * kernel_efficiency.attention_share(4096, 128, True), -1)]),
     ("17", "{:.1f} times, not 8: by tp = 8", lambda: [ours(*ANSWERS)["activation_bytes"](1, 1, 4, 8, False)
                                                      / ours(*ANSWERS)["activation_bytes"](1, 1, 4, 8, True)]),
     ("17", "All points but one lie within {:.0f} percent", lambda: [100 * memory_errors()[-2]]),
     ("17", "Within {:.0f}%, all but one", lambda: [100 * memory_errors()[-2]]),
     ("17", "{:.0f} GB/s for 1 MB, {:.0f} for 25 MB, {:.0f} for 134 MB, {:.0f} for 512 MB.", lambda: bus(4, 1, 25, 134, 512)),
-    ("17", "Take 2 µs a step and {:.0f}% of the data sheet", lambda: [100 * comms.REACHED]),
+    ("17", "Take 2 µs a step and {:.0f}% of the data sheet", lambda: [100 * collectives.REACHED]),
     ("17", "The smallest: {:.0f}% too short. From the call to the first byte {:.0f} µs pass once",
-     lambda: [-100 * ring_error(1), 1e6 * comms.CALL]),
-    ("17", "An all-reduce takes {:.1f} ms.", lambda: [1e3 * comms.all_reduce(25e6, comms.group_of([(1, 16384)], H200))]),
+     lambda: [-100 * ring_error(1), 1e6 * collectives.CALL]),
+    ("17", "An all-reduce takes {:.1f} ms.",
+     lambda: [1e3 * collectives.all_reduce(25e6, collectives.group_of([(1, 16384)], H200))]),
     ("17", "{:.0f} ms: 14,336 steps within nodes",
-     lambda: [1e3 * comms.reduce_scatter(25e6, comms.group_of([(1, 16384)], H200))]),
+     lambda: [1e3 * collectives.reduce_scatter(25e6, collectives.group_of([(1, 16384)], H200))]),
     ("17", "Without any communication a step takes {:.1f} ms; with one all-reduce of all gradients after it "
      "(\"naive\") {:.1f} ms.",
      lambda: [dp("none, compiled"), dp("naive, compiled")]),
     ("17", "{:.1f}: hidden is not free. Of {:.1f} ms the buckets hide only {:.1f}.",
      lambda: [dp("bucketed, compiled", 4, 100.0), dp("naive, compiled") - dp("none, compiled"),
               dp("naive, compiled") - dp("bucketed, compiled", 4, 100.0)]),
-    ("17", "Now it lets what is hidden cost {:.0f}% of its time", lambda: [100 * blocktime.BESIDE]),
+    ("17", "Now it lets what is hidden cost {:.0f}% of its time", lambda: [100 * block_time.BESIDE]),
     ("17", "An activation is {:.0f} MB on one GPU, {:.0f} MB with tensor parallelism, of which two GPUs' links carry {:.0f} "
      "GB/s, and {:.0f} MB in the pipeline.",
      lambda: [8 * 2048 * 2048 * 2e-6, 4 * 4096 * 4096 * 2e-6, *bus(2, 134), 4096 * 4096 * 2e-6]),
     ("17", "{:.0f}% too long for the pipeline: seven lines", lambda: [100 * off("pipeline", "told")]),
-    ("17", "still {:.0f}% too long for the third.", lambda: [100 * planning.chosen()["pipeline"].error]),
+    ("17", "still {:.0f}% too long for the third.", lambda: [100 * recorded_runs.recorded_run_steps()["pipeline"].error]),
     ("17", "a median of about {:.1f}%", lambda: [100 * half_off(step_errors())]),
     ("17", "The median error of time was {:.1f}% above.", lambda: [100 * half_off(step_errors())]),
     ("17", "takes {:.0f} ms with communication overlapped where {:.0f} are predicted", lambda: [
@@ -1004,7 +1000,7 @@ WORDS: list[tuple[str, str, float, Callable[[], float], float]] = [
      lambda: loaders("page cache to memory", "1") / vit("bf16, compiled"), 1),
     # 04
     ("04", "fp16 is a few percent off", 2, lambda: 100 * results("curves_h200")["gap"]["fp16"], 6),
-    ("04", "farthest where it is by hand and delayed", 1, lambda: renewed()["fp8 by hand, delayed"] / max(renewed().values()), 1),
+    ("04", "farthest where it is native and delayed", 1, lambda: renewed()["native fp8, delayed"] / max(renewed().values()), 1),
     ("04", "The products in FP8 take about half of bf16's time", 0.48, lambda: products_ms() / products_ms(", bf16"), 0.56),
     ("04", "at 384 the sum is about what bf16 takes", 0.9, lambda: in_fp8(384), 1.1),
     ("04", "a few hundred, for so many tokens", 200, break_even, 500),
@@ -1112,12 +1108,12 @@ WORDS: list[tuple[str, str, float, Callable[[], float], float]] = [
         for case in CP_CASES), 1),
     # 12
     ("12", "Nearly fifty times.", 47, lambda: 16 * 4 * 2 * 3 / 4 / 2, 50),
-    ("12", "less than in theory", 0, lambda: max(lost("gpipe"), lost("1f1b")) / (100 * schedule.bubble(4, 16)), 1),
+    ("12", "less than in theory", 0, lambda: max(lost("gpipe"), lost("1f1b")) / (100 * schedules.bubble(4, 16)), 1),
     ("12", "and differ in memory: a third for 1F1B.", 0.3, lambda: at("pp_h200", "1f1b", "memory_gb", gpus=4) / at(
         "pp_h200", "gpipe", "memory_gb", gpus=4), 0.36),
-    ("12", "One that waits a sixth of the time", 1 / 6.5, lambda: schedule.bubble(4, 16), 1 / 5.5),
+    ("12", "One that waits a sixth of the time", 1 / 6.5, lambda: schedules.bubble(4, 16), 1 / 5.5),
     ("12", "and it loses more than 1F1B.", 1, lambda: lost("PyTorch Interleaved1F1B") / lost("PyTorch 1F1B"), 2),
-    ("12", "its bubble is half as large", 0.45, lambda: schedule.bubble(4, 16, 2) / schedule.bubble(4, 16), 0.55),
+    ("12", "its bubble is half as large", 0.45, lambda: schedules.bubble(4, 16, 2) / schedules.bubble(4, 16), 0.55),
     # 13
     ("13", "a quarter of the states, 8 bytes a parameter over 4 ranks", 0.249,
      lambda: zero("ZeRO-1", "optimizer_gb") / zero("ddp", "optimizer_gb"), 0.251),
@@ -1178,17 +1174,17 @@ WORDS: list[tuple[str, str, float, Callable[[], float], float]] = [
     ("17", "Bars: under 1", 0, lambda: results("ceilings_h200")["matmul"]["128"] / 1e12, 1),
     ("17", "the same matmuls give 750 to 800.", 750, lambda: min(row[0] for shape, row in short_runs()), 800),
     ("17", "the same matmuls give 750 to 800.", 750, lambda: max(row[0] for shape, row in short_runs()), 800),
-    ("17", "from 1.5 to 50 GB", 1.4, lambda: min(step.memory_gb for step in recorded.ladders()), 1.6),
-    ("17", "from 1.5 to 50 GB", 49, lambda: max(step.memory_gb for step in recorded.ladders()), 51),
+    ("17", "from 1.5 to 50 GB", 1.4, lambda: min(step.memory_gb for step in recorded_steps.one_gpu()), 1.6),
+    ("17", "from 1.5 to 50 GB", 49, lambda: max(step.memory_gb for step in recorded_steps.one_gpu()), 51),
     ("17", "predicted 2.3 ms for buckets of 25 MB where 5.3 were measured.", 5.25, lambda: at(
         "beside_h200", "bucketed, compiled", gpus=4, bucket_mb=25.0) - at("beside_h200", "none, compiled", gpus=4), 5.35),
-    ("17", "It is about a third too long.", 0.2, lambda: statistics.mean(off(run, "half") for run in planning.runs()), 0.4),
+    ("17", "It is about a third too long.", 0.2, lambda: statistics.mean(off(run, "half") for run in recorded_runs.runs()), 0.4),
     ("17", "Within a few percent on one GPU and with tensor parallelism", 0,
      lambda: max(abs(off(run, "told")) for run in ("one GPU", "tensor parallel")), 0.05),
     ("17", "is within 3% of the first two", 0, lambda: max(
-        abs(planning.chosen()[run].error) for run in ("one GPU", "tensor parallel")), 0.03),
+        abs(recorded_runs.recorded_run_steps()[run].error) for run in ("one GPU", "tensor parallel")), 0.03),
     ("17", "The data sheet's own numbers were off by a third.", -0.38,
-     lambda: statistics.mean(off(run, "sheet") for run in planning.runs()), -0.3),
+     lambda: statistics.mean(off(run, "sheet") for run in recorded_runs.runs()), -0.3),
     ("17", "The course has recorded more than a hundred steps", 101, lambda: len(step_errors()), 999),
     ("17", "a few between 0.7 and 0.9, two near 1.2", 0.69, lambda: 1 + step_errors()[0], 0.75),
     ("17", "most points lie between 0.9 and 1.15", 0.8, lambda: statistics.mean(
@@ -1196,8 +1192,8 @@ WORDS: list[tuple[str, str, float, Callable[[], float], float]] = [
     ("17", "two near 1.2", 1.15, lambda: 1 + step_errors()[-2], 1.25),
     ("17", "two near 1.2", 1.15, lambda: 1 + step_errors()[-1], 1.25),
     ("17", "two near 1.2", 0, lambda: 1 + step_errors()[-3], 1.15),
-    ("17", "from 3 to 2500", 3, lambda: min(step.ms for step in recorded.steps()), 4),
-    ("17", "from 3 to 2500", 2450, lambda: max(step.ms for step in recorded.steps()), 2550),
+    ("17", "from 3 to 2500", 3, lambda: min(step.ms for step in recorded_steps.steps()), 4),
+    ("17", "from 3 to 2500", 2450, lambda: max(step.ms for step in recorded_steps.steps()), 2550),
     ("17", "with interleaving 2% would be left.", 0.015, lambda: study(4, 4, *CHUNKS) / study(8, 2, *CHUNKS) - 1, 0.025),
     ("17", "none is too long by more than half a percent.", 0, lambda: max(held(3, 2)), 0.5),
     ("17", "two are a quarter too short", 25, lambda: sorted(map(abs, held(4, 1)))[10], 30),
@@ -1213,7 +1209,7 @@ WORDS: list[tuple[str, str, float, Callable[[], float], float]] = [
     ("17", "and about 100 without", 98, lambda: min(slid(tp, False) for tp in (1, 2)), 102),
     ("17", "and about 100 without", 98, lambda: max(slid(tp, False) for tp in (1, 2)), 102),
     ("17", "(2) Within 5%, on one GPU, with tp alone", 0, lambda: max(
-        abs(step.error) for step in recorded.tensor()
+        abs(step.error) for step in recorded_steps.tensor()
         if any(word in step.name for word in ("one GPU", "plain", "overlap"))), 0.05),
     ("17", "attention half", 0.4, lambda: attention_of_table(256, 16384, 64) / 989, 0.6),
     ("17", "attention half", 0.4, lambda: attention_of_table(256, 16384, 128) / 989, 0.6),

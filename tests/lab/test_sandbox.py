@@ -19,11 +19,11 @@ from typing import Any
 import psutil
 import pytest
 
-from course.errors import CourseError
-from course.lab import held, namespaces, sandbox, system_calls, watchdog
-from course.lab.sandbox import Layers, Outcome
-from course.lab.scratch import read, remove
-from course.lab.watchdog import Limits
+from course.lab.sandbox import limits, namespaces, process_usage, sandbox, system_call_filter
+from course.lab.sandbox.limits import Limits
+from course.lab.sandbox.sandbox import Layers, Outcome
+from course.lab.sandbox.scratch_folder import read_untrusted, remove
+from course.utils.errors import CourseError
 
 ROOT = os.geteuid() == 0
 SLACK = 5.0                                          # seconds within which `run` returns once it has given up
@@ -95,8 +95,8 @@ def test_output_and_files_come_back(scratch, layers):
         """, layers, "argument", environment={"EXTRA": "extra"})
     assert outcome.ok and outcome.ended == "", outcome
     assert outcome.output == f"out given argument\nerr \\udcff\nTrue {scratch}\n"
-    assert read(scratch, "made.txt", 5) == b"extra"
-    assert read(scratch, "given.txt", 100) == b"given back"
+    assert read_untrusted(scratch, "made.txt", 5) == b"extra"
+    assert read_untrusted(scratch, "given.txt", 100) == b"given back"
     assert 0 < outcome.seconds < 10
     assert {path.name for path in scratch.iterdir()} == {"job.py", "given.txt", "made.txt"}
 
@@ -302,7 +302,7 @@ def test_too_many_open_files(scratch, layers):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="it is Linux that tells what a process holds")
 def test_a_look_at_what_is_held_has_an_end(scratch, layers, monkeypatch):
-    monkeypatch.setattr(held, "PATIENCE", 0.1)
+    monkeypatch.setattr(process_usage, "SCAN_SECONDS", 0.1)
     outcome = run(scratch, """
         import ctypes, mmap, os, time
         libc, file = ctypes.CDLL(None), os.open("file", os.O_RDWR | os.O_CREAT)
@@ -324,20 +324,20 @@ def test_a_process_whose_first_thread_ended_runs():
         found = psutil.Process(process.pid)
         process.stdout.readline()
         wait_for(lambda: found.status() == psutil.STATUS_ZOMBIE)
-        assert watchdog.running(found) and held.memory(found.pid) > 1e6
+        assert limits.is_running(found) and process_usage.memory_bytes(found.pid) > 1e6
         process.kill()
-        wait_for(lambda: not watchdog.running(found))
+        wait_for(lambda: not limits.is_running(found))
 
 
-filtered = pytest.mark.skipif(bool(system_calls.absent()), reason=system_calls.absent() or "-")
+filtered = pytest.mark.skipif(bool(system_call_filter.why_absent()), reason=system_call_filter.why_absent() or "-")
 
 
 @filtered
 def test_calls_are_refused(scratch, layers):
     """Each by its number, and what takes a part of a call's uses; what honest answers need is not among them."""
     column = ["x86_64", "aarch64"].index(os.uname().machine)
-    numbers = {name: pair[column] for name, pair in system_calls.REFUSED.items() if pair[column] != system_calls.NONE}
-    clone, close_range = system_calls.CLONE[column], system_calls.CLOSE_RANGE[column]
+    numbers = {name: pair[column] for name, pair in system_call_filter.REFUSED.items() if pair[column] != system_call_filter.NONE}
+    clone, close_range = system_call_filter.CLONE[column], system_call_filter.CLOSE_RANGE[column]
     outcome = run(scratch, f"""
         import ctypes, errno, fcntl, mmap, multiprocessing.shared_memory, os, platform, socket, subprocess, threading
         libc = ctypes.CDLL(None, use_errno=True)
@@ -384,10 +384,10 @@ def test_the_parents_keys_are_out_of_reach(scratch, layers):
     outer = f"""
         import ctypes, sys
         from pathlib import Path
-        from course.lab import sandbox
+        from course.lab.sandbox import sandbox
         libc = ctypes.CDLL(None, use_errno=True)
-        add = {system_calls.REFUSED["add_key"]}[{["x86_64", "aarch64"].index(os.uname().machine)}]
-        new = libc.syscall({system_calls.keyctl()}, 1, None)
+        add = {system_call_filter.REFUSED["add_key"]}[{["x86_64", "aarch64"].index(os.uname().machine)}]
+        new = libc.syscall({system_call_filter.keyctl_number()}, 1, None)
         if new < 0 or libc.syscall(add, b"user", b"course-canary", b"abracadabra", 11, -3) < 0:
             sys.exit("no keys here")
         scratch, *flags = sys.argv[1:]
@@ -396,7 +396,7 @@ def test_the_parents_keys_are_out_of_reach(scratch, layers):
     (scratch / "job.py").write_text(textwrap.dedent(f"""
         import ctypes
         libc, into = ctypes.CDLL(None, use_errno=True), ctypes.create_string_buffer(100)
-        number = {system_calls.keyctl()}
+        number = {system_call_filter.keyctl_number()}
         found = libc.syscall(number, 10, -3, b"user", b"course-canary", 0)
         print("reading", libc.syscall(number, 11, found, into, 100), into.value)
         try:
@@ -406,7 +406,7 @@ def test_the_parents_keys_are_out_of_reach(scratch, layers):
         """))
     flags = [str(int(layers.namespaces)), str(int(layers.user))]
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(outer), str(scratch), *flags], capture_output=True, text=True,
-                          cwd=Path(sandbox.__file__).parents[2], check=False)
+                          cwd=Path(sandbox.__file__).parents[3], check=False)
     if "no keys here" in done.stderr:
         pytest.skip("this machine has no keys, or forbids them")
     assert done.stdout.split("\n")[0] == "reading -1 b''", done
@@ -539,13 +539,13 @@ def test_the_run_dies_with_its_parent(scratch, layers):
     parent = """
         import sys
         from pathlib import Path
-        from course.lab import sandbox
+        from course.lab.sandbox import sandbox
         program = f"open('running', 'w').close(); import time; time.sleep(60); '{sys.argv[1]}'"
         sandbox.run([sys.executable, "-c", program], Path(sys.argv[1]), layers=sandbox.Layers(*map(int, sys.argv[2:])))
         """
     flags = [str(int(layers.namespaces)), str(int(layers.user))]
     process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(parent), str(scratch), *flags],
-                               cwd=Path(sandbox.__file__).parents[2])
+                               cwd=Path(sandbox.__file__).parents[3])
     wait_for((scratch / "running").exists)
     assert len(left(scratch)) >= 2, "the test itself: the run's processes were not found"
     process.kill()
@@ -639,12 +639,12 @@ as_root = pytest.mark.skipif(not ROOT or sys.platform != "linux", reason="it tak
 
 @as_root
 def test_a_user_serves_one_run_at_a_time(monkeypatch):
-    monkeypatch.setattr(sandbox, "USERS", range(60861, 60863))
+    monkeypatch.setattr(sandbox, "SANDBOX_USERS", range(60861, 60863))
     with sandbox._unprivileged() as first, sandbox._unprivileged() as second:
         assert {first, second} == {60861, 60862}
         with pytest.raises(CourseError, match="busy on this machine"), sandbox._unprivileged():
             pass
-    monkeypatch.setattr(sandbox, "USERS", range(2))
+    monkeypatch.setattr(sandbox, "SANDBOX_USERS", range(2))
     with pytest.raises(CourseError), sandbox._unprivileged():        # root and daemon have accounts
         pass
 
@@ -653,7 +653,7 @@ def test_a_user_serves_one_run_at_a_time(monkeypatch):
 def test_a_users_files_are_removed_or_keep_it_busy(scratch, monkeypatch):
     """After a run all of them; those of a run that was killed when they are old; a busy user's never."""
     layers = dataclasses.replace(needed(sandbox.layers(), "user"), namespaces=False)
-    monkeypatch.setattr(sandbox, "USERS", range(60861, 60862))
+    monkeypatch.setattr(sandbox, "SANDBOX_USERS", range(60861, 60862))
     names = [f"{place}/{scratch.name}.left" for place in ("/tmp", "/var/tmp", "/dev/shm")]
     outcome = run(scratch, """
         import os, sys
@@ -669,7 +669,7 @@ def test_a_users_files_are_removed_or_keep_it_busy(scratch, monkeypatch):
     try:
         with pytest.raises(CourseError, match="busy on this machine"), sandbox._unprivileged():
             pass
-        monkeypatch.setattr(sandbox, "STALE", -1)
+        monkeypatch.setattr(sandbox, "STALE_SECONDS", -1)
         with sandbox._unprivileged():
             assert not os.path.lexists(names[0])
     finally:
@@ -679,7 +679,7 @@ def test_a_users_files_are_removed_or_keep_it_busy(scratch, monkeypatch):
 @as_root
 def test_others_cannot_take_all_users(monkeypatch, tmp_path):
     """Neither by names that every user may bind, nor by files in a folder that is not root's alone."""
-    monkeypatch.setattr(sandbox, "USERS", range(60861, 60862))
+    monkeypatch.setattr(sandbox, "SANDBOX_USERS", range(60861, 60862))
     with socket.socket(socket.AF_UNIX) as taken:
         taken.bind("\0course-sandbox-60861")
         with sandbox._unprivileged() as user:
@@ -694,10 +694,10 @@ def test_others_cannot_take_all_users(monkeypatch, tmp_path):
     (used := tmp_path / "used").mkdir(0o755)
     (used / "course-sandbox").mkdir()
     (used / "course-sandbox").chmod(0o755)
-    monkeypatch.setattr(sandbox, "CLAIMS", (theirs, linked, opened, used, tmp_path / "absent"))
+    monkeypatch.setattr(sandbox, "LOCK_PLACES", (theirs, linked, opened, used, tmp_path / "absent"))
     with pytest.raises(CourseError, match=r"no folder that only root can write to.*theirs or .*linked"), sandbox._unprivileged():
         pass
-    monkeypatch.setattr(sandbox, "CLAIMS", (opened, tmp_path))
+    monkeypatch.setattr(sandbox, "LOCK_PLACES", (opened, tmp_path))
     with sandbox._unprivileged():
         assert (tmp_path / "course-sandbox" / "60861").exists()
 
@@ -743,7 +743,7 @@ def test_the_parents_files_are_not_there(scratch, layers):
                     print(len(open(path).read()) > 0)
                 except OSError as error:
                     print(type(error).__name__)
-            """, layers, Path(sandbox.__file__).parents[2], shared)
+            """, layers, Path(sandbox.__file__).parents[3], shared)
     finally:
         remove(shared)
     seen = outcome.output.split()
@@ -777,7 +777,7 @@ def test_a_package_among_others_is_masked(tmp_path, scratch, bubblewrap, monkeyp
     for name in ("course/lab", "other"):
         (packages / name).mkdir(parents=True)
         (packages / name / "__init__.py").touch()
-    monkeypatch.setattr(namespaces, "__file__", str(packages / "course" / "lab" / "namespaces.py"))
+    monkeypatch.setattr(namespaces, "__file__", str(packages / "course" / "lab" / "sandbox" / "namespaces.py"))
     monkeypatch.setattr(sys, "path", [*sys.path, str(packages)])
     outcome = run(scratch, "import os, sys; print(os.listdir(sys.argv[1]), os.listdir(sys.argv[1] + '/course'))", bubblewrap,
                   packages)
@@ -801,11 +801,11 @@ def test_other_processes_cannot_be_reached(scratch, layers):
     else:
         assert could == ("PermissionError" if ROOT and layers.isolates else "could")
     if ROOT and layers.isolates:
-        assert int(user) in sandbox.USERS and user == group and groups == ["[]"]
+        assert int(user) in sandbox.SANDBOX_USERS and user == group and groups == ["[]"]
 
 
 def test_writes_outside_the_scratch_folder_fail(scratch, bubblewrap):
-    places = ["/", "/etc", "/usr", "/dev", "/home", sys.prefix, str(Path(sandbox.__file__).parents[2]),
+    places = ["/", "/etc", "/usr", "/dev", "/home", sys.prefix, str(Path(sandbox.__file__).parents[3]),
               "/proc/sys/kernel", "/sys", str(scratch.parent / "sub")]
     outcome = run(scratch, """
         import os, sys
@@ -849,9 +849,9 @@ def test_ranks_meet_over_loopback(scratch, layers):
 
 def test_read_takes_plain_files_only(tmp_path):
     (tmp_path / "plain").write_bytes(b"12345")
-    assert read(tmp_path, "plain", 5) == b"12345"
+    assert read_untrusted(tmp_path, "plain", 5) == b"12345"
     with pytest.raises(CourseError, match="more than 4 bytes"):
-        read(tmp_path, "plain", 4)
+        read_untrusted(tmp_path, "plain", 4)
     (tmp_path / "secret").write_bytes(b"secret")
     (tmp_path / "link").symlink_to("plain")
     (tmp_path / "second").hardlink_to(tmp_path / "secret")
@@ -862,11 +862,11 @@ def test_read_takes_plain_files_only(tmp_path):
         listener.bind(str(tmp_path / "socket"))
         for name in ("link", "second", "pipe", "folder", "absent", "socket", "folder/file", "..", ".", "", "/etc/passwd"):
             with pytest.raises(CourseError):
-                read(tmp_path, name, 100)
+                read_untrusted(tmp_path, name, 100)
 
 
 def test_read_of_an_endless_file_ends(tmp_path):
     with open(tmp_path / "sparse", "wb") as file:
         file.truncate(10**12)
     with pytest.raises(CourseError, match="more than 1000 bytes"):
-        read(tmp_path, "sparse", 1000)
+        read_untrusted(tmp_path, "sparse", 1000)

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from course.errors import CourseError
-from course.lab import sbatch, script
+from course.lab.slurm import lint, script_parser
+from course.utils.errors import CourseError
 
 SUBMIT = Path(__file__).parents[2] / "submit"
 GOOD = r"""#!/usr/bin/env bash
@@ -105,7 +105,7 @@ WRONG = [
 def found(tmp_path: Path, text: str, *options: str) -> set[str]:
     path = tmp_path / "mine.sh"
     path.write_text(text)
-    return {finding.rule for finding in sbatch.lint(sbatch.read(path, options))}
+    return {finding.rule for finding in lint.lint(script_parser.read_script(path, options))}
 
 
 def test_a_good_script_has_no_finding(tmp_path):
@@ -128,7 +128,7 @@ def test_a_script_that_is_wrong_in_one_way_has_that_finding_alone(tmp_path, rule
 def test_a_finding_says_where_and_what_to_do(tmp_path):
     path = tmp_path / "mine.sh"
     path.write_text(GOOD.replace("--kill-on-bad-exit=1 ", ""))
-    (finding,) = sbatch.lint(sbatch.read(path))
+    (finding,) = lint.lint(script_parser.read_script(path))
     assert path.read_text().splitlines()[finding.line - 1].startswith("srun") and "--kill-on-bad-exit=1" in finding.text
 
 
@@ -173,7 +173,7 @@ def test_what_an_unknown_variable_may_hold_is_not_missed(tmp_path, words):
 
 def test_of_an_unknown_array_no_binding_is_missed(tmp_path):
     assert found(tmp_path, GOOD.replace("srun --kill", 'srun "${binding[@]}" --kill'), "--gpu-bind=closest") == set()
-    assert sbatch.lint(sbatch.read(SUBMIT / "train.sh", ["--gpus-per-node=1", "--gpu-bind=closest"])) == []
+    assert lint.lint(script_parser.read_script(SUBMIT / "train.sh", ["--gpus-per-node=1", "--gpu-bind=closest"])) == []
 
 
 def test_a_shell_on_each_node_knows_its_number(tmp_path):
@@ -186,48 +186,48 @@ def test_a_shell_on_each_node_knows_its_number(tmp_path):
     ("--gpus-per-node=4 --exclusive", set()), ("--nodes=2 --gpus-per-node=4 --ntasks=8", set())])
 @pytest.mark.parametrize("name", ["train.sh", "check.sh"])
 def test_tasks_that_the_common_functions_would_refuse_are_seen_before(name, words, rules):
-    assert {finding.rule for finding in sbatch.lint(sbatch.read(SUBMIT / name, words.split()))} == rules
+    assert {finding.rule for finding in lint.lint(script_parser.read_script(SUBMIT / name, words.split()))} == rules
 
 
 def test_times_are_those_that_sbatch_takes():
     """As sbatch of Slurm 22.05 answered."""
     taken = "60 1:00 1:00:00 1-0 1-0:30 1-0:30:10 infinite UNLIMITED -1 0 1-"
     refused = ["2d", "2h", "90m", "1d", "1-1:1:1:1", "1:2:3:4", "02:00:00s", "", " 60", "1.5", "1-a"]
-    assert all(sbatch.TIME.fullmatch(word) for word in taken.split()) and not any(map(sbatch.TIME.fullmatch, refused))
+    assert all(lint.TIME.fullmatch(word) for word in taken.split()) and not any(map(lint.TIME.fullmatch, refused))
 
 
 @pytest.mark.parametrize(("time", "seconds"), [
     ("60", 3600), ("1:30", 90), ("1:02:03", 3723), ("1-0", 86_400), ("1-2:30", 95_400), ("1-", 86_400), ("0", 0), ("-1", 0),
     ("UNLIMITED", 0), ("2d", 0)])
 def test_a_time_limit_in_seconds_is_that_of_slurm(time, seconds):
-    assert sbatch.seconds(time) == seconds
+    assert lint.limit_seconds(time) == seconds
 
 
 def test_the_readme_says_how_many_rules_there_are():
-    assert f"It has {len(sbatch.RULES)} rules" in (SUBMIT / "README.md").read_text()
+    assert f"It has {len(lint.RULES)} rules" in (SUBMIT / "README.md").read_text()
 
 
 @pytest.mark.parametrize("words", ["--nodes=1", "--nodes=2 --gpus-per-node=4 --ntasks-per-node=4 --cpus-per-task=8"])
 @pytest.mark.parametrize("script", sorted(path.name for path in SUBMIT.glob("*.sh") if "\n#SBATCH" in path.read_text()))
 def test_our_own_scripts_have_no_finding(script, words):
-    assert sbatch.lint(sbatch.read(SUBMIT / script, words.split())) == []
+    assert lint.lint(script_parser.read_script(SUBMIT / script, words.split())) == []
 
 
 def test_of_our_own_scripts_what_they_source_is_read(tmp_path):
     """The rules see the srun of common.sh: without its flag train.sh is wrong, at the line that sources it."""
     for name in ("train.sh", "common.sh"):
         (tmp_path / name).write_text((SUBMIT / name).read_text().replace("--kill-on-bad-exit=1", ""))
-    (finding,) = sbatch.lint(sbatch.read(tmp_path / "train.sh"))
+    (finding,) = lint.lint(script_parser.read_script(tmp_path / "train.sh"))
     lines = (tmp_path / "train.sh").read_text().splitlines()
     assert finding.rule == "kill" and lines[finding.line - 1].startswith("source")
 
 
 def test_what_is_no_script_is_refused_in_a_sentence(tmp_path):
     with pytest.raises(CourseError, match="cannot read"):
-        sbatch.read(tmp_path / "none.sh")
+        script_parser.read_script(tmp_path / "none.sh")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(CourseError, match="no text"):
-        sbatch.read(tmp_path / "binary")
+        script_parser.read_script(tmp_path / "binary")
 
 
 @pytest.mark.parametrize("encoding, rules", [("utf-8", set()), ("utf-8-sig", {"shebang"}), ("utf-16", {"shebang"}),
@@ -235,7 +235,7 @@ def test_what_is_no_script_is_refused_in_a_sentence(tmp_path):
 def test_a_script_is_read_in_any_encoding_and_told_if_sbatch_refuses_it(tmp_path, encoding, rules):
     path = tmp_path / "mine.sh"
     path.write_bytes(GOOD.replace("set -euo pipefail", "# für alle\nset -euo pipefail").encode(encoding))
-    findings = sbatch.lint(sbatch.read(path))
+    findings = lint.lint(script_parser.read_script(path))
     assert {finding.rule for finding in findings} == rules
     assert all("mark of its encoding" in finding.text for finding in findings)
 
@@ -246,32 +246,32 @@ def test_a_script_is_read_in_any_encoding_and_told_if_sbatch_refuses_it(tmp_path
 def test_typed_gpus_are_counted(tmp_path, words):
     path = tmp_path / "mine.sh"
     path.write_text(GOOD.replace("--gpus-per-node=4", words))
-    script = sbatch.read(path)
-    assert script.gpus == 4 and not sbatch.lint(script)
+    script = script_parser.read_script(path)
+    assert script.gpus == 4 and not lint.lint(script)
 
 
 def test_components_of_the_command_line_are_a_heterogeneous_job(tmp_path):
     assert found(tmp_path, GOOD, "--nodes=2", ":", "--nodes=1", "--ntasks-per-node=1") == {"het"}
     path = tmp_path / "mine.sh"
-    assert sbatch.read(path, ["--nodes=3", ":", "--nodes=1"]).nodes == 3
+    assert script_parser.read_script(path, ["--nodes=3", ":", "--nodes=1"]).nodes == 3
 
 
 def test_the_shell_is_read_as_the_shell_reads_it():
     text = "a \\\n b 'c\n#d' # e \\\nf <<-X\n\tg\n\tX\nh ${#x} $# '#' i#j <<<k\n$((1 << 2))\nl"
-    assert list(script.logical_lines(text)) == [(1, "a  b 'c\n#d' "), (4, "f "), (7, "h ${#x} $# '#' i#j <<<k"),
+    assert list(script_parser.logical_lines(text)) == [(1, "a  b 'c\n#d' "), (4, "f "), (7, "h ${#x} $# '#' i#j <<<k"),
                                                 (8, "$((1 << 2))"), (9, "l")]
 
 
 def test_every_rule_has_a_test_and_a_reason():
-    source = Path(sbatch.__file__).read_text()
+    source = Path(lint.__file__).read_text()
     assert {rule for rule, *_ in WRONG} | {"meet"} == set(re.findall(r'Finding\((?:[^"\n]|"\w+"\])*?, "([a-z]+)",', source))
-    assert all(rule.__doc__ for rule in sbatch.RULES)
+    assert all(rule.__doc__ for rule in lint.RULES)
 
 
 def test_the_command_prints_findings_and_fails_or_says_that_there_are_none(tmp_path, capsys):
     path = tmp_path / "mine.sh"
     path.write_text(GOOD)
-    assert sbatch.main(path, []) and "nothing wrong" in capsys.readouterr().out
-    assert not sbatch.main(path, ["--ntasks-per-node=2"])
+    assert lint.main(path, []) and "nothing wrong" in capsys.readouterr().out
+    assert not lint.main(path, ["--ntasks-per-node=2"])
     told = capsys.readouterr().out
     assert told.startswith(f"{path}:") and told.endswith("[tasks]\n") and "--ntasks-per-node=4" in told

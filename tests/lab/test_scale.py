@@ -6,12 +6,12 @@ from dataclasses import asdict
 
 import pytest
 
-from course.errors import CourseError
-from course.files import sha256
-from course.lab import grade, scale
-from course.lab.check import Fact, Verdict
-from course.lab.exercise import find
-from course.lab.submissions import Submission, of_lesson
+from course.lab.checks.check import Fact, Verdict
+from course.lab.checks.exercise import find
+from course.lab.grading import grade, on_cluster
+from course.lab.grading.submissions import Submission, exercises_of_lesson
+from course.utils.atomic_files import sha256
+from course.utils.errors import CourseError
 from tests.lab import classroom
 
 JOB = {"id": 7, "cluster": "course", "user": "ann", "nodes": "n[1-2]", "tasks": 4}
@@ -22,19 +22,19 @@ def made(tmp_path_factory):
     """A folder of submissions: a notebook of lesson 10 and its result file, as `finish` writes it in a job."""
     tmp_path = tmp_path_factory.mktemp("made")
     notebook = classroom.hand_in(tmp_path / "in" / "ann" / "10_tensor_parallel.ipynb", classroom.notebook("10"))
-    ranked = scale.with_ranks(notebook)
+    ranked = on_cluster.exercises_on_ranks(notebook)
     steps = tmp_path / "steps"
     steps.mkdir()
     record = {"exercise": ranked[0], "version": find(ranked[0]).version, "seed": 1, "ranks": 4, "passed": True,
               "facts": [asdict(Fact(True, "it holds"))], "seconds": 0.5, "reference_seconds": 0.25, "devices": ["GPU"] * 4}
     (steps / f"{ranked[0]}.json").write_text(json.dumps(record))
     (steps / f"{ranked[1]}.2.error").write_text("rank 2: ValueError: mine")
-    alone = [Verdict(e.name, (Fact(False, "no"),), version=e.version) for e in of_lesson("10") if e.name not in ranked]
+    alone = [Verdict(e.name, (Fact(False, "no"),), version=e.version) for e in exercises_of_lesson("10") if e.name not in ranked]
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {"SLURM_JOB_ID": "7", "SLURM_CLUSTER_NAME": "course", "SLURM_JOB_USER": "ann",
                             "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NTASKS": "4"}.items():
             patch.setenv(name, value)
-        scale.finish(notebook, steps, alone)
+        on_cluster.write_result(notebook, steps, alone)
     return tmp_path / "in"
 
 
@@ -45,11 +45,11 @@ def handed_in(made, tmp_path):
     return ann / "10_tensor_parallel.ipynb", ann / "10_tensor_parallel.result.json"
 
 
-def judged(handed_in, **changes) -> scale.Claim:
+def judged(handed_in, **changes) -> on_cluster.Claim:
     notebook, path = handed_in
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    passed = [Verdict(e.name, (Fact(e.name != "copy-reduce", "it"),)) for e in of_lesson("10")]
-    return scale.judge(path, "ann", "10", notebook, passed, lambda told: (True, f"job {told['id']}"))
+    passed = [Verdict(e.name, (Fact(e.name != "copy-reduce", "it"),)) for e in exercises_of_lesson("10")]
+    return on_cluster.judge_result(path, "ann", "10", notebook, passed, lambda told: (True, f"job {told['id']}"))
 
 
 def test_a_result_has_all_that_it_stands_for(handed_in):
@@ -57,8 +57,8 @@ def test_a_result_has_all_that_it_stands_for(handed_in):
     result = json.loads(path.read_text())
     assert result["notebook"] == sha256(notebook) and result["job"] == JOB and result["lesson"] == "10"
     versions = {name: one["version"] for name, one in result["exercises"].items()}
-    assert versions == {exercise.name: exercise.version for exercise in of_lesson("10")}
-    first, second, third = scale.with_ranks(notebook)
+    assert versions == {exercise.name: exercise.version for exercise in exercises_of_lesson("10")}
+    first, second, third = on_cluster.exercises_on_ranks(notebook)
     assert result["exercises"][first]["passed"] and "mine" in result["exercises"][second]["facts"][0]["text"]
     assert "without a result" in result["exercises"][third]["facts"][0]["text"]
     claim = judged(handed_in)
@@ -91,7 +91,7 @@ def test_one_version_of_one_check_is_enough_to_refuse(handed_in):
 
 def test_a_verdict_that_contradicts_its_facts_is_refused(handed_in):
     exercises = json.loads(handed_in[1].read_text())["exercises"]
-    name = scale.with_ranks(handed_in[0])[1]
+    name = on_cluster.exercises_on_ranks(handed_in[0])[1]
     exercises[name]["passed"] = True                 # and the fact that held: false stays
     assert f"contradict its facts, so somebody changed it ({name})" in judged(handed_in, exercises=exercises).refused
     exercises[name]["facts"] = []
@@ -102,20 +102,20 @@ def test_a_verdict_that_contradicts_its_facts_is_refused(handed_in):
 def test_a_damaged_file_is_refused_and_does_no_harm(handed_in, content):
     notebook, path = handed_in
     path.write_text(content)
-    assert scale.judge(path, "ann", "10", notebook, []).refused
+    assert on_cluster.judge_result(path, "ann", "10", notebook, []).refused
 
 
 def test_a_notebook_too_large_to_be_one_is_not_hashed(handed_in, monkeypatch):
     with open(handed_in[0], "ab") as file:
         file.truncate(10**12)                        # takes no room
-    monkeypatch.setattr(scale, "sha256", lambda path: pytest.fail("a terabyte"))
-    assert "another version of the notebook" in scale.judge(handed_in[1], "ann", "10", handed_in[0], []).refused
+    monkeypatch.setattr(on_cluster, "sha256", lambda path: pytest.fail("a terabyte"))
+    assert "another version of the notebook" in on_cluster.judge_result(handed_in[1], "ann", "10", handed_in[0], []).refused
 
 
 def test_without_slurm_hardware_is_a_claim(handed_in, monkeypatch):
     notebook, path = handed_in
     monkeypatch.setenv("PATH", "/nowhere")
-    claim = scale.judge(path, "ann", "10", notebook, [])
+    claim = on_cluster.judge_result(path, "ann", "10", notebook, [])
     assert not claim.refused and not claim.confirmed and "no Slurm here" in claim.why
     assert "no job of Slurm" in judged(handed_in, job=None).why
 
@@ -131,7 +131,7 @@ def test_sacct_confirms_where_slurm_has_forgotten_the_job(handed_in, tmp_path, m
         (programs / "sacct").write_text(f"#!/bin/sh\necho '{nodes}|ann|course|{checked}|Unknown'\n")
         for program in programs.iterdir():
             program.chmod(0o755)
-        assert scale.judge(path, "ann", "10", notebook, []).confirmed is confirmed
+        assert on_cluster.judge_result(path, "ann", "10", notebook, []).confirmed is confirmed
 
 
 @pytest.mark.parametrize(("learner", "file", "user", "command", "sure"), [
@@ -152,17 +152,17 @@ def test_only_the_learners_own_job_with_this_notebook_is_confirmed(handed_in, mo
                                          "hardware": {"devices": ["8 x NVIDIA H100"]}}))
     known = {"NodeList": "n[1-2]", "UserId": f"{user}(1)", "StartTime": result["checked"], "EndTime": "Unknown",
              "Command": command, "TRES": "cpu=8,node=2,gres/gpu=2,gres/gpu:t4=2"}
-    monkeypatch.setattr(scale, "described", lambda number: known)
-    claim = scale.judge(path, learner, "10", notebook, [], accounts={"Ann A": {"aa12"}})
+    monkeypatch.setattr(on_cluster, "describe_job", lambda number: known)
+    claim = on_cluster.judge_result(path, learner, "10", notebook, [], accounts={"Ann A": {"aa12"}})
     assert claim.confirmed is sure and not claim.refused, claim.why
-    assert grade.hardware(claim) == "confirmed: n[1-2], 2 GPUs (t4); " * sure + "claimed: 8 x NVIDIA H100"
+    assert grade.describe_hardware(claim) == "confirmed: n[1-2], 2 GPUs (t4); " * sure + "claimed: 8 x NVIDIA H100"
 
 
 @pytest.mark.parametrize(("resources", "words"), [
     ("cpu=8,gres/gpu=8", "n1, 8 GPUs"), ("cpu=8,gres/gpu:a100=1", "n1, 1 GPU (a100)"), ("cpu=8", "n1, no GPUs"),
     ("", "n1, Slurm does not say which GPUs"), ("cpu=8,gres/gpu=4,gres/gpu:a=2,gres/gpu:b=2", "n1, 4 GPUs (a, b)")])
 def test_slurm_says_which_gpus_a_job_had(resources, words):
-    assert scale.allocated({"NodeList": "n1", "AllocTRES": resources}) == words
+    assert on_cluster.describe_resources({"NodeList": "n1", "AllocTRES": resources}) == words
 
 
 def test_a_result_is_found_beside_its_notebook_however_a_platform_names_files(tmp_path):
@@ -171,10 +171,10 @@ def test_a_result_is_found_beside_its_notebook_however_a_platform_names_files(tm
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("{}")
     (tmp_path / "ann" / "10_link.result.json").symlink_to(tmp_path / "eve" / "09_mesh.result.json")
-    assert [path.name for path in scale.result_files(tmp_path)["ann", "10"]] == ["10_tensor_parallel_mine.result.json"]
-    (path,) = scale.result_files(tmp_path)["bob_4711", "10"]
+    assert [path.name for path in on_cluster.result_files(tmp_path)["ann", "10"]] == ["10_tensor_parallel_mine.result.json"]
+    (path,) = on_cluster.result_files(tmp_path)["bob_4711", "10"]
     assert path.name == "bob_4711_816_10_tensor_parallel.result.json"
-    assert ("eve", "10") not in scale.result_files(tmp_path)
+    assert ("eve", "10") not in on_cluster.result_files(tmp_path)
 
 
 def test_what_slurm_confirmed_it_may_forget_and_a_job_of_two_learners_is_named(handed_in, tmp_path, monkeypatch):
@@ -188,11 +188,11 @@ def test_what_slurm_confirmed_it_may_forget_and_a_job_of_two_learners_is_named(h
     (tmp_path / "out" / "accounts.csv").write_text("learner,account\nann,ann\nbob,ann\n")      # a group's
 
     def rows(known: tuple[bool, str]) -> list[str]:
-        monkeypatch.setattr(scale, "confirm", lambda told: known)
-        grade.take_in(folder, graded, out)
+        monkeypatch.setattr(on_cluster, "confirm_job", lambda told: known)
+        grade.take_in_result_files(folder, graded, out)
         return (out / "claims.csv").read_text().splitlines()[1:]
 
-    for known in ((True, "Slurm knows job 7"), (False, scale.FORGOTTEN), (False, scale.FORGOTTEN)):
+    for known in ((True, "Slurm knows job 7"), (False, on_cluster.UNKNOWN_JOB), (False, on_cluster.UNKNOWN_JOB)):
         ann, bob = rows(known)
         assert '"claimed","confirmed: the job, not its devices"' in ann and "Slurm knows job 7" in ann
         assert '"confirmed: the job, not its devices; claimed: GPU"' in bob
@@ -201,17 +201,17 @@ def test_what_slurm_confirmed_it_may_forget_and_a_job_of_two_learners_is_named(h
     assert all('"confirmed' not in row for row in rows((False, "Slurm's job 7 is another one")))
     rows((True, "Slurm knows job 7"))
     handed_in[1].write_text(json.dumps(result | {"measured": {"a": 1}}))          # another file: it says other things of the job
-    ann, bob = rows((False, scale.FORGOTTEN))
+    ann, bob = rows((False, on_cluster.UNKNOWN_JOB))
     assert '"confirmed' not in ann and '"confirmed: the job, not its devices; claimed: GPU"' in bob
     handed_in[1].write_text(json.dumps(result | {"job": JOB | {"user": "eve"}}))  # job 7 of another cluster, or of another user
-    assert not any("also claimed" in row for row in rows((False, scale.FORGOTTEN)))
+    assert not any("also claimed" in row for row in rows((False, on_cluster.UNKNOWN_JOB)))
 
 
 @pytest.mark.slow
 def test_the_claims_are_listed_and_no_mark_changes(handed_in, tmp_path, monkeypatch):
-    monkeypatch.setattr(grade, "safely", lambda exercise, *_: Verdict(exercise.name, (Fact(False, "no"),)))
-    monkeypatch.setattr(grade, "reference", lambda *_: ())
-    monkeypatch.setattr(scale, "confirm", lambda told: (False, "nobody knows"))
+    monkeypatch.setattr(grade, "judge_safely", lambda exercise, *_: Verdict(exercise.name, (Fact(False, "no"),)))
+    monkeypatch.setattr(grade, "reference_runs", lambda *_: ())
+    monkeypatch.setattr(on_cluster, "confirm_job", lambda told: (False, "nobody knows"))
     (graded,) = grade.main(handed_in[0].parents[1], tmp_path / "out", trust=True)
     assert graded.points == 0
     rows = (tmp_path / "out" / "claims.csv").read_text().splitlines()
@@ -224,15 +224,15 @@ def test_the_claims_are_listed_and_no_mark_changes(handed_in, tmp_path, monkeypa
 
 
 def test_claims_that_cannot_be_read_or_that_nobody_makes_any_more_are_left_out(handed_in, tmp_path, monkeypatch):
-    monkeypatch.setattr(scale, "confirm", lambda told: (False, "nobody knows"))
+    monkeypatch.setattr(on_cluster, "confirm_job", lambda told: (False, "nobody knows"))
     folder, out = handed_in[0].parents[1], tmp_path / "out"
     graded = [grade.Graded(Submission("ann", "10", handed_in[0]), ())]
-    (claim,) = grade.take_in(folder, graded, out)
+    (claim,) = grade.take_in_result_files(folder, graded, out)
     for name, text in (("a", "{"), ("b", json.dumps({**asdict(claim), "colour": "red"})), ("c", "[]")):
         (out / "claims" / f"{name}.json").write_text(text)
-    assert grade.take_in(folder, graded, out) == [claim]
+    assert grade.take_in_result_files(folder, graded, out) == [claim]
     handed_in[1].unlink()                            # handed in again, without a result
-    assert grade.take_in(folder, graded, out) == [] and not (out / "claims.csv").exists()
+    assert grade.take_in_result_files(folder, graded, out) == [] and not (out / "claims.csv").exists()
 
 
 def test_the_numbers_are_the_last_plain_ones(tmp_path):
@@ -240,20 +240,20 @@ def test_the_numbers_are_the_last_plain_ones(tmp_path):
     for source in ("measured = {'a': 1}", "%time measured = {'a': 2}", "measured = {'b': 2.5, 'c': 'GPU', 'd': [1]}",
                    "measured = f()"):
         content.cells.append(classroom.nbformat.v4.new_code_cell(source))
-    assert scale.measured(classroom.hand_in(tmp_path / "09_mesh.ipynb", content)) == {"b": 2.5, "c": "GPU"}
+    assert on_cluster.measured_numbers(classroom.hand_in(tmp_path / "09_mesh.ipynb", content)) == {"b": 2.5, "c": "GPU"}
 
 
 def test_a_notebook_of_no_lesson_is_refused_in_a_sentence(tmp_path):
     with pytest.raises(CourseError, match="which lesson"):
-        scale.with_ranks(classroom.hand_in(tmp_path / "my.ipynb", classroom.nbformat.v4.new_notebook()))
+        on_cluster.exercises_on_ranks(classroom.hand_in(tmp_path / "my.ipynb", classroom.nbformat.v4.new_notebook()))
 
 
 def test_of_reported_runs_slurm_confirms_the_job_and_nobody_the_losses(handed_in, monkeypatch):
     job = {"id": 12, "state": "COMPLETED", "restarts": 1, "nodes": "n[1-2]", "user": "ann", "by": "Slurm"}
     runs = {"undisturbed": {"folder": "runs/a", "losses": [[1, 2.0]], "job": None},
             "preempted": {"folder": "runs/b", "losses": [[1, 2.0]], "job": job}}
-    monkeypatch.setattr(scale, "described", lambda number: {"NodeList": "n[1-2]", "UserId": "ann(1000)"})
-    monkeypatch.setattr(scale, "restarts", lambda number: 1)
+    monkeypatch.setattr(on_cluster, "describe_job", lambda number: {"NodeList": "n[1-2]", "UserId": "ann(1000)"})
+    monkeypatch.setattr(on_cluster, "count_restarts", lambda number: 1)
     told = judged(handed_in, runs=runs).runs
     assert "preempted: confirmed: job 12 of ann ran on 2 nodes" in told and "preempted: claimed: its 1 losses" in told
     assert judged(handed_in, runs={}).runs == "" and "damaged" in judged(handed_in, runs={"a": 3}).refused
@@ -266,11 +266,11 @@ def test_how_often_a_job_was_requeued_slurm_counts_or_its_records_do(tmp_path, m
         (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    assert scale.restarts(7) == count
+    assert on_cluster.count_restarts(7) == count
 
 
 def test_a_report_names_runs_and_is_read_not_run(tmp_path):
     content = classroom.notebook("09")
     content.cells.append(classroom.nbformat.v4.new_code_cell("report = {'undisturbed': 'runs/a', 'share': 0.1}\nreport = f()"))
     path = classroom.hand_in(tmp_path / "notebooks" / "09_mesh.ipynb", content)
-    assert scale.assigned(path, "report") == {"undisturbed": "runs/a", "share": 0.1}
+    assert on_cluster.assigned_dict(path, "report") == {"undisturbed": "runs/a", "share": 0.1}

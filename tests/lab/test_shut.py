@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from course.lab import grade, sandbox, shut
+from course.lab.grading import grade
+from course.lab.sandbox import closed_folders, sandbox
 from tests.lab import classroom
 
 
@@ -20,7 +21,7 @@ def folders(tmp_path, monkeypatch):
     for name in ("in", "solutions"):
         (tmp_path / name).mkdir()
         (tmp_path / name).chmod(0o755)
-    monkeypatch.setattr(shut, "SOLUTIONS", tmp_path / "solutions")
+    monkeypatch.setattr(closed_folders, "SOLUTIONS", tmp_path / "solutions")
     monkeypatch.setattr(sandbox, "layers", lambda: sandbox.Layers(False, True, {"namespaces": "no bubblewrap"}))
     return tmp_path
 
@@ -32,17 +33,17 @@ def test_grading_as_another_user_closes_what_answers_could_read(folders, capsys,
     grade.main(folders / "in", folders / "out")
     assert mode(folders / "in") == mode(folders / "solutions") == 0o750 and mode(folders / "out") == 0o700
     assert capsys.readouterr().out.count("is closed to other users from now on") == 2
-    assert shut.to_others([folders / "in", folders / "absent"]) == []             # closed already, or not there
+    assert closed_folders.close_to_others([folders / "in", folders / "absent"]) == []             # closed already, or not there
 
 
 def test_what_python_needs_is_not_closed_but_named(folders, monkeypatch):
     (folders / "in/tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folders / "in/tmp"))
-    (line,) = shut.to_others([folders / "in"])
+    (line,) = closed_folders.close_to_others([folders / "in"])
     assert "stays open" in line and mode(folders / "in") == 0o755
 
 
 @pytest.mark.parametrize("layers", [sandbox.Layers(True, True), sandbox.Layers(False, False)])
 def test_other_layers_leave_modes_as_they_are(folders, monkeypatch, layers):
     monkeypatch.setattr(sandbox, "layers", lambda: layers)
-    assert shut.to_others([folders / "in"]) == [] and mode(folders / "in") == 0o755
+    assert closed_folders.close_to_others([folders / "in"]) == [] and mode(folders / "in") == 0o755

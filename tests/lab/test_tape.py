@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 from course import config, parallel
-from course.errors import CourseError
-from course.lab import tape
-from course.lab.exercises import capturing
-from course.train import Training, assemble
+from course.lab.exercises import lesson06_cuda_graphs
+from course.lab.instruments import cpu_graph
+from course.training.assemble import Training, assemble
+from course.utils.errors import CourseError
 
 CPU = torch.device("cpu")
 SMALL = ["data.source=mock", "model.grid=[16,32]", "model.depth=2", "model.dim=32", "model.heads=2", "train.global_batch=4",
@@ -28,7 +28,7 @@ def test_the_librarys_step_replays_as_it_would_have_run(name):
     """Bit for bit: the learning rate warms up, a step is skipped, dropout differs from step to step. As tests/gpu does."""
     def trained(on_tape: bool) -> tuple[list[str], list[torch.Tensor], int]:
         training, losses = prepare(*CASES[name]), []
-        step = capturing.Captured(training.step, CPU) if on_tape else training.step
+        step = lesson06_cuda_graphs.Captured(training.step, CPU) if on_tape else training.step
         for number in range(1, 8):
             batch = training.model.example(4, CPU, 4 * number)
             if number == 6:
@@ -66,15 +66,15 @@ def test_the_learners_class_is_right_on_a_tape_and_on_a_gpu(device):
         return [one(batch) for batch in batches]
 
     eager = steps(lambda step: step)
-    captured = steps(lambda step: capturing.Captured(step, torch.device(device)))
+    captured = steps(lambda step: lesson06_cuda_graphs.Captured(step, torch.device(device)))
     for (a, b), (c, d) in zip(eager, captured, strict=True):
         assert torch.allclose(a, c, 1e-6) and torch.allclose(b, d, 1e-6)
 
 
 def test_capturing_computes_nothing():
-    weight, x, graph = torch.ones(3), torch.full((3,), 2.0), tape.Graph()
+    weight, x, graph = torch.ones(3), torch.full((3,), 2.0), cpu_graph.Graph()
     before = torch.get_rng_state()
-    with tape.capturing(graph):
+    with cpu_graph.capturing(graph):
         weight[1:].add_(x[1:])
         weight.mul_(3)
         result = weight + torch.rand(3)
@@ -84,8 +84,8 @@ def test_capturing_computes_nothing():
 
 
 def test_a_replay_reads_and_writes_where_the_capture_did():
-    x, graph = torch.zeros(2), tape.Graph()
-    with tape.capturing(graph):
+    x, graph = torch.zeros(2), cpu_graph.Graph()
+    with cpu_graph.capturing(graph):
         y = (x + 1).view(2, 1)
         z = torch.cat([y, y])
     for value in (5.0, 7.0):
@@ -99,8 +99,8 @@ def test_a_replay_reads_and_writes_where_the_capture_did():
 
 
 def test_python_is_decided_and_random_numbers_are_not():
-    number, graph, results = 1, tape.Graph(), []
-    with tape.capturing(graph):
+    number, graph, results = 1, cpu_graph.Graph(), []
+    with cpu_graph.capturing(graph):
         fixed = torch.zeros(2) + number
         drawn = torch.nn.functional.dropout(torch.ones(64))
     number = 2
@@ -119,8 +119,8 @@ def test_python_is_decided_and_random_numbers_are_not():
     (lambda x: torch.rand(2, generator=torch.Generator()), "generator"),
 ])
 def test_what_cannot_be_captured_is_a_sentence(line, words):
-    x, state, graph = torch.ones(3), torch.zeros(()), tape.Graph()
-    with pytest.raises(CourseError, match=words), tape.capturing(graph):
+    x, state, graph = torch.ones(3), torch.zeros(()), cpu_graph.Graph()
+    with pytest.raises(CourseError, match=words), cpu_graph.capturing(graph):
         state += 1
         line(x)
     assert state == 0 and not graph.calls
@@ -129,8 +129,8 @@ def test_what_cannot_be_captured_is_a_sentence(line, words):
 
 
 def test_an_index_of_whole_numbers_is_fine():
-    table, rows, graph = torch.arange(6.0).view(3, 2), torch.tensor([2, 0]), tape.Graph()
-    with tape.capturing(graph):
+    table, rows, graph = torch.arange(6.0).view(3, 2), torch.tensor([2, 0]), cpu_graph.Graph()
+    with cpu_graph.capturing(graph):
         found = table[rows]
     rows.copy_(torch.tensor([1, 1]))
     graph.replay()
@@ -138,8 +138,8 @@ def test_an_index_of_whole_numbers_is_fine():
 
 
 def test_states_made_in_the_capture_are_made_anew_in_every_replay():
-    graph, x = tape.Graph(), torch.ones(())
-    with tape.capturing(graph):
+    graph, x = cpu_graph.Graph(), torch.ones(())
+    with cpu_graph.capturing(graph):
         momentum = torch.zeros(())
         momentum += x
     for _ in range(3):
@@ -148,19 +148,19 @@ def test_states_made_in_the_capture_are_made_anew_in_every_replay():
 
 
 def test_bytes_and_names():
-    graph, x = tape.Graph(), torch.ones(4)
-    with tape.capturing(graph):
+    graph, x = cpu_graph.Graph(), torch.ones(4)
+    with cpu_graph.capturing(graph):
         ((x * 2).view(2, 2) @ torch.empty(2, 2).fill_(1)).add_(1)
     assert [call.name for call in graph.calls] == ["mul", "fill_", "mm", "add_"] and graph.bytes == 32
 
 
 def test_a_call_again_is_its_prepared_form():
     """Where PyTorch has no variant that writes into given tensors, the results are copied."""
-    graph, x = tape.Graph(), torch.randn(4, 4)
-    with tape.capturing(graph):
+    graph, x = cpu_graph.Graph(), torch.randn(4, 4)
+    with cpu_graph.capturing(graph):
         made = [x @ x, *torch.max(x, 1), x.double(), torch.zeros_like(x), torch.layer_norm(x, (4,))]
     graph.replay()
     quick = [tensor.clone() for tensor in made]
     for call in graph.calls:
-        call.again()
+        call.repeat()
     assert all(torch.equal(a, b) for a, b in zip(quick, made, strict=True))

@@ -5,9 +5,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from course import config, random
+from course import config
 from course.models import DiTConfig, build_model, diffusion
 from course.parallel import place_serial
+from course.utils import random
 
 CONFIG = DiTConfig(latent=(3, 8, 4), patch=2, dim=24, depth=2, heads=3, mlp_ratio=2.0, classes=5)
 
@@ -121,7 +122,7 @@ def test_flow_walks_from_the_latent_to_the_noise():
     torch.testing.assert_close(velocity, noise - b["latent"], rtol=1e-10, atol=1e-10)
     ends = torch.tensor([0.0, 1000.0]).repeat(2)
     noise = torch.ones_like(b["latent"])
-    seen, target = diffusion.example("flow", b["latent"], noise, ends)
+    seen, target = diffusion.noisy_example("flow", b["latent"], noise, ends)
     assert torch.equal(seen[0::2], b["latent"][0::2]) and torch.equal(seen[1::2], noise[1::2])
     assert torch.equal(target, noise - b["latent"])
 
@@ -136,7 +137,7 @@ def test_flow_times_are_uniform():
 
 
 def test_the_schedule_goes_from_almost_all_signal_to_almost_none():
-    a = diffusion.signal(torch.device("cpu"))
+    a = diffusion.signal_variance(torch.device("cpu"))
     assert len(a) == 1000 and (a.diff() < 0).all()
     assert a[0].item() == pytest.approx(1 - 1e-4, rel=1e-12) and a[-1].item() == pytest.approx(4.04e-5, rel=1e-2)
 

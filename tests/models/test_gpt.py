@@ -8,11 +8,12 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from course import config, random
-from course.errors import CourseError
+from course import config
 from course.models import GPTConfig, build_model, gpt
-from course.models.layers import rotate, turns
+from course.models.layers import apply_rope, rope_cos_sin
 from course.parallel import place_serial
+from course.utils import random
+from course.utils.errors import CourseError
 
 CONFIG = GPTConfig(vocab=37, context=11, dim=24, depth=2, heads=3, mlp_ratio=2.0)
 
@@ -108,12 +109,13 @@ def test_grouped_heads_share_keys_and_values():
 def test_rotary_positions_matter_by_their_distance_alone():
     """By hand for heads of two numbers: turned by 3 and by 5, a query and a key meet as if turned by 0 and by 2."""
     q, k = torch.randn(2, 1, 1, 1, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    angle = turns(torch.tensor([0, 2, 3, 5]), 2, 10_000.0, torch.float64)           # (2, 4, 1)
+    angle = rope_cos_sin(torch.tensor([0, 2, 3, 5]), 2, 10_000.0, torch.float64)    # (2, 4, 1)
     at = [angle[:, i:i + 1] for i in range(4)]
-    assert (rotate(q, at[2]) * rotate(k, at[3])).sum().item() == pytest.approx((rotate(q, at[0]) * rotate(k, at[1])).sum().item())
+    far, near = ((apply_rope(q, at[i]) * apply_rope(k, at[i + 1])).sum().item() for i in (2, 0))
+    assert far == pytest.approx(near)
     c, s, (a, b) = math.cos(2), math.sin(2), k.flatten().tolist()
-    assert rotate(k, at[1]).flatten().tolist() == pytest.approx([a * c - b * s, b * c + a * s])
-    assert turns(torch.tensor([7]), 4, 100.0, torch.float32)[1, 0, 1].item() == pytest.approx(math.sin(0.7))
+    assert apply_rope(k, at[1]).flatten().tolist() == pytest.approx([a * c - b * s, b * c + a * s])
+    assert rope_cos_sin(torch.tensor([7]), 4, 100.0, torch.float32)[1, 0, 1].item() == pytest.approx(math.sin(0.7))
 
 
 @pytest.mark.parametrize(("changes", "formula"), [

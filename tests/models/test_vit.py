@@ -4,9 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from course import config, random
+from course import config
 from course.models import ViTConfig, build_model
 from course.parallel import place_serial
+from course.utils import random
 
 CONFIG = ViTConfig(grid=(8, 16), channels=3, patch=2, dim=24, depth=2, heads=3, mlp_ratio=2.0)
 

@@ -6,7 +6,7 @@ import weakref
 import pytest
 
 from course.config import load
-from course.launch import ranks
+from course.ranks.notebook_ranks import ranks
 
 FEW = ["data.source=mock", "train.global_batch=4", "train.micro_batch=2", "model.dim=32"]
 
@@ -14,7 +14,7 @@ FEW = ["data.source=mock", "train.global_batch=4", "train.micro_batch=2", "model
 def left_over(settings):
     """What is alive of a training, after a step, when its last name is gone."""
     from course.parallel import World, build_mesh, join
-    from course.train import assemble
+    from course.training.assemble import assemble
 
     world: World = join("cpu")
     config = load("gpt-demo", [*FEW, *settings])

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from course.launch import ranks
 from course.parallel import Axis, mappings
+from course.ranks.notebook_ranks import ranks
 
 SIZES = [2, pytest.param(4, marks=pytest.mark.slow)]
 

@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 
 from course.config import Parallel
-from course.errors import CourseError
-from course.launch import ranks
 from course.models import ViTConfig, build_model
 from course.parallel import Axis, World, build_mesh, join, parallelize, placement
 from course.parallel.mesh import check_nodes, groups, lay_out, nodes
 from course.parallel.placement import box_shape
+from course.ranks.notebook_ranks import ranks
+from course.utils.errors import CourseError
 
 
 def test_alone_every_axis_is_trivial():

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from course.launch import ranks
 from course.parallel import placement
 from course.parallel.placement import Box
+from course.ranks.notebook_ranks import ranks
 
 SMALL = ["model.grid=[8,16]", "model.channels=3", "model.patch=4", "model.dim=16", "model.depth=5", "model.heads=4",
          "model.residual=false", "data.source=mock", "optim.name=sgd", "optim.lr=0.1", "optim.warmup=2", "optim.clip=0",
@@ -44,7 +44,7 @@ def train(overrides: list[str], kind: str = "vit") -> tuple[list[float], list[fl
     from course import config
     from course.data import order
     from course.parallel import build_mesh, join
-    from course.train import assemble
+    from course.training.assemble import assemble
 
     preset, small = MODELS[kind]
     c = config.load(preset, [*small, *overrides])
@@ -62,7 +62,7 @@ def train(overrides: list[str], kind: str = "vit") -> tuple[list[float], list[fl
                 torch.distributed.all_reduce(loss, group=axis.group)
         losses.append(loss.item())
         norms.append(norm.item())
-    training.gradients.settle()
+    training.gradients.wait_parameters()
     pieces: Pieces = {}
     for p in training.model.parameters():
         where = placement(p)
@@ -175,39 +175,49 @@ def test_parity_of_fused_steps(kind, spec):
     """What blocks do between matmuls by hand, in a layout, against one process that does it by PyTorch. Through tanh GELU is in
     the matmul after it."""
     size, settings = layout(spec)
-    assert_equal_to_serial(size, [*settings, "kernels=hand"], ("model.mlp=gelu_tanh",) if kind == "gpt" else (), kind)
+    assert_equal_to_serial(size, [*settings, "kernels=triton"], ("model.mlp=gelu_tanh",) if kind == "gpt" else (), kind)
 
 
 def swapped(tokens: Any, device: torch.device) -> tuple[torch.Tensor, ...]:
     """A zigzag in which each rank has its back piece first."""
-    pieces = torch.arange(tokens.total + -tokens.total % (2 * tokens.cp.size), device=device).chunk(2 * tokens.cp.size)
+    pieces = torch.arange(tokens.seq_len + -tokens.seq_len % (2 * tokens.cp.size), device=device).chunk(2 * tokens.cp.size)
     return tuple(torch.cat([pieces[-1 - rank], pieces[rank]]) for rank in range(tokens.cp.size))
 
 
 def average_over_dp_alone(model: Any, mesh: Any, *settings: Any) -> Any:
     """What averages gradients, with context parallelism forgotten."""
-    from course.parallel import data_parallel
+    from course.parallel import build_gradient_sync
 
-    return data_parallel(model, dataclasses.replace(mesh, dp_cp=mesh.dp), *settings)
+    return build_gradient_sync(model, dataclasses.replace(mesh, dp_cp=mesh.dp), *settings)
 
 
 # what is broken, by what, and a layout that must notice
 MUTATIONS = {
     "no all-reduce after a row linear": ("course.parallel.mappings.reduce", lambda x, axis: x, "tp=2", "vit"),
     "no all-reduce before a column linear": ("course.parallel.mappings.copy", lambda x, axis: x, "tp=2", "vit"),
-    "a sum for the mean of gradients": ("course.parallel.data.divide", lambda x, axis: None, "dp=2", "vit"),
-    "a sum for ZeRO's mean": ("course.parallel.zero.divide", lambda x, axis: None, "dp=2 zero=true", "vit"),
-    "cp forgotten in the average": ("course.train.data_parallel", average_over_dp_alone, "cp=2", "vit"),
-    "cp forgotten in a pipeline's average": ("course.train.data_parallel", average_over_dp_alone, "pp=2 cp=2 micro=2", "vit"),
-    "norms see their own tokens alone": ("course.parallel.data.add_partial_gradients", lambda parameters: None, "tp=2 sp=true",
+    "a sum for the mean of gradients": ("course.parallel.data_parallel.gradients.divide_by_size", lambda x, axis: None, "dp=2",
+                                        "vit"),
+    "a sum for ZeRO's mean": ("course.parallel.data_parallel.zero1.divide_by_size", lambda x, axis: None, "dp=2 zero=true",
+                              "vit"),
+    "cp forgotten in the average": ("course.training.assemble.build_gradient_sync", average_over_dp_alone, "cp=2", "vit"),
+    "cp forgotten in a pipeline's average": ("course.training.assemble.build_gradient_sync", average_over_dp_alone,
+                                             "pp=2 cp=2 micro=2",
+                                             "vit"),
+    "norms see their own tokens alone": ("course.parallel.data_parallel.gradients.add_partial_gradients", lambda parameters: None,
+                                         "tp=2 sp=true",
                                          "vit"),
-    "tied weights of two stages not added": ("course.parallel.data.add_partial_gradients", lambda parameters: None,
+    "tied weights of two stages not added": ("course.parallel.data_parallel.gradients.add_partial_gradients",
+                                             lambda parameters: None,
                                              "pp=2 micro=2", "gpt"),
-    "norms see their own tokens alone, in buckets": ("course.parallel.data.add_up", lambda bucket, parts: None,
+    "norms see their own tokens alone, in buckets": ("course.parallel.data_parallel.gradients.reduce_partial", lambda bucket,
+                                                     parts: None,
                                                      "tp=2 dp=2 sp=true", "vit"),
-    "the same with ZeRO-1": ("course.parallel.data.add_up", lambda bucket, parts: None, "tp=2 dp=2 sp=true zero=true", "vit"),
-    "a zigzag in the wrong order": ("course.parallel.sequence.SplitTokens.order", swapped, "cp=2 context=ring", "gpt"),
-    "blocks of a ring not merged": ("course.parallel.ring.merge", lambda out, lse, new_out, new_lse: None, "cp=2 context=ring",
+    "the same with ZeRO-1": ("course.parallel.data_parallel.gradients.reduce_partial", lambda bucket, parts: None,
+                             "tp=2 dp=2 sp=true zero=true", "vit"),
+    "a zigzag in the wrong order": ("course.parallel.tensor_parallel.sequence.SplitTokens.order", swapped, "cp=2 context=ring",
+                                    "gpt"),
+    "blocks of a ring not merged": ("course.parallel.context_parallel.ring_attention.merge", lambda out, lse, new_out,
+                                    new_lse: None, "cp=2 context=ring",
                                     "vit"),
 }
 
@@ -242,7 +252,7 @@ def test_both_ends_of_a_pipeline_have_the_same_bits_of_a_tied_weight(way):
 
 
 def test_indivisible_heads_are_a_sentence():
-    from course.launch import RankError
+    from course.ranks.notebook_ranks import RankError
 
     with pytest.raises(RankError, match=r"parallel.tp=2 does not divide the 3 heads or features of blocks.0.attn.qkv"):
         ranks(2)(train, ["parallel.tp=2", "model.heads=3", "model.dim=18"])
@@ -251,7 +261,7 @@ def test_indivisible_heads_are_a_sentence():
 def run(overrides: list[str]) -> None:
     """`course train` on the ranks that there are."""
     from course import config
-    from course import train as training
+    from course.training import trainer as training
 
     training.main(config.load("vit-demo", [*SMALL, "train.eval_every=0", "log.every=1", "log.tensorboard=false", *overrides]))
 
@@ -263,7 +273,7 @@ OTHERS = {"tp": ["parallel.tp=2", "parallel.sp=true"], "pp": ["parallel.pp=2", "
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_run_goes_on_in_another_layout(name, tmp_path):
     """Two steps in a layout and two in one process, or the other way round: the losses are those of the undisturbed run."""
-    from course.report import read_metrics
+    from course.training.run_log import read_metrics
 
     def losses(name: str, *parts: tuple[int, list[str]]) -> list[float]:
         for size, overrides in parts:

@@ -11,8 +11,8 @@ from unittest import mock
 import pytest
 import torch
 
-from course.launch import ranks
 from course.parallel.placement import Box
+from course.ranks.notebook_ranks import ranks
 from tests.parallel.test_parity import INTERLEAVED, ZEROS, layout, slow
 
 Result = tuple[list[float], dict[str, list[tuple[Box, torch.Tensor]]], dict[str, torch.Tensor]]
@@ -21,13 +21,13 @@ SMALL = ["precision=fp8", "model.dim=32", "fp8.history=2", "parallel.overlap=non
 
 def train(overrides: list[str], kind: str = "vit") -> Result:
     """Three steps in a layout: losses, every parameter's piece, the amax histories."""
-    from course import fp8
+    from course.fp8 import native
     from tests.parallel import test_parity
 
-    convert, made = fp8.convert, []
-    with (mock.patch("course.fp8.convert", lambda *given: made.append(convert(*given)) or made[0]),
-          mock.patch("course.train.parameter_dtype", lambda precision: torch.float64),
-          mock.patch("course.step.autocast", lambda *given: nullcontext())):
+    convert, made = native.convert, []
+    with (mock.patch("course.fp8.native.convert", lambda *given: made.append(convert(*given)) or made[0]),
+          mock.patch("course.training.assemble.parameter_dtype", lambda precision: torch.float64),
+          mock.patch("course.training.step.autocast", lambda *given: nullcontext())):
         losses, _, pieces = test_parity.train([*SMALL, *overrides], kind)
     return losses, pieces, {name: x.clone() for name, x in made[0].state().items()}
 
@@ -94,7 +94,7 @@ def test_current_scaling_over_dp_is_that_of_micro_batches():
 @pytest.mark.parametrize(("spec", "recipe"), [("tp=2", "delayed"), ("tp=2", "current"), ("dp=2", "delayed"), ("cp=2", "delayed")])
 def test_an_amax_that_is_not_reduced_is_noticed(spec, recipe):
     def wrong(overrides: list[str]) -> Any:
-        with mock.patch("course.fp8.largest_over", lambda amax, axis: amax):
+        with mock.patch("course.fp8.native.largest_over", lambda amax, axis: amax):
             return train(overrides)
 
     found = ranks(2)(wrong, [f"fp8.recipe={recipe}", *layout(spec)[1]])

@@ -5,12 +5,12 @@ import torch
 from torch import nn
 
 from course.config import Parallel
-from course.errors import CourseError
+from course.convert.reshard import pretended
 from course.models import GPTConfig, ViTConfig, build_model
 from course.models.gpt import TENSOR_PLAN
 from course.parallel import World, build_mesh, parallelize
-from course.parallel.pipeline import Message, Pipeline
-from course.reshard import pretended
+from course.parallel.pipeline_parallel.runtime import Message, Pipeline
+from course.utils.errors import CourseError
 
 
 def cut(change, **settings):

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from course.errors import CourseError
-from course.parallel.context import GroupedAllToAllAttend
+from course.parallel.context_parallel.attention import GroupedAllToAllAttend
 from course.parallel.mesh import Axis
-from course.parallel.sequence import SplitTokens, at_seam, enter, fill, permuted
+from course.parallel.tensor_parallel.sequence import SplitTokens, enter_region, modules_at_seam, permute_tokens, replace_at_seam
+from course.utils.errors import CourseError
 
 TWO = Axis("cp", 2, 1, (0, 1))
 PLAN = {"position": "context", "frames": "context", "target": "context"}
@@ -15,7 +15,7 @@ PLAN = {"position": "context", "frames": "context", "target": "context"}
 
 def split(zigzag=False, hides=True):
     tokens = SplitTokens(PLAN, TWO, Axis("tp"), zigzag)
-    tokens.hides = hides
+    tokens.causal_only = hides
     return tokens
 
 
@@ -31,16 +31,16 @@ def test_all_that_is_cut_has_the_tokens_of_position():
 
 
 class Sum(nn.Module):
-    seam = "total"
+    seam = "sum_over_tokens"
 
 
 def test_a_module_at_a_seam_has_a_name_for_each_place_in_which_it_stands():
     """As surgery needs it, which puts something in each of them; a module without a seam, or at another one, is none of them."""
     total = Sum()
     model = nn.ModuleDict({"one": nn.Sequential(nn.Linear(2, 2), total), "two": nn.Sequential(total)})
-    assert at_seam(model, "total") == {"one.1": total, "two.0": total} and not at_seam(model, "attend")
-    fill(model, "total", lambda old: nn.Identity())
-    assert not at_seam(model, "total") and model["one"][1] is model["two"][0]
+    assert modules_at_seam(model, "sum_over_tokens") == {"one.1": total, "two.0": total} and not modules_at_seam(model, "attend")
+    replace_at_seam(model, "sum_over_tokens", lambda old: nn.Identity())
+    assert not modules_at_seam(model, "sum_over_tokens") and model["one"][1] is model["two"][0]
 
 
 def test_padding_is_for_causal_attention_alone():
@@ -53,7 +53,7 @@ def test_padding_is_for_causal_attention_alone():
 
 def test_what_is_gathered_are_tokens_of_samples():
     with pytest.raises(CourseError, match=r"\(B, T, D\), and here it meets \(5, 8\)"):
-        enter(torch.zeros(5, 8), TWO, split())
+        enter_region(torch.zeros(5, 8), TWO, split())
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(3, 3), (4, 1)])
@@ -67,10 +67,10 @@ def test_heads_that_are_not_shared_out_are_refused_before_anything_is_sent(queri
 def test_a_permutations_gradient_is_copied_back(dim):
     x = torch.arange(64, dtype=torch.float64).view(4, 4, 4).requires_grad_()
     order, weight = torch.tensor([2, 0, 3, 1]), torch.randn(4, 4, 4, dtype=torch.float64)
-    y = permuted(x, dim, order)
+    y = permute_tokens(x, dim, order)
     assert torch.equal(y, x.index_select(dim, order))
     assert torch.equal(torch.autograd.grad(y, x, weight)[0], torch.autograd.grad(x.index_select(dim, order), x, weight)[0])
-    assert "index_add" not in traced(lambda: torch.autograd.grad(permuted(x, dim, order), x, weight))
+    assert "index_add" not in traced(lambda: torch.autograd.grad(permute_tokens(x, dim, order), x, weight))
     assert "index_add" in traced(lambda: torch.autograd.grad(x.index_select(dim, order), x, weight))
 
 

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from course.errors import CourseError
-from course.launch import RankError, ranks
+from course.ranks.notebook_ranks import RankError, ranks
+from course.training import assemble
+from course.utils.errors import CourseError
 
 SMALL = ["model.vocab=24", "model.context=8", "model.dim=16", "model.depth=3", "model.heads=4", "train.global_batch=4",
          "train.steps=2", "train.device=cpu", "parallel.bucket_mb=0.01"]
@@ -32,13 +33,14 @@ def wrong(change: Change, layouts: list[str]) -> dict[str, list[str]]:
     """For each layout what differs from one process: none, if all is well."""
     from unittest import mock
 
-    from course import config, verify
+    from course import config
     from course.parallel import join
+    from course.training import verify
 
     found = {}
     for layout in layouts:
         c = config.load("gpt-demo", [*verify.DEFAULTS, *SMALL, *layout.split()])
-        with mock.patch("course.train.build_model", changed(change)):
+        with mock.patch("course.training.assemble.build_model", changed(change)):
             found[layout] = [gap.name for gap in verify.compare_in(c, join("cpu")) if gap.wrong]
     return found
 
@@ -51,8 +53,8 @@ def assert_right(change: Change, *layouts: str) -> None:
 def cut(change: Change, layout: str) -> None:
     """The surgery alone, as rank 0 of two."""
     from course import config
+    from course.convert.reshard import pretended
     from course.parallel import World, build_mesh, parallelize
-    from course.reshard import pretended
 
     c = config.load("gpt-demo", [*SMALL, *layout.split()])
     with pretended(0, 2):
@@ -117,21 +119,24 @@ def go_on(folder: Path, layout: str, steps: list[int]) -> tuple[list[float], dic
     """Train from the checkpoint that is there, if there is one, and save: losses, and values and averages of what is frozen."""
     from unittest import mock
 
-    from course import checkpoint, config, train, verify
-    from course.average import average_of
+    from course import config
+    from course.checkpoint import checkpoint
+    from course.ops.ema import moving_average
     from course.parallel import build_mesh, join, placement
+    from course.training import verify
 
     c = config.load("gpt-demo", [*verify.DEFAULTS, *SMALL, "optim.name=adam", "optim.lr=0.01", "optim.ema=0.5", *layout.split()])
     mesh = build_mesh(c.parallel, join("cpu"))
-    with mock.patch("course.train.build_model", changed(freeze)):
-        training = train.assemble(c, mesh)
+    with mock.patch("course.training.assemble.build_model", changed(freeze)):
+        training = assemble.assemble(c, mesh)
     if found := checkpoint.newest(folder, print, mesh.all):
         checkpoint.load(*found, training.model, training.optimizer)
         training.progress.restore(found[1]["state"])
     losses = [verify.one_step(training, number).item() for number in steps]
     checkpoint.save(folder, training.optimizer, training.progress.state() | {"samples": 0}, {}, mesh.all)
-    average = average_of(training.optimizer)
-    return losses, {placement(p).name: (p.detach(), average[p]) for p in training.gradients.parameters if not p.requires_grad}
+    average = moving_average(training.optimizer)
+    return losses, {placement(p).name: (p.detach(), average[p]) for p in training.gradients.optimizer_parameters
+                    if not p.requires_grad}
 
 
 @pytest.mark.parametrize("layout", ["parallel.dp=2 parallel.zero=true", SP])
@@ -195,7 +200,8 @@ CORES = [f"blocks.{i}.attn.core" for i in range(3)]
 
 
 @pytest.mark.parametrize(("change", "layout", "sentence"), [
-    (forget("loss.total"), CP, 'GPT has no module whose `seam` is "total": its loss would count the tokens of one rank alone'),
+    (forget("loss.sum_over_tokens"), CP,
+     'GPT has no module whose `seam` is "sum_over_tokens": its loss would count the tokens of one rank alone'),
     (forget(*CORES), CP, 'GPT has no module whose `seam` is "attend": queries would see the keys of one rank alone'),
     (forget(CORES[1]), CP, 'blocks.1.attn has no module whose `seam` is "attend", and others of its kind, GroupedAttention'),
     (forget("head.enter"), TP, 'GPT has no module whose `seam` is "enter": the gradient'),
@@ -214,7 +220,7 @@ def without_attention(model: Any) -> None:
 
 
 @pytest.mark.parametrize(("change", "layout"), [
-    (forget("loss.total", *CORES), TP), (forget("loss.total"), SP), (plan(attn_qkv=None, attn_out=None), TP),
+    (forget("loss.sum_over_tokens", *CORES), TP), (forget("loss.sum_over_tokens"), SP), (plan(attn_qkv=None, attn_out=None), TP),
     (without_attention, CP)])
 def test_what_surgery_does_not_need_may_be_missing(change, layout):
     """Nothing is cut then that it is about."""

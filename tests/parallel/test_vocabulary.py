@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from course.launch import RankError, ranks
+from course.ranks.notebook_ranks import RankError, ranks
+from course.training.optimizer import build_optimizer, gradient_norm
 
 VOCAB, SHAPE = 12, (2, 5)
 
@@ -28,7 +29,7 @@ def my_axis():
 def split_loss(dtype=torch.float64, scale=3.0):
     """Losses, and the gradient of this rank's columns of the logits."""
     from course.parallel import mappings
-    from course.parallel.vocabulary import VocabularyCrossEntropy
+    from course.parallel.tensor_parallel.vocabulary import VocabularyCrossEntropy
 
     axis = my_axis()
     logits, target, grad = drawn(dtype, scale)
@@ -72,7 +73,7 @@ def split_in_chunks(size):
 
     from course.models import gpt
     from course.parallel import mappings
-    from course.parallel.vocabulary import VocabularyCrossEntropy
+    from course.parallel.tensor_parallel.vocabulary import VocabularyCrossEntropy
 
     axis = my_axis()
     x, weight, target = drawn_features()
@@ -106,7 +107,7 @@ def test_chunks_of_a_vocabulary_in_pieces(size):
 
 
 def twice():
-    from course.parallel.vocabulary import VocabularyCrossEntropy
+    from course.parallel.tensor_parallel.vocabulary import VocabularyCrossEntropy
 
     axis = my_axis()
     logits = torch.zeros(1, 1, 2, requires_grad=True)
@@ -138,9 +139,11 @@ def test_three_numbers_a_token_are_exchanged():
 
 def cut_model(overrides):
     """What a rank holds of GPT's token embedding and head, what its optimizer has, and the norm of gradients that are 1."""
-    from course import config, random, step
+    from course import config
     from course.models import build_model
     from course.parallel import build_mesh, join, parallelize, placement
+    from course.training import step
+    from course.utils import random
 
     c = config.load("gpt-demo", [f"model.vocab={VOCAB}", "model.context=5", "model.dim=8", "model.heads=2", "precision=fp64",
                                  *overrides])
@@ -149,10 +152,10 @@ def cut_model(overrides):
     one = model.embed.token.weight is model.head.proj.weight
     random.initialize(model, 0, torch.device("cpu"), torch.float64)
     embedding, head = model.embed.token.weight, model.head.proj.weight
-    optimizer = step.build_optimizer(list(model.parameters()), step.Progress.start(c, torch.device("cpu")), c)
+    optimizer = build_optimizer(list(model.parameters()), step.Progress.start(c, torch.device("cpu")).lr, c)
     for p in model.parameters():
         p.grad = torch.ones_like(p)
-    norm = step.gradient_norm(list(model.parameters()), mesh).item()
+    norm = gradient_norm(list(model.parameters()), mesh).item()
     held = [p for group in optimizer.param_groups for p in group["params"]]
     return {"one": one and embedding is head, "box": placement(embedding).box, "name": placement(head).name, "norm": norm**2,
             "weight": embedding.detach(), "head": head.detach(),
@@ -185,10 +188,11 @@ def test_an_indivisible_vocabulary_is_a_sentence():
 
 def evaluated(overrides):
     """The loss and weight of a batch with padding in evaluation, as each rank reports it."""
-    from course import config, random
+    from course import config
     from course.models import build_model
     from course.parallel import build_mesh, join, parallelize
-    from course.validate import forward_only
+    from course.training.validation import forward_only
+    from course.utils import random
 
     c = config.load("gpt-demo", [f"model.vocab={VOCAB}", "model.context=7", "model.dim=8", "model.heads=2", "precision=fp64",
                                  *overrides])

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from course.launch import ranks
+from course.ranks.notebook_ranks import ranks
 
 SMALL = ["data.source=mock", "train.device=cpu", "model.grid=[16,32]", "model.dim=32", "model.depth=3", "model.heads=4",
          "model.residual=false", "train.global_batch=8", "train.steps=20", "optim.lr=0.01", "optim.warmup=0", "optim.clip=1",
@@ -22,9 +22,10 @@ def train(settings: list[str], narrow: bool, folder: str = "", preset: str = "vi
 
     import torch
 
-    from course import checkpoint, config
-    from course import train as training_module
+    from course import config
+    from course.checkpoint import checkpoint
     from course.parallel import build_mesh, join, placement
+    from course.training import assemble as training_module
 
     small = [key for key in SMALL if preset == "vit-demo" or not key.startswith(("model.grid", "model.residual"))]
     c = config.load(preset, ["precision=bf16", *small, *settings])
@@ -40,11 +41,11 @@ def train(settings: list[str], narrow: bool, folder: str = "", preset: str = "vi
     for number in range(4):
         batch = training.model.example(here, torch.device("cpu"), 8 * number + here * mesh.dp.rank)      # type: ignore[operator]
         found["losses"].append(training.step(batch)[0].item())
-        training.gradients.settle()
-    masters = training.gradients.values()
+        training.gradients.wait_parameters()
+    masters = training.gradients.full_master_weights()
     found["values"] = {placement(p).name: masters.get(p, p).detach().clone() for p in training.model.parameters()}
     found["formats"] = {placement(p).name: p.dtype for p in training.model.parameters()}
-    found["updated"] = {p.dtype for p in training.gradients.parameters}
+    found["updated"] = {p.dtype for p in training.gradients.optimizer_parameters}
     found["bytes"] = sum(p.nbytes for p in training.model.parameters())
     if not folder:
         found["folder"] = Path(c.log.dir) / "checkpoints"
@@ -58,7 +59,7 @@ def left_out() -> tuple[int, int]:
 
     from course import config
     from course.parallel import build_mesh, join
-    from course.train import assemble
+    from course.training.assemble import assemble
 
     c = config.load("vit-demo", [*SMALL, "parallel.dp=2"])
     training: Any = assemble(c, build_mesh(c.parallel, join("cpu")))
@@ -111,7 +112,7 @@ def test_checkpoints_hold_master_weights_and_go_on_in_either_way(tmp_path):
     """From the narrow run's checkpoint both train on alike, and it has no 16-bit number."""
     import torch
 
-    from course import checkpoint
+    from course.checkpoint import checkpoint
 
     first = ranks(2, timeout=120)(train, [f"log.dir={tmp_path}"], True)
     folder = first[0]["folder"]
@@ -124,7 +125,8 @@ def test_checkpoints_hold_master_weights_and_go_on_in_either_way(tmp_path):
 
 
 def test_verify_compares_the_master_weights():
-    from course import config, verify
+    from course import config
+    from course.training import verify
 
     c = config.load("vit-demo", [*verify.DEFAULTS, *SMALL[1:7], "precision=bf16", "parallel.zero=true", "parallel.dp=2"])
     gaps = ranks(2, timeout=120)(verify.compare, c)[0]

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from course.lab import cluster as starter
-from course.lab.cluster import Cluster
+from course.lab.slurm import local_cluster as starter
+from course.lab.slurm.local_cluster import Cluster
 from tests.conftest import tiny_settings
 
 ROOT = Path(__file__).parents[2]
@@ -25,7 +25,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def needed() -> None:
     """Skip where Slurm is missing; fail where it must not be."""
-    if reason := starter.missing():
+    if reason := starter.why_unavailable():
         (pytest.fail if os.environ.get("COURSE_NEED_SLURM") else pytest.skip)(reason)
 
 
@@ -43,12 +43,12 @@ def cluster() -> Iterator[Cluster]:
     """Two nodes, n1 and n2, of 8 CPUs each; gone when the tests are over, or dead."""
     needed()
     folder = Path(tempfile.mkdtemp(prefix="slurm-"))
-    guard = starter.guard(folder)
+    guard = starter.start_guard(folder)
     try:
         yield starter.start(folder)
     finally:
         guard.communicate()                          # its input ends: it stops the Slurm, as it would after a crash
-    assert not starter.processes(str(folder / "slurm.conf")) and not folder.exists()
+    assert not starter.find_processes(str(folder / "slurm.conf")) and not folder.exists()
 
 
 @pytest.fixture

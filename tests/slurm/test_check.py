@@ -3,14 +3,14 @@
 import csv
 import json
 
-from course.lab import grade, scale
-from course.lab.submissions import of_lesson
+from course.lab.grading import grade, on_cluster
+from course.lab.grading.submissions import exercises_of_lesson
 from tests.lab import classroom
 
 
 def test_a_notebook_is_checked_on_four_ranks_of_two_nodes_and_its_result_handed_in(cluster, submit, tmp_path, monkeypatch):
     ann = tmp_path / "in" / "ann"
-    exercises = of_lesson("09")
+    exercises = exercises_of_lesson("09")
     name, = [exercise.name for exercise in exercises if max(exercise.sizes) > 1]
     content = classroom.notebook("09", **{name.replace("-", "_"): classroom.answer(name)})
     content.cells.append(classroom.nbformat.v4.new_code_cell('measured = {"tokens_per_s": 1234.5, "net": [1]}'))
@@ -28,9 +28,9 @@ def test_a_notebook_is_checked_on_four_ranks_of_two_nodes_and_its_result_handed_
     for variable, value in cluster.environment().items():        # whoever grades has this Slurm
         monkeypatch.setenv(variable, value)
 
-    def judged(**changes) -> scale.Claim:
+    def judged(**changes) -> on_cluster.Claim:
         path.write_text(json.dumps(result | changes))
-        return scale.judge(path, "ann", "09", notebook, [], accounts={"ann": {result["job"]["user"]}})
+        return on_cluster.judge_result(path, "ann", "09", notebook, [], accounts={"ann": {result["job"]["user"]}})
 
     claim = judged()
     assert claim.confirmed and f"job {job}: n[1-2]" in claim.why and not claim.refused
@@ -42,7 +42,8 @@ def test_a_notebook_is_checked_on_four_ranks_of_two_nodes_and_its_result_handed_
     blank = next(other.name for other in exercises if other.name != name)
     assert "contradict its facts" in judged(exercises=found | {blank: found[blank] | {"passed": True}}).refused
     judged(exercises=found | {blank: found[blank] | {"passed": True, "facts": found[name]["facts"]}})
-    monkeypatch.setattr(grade, "reference", lambda *_: ())       # known mistakes, for hints that a blank answer does not need
+    monkeypatch.setattr(grade, "reference_runs",
+                        lambda *_: ())       # known mistakes, for hints that a blank answer does not need
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "accounts.csv").write_text(f"ann,{result['job']['user']}\n")
     grade.main(tmp_path / "in", tmp_path / "out", trust=True)

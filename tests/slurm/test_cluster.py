@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from course.errors import CourseError
-from course.lab import cluster as starter
+from course.lab.slurm import local_cluster as starter
+from course.utils.errors import CourseError
 
 
 def test_a_job_runs_on_both_nodes_and_a_requeued_one_starts_again_soon(cluster, tmp_path):
@@ -33,30 +33,31 @@ def test_one_runs_beside_another_and_leaves_it_alone(cluster, place):
     assert other.nodes() == {"n1": "idle"} and cluster.nodes()["n2"] != "down"
     job = other.submit(["--gpus-per-node=2", f"--output={place}/%j.log", "--wrap", 'echo "$SLURM_GPUS_ON_NODE"; sleep 300'])
     other.wait(job, ["RUNNING"])
-    assert starter.until(lambda: other.log(job) == "2\n", 10)
+    assert starter.wait_until(lambda: other.log(job) == "2\n", 10)
     with pytest.raises(CourseError, match="has a Slurm already"):
         starter.start(place)
     configuration = str(other.configuration)
-    assert {p.name() for p in starter.processes(configuration)} >= {"munged", "slurmctld", "slurmd", "slurmstepd", "sleep"}
+    assert {p.name() for p in starter.find_processes(configuration)} >= {"munged", "slurmctld", "slurmd", "slurmstepd", "sleep"}
     with pytest.raises(CourseError, match=rf"1 job is not over: {job} wrap \(running\); .*--force"):
-        starter.end(place)
+        starter.stop_command(place)
     assert other.state(job) == "RUNNING"
-    starter.end(place, force=True)
-    assert not starter.processes(configuration) and not place.exists()
+    starter.stop_command(place, force=True)
+    assert not starter.find_processes(configuration) and not place.exists()
     assert "2" not in cluster.nodes() and len(cluster.nodes()) == 2
 
 
 def test_nothing_is_left_after_a_crash_of_whoever_started_it(place):
-    code = ("import sys, time; from pathlib import Path; from course.lab import cluster; folder = Path(sys.argv[1]); "
+    code = ("import sys, time; from pathlib import Path; from course.lab.slurm import local_cluster as cluster; "
+            "folder = Path(sys.argv[1]); "
             "kept = cluster.guard(folder); c = cluster.start(folder, nodes=1); "
             "c.submit(['--output=/dev/null', '--wrap', 'srun sleep 300']); print('up', flush=True); time.sleep(300)")
     starting = subprocess.Popen([sys.executable, "-c", code, str(place)], stdout=subprocess.PIPE, text=True)
     assert starting.stdout.readline() == "up\n"
     configuration = str(place / "slurm.conf")
-    assert starter.processes(configuration)
+    assert starter.find_processes(configuration)
     os.kill(starting.pid, signal.SIGKILL)
     starting.wait()
-    assert starter.until(lambda: not place.exists() and not starter.processes(configuration), 30)
+    assert starter.wait_until(lambda: not place.exists() and not starter.find_processes(configuration), 30)
 
 
 def test_a_node_whose_slurmd_dies_is_lost_and_comes_back(place):
@@ -67,7 +68,7 @@ def test_a_node_whose_slurmd_dies_is_lost_and_comes_back(place):
     assert own.wait(job, seconds=60) in ("NODE_FAIL", "FAILED")      # who is first: Slurm, or srun that lost its tasks
     assert own.nodes()["n2"].startswith("down")
     own.start_node("n2")
-    assert starter.until(lambda: own.nodes()["n2"] == "idle", 30)
+    assert starter.wait_until(lambda: own.nodes()["n2"] == "idle", 30)
 
 
 def test_the_command_starts_one_for_a_shell(place):

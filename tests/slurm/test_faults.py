@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from course import checkpoint
-from course.lab import cluster as starter
-from course.lab.cluster import Cluster, until
+from course.checkpoint import checkpoint
+from course.lab.slurm import local_cluster as starter
+from course.lab.slurm.local_cluster import Cluster, wait_until
 from tests.conftest import tiny_settings
 from tests.faults import assert_same_losses, sequence
 from tests.slurm.conftest import ROOT
@@ -87,7 +87,7 @@ def first(runs):
     """Name of each job to how it ended and what it printed, when its fault had befallen it; `second` wrote the run of `long`."""
     jobs = {name: runs.submit(name, fault=fault) for name, fault in FAULTS.items()}
     jobs["long"] = runs.submit("long", "train.steps=100000", "checkpoint.every=100000")
-    assert until(lambda: len(sequence(runs.run("long"))) > 2, PLENTY), runs.cluster.log(jobs["long"])
+    assert wait_until(lambda: len(sequence(runs.run("long"))) > 2, PLENTY), runs.cluster.log(jobs["long"])
     jobs["second"] = runs.submit("long", "train.steps=100000")
     ends = {name: runs.end(job) for name, job in jobs.items() if name != "long"}
     runs.cluster.run("scancel", str(jobs["long"]))
@@ -178,7 +178,8 @@ def test_on_one_node_it_goes_on_through_the_reshardable_checkpoint(again, runs):
             shutil.rmtree(newer)
     state, log = runs.end(runs.submit("fewer", nodes=("--nodes=1", "--ntasks-per-node=2")))
     assert state == "COMPLETED" and "2 x CPU" in log, log
-    assert_same_losses(fewer, run, rel=2e-6)         # float32: tests/test_faults.py has the bound, and 1e-12 in float64
+    assert_same_losses(fewer, run,
+                       rel=2e-6)         # float32: tests/resilience/test_faults.py has the bound, and 1e-12 in float64
 
 
 def test_a_lost_slurmd_ends_the_job_which_goes_on_when_the_node_is_back(place, small_data, tmp_path):
@@ -186,9 +187,9 @@ def test_a_lost_slurmd_ends_the_job_which_goes_on_when_the_node_is_back(place, s
     own = prepare(tmp_path, small_data, starter.start(place, timeout=8))     # not less: n1's, alive, may be late, too
     settings = ["train.steps=300", "checkpoint.every=10", "log.every=10"]
     job = own.submit("slurmd", *settings, fault="pause 1 1")     # a minute at least, unless Slurm ends it
-    assert until(lambda: checkpoint.steps(own.run("slurmd") / "checkpoints") != [], PLENTY), own.cluster.log(job)
+    assert wait_until(lambda: checkpoint.steps(own.run("slurmd") / "checkpoints") != [], PLENTY), own.cluster.log(job)
     own.cluster.kill_node("n2")
-    assert until(lambda: own.cluster.nodes()["n2"].startswith("down"), PLENTY)
+    assert wait_until(lambda: own.cluster.nodes()["n2"].startswith("down"), PLENTY)
     time.sleep(1)
     before = max(sequence(own.run("slurmd")))
     own.cluster.start_node("n2")

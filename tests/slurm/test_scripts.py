@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from course.lab.cluster import until
+from course.lab.slurm.local_cluster import wait_until
 from tests.slurm.test_train import losses
 
 
@@ -42,20 +42,20 @@ def answer(address: str) -> int:
 
 def test_the_lab_answers_on_its_node_to_who_has_the_token(cluster, submit, tmp_path):
     job = submit("submit/lab.sh", tmp_path, HOME=str(tmp_path), XDG_STATE_HOME=str(tmp_path / "state"), USER="me")
-    assert until(lambda: "scancel" in cluster.log(job), 60), cluster.log(job)
+    assert wait_until(lambda: "scancel" in cluster.log(job), 60), cluster.log(job)
     log = cluster.log(job)
     tunnel = re.search(r"ssh -N -J me@\S+ -L 8888:127\.0\.0\.1:(\d+) -L 6006:127\.0\.0\.1:(\d+) me@\S+", log)
     lab, board = tunnel.groups()
     secret = tmp_path / "state" / "course" / "lab-token"
     token = secret.read_text()
     assert len(token) == 48 and secret.stat().st_mode & 0o077 == 0 and token not in log
-    assert until(lambda: answer(f"http://127.0.0.1:{lab}/api/kernels?token={token}") == 200, 90), cluster.log(job)
+    assert wait_until(lambda: answer(f"http://127.0.0.1:{lab}/api/kernels?token={token}") == 200, 90), cluster.log(job)
     assert answer(f"http://127.0.0.1:{lab}/api/kernels") == 403
-    assert until(lambda: answer(f"http://127.0.0.1:{board}") == 200, 60), cluster.log(job)
+    assert wait_until(lambda: answer(f"http://127.0.0.1:{board}") == 200, 60), cluster.log(job)
     assert token not in cluster.log(job) and token.encode() not in b"".join(map(command_line, Path("/proc").glob("[0-9]*")))
     cluster.run("scancel", str(job))
     assert cluster.wait(job) == "CANCELLED"
-    assert until(lambda: not answer(f"http://127.0.0.1:{lab}") and not answer(f"http://127.0.0.1:{board}"), 20)
+    assert wait_until(lambda: not answer(f"http://127.0.0.1:{lab}") and not answer(f"http://127.0.0.1:{board}"), 20)
 
 
 def command_line(process: Path) -> bytes:

@@ -6,8 +6,8 @@ import time
 from pathlib import Path
 
 from course import config
-from course import train as training
-from course.lab.cluster import until
+from course.lab.slurm.local_cluster import wait_until
+from course.training import trainer as training
 from tests.slurm.conftest import ROOT
 
 FOUR = ("--nodes=2", "--ntasks-per-node=2")
@@ -44,7 +44,7 @@ def test_a_preempted_run_saves_goes_back_into_the_queue_and_resumes_to_the_same_
     job = submit(*FOUR, "submit/train.sh", "vit-demo", *tiny_run("stopped"), *settings)
     whole = submit(*FOUR, "submit/train.sh", "vit-demo", *tiny_run("whole"), *settings)
     run = tmp_path / "runs" / "vit-demo" / "stopped"
-    assert until(lambda: len(records(run)) >= 3, 90), cluster.log(job)
+    assert wait_until(lambda: len(records(run)) >= 3, 90), cluster.log(job)
     cluster.run("scancel", "--batch", "--signal=USR1", str(job))
     assert cluster.wait(job) == "COMPLETED", cluster.log(job)
     assert cluster.wait(whole) == "COMPLETED", cluster.log(whole)
@@ -58,14 +58,14 @@ def test_a_preempted_run_saves_goes_back_into_the_queue_and_resumes_to_the_same_
 BROKEN = """
 import os
 if os.environ.get("SLURM_PROCID") == "2" and os.environ.get("BREAK"):
-    import course.train, signal
+    import course.training.trainer, signal
     def measure(number, *rest):
         if number == 3:
             if os.environ["BREAK"] == "raise":
                 raise ValueError("the cause itself")
             os.kill(os.getpid(), signal.SIGKILL)
         return kept(number, *rest)
-    kept, course.train.measure = course.train.measure, measure
+    kept, course.training.trainer.measure = course.training.trainer.measure, measure
 """
 
 
@@ -92,7 +92,7 @@ def test_when_a_rank_fails_the_job_ends_at_once_and_the_log_has_the_cause_first(
 
 
 def test_a_job_that_cannot_run_says_so_before_any_rank_starts(place):
-    from course.lab import cluster as starter
+    from course.lab.slurm import local_cluster as starter
 
     own = starter.start(place, nodes=1, cpus=4, gpus=2)
     settings = {"COURSE_PYTHON": str(ROOT / ".venv/bin/python"), "OMP_NUM_THREADS": "1"}

@@ -2,9 +2,9 @@
 
 RIGHT = {
     "static-buffers": ('''
-from course.errors import CourseError
-from course.lab import tape
-from course.lab.tape import capturing, new_graph
+from course.utils.errors import CourseError
+from course.lab.instruments import cpu_graph as tape
+from course.lab.instruments.cpu_graph import capturing, new_graph
 
 class Captured:
     """Slots that are made by the first call, a queue of warm-up steps, results copied one by one."""
@@ -35,7 +35,7 @@ class Captured:
 ''',),
     "decided-on-device": ('''
 import torch
-from course.lab.exercises.capturing import PEAK, RAMP, dropout, mean_square
+from course.lab.exercises.lesson06_cuda_graphs import PEAK, RAMP, dropout, mean_square
 
 def on_device(state, batch):
     weight = state.weight.detach()
@@ -50,7 +50,7 @@ def on_device(state, batch):
     return loss.detach()
 ''', '''
 import torch
-from course.lab.exercises.capturing import PEAK, RAMP, dropout, mean_square
+from course.lab.exercises.lesson06_cuda_graphs import PEAK, RAMP, dropout, mean_square
 
 def on_device(state, batch):
     """By hand: the gradient of the mean square, and masks in place."""
@@ -67,7 +67,7 @@ def on_device(state, batch):
 '''),
     "graph-gain": ('''
 import itertools
-from course.lab.exercises.capturing import eager_time
+from course.lab.exercises.lesson06_cuda_graphs import eager_time
 
 def graphed_time(works, once, gap):
     now = once - gap

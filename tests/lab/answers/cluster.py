@@ -39,8 +39,8 @@ export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-1} SLURM_KILL_BAD_EXIT=1
 command=(python3 -m course.cli train "$@")
 srun -c "${SLURM_CPUS_PER_TASK:-1}" --nodes=NODES --ntasks=RANKS "${command[@]}" &
 pid=$!
-pass_on() { kill -s USR1 "$pid" 2> /dev/null || :; }
-trap pass_on 10
+exchange_with_neighbors() { kill -s USR1 "$pid" 2> /dev/null || :; }
+trap exchange_with_neighbors 10
 code=0
 until wait "$pid" && code=0 || { code=$?; ! kill -0 "$pid" 2> /dev/null; }; do :; done
 wait "$pid" && code=0 || code=$?

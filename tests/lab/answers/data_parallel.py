@@ -45,7 +45,7 @@ def collective_times(ready, seconds):
 OVERLAP = '''
 import torch.distributed as dist
 
-def arrived(ddp, bucket, index):
+def gradient_ready(ddp, bucket, index):
     bucket.take(index)
     bucket.waiting[index] -= 1
     for nxt in ddp.early[ddp.started:]:
@@ -78,7 +78,7 @@ RIGHT = {
     "overlap": OVERLAP,
     "guidance, of 0 with the unknown class alone": """
 import torch
-from course.sampling import predictor
+from course.inference.diffusion_sampler import predictor
 
 def guided(model, labels, scale, channels=0, precision="fp32"):
     unknown = torch.full_like(labels, model.c.classes)
@@ -110,7 +110,7 @@ WRONG = [
     ("overlap", OVERLAP.replace("group=axis.group, async_op=True)", "group=axis.group, async_op=True)\n    bucket.work.wait()"),
      "stands still"),
     ("1f1b", """
-from course.parallel.schedule import Pass
+from course.parallel.pipeline_parallel.schedules import Pass
 
 def alternate(forward, backward, ahead):
     return list(forward) + list(backward)
@@ -119,7 +119,7 @@ def one_forward_one_backward(p, rank, m, v=1):
     return alternate([Pass("F", 0, i) for i in range(m)], [Pass("B", 0, i) for i in range(m)], 0)
 """, "GPipe again"),
     ("1f1b", """
-from course.parallel.schedule import Pass
+from course.parallel.pipeline_parallel.schedules import Pass
 
 def alternate(forward, backward, ahead):
     order, back = list(forward[:ahead]), list(backward)
@@ -131,7 +131,7 @@ def one_forward_one_backward(p, rank, m, v=1):
     return alternate([Pass("F", 0, i) for i in range(m)], [Pass("B", 0, i) for i in range(m)], min(p - 1 - rank, m))
 """, "the drain is reversed"),
     ("1f1b", """
-from course.parallel.schedule import Pass
+from course.parallel.pipeline_parallel.schedules import Pass
 
 def alternate(forward, backward, ahead):
     order, back = list(forward[:ahead]), list(backward)
@@ -152,7 +152,7 @@ def agrees(candidate, references, length):
 """, "inside"),
     ("guidance", """
 import torch
-from course.sampling import predictor
+from course.inference.diffusion_sampler import predictor
 
 def guided(model, labels, scale, channels=0, precision="fp32"):
     if scale <= 1:

@@ -10,7 +10,7 @@ from course.models.layers import Attention, Linear
 def modulate(x, shift, scale):
     return torch.addcmul(shift.unsqueeze(1), x, scale.unsqueeze(1) + 1)
 
-class AdaBlock(nn.Module):
+class AdaLNBlock(nn.Module):
     def __init__(self, dim, heads, hidden):
         super().__init__()
         self.norm1 = plain_norm(dim)
@@ -32,7 +32,7 @@ RIGHT = {
     "adaln": BLOCK,
     "guidance": '''
 import torch
-from course.sampling import predictor
+from course.inference.diffusion_sampler import predictor
 
 def guided(model, labels, scale, channels=0, precision="fp32"):
     if scale == 1:

@@ -1,6 +1,6 @@
 """Answers to exercises of lesson 05 that are not the library's own."""
 
-from course.lab.exercise import find, known_mistakes
+from course.lab.checks.exercise import find, known_mistakes
 
 RIGHT = {
     "fused-bytes": '''

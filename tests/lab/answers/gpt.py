@@ -29,8 +29,8 @@ class LossInChunks(torch.autograd.Function):
     "vocabulary-embedding": ['''
 import torch
 from torch import nn
-from course.parallel.sequence import leave
-from course.parallel.vocabulary import cut_vocabulary
+from course.parallel.tensor_parallel.sequence import leave
+from course.parallel.tensor_parallel.vocabulary import cut_vocabulary
 
 def own(tokens, rows, axis):
     here = tokens // rows == axis.rank
@@ -45,12 +45,12 @@ class VocabularyEmbedding(nn.Module):
     def forward(self, tokens):
         row, here = own(tokens, self.weight.shape[0], self.axis)
         part = self.weight[row].masked_fill(~here.unsqueeze(-1), 0)
-        return leave(part, self.axis, self.tokens)
+        return leave_region(part, self.axis, self.tokens)
 ''', '''
 import torch
 from torch import nn
-from course.parallel.sequence import leave
-from course.parallel.vocabulary import cut_vocabulary
+from course.parallel.tensor_parallel.sequence import leave
+from course.parallel.tensor_parallel.vocabulary import cut_vocabulary
 
 def own(tokens, rows, axis):
     first = rows * axis.rank
@@ -68,7 +68,7 @@ class VocabularyEmbedding(nn.Module):
     def forward(self, tokens):
         row, here = own(tokens, len(self.weight), self.axis)
         ones = nn.functional.one_hot(row, len(self.weight)).to(self.weight.dtype) * here[..., None]
-        return leave(ones @ self.weight, self.axis, self.tokens)
+        return leave_region(ones @ self.weight, self.axis, self.tokens)
 '''],
     "vocabulary-loss": ['''
 import torch
@@ -111,7 +111,7 @@ def minus_target(softmax, column, here):
 '''],
     "read-index": '''
 import numpy as np
-from course.data.indexed import DTYPES, Index, check_header
+from course.data.text.indexed_files import DTYPES, Index, check_header
 
 def read_index(path):
     """Each part mapped by itself."""

@@ -107,7 +107,7 @@ def ahead(batches, depth):
 ''',
     "loss-scaler": '''
 import torch
-from course.precision import GROW_AFTER
+from course.ops.number_formats import GROW_AFTER
 
 def next_scale(precision, scale, good, bad):
     if precision != "fp16":
@@ -119,7 +119,7 @@ def next_scale(precision, scale, good, bad):
 ''',
     "loss-scaler, in place": '''
 import torch
-from course.precision import GROW_AFTER
+from course.ops.number_formats import GROW_AFTER
 
 def next_scale(precision, scale, good, bad):
     if precision == "fp16":
@@ -154,7 +154,7 @@ def delayed_scale(history, largest):
 
 SCALER = '''
 import torch
-from course.precision import GROW_AFTER
+from course.ops.number_formats import GROW_AFTER
 
 def next_scale(precision, scale, good, bad):
     if precision != "fp16":

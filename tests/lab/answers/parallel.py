@@ -166,7 +166,7 @@ class Reduce(torch.autograd.Function):
 import torch
 from torch import nn
 from course.parallel.placement import cut, placement
-from course.parallel.sequence import enter, leave, matmul_of
+from course.parallel.tensor_parallel.sequence import enter, leave, matmul_of
 
 class ColumnLinear(nn.Module):
     def __init__(self, linear, axis, tokens=None):
@@ -176,7 +176,7 @@ class ColumnLinear(nn.Module):
         self.weight, self.bias = (cut(p, dim, axis) for p in (linear.weight, linear.bias))
 
     def forward(self, x):
-        return self.bias + self.matmul(enter(x, self.axis, self.tokens), self.weight)
+        return self.bias + self.matmul(enter_region(x, self.axis, self.tokens), self.weight)
 
 class RowLinear(nn.Module):
     def __init__(self, linear, axis, tokens=None):
@@ -185,7 +185,7 @@ class RowLinear(nn.Module):
         self.weight, self.bias = cut(linear.weight, len(placement(linear.bias).global_shape), axis), linear.bias
 
     def forward(self, x):
-        whole = leave(self.matmul(x, self.weight, None), tokens=self.tokens, axis=self.axis)
+        whole = leave_region(self.matmul(x, self.weight, None), tokens=self.tokens, axis=self.axis)
         return torch.add(whole, self.bias.to(whole))
 ''', '''
 import torch
@@ -193,7 +193,7 @@ import torch.nn.functional as F
 from torch import nn
 from course.parallel import mappings
 from course.parallel.placement import cut, placement
-from course.parallel.sequence import matmul_of
+from course.parallel.tensor_parallel.sequence import matmul_of
 
 class ColumnLinear(nn.Module):
     """With the mappings themselves."""
@@ -205,7 +205,7 @@ class ColumnLinear(nn.Module):
         self.weight, self.bias = cut(linear.weight, heads, axis), cut(linear.bias, heads, axis)
 
     def forward(self, x):
-        x = mappings.gather(x, 1, self.axis, self.tokens.here) if self.tokens is not None else mappings.copy(x, self.axis)
+        x = mappings.gather(x, 1, self.axis, self.tokens.local_len) if self.tokens is not None else mappings.copy(x, self.axis)
         return self.matmul(x, self.weight, self.bias)
 
 class RowLinear(nn.Module):

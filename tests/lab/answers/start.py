@@ -112,14 +112,14 @@ def training_step(model, optimizer, batch):
     return (total / weight).detach()
 '''],
     "accumulate": ['''
-from course.step import autocast, global_weight, split
+from course.training.step import autocast, global_weight, split
 
 def eager(model, progress, config, mesh):
     def compute(batch):
         W = global_weight(model, batch, mesh.dp)
         factor = mesh.dp.size / W * progress.loss_scale
         share = 0
-        for micro in list(split(batch, config.train.micro_batch)):
+        for micro in list(split_microbatches(batch, config.train.micro_batch)):
             with autocast(config.precision, W.device):
                 total, _ = model.loss(model(micro), micro)
             (factor * total).backward()
@@ -128,7 +128,7 @@ def eager(model, progress, config, mesh):
     return compute
 ''', '''
 import torch
-from course import step
+from course.training import step
 
 def eager(model, progress, config, mesh):
     def one(micro, weight):
@@ -140,7 +140,7 @@ def eager(model, progress, config, mesh):
 
     def compute(batch):
         weight = step.global_weight(model, batch, mesh.dp)
-        return torch.stack([one(micro, weight) for micro in step.split(batch, config.train.micro_batch)]).sum()
+        return torch.stack([one(micro, weight) for micro in step.split_microbatches(batch, config.train.micro_batch)]).sum()
 
     return compute
 '''],
@@ -157,7 +157,7 @@ def average_gradients(parameters, axis):
             p.grad = mean.view_as(p)
 '''],
     "gpipe": ['''
-from course.parallel.schedule import Pass
+from course.parallel.pipeline_parallel.schedules import Pass
 
 def gpipe(p, rank, m, v=1):
     passes = []
@@ -166,14 +166,14 @@ def gpipe(p, rank, m, v=1):
             passes.append(Pass(kind, chunk=0, micro=micro))
     return passes
 ''', '''
-from course.parallel.schedule import Pass
+from course.parallel.pipeline_parallel.schedules import Pass
 
 def gpipe(p, rank, m, v=1):
     there = [Pass("F", 0, i) for i in range(m)]
     return tuple(there + [Pass("B", work.chunk, work.micro) for work in there])
 '''],
     "1f1b": ['''
-from course.parallel.schedule import Pass
+from course.parallel.pipeline_parallel.schedules import Pass
 
 def alternate(forward, backward, ahead):
     order, back = [], iter(backward)
@@ -271,13 +271,13 @@ class Recompute(torch.autograd.Function):
 
 ACCUMULATE = '''
 import torch
-from course.step import autocast, global_weight, split
+from course.training.step import autocast, global_weight, split
 
 def eager(model, progress, config, mesh):
     def compute(batch):
         weight = global_weight(model, batch, mesh.dp)
         loss = torch.zeros((), device=weight.device, dtype=weight.dtype)
-        for micro in split(batch, config.train.micro_batch):
+        for micro in split_microbatches(batch, config.train.micro_batch):
             with autocast(config.precision, weight.device):
                 output = model(micro)
             total, own = model.loss(output, micro)
@@ -331,7 +331,7 @@ WRONG = [
     ("accumulate", ACCUMULATE.replace(", dtype=weight.dtype", ""), "begin with 0"),
     ("gpipe", RIGHT["gpipe"][0].replace('"FB"', '"fb"'), '"F" or "B"'),
     ("gpipe", '''
-from course.parallel.schedule import Pass
+from course.parallel.pipeline_parallel.schedules import Pass
 
 def gpipe(p, rank, m, v=1):
     there = [Pass("F", 0, i) for i in range(m)]

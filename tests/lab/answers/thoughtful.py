@@ -3,7 +3,7 @@ for two ranks alone, an epsilon, a bound that was forgotten. Each is the right o
 
 from collections.abc import Sequence
 
-from course.lab.exercise import find, right
+from course.lab.checks.exercise import find, right
 
 RIGHT: dict[str, str] = {}
 
@@ -210,7 +210,7 @@ SLIPS: list[tuple[str, list[tuple[str, str]], str]] = [
     # row gathers all
     ("column-row", [
         ("part = self.matmul(x, self.weight)                              # (B, T, D)\n"
-         "        return leave(part, self.axis, self.tokens) + self.bias.to(part.dtype)           # (B, T, "
+         "        return leave_region(part, self.axis, self.tokens) + self.bias.to(part.dtype)           # (B, T, "
          "D), with sp (B, T / tp, D)",
          "from course.parallel import mappings\n"
          "        import torch\n"
@@ -224,7 +224,7 @@ SLIPS: list[tuple[str, list[tuple[str, str]], str]] = [
     # row collects all
     ("column-row", [
         ("part = self.matmul(x, self.weight)                              # (B, T, D)\n"
-         "        return leave(part, self.axis, self.tokens) + self.bias.to(part.dtype)           # (B, T, "
+         "        return leave_region(part, self.axis, self.tokens) + self.bias.to(part.dtype)           # (B, T, "
          "D), with sp (B, T / tp, D)",
          "from course.parallel import mappings\n"
          "        whole = mappings.collect(x, -1, self.axis)\n"
@@ -237,32 +237,32 @@ SLIPS: list[tuple[str, list[tuple[str, str]], str]] = [
     # bias on rank 0 after
     ("column-row", [
         ("part = self.matmul(x, self.weight)                              # (B, T, D)\n"
-         "        return leave(part, self.axis, self.tokens) + self.bias.to(part.dtype)           # (B, T, "
+         "        return leave_region(part, self.axis, self.tokens) + self.bias.to(part.dtype)           # (B, T, "
          "D), with sp (B, T / tp, D)",
          "part = self.matmul(x, self.weight)\n"
-         "        y = leave(part, self.axis, self.tokens)\n"
+         "        y = leave_region(part, self.axis, self.tokens)\n"
          "        return y + self.bias.to(part.dtype) if self.axis.rank == 0 else y"),
     ], "after `leave` every rank goes on with its own result"),
     # bias on rank 0 before via matmul
     ("column-row", [
         ("part = self.matmul(x, self.weight)                              # (B, T, D)\n"
-         "        return leave(part, self.axis, self.tokens) + self.bias.to(part.dtype)           # (B, T, "
+         "        return leave_region(part, self.axis, self.tokens) + self.bias.to(part.dtype)           # (B, T, "
          "D), with sp (B, T / tp, D)",
          "part = self.matmul(x, self.weight, self.bias if self.axis.rank == 0 else None)\n"
-         "        return leave(part, self.axis, self.tokens)"),
+         "        return leave_region(part, self.axis, self.tokens)"),
     ], "every rank has the bias"),
     # bias in matmul
     ("column-row", [
         ("part = self.matmul(x, self.weight)                              # (B, T, D)\n"
-         "        return leave(part, self.axis, self.tokens) + self.bias.to(part.dtype)           # (B, T, "
+         "        return leave_region(part, self.axis, self.tokens) + self.bias.to(part.dtype)           # (B, T, "
          "D), with sp (B, T / tp, D)",
          "part = self.matmul(x, self.weight, self.bias)\n"
-         "        return leave(part, self.axis, self.tokens)"),
+         "        return leave_region(part, self.axis, self.tokens)"),
     ], "every rank adds the bias before the sum"),
     # no leave sp
     ("column-row", [
         ("part = self.matmul(x, self.weight)                              # (B, T, D)\n"
-         "        return leave(part, self.axis, self.tokens) + self.bias.to(part.dtype)           # (B, T, "
+         "        return leave_region(part, self.axis, self.tokens) + self.bias.to(part.dtype)           # (B, T, "
          "D), with sp (B, T / tp, D)",
          "part = self.matmul(x, self.weight)\n"
          "        from course.parallel import mappings\n"
@@ -271,7 +271,7 @@ SLIPS: list[tuple[str, list[tuple[str, str]], str]] = [
     # reduce then slice
     ("column-row", [
         ("part = self.matmul(x, self.weight)                              # (B, T, D)\n"
-         "        return leave(part, self.axis, self.tokens) + self.bias.to(part.dtype)           # (B, T, "
+         "        return leave_region(part, self.axis, self.tokens) + self.bias.to(part.dtype)           # (B, T, "
          "D), with sp (B, T / tp, D)",
          "part = self.matmul(x, self.weight)\n"
          "        from course.parallel import mappings\n"
@@ -346,8 +346,8 @@ SLIPS: list[tuple[str, list[tuple[str, str]], str]] = [
     ], "all ranks use these keys, and each has a part of their gradient"),
     # always argsort dim
     ("gather-in-order", [
-        ("return permuted(pairs, 3, order.argsort()) if tokens.zigzag else pairs",
-         "return permuted(pairs, 3, order.argsort().argsort()) if tokens.zigzag else pairs"),
+        ("return permute_tokens(pairs, 3, order.argsort()) if tokens.zigzag else pairs",
+         "return permute_tokens(pairs, 3, order.argsort().argsort()) if tokens.zigzag else pairs"),
     ], "`order` says which position each gathered row has"),
     # float
     ("gather-in-order", [
@@ -357,7 +357,7 @@ SLIPS: list[tuple[str, list[tuple[str, str]], str]] = [
     ], "a format with fewer bits"),
     # two ranks order
     ("gather-in-order", [
-        ("return permuted(pairs, 3, order.argsort()) if tokens.zigzag else pairs",
+        ("return permute_tokens(pairs, 3, order.argsort()) if tokens.zigzag else pairs",
          "h = len(order) // 4\n"
          "    return torch.cat([pairs[:, :, :, :h], pairs[:, :, :, 2 * h:], pairs[:, :, :, h:2 * h]], 3) if "
          "tokens.zigzag else pairs"),
@@ -458,7 +458,7 @@ SLIPS: list[tuple[str, list[tuple[str, str]], str]] = [
     ("vocabulary-embedding", [
         ("row, here = own(tokens, len(self.weight), self.axis)            # 2 x (B, T)\n"
          "        part = F.embedding(row, self.weight) * here[..., None]          # (B, T, D)\n"
-         "        return leave(part, self.axis, self.tokens)",
+         "        return leave_region(part, self.axis, self.tokens)",
          "from course.parallel import mappings\n"
          "        w = mappings.gather(self.weight, 0, self.axis)\n"
          "        y = F.embedding(tokens, w)\n"
@@ -469,7 +469,7 @@ SLIPS: list[tuple[str, list[tuple[str, str]], str]] = [
     ("vocabulary-embedding", [
         ("row, here = own(tokens, len(self.weight), self.axis)            # 2 x (B, T)\n"
          "        part = F.embedding(row, self.weight) * here[..., None]          # (B, T, D)\n"
-         "        return leave(part, self.axis, self.tokens)",
+         "        return leave_region(part, self.axis, self.tokens)",
          "from course.parallel import mappings\n"
          "        w = mappings.collect(self.weight, 0, self.axis)\n"
          "        y = F.embedding(tokens, w)\n"
@@ -504,20 +504,20 @@ SLIPS: list[tuple[str, list[tuple[str, str]], str]] = [
     ], "tokens behind this rank's last one count as its last row here"),
     # enter too
     ("vocabulary-embedding", [
-        ("return leave(part, self.axis, self.tokens)",
+        ("return leave_region(part, self.axis, self.tokens)",
          "from course.parallel.mappings import copy\n"
          "        part = copy(part, self.axis)\n"
-         "        return leave(part, self.axis, self.tokens)"),
+         "        return leave_region(part, self.axis, self.tokens)"),
     ], "in front of `leave` stands a copy"),
     # gather vectors
     ("vocabulary-embedding", [
         ("row, here = own(tokens, len(self.weight), self.axis)            # 2 x (B, T)\n"
          "        part = F.embedding(row, self.weight) * here[..., None]          # (B, T, D)\n"
-         "        return leave(part, self.axis, self.tokens)",
+         "        return leave_region(part, self.axis, self.tokens)",
          "from course.parallel import mappings\n"
          "        row, here = own(tokens, len(self.weight), self.axis)\n"
          "        part = F.embedding(row, self.weight) * here[..., None]\n"
-         "        if self.tokens: return leave(part, self.axis, self.tokens)\n"
+         "        if self.tokens: return leave_region(part, self.axis, self.tokens)\n"
          "        return mappings.collect(part[None], 0, self.axis).sum(0)"),
     ], "rows are gathered, or all ranks' vectors"),
     # rank == 1

@@ -1,0 +1,124 @@
+"""What a user would pick instead: PyTorch's DTensor, context_parallel, pipelining on the same blocks; transformers' GPT-2."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from course.bench.layout_harness import Row, stack
+from course.config import Config, Parallel
+from course.models import build_model
+from course.parallel import World, build_mesh
+
+
+def dtensor(world: World, size: tuple[int, int, int], batch: dict[str, Tensor], compiled: bool) -> Callable[[], object]:
+    """The same stack by PyTorch's parallelize_module."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    grid = init_device_mesh(world.device.type, (world.size,))
+    model = stack(build_mesh(Parallel(dp=world.size), world), Parallel(), torch.bfloat16, size, causal=True, cut=False)
+    whole: Row = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)}
+    plan = {"norm1": SequenceParallel(), "norm2": SequenceParallel(), "attn": PrepareModuleInput(**whole),
+            "mlp": PrepareModuleInput(**whole), "attn.qkv": ColwiseParallel(), "mlp.up": ColwiseParallel(),
+            "attn.out": RowwiseParallel(output_layouts=Shard(1)), "mlp.down": RowwiseParallel(output_layouts=Shard(1))}
+    for block in model.blocks.values():
+        parallelize_module(block, grid, plan)
+    mine = {"input": batch["input"].chunk(world.size, 1)[world.rank].contiguous()}
+    if compiled:
+        for block in model.blocks.values():
+            block.compile()
+
+    def run() -> None:
+        model(mine).float().square().mean().backward()
+        model.zero_grad()
+
+    return run
+
+
+def context(world: World, causal: bool) -> Callable[[list[Tensor]], Any]:
+    """PyTorch's context_parallel over all ranks, balanced for causal attention."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental import _attention, context_parallel
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    grid = init_device_mesh(world.device.type, (world.size,))
+    _attention._cp_options.enable_load_balance = causal
+
+    def enter(given: list[Tensor]) -> Any:
+        both = ExitStack()
+        both.enter_context(sdpa_kernel(SDPBackend.CUDNN_ATTENTION if world.device.type == "cuda" else SDPBackend.MATH))
+        both.enter_context(context_parallel(grid, buffers=given, buffer_seq_dims=[2] * 3, no_restore_buffers=set(given)))
+        return both
+
+    return enter
+
+
+def pipeline(world: World, size: tuple[int, int, int], batch: dict[str, Tensor], micros: int, schedule: str,
+                   chunks: int) -> Callable[[], object]:
+    """torch.distributed.pipelining over the same blocks."""
+    from torch.distributed import pipelining
+
+    class Part(nn.Module):
+        def __init__(self, blocks: list[nn.Module]):
+            super().__init__()
+            self.blocks = nn.ModuleList(blocks)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x, {})
+            return x
+
+    p, stages = world.size, world.size * chunks
+    dim, depth, heads = size
+    parts = [Part(list(stack(build_mesh(Parallel(dp=p), world), Parallel(), torch.bfloat16, (dim, depth // stages, heads), True,
+                             cut=False).blocks.values())) for _ in range(chunks)]
+    made = [pipelining.PipelineStage(part, chunk * p + world.rank, stages, world.device) for chunk, part in enumerate(parts)]
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return output.float().square().mean()
+
+    kind = getattr(pipelining, f"Schedule{schedule}")
+    plan = kind(made if chunks > 1 else made[0], micros, loss_fn=loss)
+    x = batch["input"]
+
+    def run() -> None:
+        last = world.rank == p - 1
+        plan.step(*([x] if world.rank == 0 else []), **({"target": x, "losses": []} if last else {}))
+        for part in parts:
+            part.zero_grad()
+
+    return run
+
+
+def transformers(config: Config, device: torch.device) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Training steps of Hugging Face's GPT-2, compiled, bf16 by autocast, fused AdamW; and what makes batches for it."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    c: Any = config.model
+    kind = GPT2Config(vocab_size=c.vocab, n_positions=c.context, n_embd=c.dim, n_layer=c.depth, n_head=c.heads, resid_pdrop=0,
+                      embd_pdrop=0, attn_pdrop=0, use_cache=False)
+    with device:
+        plain = GPT2LMHeadModel._from_config(kind, attn_implementation="sdpa").train()
+        model: Any = torch.compile(plain, disable=device.type == "cpu")        # a CPU only tries it
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
+
+    def step(batch: dict[str, Tensor]) -> None:
+        tokens = batch["tokens"][:, :-1].contiguous()
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = model(input_ids=tokens, labels=tokens).loss          # it shifts the labels itself
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step, build_model(c).example                                 # type: ignore[return-value]

@@ -1,0 +1,183 @@
+"""What benchmarks of layouts share: a stack of blocks to measure on, and the measuring: medians, of the slowest rank."""
+
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Hashable, Mapping
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from course.bench import timing
+from course.config import Config, Parallel, Train
+from course.models.layers import TENSOR_PLAN, TOKEN_PLAN, Block, GeluMLP, SumOverTokens, Tokens
+from course.parallel import Mesh, World, parallelize, place_serial
+from course.training import fuse_blocks
+from course.training.step import Progress, build_compute
+
+Row = dict[str, Any]
+K = TypeVar("K", bound=Hashable)
+LAPS, WARM = 10, 4
+PROFILE = "--profile"                                # on the command line: kernel tables, too
+
+
+class Pick(nn.Module):
+    """The embedding of a stack: the input as it is."""
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:              # (B, T, D)
+        return batch["input"]
+
+
+class MeanSquare(nn.Module):
+    """A loss that costs next to nothing: each rank's tokens are all to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = SumOverTokens()                # which surgery asks for; nothing passes through, to keep it so cheap
+
+    def forward(self, output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:   # (B, T, D) -> () twice
+        return output.float().square().mean(), self.weight(batch).sum()
+
+    def weight(self, batch: dict[str, Tensor]) -> Tensor:
+        """(B,): 1.0 for each sample, 0.0 for those that only fill a batch up."""
+        return (batch["sample"] >= 0).float()
+
+
+class Stack(nn.Module):
+    """Transformer blocks and nothing else, (B, T, D) -> (B, T, D)."""
+
+    tensor_plan = TENSOR_PLAN
+    token_plan = TOKEN_PLAN
+
+    def __init__(self, dim: int, depth: int, heads: int, causal: bool, tanh: bool = False):
+        super().__init__()
+        self.c = None                               # no model's configuration: nothing is unusual
+        self.embed: nn.Module | None = Pick()
+        self.blocks = nn.ModuleDict({str(i): Block(dim, heads, 4 * dim, f"blocks.{i}", causal=causal) for i in range(depth)})
+        if tanh:
+            for block in self.blocks.values():
+                block.mlp = GeluMLP(dim, 4 * dim, True, "tanh")
+        self.head: nn.Module | None = nn.Identity()
+        self.loss, self.tokens = MeanSquare(), Tokens()
+
+    def forward(self, batch: dict[str, Tensor], x: Tensor | None = None) -> Tensor:
+        if self.embed is not None:
+            x = self.embed(batch)
+        for block in self.blocks.values():
+            x = block(x, batch)
+        return x                                    # type: ignore[return-value]
+
+
+def stack(mesh: Mesh, settings: Parallel, dtype: torch.dtype, size: tuple[int, int, int], causal: bool, cut: bool = True,
+          triton: bool = False) -> Any:
+    """A stack of (width, depth, heads) in a layout, with random weights. triton: by the kernels of kernels=triton, with GELU
+    through tanh, of which alone they have the gradient in a matmul."""
+    with torch.device("meta"):
+        model: Any = Stack(*size, causal, triton)
+    model = randomize(parallelize(model, mesh, settings) if cut else place_serial(model), mesh.world.device, dtype)
+    return fuse_blocks.fuse_blocks(model) if triton else model
+
+
+def randomize(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """Give a model on the meta device random weights."""
+    for module in model.modules():
+        for name, old in list(module.named_parameters(recurse=False)):
+            new = nn.Parameter(torch.randn(old.shape, device=device, dtype=dtype) * 0.02)
+            new.placement = old.placement           # type: ignore[attr-defined]
+            setattr(module, name, new)
+    return model
+
+
+def batch_of(samples: int, tokens: int, dim: int, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+    """A prepared batch of random tokens."""
+    return {"input": torch.randn(samples, tokens, dim, device=device, dtype=dtype),
+            "sample": torch.arange(samples, device=device),
+            "position": torch.arange(tokens, device=device).expand(samples, tokens)}
+
+
+def forward_backward(model: Any, mesh: Mesh, batch: dict[str, Tensor], micro: int = 0, settings: Parallel | None = None,
+                     precision: Any = "fp32") -> Callable[[], object]:
+    """One call of the library's compute, forward and backward, with the gradients dropped at the end."""
+    config = Config(train=Train(micro_batch=micro, global_batch=len(batch["sample"])), precision=precision,
+                    parallel=settings or Parallel())
+    compute = build_compute(model, Progress.start(config, mesh.world.device), config, mesh)
+
+    def run() -> None:
+        compute(batch)
+        model.zero_grad()
+
+    return run
+
+
+def milliseconds(run: Callable[[], object], world: World, laps: int = LAPS) -> float:
+    """Median over the laps of the slowest rank's time; of few laps, few to warm up."""
+    for _ in range(min(WARM, laps)):
+        run()
+    return statistics.median(lap(run, world) for _ in range(laps)) * 1e3
+
+
+def lap(run: Callable[[], object], world: World) -> float:
+    """Seconds of a call that begins on all ranks together, of the slowest."""
+    timing.wait(world.device)
+    if world.size > 1:
+        dist.barrier()
+    begin = time.perf_counter()
+    run()
+    timing.wait(world.device)
+    seconds = torch.tensor([time.perf_counter() - begin], dtype=torch.float64, device=world.device)
+    if world.size > 1:
+        dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    return seconds.item()
+
+
+def by_turns(runs: Mapping[K, Callable[[], object]], world: World, laps: int, least: float = 0.06) -> dict[K, list[float]]:
+    """Seconds of a call of each, lap by lap, one run after the other in each.
+
+    A lap is as many calls as take at least `least` seconds, with no wait between: the host may run ahead, as it does in training.
+    """
+    calls = {name: max(1, math.ceil(1e3 * least / milliseconds(run, world, 3))) for name, run in runs.items()}
+    seconds: dict[K, list[float]] = {name: [] for name in runs}
+    for _ in range(laps):
+        for name, run in runs.items():
+            seconds[name].append(lap(partial(repeat, run, calls[name]), world) / calls[name])
+    return seconds
+
+
+def repeat(run: Callable[[], object], calls: int) -> None:
+    """So many calls."""
+    for _ in range(calls):
+        run()
+
+
+def measure(case: str, run: Callable[[], object], world: World, laps: int = LAPS, **more: Any) -> Row:
+    """A row: time and peak memory of a call, in which everything that it needs is made once."""
+    if world.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    try:
+        ms = milliseconds(run, world, laps)
+    except Exception as error:                      # of PyTorch's own, on all ranks alike: the others' rows still count
+        print(f"{case}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+        return {"case": case, "gpus": world.size, "error": f"{type(error).__name__}: {str(error)[:300]}"}
+    memory = torch.cuda.max_memory_allocated() / 1e9 if world.device.type == "cuda" else 0.0
+    if PROFILE in sys.argv:
+        profile(case if world.rank == 0 else "", run)
+    row = {"case": case, "gpus": world.size, "ms": ms, "memory_gb": memory, **more}
+    if world.rank == 0:
+        told = ", ".join(f"{name} {value}" for name, value in more.items())
+        print(f"{case:40s} {world.size} GPUs  {ms:9.2f} ms  {memory:6.2f} GB  {told}", flush=True)
+    return row
+
+
+def profile(case: str, run: Callable[[], object]) -> None:
+    """Where a call's time on the GPU goes, by kernel; printed if the case has a name."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA,
+                                            torch.profiler.ProfilerActivity.CPU]) as profiler:
+        run()
+        timing.wait(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    if case:
+        print(case, profiler.key_averages().table(sort_by="self_device_time_total", row_limit=14, max_name_column_width=60),
+              flush=True)

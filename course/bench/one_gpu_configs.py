@@ -1,0 +1,128 @@
+"""What `course bench vit`, `gpt` and `dit` measure, as data: on the way from a plain training loop to a fast one, each step.
+
+A benchmark configuration is one that anybody can train with: a preset and some settings. "On the device" means random batches
+that never leave it, the most that the model itself allows; files are of noise, in the page cache after the first pass over them.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class BenchmarkConfig:
+    """A configuration, or the same model and batch by another library."""
+
+    preset: str
+    settings: tuple[str, ...]
+    by: str = "course"                               # or the name of a function of `baselines`
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """The configurations of a model by name, what their numbers mean, and the settings that make all of them tiny."""
+
+    configs: dict[str, BenchmarkConfig]
+    meaning: str
+    tiny: tuple[str, ...]
+
+
+MOCK = ("data.source=mock",)
+FAST = ("precision=bf16", "compile=true")
+NARROW = (*FAST, "stream=narrow")
+HAND = ("kernels=triton", "graphs=true")
+FP8 = ("precision=fp8", "compile=true", "stream=narrow")
+TE = ("precision=fp8", "fp8.by=te", "stream=narrow")
+# 12 layers of width 768 on 256 tokens, one sample: hundreds of kernels, each shorter than its launch
+SMALL = ("model.grid=[128,128]", "model.dim=768", "model.heads=12", "train.global_batch=1", "precision=bf16", *MOCK)
+WIDE = ("model.dim=1024", "train.global_batch=16", *MOCK)
+
+# settings on top of vit-short (width 384, depth 12, 360 x 720, batch 16); those that read files run one at a time
+VIT: dict[str, tuple[str, ...]] = {
+    "tf32, read by the training process": ("data.workers=0",),
+    "tf32, 8 loader processes": ("data.workers=8",),
+    "tf32, on the device": MOCK,
+    "fp32, on the device": ("precision=fp32", *MOCK),
+    "fp16, on the device": ("precision=fp16", *MOCK),
+    "bf16, on the device": ("precision=bf16", *MOCK),
+    "bf16, compiled": (*FAST, *MOCK),
+    "bf16, compiled, narrow stream": (*NARROW, *MOCK),
+    "bf16, compiled, narrow stream, Triton kernels": (*NARROW, "kernels=triton", *MOCK),
+    "bf16, compiled, in a graph": (*FAST, "graphs=true", *MOCK),
+    "bf16, compiled, flash attention": (*FAST, "attention=flash", *MOCK),
+    "fp8, compiled": ("precision=fp8", "compile=true", *MOCK),
+    "bf16, compiled, 8 loader processes": (*FAST, "data.workers=8"),
+    "bf16, compiled, threads": (*FAST, "data.loader=threads", "data.workers=12"),
+    "bf16, compiled, DALI": (*FAST, "data.loader=dali", "data.workers=12"),
+    "bf16, compiled, DALI on .npy files": (*FAST, "data.loader=dali_numpy", "data.workers=12"),
+    "width 1024: bf16": ("precision=bf16", *WIDE),
+    "width 1024: bf16, compiled": (*FAST, *WIDE),
+    "width 1024: bf16, compiled, narrow stream": (*NARROW, *WIDE),
+    "width 1024: fp8, compiled": ("precision=fp8", "compile=true", *WIDE),
+    "width 1024: fp8, compiled, narrow stream": (*FP8, *WIDE),
+    "width 1024: fp8 by Transformer Engine": (*TE, *WIDE),
+    "one sample: eager": SMALL,
+    "one sample: in a graph": (*SMALL, "graphs=true"),
+    "one sample: compiled": (*SMALL, "compile=true"),
+    "one sample: compiled, in a graph": (*SMALL, "compile=true", "graphs=true"),
+}
+
+GPT: dict[str, BenchmarkConfig] = {}
+for words, preset, batch in (("124M", "gpt-124m", 64), ("350M", "gpt-350m", 32), ("1.3B", "gpt-1.3b", 8)):
+    whole = (f"train.global_batch={batch}", "train.micro_batch=0")
+    GPT |= {f"{words}: bf16": BenchmarkConfig(preset, ("precision=bf16", *whole)),
+            f"{words}: bf16, compiled": BenchmarkConfig(preset, (*FAST, *whole)),
+            f"{words}: bf16, compiled, narrow stream": BenchmarkConfig(preset, (*NARROW, *whole)),
+            f"{words}: bf16, compiled, narrow stream, Triton kernels, in a graph": BenchmarkConfig(preset,
+                                                                                                   (*NARROW, *HAND, *whole)),
+            f"{words}: fp8, compiled, narrow stream": BenchmarkConfig(preset, (*FP8, *whole)),
+            f"{words}: fp8, compiled, narrow stream, Triton kernels, in a graph": BenchmarkConfig(preset, (*FP8, *HAND, *whole)),
+            f"{words}: Hugging Face's GPT-2, bf16, compiled": BenchmarkConfig(preset, whole, "transformers")}
+GPT["124M: bf16, compiled, narrow stream, in a graph"] = BenchmarkConfig("gpt-124m",
+                                                                         (*NARROW, "graphs=true", "train.global_batch=64",
+                                                                           "train.micro_batch=0"))
+GPT["124M: bf16, compiled, narrow stream, all logits"] = BenchmarkConfig("gpt-124m",
+                                                                         (*NARROW, "model.loss_chunk=0", "train.global_batch=64",
+                                                                           "train.micro_batch=0"))
+GPT["124M: bf16, compiled, narrow stream, selective recomputation"] = BenchmarkConfig("gpt-124m", (
+    *NARROW, "train.recompute=selective", "train.global_batch=64", "train.micro_batch=0"))
+GPT["124M: bf16, compiled, narrow stream, selective recomputation, Triton kernels, in a graph"] = BenchmarkConfig("gpt-124m", (
+    *NARROW, *HAND, "train.recompute=selective", "model.loss_chunk=2048", "train.global_batch=64", "train.micro_batch=0"))
+GPT["124M: bf16, compiled, narrow stream, Triton kernels, in a graph, two micro-batches"] = BenchmarkConfig("gpt-124m", (
+    *NARROW, *HAND, "train.global_batch=64", "train.micro_batch=32"))
+GPT["124M: bf16, compiled, narrow stream, full recomputation"] = BenchmarkConfig("gpt-124m", (
+    *NARROW, "train.recompute=full", "train.global_batch=64", "train.micro_batch=0"))
+GPT["1.3B: fp8 by Transformer Engine"] = BenchmarkConfig("gpt-1.3b", (*TE, "train.global_batch=8", "train.micro_batch=0"))
+
+DIT: dict[str, BenchmarkConfig] = {}
+for words, preset, batch in (("256 px", "dit-xl", 64), ("512 px", "dit-xl-512", 32)):
+    whole = (f"train.global_batch={batch}", "train.micro_batch=0")
+    DIT |= {f"{words}: bf16": BenchmarkConfig(preset, ("precision=bf16", *whole)),
+            f"{words}: bf16, compiled": BenchmarkConfig(preset, (*FAST, *whole)),
+            f"{words}: bf16, compiled, narrow stream": BenchmarkConfig(preset, (*NARROW, *whole)),
+            f"{words}: bf16, compiled, narrow stream, flash attention": BenchmarkConfig(preset,
+                                                                                        (*NARROW, "attention=flash", *whole)),
+            f"{words}: bf16, compiled, narrow stream, Triton kernels, in a graph": BenchmarkConfig(preset,
+                                                                                                   (*NARROW, *HAND, *whole)),
+            f"{words}: fp8, compiled, narrow stream": BenchmarkConfig(preset, (*FP8, *whole)),
+            f"{words}: fp8, compiled, narrow stream, Triton kernels, in a graph": BenchmarkConfig(preset, (*FP8, *HAND, *whole)),
+            f"{words}: fp8, current scaling, compiled, narrow stream": BenchmarkConfig(preset,
+                                                                                       (*FP8, "fp8.recipe=current", *whole)),
+            f"{words}: fp8 by Transformer Engine": BenchmarkConfig(preset, (*TE, *whole))}
+DIT["256 px: bf16, compiled, narrow stream, no moving average"] = BenchmarkConfig("dit-xl", (*NARROW, "optim.ema=0",
+                                                                                             "train.global_batch=64",
+                                                                                  "train.micro_batch=0"))
+DIT["256 px: bf16, compiled, narrow stream, in a graph"] = BenchmarkConfig("dit-xl",
+                                                                           (*NARROW, "graphs=true", "train.global_batch=64",
+                                                                           "train.micro_batch=0"))
+
+BENCHMARKS = {
+    "vit": Benchmark({name: BenchmarkConfig("vit-short", settings) for name, settings in VIT.items()},
+                  "whole training steps of vit-short (360 x 720, patch 8, depth 12, width 384, batch 16) with changed settings",
+                  ("model.grid=[16,32]", "model.channels=3", "model.dim=32", "model.depth=2", "model.heads=2",
+                   "train.global_batch=2")),
+    "gpt": Benchmark(GPT, "whole training steps of GPT-2's architecture, 64 (350M: 32) times 1024 tokens, 8 times 2048 for 1.3B",
+                  ("model.vocab=64", "model.context=32", "model.dim=32", "model.depth=2", "model.heads=2",
+                   "train.global_batch=2")),
+    "dit": Benchmark(DIT, "whole training steps of DiT-XL/2 with the weights' moving average, batches of 64 images of 256 px and "
+                  "32 of 512 px",
+                  ("model.latent=[4,8,8]", "model.dim=32", "model.depth=2", "model.heads=2", "train.global_batch=2")),
+}

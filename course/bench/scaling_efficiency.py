@@ -1,0 +1,44 @@
+"""The scaling efficiency of measured layouts, and the bubble of pipelines: what their rows mean beside each other."""
+
+from typing import Any
+
+Row = dict[str, Any]
+KINDS = ("tp", "tp_vit", "cp", "dp", "pp", "zero")   # of `course bench` that have an efficiency
+MICROS = 16                                          # micro-batches of the pipeline's benchmark
+
+
+def yardstick(kind: str, row: Row, rows: list[Row]) -> Row | None:
+    """The row that another is measured by; None if there is none, or it ended in an error."""
+    def fits(other: Row) -> bool:
+        if "error" in other:
+            return False
+        if kind == "dp":
+            compiled = ", compiled" if "compiled" in row["case"] else ""
+            return other["gpus"] == row["gpus"] and other["case"] == f"none{compiled}"
+        if kind == "zero":
+            return bool(other["case"] == "ddp") and other["gpus"] == row["gpus"]
+        same = all(other.get(key) == row.get(key) for key in ("tokens", "causal"))
+        return other["gpus"] == 1 and same and by_compiler(other) == by_compiler(row)
+
+    return next((other for other in rows if fits(other)), None)
+
+
+def by_compiler(row: Row) -> bool:
+    """Whether the compiler made its kernels, as it did of those in a graph."""
+    return row["case"].endswith((", compiled", ", in a graph"))
+
+
+def judge(kind: str, rows: list[Row]) -> list[Row]:
+    """The rows with their efficiency, and a pipeline's with its bubble and the theory's.
+
+    Those of other kinds, and those that there is nothing to measure by, stay as they are.
+    """
+    for row in rows:
+        if "error" in row or kind not in KINDS or not (measure := yardstick(kind, row, rows)):
+            continue
+        share = row["gpus"] if kind not in ("dp", "zero") else 1
+        row["efficiency"] = measure["ms"] / row["ms"] / share
+        if kind == "pp":
+            p, v = row["gpus"], row.get("chunks", 1)
+            row |= {"bubble": 1 - row["efficiency"], "theory": (p - 1) / (p - 1 + v * MICROS)}
+    return rows

@@ -1,0 +1,298 @@
+"""What a configuration may be, every rule once: numbers that mean something, settings that go together, layouts that divide.
+
+    check(config)                        # raises `CourseError`, a sentence with the cure; done when a configuration is loaded
+    refusal(config)                      # "" or why no run takes it, the layout's arithmetic included; done when a run begins
+
+Nothing is built here, since the planner asks of thousands of layouts. Surgery refuses the same where a model of your own, of
+which these rules know nothing, is cut.
+"""
+
+import math
+from dataclasses import replace
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, Any
+
+from course.models import DiTConfig, GPTConfig, Model, ViTConfig
+from course.models.linears import linears_on_rank
+from course.ops.number_formats import LOW_PRECISION
+from course.utils.errors import CourseError
+
+if TYPE_CHECKING:
+    from course.config import FP8, Config, Parallel
+
+TINY, PART = math.nextafter(0, 1), math.nextafter(1, 2)     # any number above 0; a part, which may be all
+# which numbers, each one of a tuple, are from where, included, to where, not included
+NUMBERS = {
+    (1, math.inf): "train.steps train.global_batch data.lead data.ahead parallel.pp "
+                   "parallel.cp parallel.tp parallel.chunks model.vocab model.context model.dim model.depth model.heads "
+                   "model.rope_factor model.rope_theta model.rope_context model.channels model.classes model.patch model.grid "
+                   "model.latent",
+    (0, math.inf): "log.every checkpoint.every checkpoint.keep "
+                   "train.micro_batch train.eval_every train.stall_s train.threads parallel.dp parallel.bucket_mb data.workers "
+                   "data.train_samples data.valid_samples optim.lr optim.min_lr optim.eps optim.momentum optim.weight_decay "
+                   "optim.warmup optim.clip profile.steps profile.after model.kv_heads model.mlp_ratio model.mlp_width "
+                   "model.loss_chunk model.vocab_used model.rope_low",
+    (0, 1): "optim.betas optim.ema model.dropout model.drop_path",
+    (0, PART): "model.label_drop",                   # 1: of all samples
+    (TINY, math.inf): "model.norm_eps",
+}
+
+
+def check(config: "Config") -> "Config":
+    """Refuse numbers that mean nothing, and settings that do not go together; returns what to do where the user left it open."""
+    for key, name in (("preset", config.preset), ("log.name", config.log.name)):
+        check_name(key, name)
+    for section in ("data", "optim", "train", "parallel", "log", "profile", "checkpoint"):
+        check_numbers(section, getattr(config, section))
+    check_model(config.model)
+    if not isinstance(config.model, ViTConfig) and config.data.source == "files" and config.data.loader != "native":
+        what = {"gpt": "tokens", "dit": "latents"}[config.model.kind]
+        raise CourseError(f"data.loader={config.data.loader} reads weather: for {what} set data.loader=native")
+    if sorted(config.parallel.order.split("-")) != ["cp", "dp", "pp", "tp"]:
+        raise CourseError(f"parallel.order={config.parallel.order} must name pp, dp, cp and tp once each, such as pp-dp-cp-tp")
+    p = config.parallel
+    if (p.chunks > 1) != (p.schedule == "interleaved" and p.pp > 1):
+        raise CourseError(f"parallel.chunks={p.chunks} with parallel.schedule={p.schedule} and parallel.pp={p.pp}: interleaved "
+                          "needs at least 2 chunks on each of several pipeline ranks, the other schedules 1")
+    if p.data == "ddp" and (p.pp > 1 or p.zero):
+        raise CourseError("parallel.data=ddp wraps a whole model and keeps whole optimizer states: with parallel.pp > 1 or "
+                          "parallel.zero=true use parallel.data=bucketed")
+    if p.data != "bucketed" and p.zero:
+        raise CourseError(f"parallel.zero=true has buckets of its own: use parallel.data=bucketed, not {p.data}")
+    if config.model.kind == "gpt":
+        check_groups(config.model, p)
+        check_efficient(config.model, config)
+    if config.precision == "fp8":
+        if config.fp8.by == "native" and p.overlapped and p.overlap == "auto":
+            config = replace(config, parallel=replace(p, overlap="none"))
+        check_fp8(config)
+    if config.stream == "narrow" and config.precision not in LOW_PRECISION:
+        raise CourseError(f"stream=narrow is for 16-bit matmuls, and precision={config.precision} has none: use bf16, fp16 or "
+                          "fp8, or stream=wide")
+    if config.kernels == "triton" and config.precision == "fp8" and config.fp8.by == "te":
+        raise CourseError("kernels=triton is for the course's own layers, and fp8.by=te puts Transformer Engine's in their "
+                          "place, which have kernels of their own: use kernels=pytorch or fp8.by=native")
+    if config.graphs:
+        if p.pp > 1:
+            raise CourseError("graphs=true cannot capture a pipeline, whose stages meet on the host: set graphs=false or "
+                              "parallel.pp=1")
+        if p.data == "ddp":
+            raise CourseError("graphs=true captures the course's own data parallelism: use parallel.data=bucketed, not ddp")
+    return config
+
+
+LARGEST = {"model": 2**26}                           # whole numbers of a section; else 2**53, above which doubles leave some out
+
+
+def check_numbers(section: str, values: Any) -> None:
+    """Refuse numbers of a section that `NUMBERS` leaves out, NaN among them."""
+    for name, least, end in limits(section):
+        value = getattr(values, name, ())           # no model has all of a model's
+        for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, int) and number > LARGEST.get(section, 2**53):
+                raise CourseError(f"{section}.{name}={number} is more than anybody can compute with: use a smaller number")
+            if number < 0 == least:
+                raise CourseError(f"{section}.{name}={number} is negative: use 0 or more")
+            if math.isnan(number) or number == math.inf:
+                what = "infinite" if number == math.inf else "not a number"
+                raise CourseError(f"{section}.{name}={number} is {what}: use a finite number")
+            if not least <= number < end:
+                lowest = "more than 0" if least == TINY else f"at least {least}"
+                highest = {1: " and less than 1", PART: " and at most 1"}.get(end, "")
+                raise CourseError(f"{section}.{name}={number} must be {lowest}{highest}")
+
+
+@cache
+def limits(section: str) -> list[tuple[str, float, float]]:
+    """Of a section's numbers that have limits: name, least, end. A planner checks thousands of configurations."""
+    keys = [(key.split("."), least, end) for (least, end), words in NUMBERS.items() for key in words.split()]
+    return [(name, least, end) for (owner, name), least, end in keys if owner == section]
+
+
+def check_name(key: str, name: str) -> None:
+    """Refuse a name that would not be one folder among a preset's runs."""
+    if not name:
+        raise CourseError(f"{key}= is no name of a folder, since it is empty: give one, such as {key}=first")
+    if name in (".", "..") or "/" in name or "\\" in name:
+        raise CourseError(f"{key}={name} is no name of a folder: leave out slashes and dots alone; where runs lie, log.dir says")
+
+
+MODULATION = ("embed.time.up", "embed.time.down", "blocks.0.ada", "head.ada")      # of a DiT: linears of samples, not of tokens
+
+
+def check_fp8(config: "Config") -> None:
+    """Refuse what FP8 cannot be combined with."""
+    f, p = config.fp8, config.parallel
+    if f.history < 1 or f.margin < 0:
+        raise CourseError(f"fp8.history={f.history} must be at least 1, fp8.margin={f.margin} at least 0")
+    if f.by == "native" and f.recipe not in ("delayed", "current"):
+        raise CourseError(f"fp8.recipe={f.recipe} is Transformer Engine's: set fp8.by=te, or fp8.recipe=delayed or current")
+    if f.by == "native" and p.overlapped:
+        raise CourseError(f"precision=fp8 multiplies whole tensors, not the pieces of parallel.overlap={p.overlap}: "
+                          "set parallel.overlap=none")
+    if f.by == "te" and p.tp > 1 and p.sp:
+        raise CourseError("fp8.by=te gathers along a tensor's first dim, and tokens are the second here: set parallel.sp=false, "
+                          "or fp8.by=native")
+    if f.by == "te" and p.pp > 1:
+        raise CourseError(f"fp8.by=te does not know pipelines here: use fp8.by=native with parallel.pp={p.pp}")
+    if f.by == "te" and config.train.recompute != "none":
+        raise CourseError(f"fp8.by=te would record its scales twice with train.recompute={config.train.recompute}: "
+                          "use fp8.by=native, or train.recompute=none")
+    m = config.model
+    if isinstance(m, GPTConfig) and p.cp > 1 and p.context != "all_to_all" and m.context % (2 * p.cp):
+        raise CourseError(f"model.context={m.context} is padded to a multiple of {2 * p.cp} with parallel.cp={p.cp} and "
+                          f"parallel.context={p.context}, and padding would count in FP8's scales: change model.context, or set "
+                          "parallel.context=all_to_all")
+    cast = [name for name in MODULATION if not f.keeps(name)]
+    if isinstance(m, DiTConfig) and p.cp > 1 and cast:
+        raise CourseError(f"fp8.keep must name {cast[0]} with parallel.cp={p.cp}: of what a sample has "
+                          "once each rank has a part of the gradient, and parts in FP8 do not add up to the whole in FP8")
+    if f.by == "te" and isinstance(m, GPTConfig) and (m.norm == "rms" or m.mlp == "swiglu" or m.groups != m.heads or not m.bias):
+        raise CourseError("fp8.by=te knows GPT-2's kind of block here: with model.norm=rms, mlp=swiglu, kv_heads or bias=false "
+                          "use fp8.by=native")
+    if f.by == "te" and f.recipe == "delayed" and config.compile:
+        raise CourseError("Transformer Engine's delayed recipe does not work inside torch.compile: set compile=false, "
+                          "fp8.recipe=current or fp8.by=native")
+
+
+def check_gpt(c: GPTConfig) -> None:
+    """Refuse heads and widths that do not fit each other."""
+    if c.heads % c.groups:
+        raise CourseError(f"model.heads={c.heads} is not divisible by model.kv_heads={c.kv_heads}, each of which serves as many "
+                          "queries: change one of them")
+    if c.vocab_used > c.vocab:
+        raise CourseError(f"model.vocab_used={c.vocab_used} is more than model.vocab={c.vocab}, which has padding besides: make "
+                          "model.vocab larger")
+    if not c.rope_low < c.rope_high < math.inf:
+        raise CourseError(f"model.rope_high={c.rope_high} must be more than model.rope_low={c.rope_low}: pairs that turn oftener "
+                          "than the former are fast, than the latter not slow")
+    if c.position == "rotary" and c.dim // c.heads % 2:
+        raise CourseError(f"model.position=rotary turns pairs of numbers, and heads of {c.dim // c.heads} have an odd one: "
+                          "change model.dim or model.heads")
+
+
+def check_groups(c: GPTConfig, p: "Parallel") -> None:
+    """Refuse layouts that share out key-value heads which do not divide."""
+    ulysses = p.cp if p.context == "all_to_all" else 1
+    if c.kv_heads and c.kv_heads % (p.tp * ulysses):
+        who = f"parallel.tp={p.tp}" + (f" times parallel.cp={p.cp} of context=all_to_all" if ulysses > 1 else "")
+        raise CourseError(f"{who} does not divide model.kv_heads={c.kv_heads} (of model.heads={c.heads}), and each rank needs "
+                          f"whole ones: choose divisors of {c.kv_heads}" + (", or parallel.context=ring" if ulysses > 1 else ""))
+
+
+def check_efficient(c: GPTConfig, config: "Config") -> None:
+    """Refuse PyTorch's memory-efficient attention of grouped heads: it knows none, and in 16 bits `attend` spreads none.
+
+    A ring computes its blocks by other kernels (course/parallel/context_parallel/block_attention.py).
+    """
+    p = config.parallel
+    ring = p.cp > 1 and p.context == "ring"
+    if config.attention == "efficient" and c.groups != c.heads and config.precision in LOW_PRECISION and not ring:
+        raise CourseError(f"attention=efficient knows no groups of heads in {config.precision}, and model.kv_heads={c.kv_heads} "
+                          f"of model.heads={c.heads} makes some: use attention=default, cudnn or flash")
+
+
+def check_model(c: Model) -> None:
+    """Refuse numbers that mean nothing, and widths and sides that do not divide."""
+    check_numbers("model", c)
+    if c.dim % c.heads:
+        raise CourseError(f"model.dim={c.dim} is not divisible by model.heads={c.heads}: change one of them")
+    if c.kind == "dit" and c.dim % 4:
+        raise CourseError(f"model.dim={c.dim} is not divisible by 4, for cosine and sine of row and column: choose one that is")
+    if c.kind == "gpt":
+        check_gpt(c)
+        return
+    what, (height, width) = ("grid", c.grid) if isinstance(c, ViTConfig) else ("latent", c.latent[1:])
+    if height % c.patch or width % c.patch:
+        raise CourseError(f"the {what} {height}x{width} is not divisible by model.patch={c.patch}: "
+                          "choose a patch that divides both sides")
+
+
+def attention_leaves_graph(config: "Config") -> bool:
+    """Whether attention leaves the compiler, where torch.compile breaks a block's graph: for the mask of gathered keys, which
+    the compiler cannot make."""
+    return config.parallel.cp > 1 and config.parallel.context == "gather" and isinstance(config.model, GPTConfig)
+
+
+# ---- layouts
+
+MULTIPLE = 16                                       # what cuBLAS wants widths of FP8 to be divisible by (course/fp8/native.py)
+
+
+def refusal(config: "Config") -> str:
+    """Why no run takes this configuration, in a sentence; "" if one does. parallel.dp=0 counts as 1."""
+    try:
+        check(config)
+    except CourseError as error:
+        return str(error)
+    rules = tensor_rule, context_rule, pipeline_rule, batch_rule, fp8_rule
+    return next((sentence for rule in rules if (sentence := rule(config))), "")
+
+
+def tensor_rule(c: "Config") -> str:
+    """tp shares out heads, of queries and of keys and values, hidden units and the vocabulary, whole ones each."""
+    m, tp = c.model, c.parallel.tp
+    counts = {"heads": m.groups, "hidden units": m.hidden}
+    for what, count in counts.items():
+        if count % tp:
+            return f"parallel.tp={tp} does not divide the {count} {what}: choose a divisor of {count}"
+    if isinstance(m, GPTConfig) and m.vocab % tp:
+        return (f"parallel.tp={tp} does not divide the vocabulary of {m.vocab} tokens: pad it, with "
+                f"model.vocab={m.vocab + -m.vocab % tp}")
+    return ""
+
+
+def context_rule(c: "Config") -> str:
+    """all_to_all shares out over cp the heads that tp leaves; the other methods cut any number of tokens."""
+    m, p = c.model, c.parallel
+    heads = m.groups // p.tp
+    if p.cp > 1 and p.context == "all_to_all" and heads % p.cp:
+        return (f"parallel.context=all_to_all shares the {heads} heads that tp leaves over parallel.cp={p.cp}, which does not "
+                "divide them: choose a divisor, or parallel.context=ring")
+    return ""
+
+
+def pipeline_rule(c: "Config") -> str:
+    """Each chunk of each pipeline rank has a block at least; interleaved, a round has a micro-batch for each rank."""
+    p, depth = c.parallel, c.model.depth
+    if depth < p.pp * p.chunks:
+        return (f"parallel.pp={p.pp} with parallel.chunks={p.chunks} needs {p.pp * p.chunks} blocks, but the model has {depth}: "
+                "choose fewer")
+    if p.chunks > 1 and micro_batches(c) < p.pp:
+        return (f"parallel.schedule=interleaved needs as many micro-batches as parallel.pp={p.pp}, and there are "
+                f"{micro_batches(c)}: choose a smaller train.micro_batch, or parallel.schedule=1f1b")
+    return ""
+
+
+def batch_rule(c: "Config") -> str:
+    """Each data-parallel rank has equally many samples."""
+    batch, dp = c.train.global_batch, max(c.parallel.dp, 1)
+    if batch % dp:
+        return f"parallel.dp={dp} does not divide train.global_batch={batch}: choose a divisor, or a multiple of {dp}"
+    return ""
+
+
+def fp8_rule(c: "Config") -> str:
+    """A linear's two widths on a rank are multiples of 16."""
+    if c.precision != "fp8" or c.fp8.by != "native":
+        return ""
+    return odd_width(c.model, c.fp8, c.parallel.tp)
+
+
+@lru_cache(maxsize=1024)
+def odd_width(m: Model, fp8: "FP8", tp: int) -> str:
+    """The sentence for the first linear, of those not kept in bf16, that has a width on a rank which FP8 cannot multiply."""
+    for linear, k, n in linears_on_rank(m, tp):
+        if not (k % MULTIPLE or n % MULTIPLE):
+            continue
+        names = (linear.replace("blocks.", f"blocks.{block}.") for block in range(m.depth)) if "blocks." in linear else [linear]
+        if name := next((name for name in names if not fp8.keeps(name)), ""):
+            return (f"precision=fp8 needs widths divisible by {MULTIPLE}, and with parallel.tp={tp} {name} maps {k} features to "
+                    f"{n} on each rank: choose a smaller tp, or bf16")
+    return ""
+
+
+def micro_batches(c: "Config") -> int:
+    """Micro-batches of a step on each data-parallel rank."""
+    share = c.train.global_batch // max(c.parallel.dp, 1)
+    return math.ceil(share / (c.train.micro_batch or share)) if share else 0

@@ -1,0 +1,176 @@
+"""`course reshard RUN parallel.tp=4 parallel.pp=2`: a run's newest checkpoint, as ranks of another layout would have written it.
+
+Nobody has to: a checkpoint says nothing of the layout that wrote it, and any layout reads any checkpoint box by box. But if a
+thousand ranks each need a corner of every file, it is better cut up once: afterwards a rank of the new layout finds all that
+it holds in one file.
+
+This runs in one process, on any machine, for any number of ranks: PyTorch's fake process group lets it build, rank by rank and
+without memory, the model that this rank will have, and the placements say which boxes, and under ZeRO-1 which flat ranges of
+them, are its own. They are read, and written one tensor after another; never is more than one of them in memory.
+"""
+
+import shlex
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from course import config
+from course.checkpoint import checkpoint
+from course.checkpoint.shards import Shard, read_placed, write_shards
+from course.config import Config, schema, validation
+from course.data import order
+from course.data.text import end_tokens
+from course.inference.forecast_scores import read_config
+from course.models import build_model
+from course.ops.number_formats import working_dtype
+from course.parallel import Mesh, Placement, World, build_gradient_sync, build_mesh, parallelize, placement
+from course.training.trainer import run_folder
+from course.utils.atomic_files import atomic
+from course.utils.errors import CourseError
+
+Index = dict[str, Any]
+
+
+def main(run: Path, settings: Iterable[str], name: str, say: Callable[[str], None] = print) -> Path:
+    """Write a run of another name in the layout of `settings`, with the newest checkpoint of `run` and its metrics.
+
+    Raises `CourseError` if there is no setting or one that is not of parallel, if the layout cannot be, if the run has no
+    checkpoint, or if the new one is there already.
+    """
+    old = read_config(run)
+    new = resettled(run, old, settings, name)
+    newest = checkpoint.newest(run / "checkpoints", say)
+    if newest is None:
+        raise CourseError(f"{run} has no checkpoint yet: let it train to its first one")
+    source, index = newest
+    target, ranks = run_folder(new), ranks_of(new)
+    if target.exists():
+        owned(new, 0, ranks)                        # a layout that cannot be is refused before anyone removes a folder for it
+        raise CourseError(f"{target} is there already: choose another --name, or move the folder away")
+    with atomic(target) as temporary:
+        final = reshard(source, index, new, temporary / "checkpoints")
+        config.save(new, temporary / "config.yaml")
+        if (run / "metrics.jsonl").is_file():
+            shutil.copyfile(run / "metrics.jsonl", temporary / "metrics.jsonl")
+        for beside in ("tokenizer.json", end_tokens.NOTE):
+            if (run / beside).is_file():
+                shutil.copyfile(run / beside, temporary / beside)
+    say(f"wrote {target} with {final.name} for {ranks} rank{'s' * (ranks > 1)}; go on, there and in this "
+        f"layout, with: {go_on(target, new, index['state']['step'])}")
+    return target
+
+
+def go_on(run: Path, settings: Config, step: int) -> str:
+    """The command that trains a run further, in the layout of its own config.yaml; a finished one as long again."""
+    ranks = ranks_of(settings)
+    course = "course" if ranks == 1 else f"torchrun --standalone --nproc-per-node={ranks} -m course.cli"
+    more = f" train.steps={2 * step}" if 0 < settings.train.steps <= step else ""
+    p, share = settings.parallel, settings.train.global_batch // max(settings.parallel.dp, 1)
+    if p.chunks > 1 and validation.micro_batches(settings) < p.pp <= share:
+        more += f" train.micro_batch={share // p.pp}"               # interleaved, each rank has a micro-batch in a round
+    return f"{course} train {shlex.quote(str(run / 'config.yaml'))}{more}"
+
+
+def place_of(run: Path) -> tuple[str, str]:
+    """(log.dir, preset) of a run's folder, which is log.dir/preset/log.name; a path too short to say both is looked up."""
+    whole = run if run.name != ".." and run.parent.name not in ("", "..") else run.resolve()
+    return str(whole.parent.parent), whole.parent.name
+
+
+def resettled(run: Path, old: Config, settings: Iterable[str], name: str) -> Config:
+    """The run's configuration with another layout and another name."""
+    validation.check_name("--name", name)
+    changes = schema.parse(settings)
+    if not changes:
+        raise CourseError("course reshard was given no layout: name what changes, such as parallel.tp=2")
+    if others := sorted(changes.keys() - {"parallel"}):
+        raise CourseError(f"course reshard changes the layout alone, not {', '.join(others)}: give keys such as parallel.tp=2, "
+                          "and change the rest when you train")
+    values = schema.merge(schema.as_plain(old), changes)
+    folder, preset = place_of(run)
+    values["log"] |= {"name": name, "dir": folder}
+    new = validation.check(schema.build(Config, values | {"preset": preset}, f"the configuration of {run}"))
+    order.my_slice(new.train.global_batch, max(new.parallel.dp, 1), 0)      # which it has to be divisible into
+    return new
+
+
+def ranks_of(settings: Config) -> int:
+    """How many ranks a layout has; dp=0, what the others leave, is 1 here, where nobody says how many there are."""
+    p = settings.parallel
+    return p.pp * p.cp * p.tp * max(p.dp, 1)
+
+
+def reshard(source: Path, index: Index, settings: Config, folder: Path) -> Path:
+    """Write the checkpoint again under `folder`, a file a rank of the layout that `settings` describe."""
+    final = folder / source.name
+    size = ranks_of(settings)
+
+    def write(rank: int) -> dict[str, Any]:
+        pieces = list(pieces_of(index, settings, rank, size))
+        return write_shards(checkpoint.temporary(final), rank, pieces,
+                            (read_placed(source, index, piece.name, piece.where) for piece in pieces))
+
+    entries = [write(rank) for rank in range(size)]
+    checkpoint.publish(final, entries, index["state"], schema.as_plain(settings))
+    return final
+
+
+def pieces_of(index: Index, settings: Config, rank: int, size: int) -> Iterator[Shard]:
+    """What a rank of the layout owns: its parameters, what belongs to them, and on rank 0 what belongs to none."""
+    tensors: dict[str, Any] = index["tensors"]
+    names = {name for name, _ in build_model(settings.model).named_parameters()}
+    leaves: dict[str, list[str]] = {}
+    for name in tensors:
+        stem = name.rpartition(".")[0]
+        leaves.setdefault(stem if stem in names else "", []).append(name)
+    if rank == 0:
+        yield from (whole(tensors, name) for name in leaves.get("", []) if name not in names)
+    for where in owned(settings, rank, size):
+        for name in [where.name, *leaves.get(where.name, [])]:
+            if not tensors[name]["shape"] and where.global_shape:       # a step counter: every owner of a part has it
+                yield whole(tensors, name)
+                continue
+            yield Shard(name, where, getattr(torch, tensors[name]["dtype"]))
+
+
+def whole(tensors: dict[str, Any], name: str) -> Shard:
+    """All of a tensor."""
+    shape = tuple(tensors[name]["shape"])
+    return Shard(name, Placement(name, shape, tuple((0, n) for n in shape)), getattr(torch, tensors[name]["dtype"]))
+
+
+def owned(settings: Config, rank: int, size: int) -> list[Placement]:
+    """The places of the parameters that this rank of the layout will own; nothing is computed and nothing sent."""
+    with pretended(rank, size):
+        return owned_in(settings, build_mesh(replace(settings.parallel, dp=max(settings.parallel.dp, 1)),
+                                             World(rank, size, torch.device("cpu"))))
+
+
+def owned_in(settings: Config, mesh: Mesh) -> list[Placement]:
+    """The same of this rank of a mesh. The model is built without memory."""
+    model = parallelize(build_model(settings.model), mesh, settings.parallel)
+    gradients = build_gradient_sync(model, mesh, settings.parallel, working_dtype(settings.precision))
+    return [placement(p) for p in gradients.optimizer_parameters if placement(p).owner]
+
+
+@contextmanager
+def pretended(rank: int, size: int) -> Iterator[None]:
+    """As if this process were a rank among others: groups can be made, and collectives do nothing."""
+    if size == 1:
+        yield
+        return
+    if dist.is_initialized():
+        raise CourseError("course reshard runs in one process: start it without torchrun or srun")
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend "fake"
+
+    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,160 @@
+"""Transformer Engine's layers: the blocks of a ViT or a GPT as `te.TransformerLayer` names and lays out its parameters, and back.
+
+    theirs, in blocks.N.                        ours, in blocks.N.
+    self_attention.layernorm_qkv.layer_norm_*   norm1.*             a norm and the linear after it are one module there
+    self_attention.layernorm_qkv.weight, bias   attn.qkv.*
+    self_attention.proj.*                       attn.out.*
+    layernorm_mlp.layer_norm_*                  norm2.*
+    layernorm_mlp.fc1_*, fc2_*                  mlp.up.*, mlp.down.*        SwiGLU: gates above values in both
+
+Transformer Engine has layers, not models: what is outside of the blocks keeps our names. The rows of the fused projection have
+one of three orders; G is heads / kv_heads, the queries that share a head of keys and values:
+
+    ours            (G + 2, kv_heads, head_dim)     the first query of every group, the second ..., all keys, all values
+    interleaved     (kv_heads, G + 2, head_dim)     group by group: its queries, its key, its value
+    stacked         all heads of queries in order, then all keys, then all values; ours too, if G is 1
+    separate        the same as three parameters, query_weight, key_weight and value_weight
+
+In its constructor these are `fuse_qkv_params=True, qkv_weight_interleaved=True`; `True, False`; and `False`, its default.
+`transformer_engine/pytorch/attention/multi_head_attention.py` of NVIDIA/TransformerEngine is where they were looked up (its
+forward pass views the projection's output as one of the first two shapes, and lets query i attend to the keys i // G). Nothing in
+the tensors tells interleaved from stacked rows, which have one shape: the header of a file that we write says it, `course.qkv`.
+
+FP8. The delayed recipe's scales and amax histories are in `_extra_state`, a pickle, which is neither read nor written. What
+comes here is rebuilt: `course.convert.command.rebuild`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from course.convert import weight_files
+from course.convert.huggingface import fuse, unfuse
+from course.convert.rules import SAME, Layout, Parts, Rule, Source, Table, both, look_up
+from course.models import GPTConfig, ViTConfig
+from course.utils.errors import CourseError
+
+ROWS = ("interleaved", "stacked", "separate")
+ABOUT = "course.qkv"                                 # under which the order of the rows stands in the header of a file
+
+
+def groups(c: Any) -> tuple[int, int]:
+    """(heads of keys and values, how many query heads share one)."""
+    kv_heads = getattr(c, "groups", c.heads)
+    return kv_heads, c.heads // kv_heads
+
+
+def interleave(c: Any, x: Tensor) -> Parts:
+    """((G + 2) · kv_heads · d, ...) -> (kv_heads · (G + 2) · d, ...)."""
+    kv_heads, group = groups(c)
+    return x.unflatten(0, (group + 2, kv_heads, -1)).transpose(0, 1).flatten(0, 2),
+
+
+def deinterleave(c: Any, parts: Parts) -> Tensor:
+    """The inverse of `interleave`."""
+    kv_heads, group = groups(c)
+    return parts[0].unflatten(0, (kv_heads, group + 2, -1)).transpose(0, 1).flatten(0, 2)
+
+
+def apart(c: Any, x: Tensor) -> Parts:
+    """Queries in the order of their heads, keys, values."""
+    return unfuse(c, x) if isinstance(c, GPTConfig) else x.chunk(3)
+
+
+def together(c: Any, parts: Parts) -> Tensor:
+    """The inverse of `apart`."""
+    return fuse(c, parts) if isinstance(c, GPTConfig) else torch.cat(parts)
+
+
+def unstack(c: Any, parts: Parts) -> Tensor:
+    """Rows in their stacked order, in ours: ((G + 2) · kv_heads · d, ...)."""
+    kv_heads, group = groups(c)
+    return together(c, parts[0].split([n * (c.dim // c.heads) for n in (kv_heads * group, kv_heads, kv_heads)]))
+
+
+QKV = {"interleaved": Layout(deinterleave, interleave), "stacked": Layout(unstack, lambda c, x: (torch.cat(apart(c, x)),)),
+       "separate": Layout(together, apart)}
+PROJECTION = "blocks.*.self_attention.layernorm_qkv"
+MLP = "blocks.*.layernorm_mlp"
+
+
+def fields(ours: str, theirs: str) -> Table:
+    """The lines of a weight and a bias that are parameters of one module there, theirs_weight and theirs_bias."""
+    return {f"{ours}.{leaf}": (SAME, (f"{theirs}_{leaf}",)) for leaf in ("weight", "bias")}
+
+
+def table(rows: str) -> Table:
+    """The rule of every parameter in the blocks, with the rows of the fused projection in one of the orders `ROWS`."""
+    parts = [f"{PROJECTION}.{part}_" for part in ("query", "key", "value")] if rows == "separate" else [f"{PROJECTION}."]
+    return {**fields("blocks.*.norm1", f"{PROJECTION}.layer_norm"),
+            **{f"blocks.*.attn.qkv.{leaf}": (QKV[rows], tuple(part + leaf for part in parts)) for leaf in ("weight", "bias")},
+            **both("blocks.*.attn.out", SAME, "blocks.*.self_attention.proj"),
+            **fields("blocks.*.norm2", f"{MLP}.layer_norm"),
+            **fields("blocks.*.mlp.up", f"{MLP}.fc1"), **fields("blocks.*.mlp.down", f"{MLP}.fc2")}
+
+
+def rule(ours: str, rows: str) -> Rule:
+    """How one of our parameters is laid out there, and their names for it."""
+    return look_up(table(rows), ours) or (SAME, (ours,))
+
+
+def check_model(c: Any) -> None:
+    """Raise `CourseError` for a model whose blocks are no `te.TransformerLayer`."""
+    if not isinstance(c, GPTConfig | ViTConfig):
+        raise CourseError("the blocks of a DiT are no Transformer Engine layers, since the condition scales and shifts between "
+                          "their norms and linears: convert a ViT or a GPT; fp8.by=te trains a DiT with its single modules")
+
+
+def rows_of(path: Path, tensors: weight_files.Weights, told: str = "") -> str:
+    """The order of a file's rows: what its names or its header say, else what the user told, else the first of `ROWS`.
+
+    Raises `CourseError` where the file says another than the user.
+    """
+    separate = any(name.endswith("layernorm_qkv.query_weight") for name in tensors)
+    says = "separate" if separate else tensors.about().get(ABOUT, "")
+    if says and told and says != told:
+        raise CourseError(f"--qkv {told}: {path} says itself that its rows are {says}; leave out --qkv")
+    found = says or told or ROWS[0]
+    if found not in ROWS:
+        raise CourseError(f"the header of {path} says {ABOUT}={found}, which is none of {', '.join(ROWS)}: give --qkv after "
+                          "writing the file again")
+    return found
+
+
+# how training scripts call, in their arguments, what no shape of a layer shows; Megatron-LM's names first
+NAMED = {"heads": ("num_attention_heads", "num_heads", "n_head", "heads"),
+         "kv_heads": ("num_query_groups", "num_gqa_groups", "num_key_value_heads", "kv_heads"),
+         "norm_eps": ("layernorm_epsilon", "norm_epsilon", "layer_norm_eps", "norm_eps"),
+         "rope_theta": ("rotary_base", "rope_theta")}
+
+
+def completed(like: Any, says: Mapping[str, Any]) -> Any:
+    """A model `like` this one, with what a checkpoint's own arguments say of it: the rows of its projection are by heads."""
+    found: dict[str, Any] = {}
+    for ours, names in NAMED.items():
+        value = next((says[name] for name in names if type(says.get(name)) in (int, float)), None)
+        if value is not None and hasattr(like, ours):
+            found[ours] = value
+    if says.get("group_query_attention") is False or found.get("kv_heads") == found.get("heads", like.heads):
+        found.pop("kv_heads", None)
+        found |= {"kv_heads": 0} if hasattr(like, "kv_heads") else {}
+    return replace(like, **found)
+
+
+def source(path: Path, c: Any, rows: str = "") -> Source:
+    """A state dict of such layers as a mapping from our names to tensors. c: the model that it is of. rows: as in `rows_of`."""
+    check_model(c)
+    tensors = weight_files.Weights(path)
+    order = rows_of(path, tensors, rows)
+    return Source(path, c, tensors, lambda ours: rule(ours, order),
+                  f"a {c.kind} of these settings in Transformer Engine's layers", "the settings say",
+                  lambda name: name.endswith("_extra_state"))
+
+
+def about(c: Any, rows: str) -> dict[str, str]:
+    """What stands in the header of a file: the model, and the order of the rows."""
+    return weight_files.about(c) | {ABOUT: rows}

@@ -1,0 +1,1 @@
+"""Latents with their classes: shards, and what makes them."""

@@ -1,0 +1,1 @@
+"""What reads batches: native, threads, DALI."""

@@ -1,0 +1,1 @@
+"""Text as tokens: corpora, tokenizers, token files, samples."""

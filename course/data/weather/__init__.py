@@ -1,0 +1,1 @@
+"""Weather: its files, the simulated atmosphere, ERA5, scores and baselines."""

@@ -1,0 +1,166 @@
+"""The pairs of a data set: how its samples are numbered, and the simple way to read one.
+
+A batch is a dict of tensors with the sample as dim 0: `input` and `target` (B, C, H, W), normalised,
+float32, and `sample` (B,) int64, the position of the pair in the data set (-1 for padding, which is zeros).
+Every loader gives the same bits: it subtracts the mean, then divides by the standard deviation, in float32.
+"""
+
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from course.data.hdf5_storage import check_size, hdf5_errors, open_hdf5
+from course.data.weather import layout
+from course.data.weather.plausibility import PlausibleRanges
+from course.utils.errors import CourseError
+
+Batch = dict[str, Tensor]
+SMALL, LOOKS = 1 << 26, 8                            # bytes of a file of which all entries are looked at, else how many are
+RESTORE = "restore the file and run again"           # the cure for one that was good when training began
+
+
+class Pairs(Dataset[Batch]):
+    """All pairs (state, state `lead` entries later) of one split, numbered through its years in order.
+
+    A pair never crosses the end of a file. Files are opened on first use, so in the worker that reads.
+
+    reference: NERSC's course counts n pairs in a file of n entries. Pair i begins at entry i, less n - lead where that is too
+    late, and where it is one of the first `lead` entries, `lead` later.
+    """
+
+    def __init__(self, path: str, split: str, channels: int, grid: tuple[int, int], lead: int = 1, limit: int = 0,
+                 reference: bool = False):
+        self.years = layout.find_years(Path(path), split, grid)
+        self.lead = lead
+        self.shape = self.years[0].shape[1:]                            # (C, H, W)
+        self._check(channels, grid)
+        self.mean, self.std = layout.read_statistics(Path(path), self.shape)
+        self.reference = reference
+        fewest = 3 * lead - 1 if reference else lead     # entries in which there is no pair
+        pairs = [0 if year.shape[0] <= fewest else year.shape[0] - (0 if reference else lead) for year in self.years]
+        self.first = np.concatenate([[0], np.cumsum(pairs)])            # number of each year's first pair
+        self.size = min(limit or self.first[-1], self.first[-1])
+        if not self.size:
+            raise CourseError(f"{self.years[0].path.parent} holds no pair {lead} entries apart: use a smaller data.lead")
+        self._open: dict[int, h5py.Dataset] = {}
+        self.plausible = PlausibleRanges.of(layout.channel_names(self.years[0]), self.mean[:, 0, 0])
+        self._check_scale(Path(path))
+        for year in self.years:
+            check_sample_entries(year, self.plausible)
+
+    def _check(self, channels: int, grid: tuple[int, int]) -> None:
+        file, (C, H, W) = self.years[0].path, self.shape
+        if channels != C:
+            raise CourseError(f"{file} has {C} channels but model.channels={channels}: set model.channels={C} or use other data")
+        if tuple(grid) != (H, W):
+            raise CourseError(f"{file} has a grid of {H}x{W} but model.grid={list(grid)}: "
+                              f"set model.grid=[{H},{W}] or use other data")
+
+    def _check_scale(self, path: Path) -> None:
+        """Normalised values are about 1; statistics of other data or other channels give something else."""
+        rms = np.sqrt((self.state(0) ** 2).mean((1, 2)))                # (C,)
+        self._open.clear()                                              # a worker must not share this process's handle
+        worst = int(np.argmax(np.abs(np.log(np.where(np.isfinite(rms), rms, 1.0) + 1e-30))))
+        if rms[worst] < 1e-2 or rms[worst] > 1e2:
+            raise CourseError(f"{path}/stats does not match the data: normalised with it, channel {worst} of "
+                              f"{self.years[0].path} has a root mean square of {rms[worst]:.3g}, not about 1; "
+                              f"remake it with `course data stats {path}`")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For another process, which opens the files itself."""
+        return vars(self) | {"_open": {}}
+
+    def __len__(self) -> int:
+        return int(self.size)
+
+    def place(self, sample: int, ahead: int = 0) -> tuple[int, int]:
+        """Which file, and which entry of it, is the state `ahead` entries after pair `sample` begins."""
+        number = int(np.searchsorted(self.first, sample, side="right")) - 1
+        entry = int(sample - self.first[number])
+        if self.reference:
+            entry %= self.years[number].shape[0] - self.lead
+            entry += self.lead if entry < self.lead else 0
+        return number, entry + ahead
+
+    def state(self, sample: int, ahead: int = 0) -> np.ndarray:
+        """The normalised state `ahead` entries after pair `sample` begins, (C, H, W) float32."""
+        state = self._read(sample, ahead)
+        self.check_states([(sample, ahead)], state[None])
+        state -= self.mean
+        state /= self.std
+        return state
+
+    def _read(self, sample: int, ahead: int) -> np.ndarray:
+        """The same, as it stands in its file."""
+        number, entry = self.place(sample, ahead)
+        fields = self._fields(number)
+        with entry_errors(self.years[number].path, entry):
+            state: np.ndarray = fields[entry]
+            check_size(fields)
+        return state
+
+    def check_states(self, places: list[tuple[int, int]], states: np.ndarray) -> None:
+        """Raise `CourseError` if states (N, C, H, W), as read from the given (sample, ahead), hold what was never written."""
+        if found := self.plausible.few(states):
+            number, entry = self.place(*places[found[0]])
+            raise layout.implausible_state(self.years[number].path, entry, found[1])
+
+    def _fields(self, number: int) -> h5py.Dataset:
+        if number not in self._open:
+            self._open[number] = open_fields(self.years[number].path)
+        return self._open[number]
+
+    def __getitems__(self, samples: list[int]) -> Batch:
+        """One whole batch: the loader's workers call this once, not once a sample."""
+        input, target = (np.zeros((len(samples), *self.shape), np.float32) for _ in range(2))
+        real = [i for i, sample in enumerate(samples) if sample >= 0]
+        for states, ahead in ((input, 0), (target, self.lead)):
+            for i in real:
+                states[i] = self._read(samples[i], ahead)
+            self.check_states([(samples[i], ahead) for i in real], states if len(real) == len(samples) else states[real])
+            for i in real:
+                states[i] -= self.mean
+                states[i] /= self.std
+        return {"input": torch.from_numpy(input), "target": torch.from_numpy(target), "sample": torch.tensor(samples)}
+
+
+def sample_ids(samples: list[int], device: torch.device) -> Tensor:
+    """A batch's `sample`, on its way to the device; the host does not wait for what the device has still to do."""
+    return torch.tensor(samples, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+
+
+def check_sample_entries(year: layout.Year, plausible: PlausibleRanges) -> None:
+    """Raise `CourseError` if two rows show that an entry was never written: any of a small file, a few of a large one.
+
+    Megabytes at most, since every rank does this to every file; each state that is read is looked at as well.
+    """
+    times, rows = year.shape[0], slice(year.shape[2] // 4, None, max(1, year.shape[2] // 2))        # no pole: winds may be 0
+    every = 1 if 4 * np.prod(year.shape) <= SMALL else max(1, times // LOOKS)
+    with layout.open_data_file(year.path) as file:
+        for entries in ([range(times)] if every == 1 else [range(t, t + 1) for t in {*range(0, times, every), times - 1}]):
+            found = plausible.suspects(file["fields"][entries.start:entries.stop, :, rows])
+            for entry in (entries[i] for i in found):
+                if what := plausible.whole(file["fields"][entry]):
+                    raise layout.implausible_state(year.path, entry, what)
+
+
+def open_fields(path: Path) -> h5py.Dataset:
+    """The data of one file, to be read while training."""
+    with hdf5_errors(f"{path} cannot be opened", RESTORE):
+        return open_hdf5(path)["fields"]
+
+
+def entry_errors(path: Path, entry: int) -> AbstractContextManager[None]:
+    """Around reading one entry of an HDF5 file that was good when training began: whatever h5py raises is a `CourseError`."""
+    return hdf5_errors(f"{path} could not be read at entry {entry}", RESTORE)
+
+
+def unreadable_entry(path: Path, entry: int, why: str, cure: str = RESTORE) -> CourseError:
+    """What to say of a file that was good when training began."""
+    return CourseError(f"{path} could not be read at entry {entry} ({why}): {cure}")

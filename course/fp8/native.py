@@ -1,0 +1,351 @@
+"""native FP8: a linear's three matmuls in 8 bits, everything else in bf16.
+
+A linear y = x W' costs three matmuls: one forward and two backward.
+
+    y  = x  W'      (M, K) · (K, N)        x, W in E4M3
+    dx = dy W       (M, N) · (N, K)        dy in E5M2, W in E4M3
+    dW = dy' x      (N, M) · (M, K)        dy in E5M2, x in E4M3
+
+Hopper's tensor cores multiply FP8 twice as fast as bf16. But eight bits hold little (Micikevicius et al. 2022, "FP8
+formats for deep learning", arXiv:2209.05433):
+
+    E4M3    4 bits of exponent, 3 of mantissa    largest 448        smallest 2^-9     weights and activations: fine steps
+    E5M2    5 bits of exponent, 2 of mantissa    largest 57344      smallest 2^-16    gradients: a wide range
+
+So a tensor is multiplied by a *scale* before the cast, such that its largest magnitude, its *amax*, lands near the largest
+number of the format; the matmul divides the scales out again. Where the scale comes from is the *recipe*:
+
+    current    the amax of the tensor itself: one more pass over it, before the one that casts
+    delayed    the largest amax of the last `history` steps: known before, so one pass casts, and notes the amax for the next
+               steps. What outgrows the history is cut off at the format's largest number (it saturates). The very first step,
+               which has no history, multiplies in bf16 and only notes
+
+How fast this is depends on the casts. Each reads 16 or 32 bits a number to write 8, and cuBLAS takes, on Hopper, only
+operands whose rows run along the dim that is summed over: rows of A, columns of B ("TN"). Forward sums over K, dx over N, dW
+over M, so each of x, W and dy is needed in two memory orders. `quantize` writes both, and notes the amax, in one pass that
+reads the tensor once (a Triton kernel, `course/ops/fp8_cast_triton.py`); plain tensor operations would read and write it five
+times, and eat the gain.
+
+On a CPU the same values are multiplied in float32: `quantize` gives the same bits, and the product of two FP8 numbers is exact
+in float32, so only the order and width of the sums differ. Hopper's tensor cores add with about 14 bits (DeepSeek-AI 2024,
+arXiv:2412.19437, section 3.3.2): each of K products enters a sum with an error of up to 2^-13 of the largest number that is
+added there. So `torch._scaled_mm` differs from the emulation by at most
+
+    K · 2^-13 · M       M the largest product or partial sum: with use_fast_accum, as forward, of the whole sum;
+                        without, as backward, of 128 products, since these sums are then added up in float32
+
+which for random matrices of K up to 16384 stays below 2^-6 and 2^-8 of Σ|a·b|; `tests/gpu/test_gpu_fp8.py` measures by how much.
+As with the emulation, the result is then rounded to its format, 2^-9 relative for bf16.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from course.ops.custom_op import register_operator
+from course.ops.number_formats import check_capability, matmul_dtype
+from course.parallel.mesh import Axis, Mesh
+from course.utils.errors import CourseError
+
+if TYPE_CHECKING:
+    from course.config import FP8, Config
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+FORMATS = {"e4m3": E4M3, "e5m2": E5M2}
+LARGEST = {kind: torch.finfo(kind).max for kind in FORMATS.values()}            # 448 and 57344
+ROLES = ("input", "weight", "gradient")             # the operands of a linear, in this order
+MULTIPLE = 16                                       # what cuBLAS wants every dim of a weight to be divisible by, and M in dW
+LEAST = (8, 9)                                      # compute capability: Ada; Hopper has 9.0
+
+
+def quantize(x: Tensor, scale: Tensor, amax: Tensor, kind: torch.dtype, both: bool, note: bool) -> tuple[Tensor, Tensor]:
+    """Scale, cast and transpose in one pass: (M, K) -> (M, K) and (K, M padded to a multiple of 16 with zeros), FP8.
+
+    scale, amax: scalars in float32. `note` raises `amax` to the largest magnitude of x, where it is lower; a maximum does not
+    mind being told twice, so a forward pass that is computed again notes nothing new. `both`: without it the second is empty.
+    """
+    return torch.ops.course.quantize(x, scale, amax, kind, both, note)
+
+
+def quantize_plain(x: Tensor, scale: Tensor, amax: Tensor, kind: torch.dtype, both: bool, note: bool) -> tuple[Tensor, Tensor]:
+    """`quantize` in plain tensor operations: what the kernel is compared with, bit for bit."""
+    if note:
+        amax.copy_(torch.maximum(amax, amax_of(x)))
+    scaled = x.to(torch.promote_types(x.dtype, torch.float32)) * scale
+    cut = scaled.clamp(-LARGEST[kind], LARGEST[kind])                       # casts differ in what they make of larger ones
+    q = cut.where(scaled.isfinite(), torch.nan).to(kind)                    # an infinity must not pass for a number
+    if not both:
+        return q, q.new_empty(0)
+    padded = F.pad(q.view(torch.uint8), (0, 0, 0, -len(q) % MULTIPLE))
+    return q, padded.t().contiguous().view(kind)
+
+
+def quantize_shapes(x: Tensor, scale: Tensor, amax: Tensor, kind: torch.dtype, both: bool, note: bool) -> tuple[Tensor, Tensor]:
+    """For torch.compile: what comes out, of no values."""
+    rows, columns = x.shape
+    q = x.new_empty(rows, columns, dtype=kind)
+    return q, x.new_empty(columns, rows + -rows % MULTIPLE, dtype=kind) if both else q.new_empty(0)
+
+
+register_operator("quantize",
+                  "(Tensor x, Tensor scale, Tensor(a!) amax, ScalarType kind, bool both, bool note) -> (Tensor, Tensor)",
+         quantize_plain, "ops.fp8_cast_triton", quantize_shapes)
+
+
+def amax_of(x: Tensor) -> Tensor:
+    """The largest magnitude in x, of any shape: a scalar in float32; one kernel, no copy of x."""
+    return torch.linalg.vector_norm(x, float("inf")).float()
+
+
+def scale_for(amax: Tensor, largest: float | Tensor, margin: int) -> Tensor:
+    """What to multiply with so that `amax`, of any shape, becomes the format's largest number, or 2^-margin of it. 1 where
+    amax is 0."""
+    top = torch.ones_like(amax) * (largest / 2**margin)                     # number / tensor would round twice
+    scale = (top / amax).clamp(max=2.0**100)                                # a tiny amax would give an infinite one
+    return scale.where(amax > 0, 1.0)
+
+
+def multiply(a: Tensor, b: Tensor, inverse_a: Tensor, inverse_b: Tensor, out: torch.dtype, bias: Tensor | None = None,
+             fast: bool = False) -> Tensor:
+    """a @ b with the scales divided out, plus bias: (M, K), (K, N), (N,) -> (M, N) in the format `out`.
+
+    a has its rows in memory order, b its columns. fast: let the tensor cores add up with fewer bits.
+    """
+    if a.is_cuda:
+        late = bias if out == torch.float32 else None                       # cuBLAS adds a bias to 16-bit results only
+        y = torch._scaled_mm(
+            a,                                      # (M, K)  row after row
+            b,                                      # (K, N)  column after column
+            scale_a=inverse_a,                      # ()      float32, what to multiply a's numbers with
+            scale_b=inverse_b,                      # ()      the same for b
+            bias=None if out == torch.float32 or bias is None else bias.to(out),            # (N,)
+            out_dtype=out,
+            use_fast_accum=fast)
+        return y if late is None else y + late
+    wide = torch.promote_types(out, torch.float32)
+    with torch.autocast(a.device.type, enabled=False):
+        y = torch.mm(a.to(wide), b.to(wide)) * inverse_a * inverse_b
+    return (y if bias is None else y + bias.to(out)).to(out)
+
+
+@dataclass(frozen=True)
+class CastSpec:
+    """What the three casts of a linear have in common."""
+
+    margin: int
+    gradients: torch.dtype                          # the format of dy: E5M2, or E4M3 to see what is lost
+    out: torch.dtype                                # the format of y
+    backward: bool                                  # whether there will be one, which needs the transposes
+    note: bool                                      # whether this pass is training, of which the amax counts
+    axis: Axis | None                               # current recipe: over which ranks a tensor has one scale
+
+
+class Product(Function):
+    """x W' + b in FP8: (M, K), (N, K), (N,) -> (M, N). The slots, scale, inverse and amax of each role, are None if current."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, spec: CastSpec, *slots: Tensor | None) -> Tensor:
+        x8, x8t, inverse_x = cast(x, E4M3, spec, spec.backward, *slots[0:3])            # (M, K), (K, M16)
+        w8, w8t, inverse_w = cast(weight, E4M3, spec, spec.backward, *slots[3:6])       # (N, K), (K, N)
+        ctx.save_for_backward(x8t, w8t, inverse_x, inverse_w)
+        ctx.slot = slots[6:9]                       # not saved as a result of this pass: other passes change its amax meanwhile
+        ctx.spec, ctx.dtypes = spec, (x.dtype, weight.dtype, None if bias is None else bias.dtype)
+        return multiply(x8, w8.t(), inverse_x, inverse_w, spec.out, bias, fast=True)    # (M, N)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x8t, w8t, inverse_x, inverse_w = ctx.saved_tensors
+        to_x, to_weight, to_bias = ctx.dtypes
+        g8, g8t, inverse_g = cast(grad.contiguous(), ctx.spec.gradients, ctx.spec, True, *ctx.slot)     # (M, N), (N, M16)
+        dx = multiply(g8, w8t.t(), inverse_g, inverse_w, to_x) if ctx.needs_input_grad[0] else None # (M, K)
+        dw = multiply(g8t, x8t.t(), inverse_g, inverse_x, to_weight) if ctx.needs_input_grad[1] else None   # (N, K)
+        db = grad.sum(0, dtype=to_bias) if ctx.needs_input_grad[2] else None                        # (N,)
+        return dx, dw, db, None, *[None] * 9
+
+
+class ObserveGradAmax(Function):
+    """identity | identity, and a gradient's amax is noted."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, amax: Tensor) -> Tensor:           # any shape, ()
+        ctx.amax = amax                             # not saved as a result of this pass: other passes change it meanwhile
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.amax.copy_(torch.maximum(ctx.amax, amax_of(grad)))
+        return grad, None
+
+
+def cast(x: Tensor, kind: torch.dtype, spec: CastSpec, both: bool, scale: Tensor | None, inverse: Tensor | None,
+         amax: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """(x in FP8, the same transposed, the inverse of its scale): (M, K) -> (M, K), (K, M padded) as `quantize` has it, ()."""
+    if scale is None or inverse is None or amax is None:                    # current: first look, then cast
+        amax = largest_over(amax_of(x), spec.axis)
+        scale = scale_for(amax, LARGEST[kind], spec.margin)
+        return *quantize(x, scale, amax, kind, both, False), scale.reciprocal()
+    return *quantize(x, scale, amax, kind, both, spec.note), inverse
+
+
+def largest_over(amax: Tensor, axis: Axis | None) -> Tensor:
+    """The maximum over the ranks of an axis, in place, of any shape; without an axis there is one rank."""
+    if axis is not None and axis.size > 1:
+        dist.all_reduce(amax, dist.ReduceOp.MAX, group=axis.group)
+    return amax
+
+
+class Matmul(nn.Module):
+    """Takes the place of F.linear in a linear, `Linear.matmul`: the same product in FP8, (..., K) -> (..., N).
+
+    With the delayed recipe it has for each role a scale, its inverse and the amax of this step so far: plain tensors,
+    each of its own, at fixed addresses. `Scaling` changes them between steps.
+    """
+
+    def __init__(self, name: str, settings: "FP8", device: torch.device):
+        super().__init__()
+        self.name, self.margin, self.gradients = name, settings.margin, FORMATS[settings.gradients]
+        self.training_pass = True                   # whether passes with gradients are noted
+        self.known = settings.recipe == "current"   # whether there are scales: delayed ones after the first step
+        self.axis: Axis | None = None
+        delayed = settings.recipe == "delayed"
+        self.scales = [torch.ones((), device=device) for _ in ROLES if delayed]
+        self.inverses = [torch.ones((), device=device) for _ in ROLES if delayed]
+        self.amaxes = [torch.zeros((), device=device) for _ in ROLES if delayed]
+
+    def formats(self) -> tuple[torch.dtype, ...]:
+        """The format of each role."""
+        return E4M3, E4M3, self.gradients
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # (..., K), (N, K), (N,) -> (..., N)
+        if not self.known:
+            return self.observe(x, weight, bias)
+        backward = torch.is_grad_enabled()
+        spec = CastSpec(self.margin, self.gradients, matmul_dtype(x), backward, self.training_pass and backward, self.axis)
+        slots: list[Any] = [slot for three in zip(self.scales, self.inverses, self.amaxes, strict=True) for slot in three]
+        rows = x.reshape(-1, x.shape[-1])                                   # (M, K)
+        return Product.apply(rows, weight, bias, spec, *(slots or [None] * 9)).view(*x.shape[:-1], len(weight))
+
+    def observe(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The product in the format around it; the amaxes are noted."""
+        y = F.linear(x, weight, bias)
+        if not (self.training_pass and torch.is_grad_enabled()):
+            return y
+        for amax, operand in zip(self.amaxes, (x, weight), strict=False):
+            amax.copy_(torch.maximum(amax, amax_of(operand.detach())))
+        return ObserveGradAmax.apply(y, self.amaxes[2])
+
+
+class Scaling:
+    """The amax histories of all FP8 matmuls of the serial model, and the scales that follow from them.
+
+    Every rank has the histories of all matmuls, also of those that other pipeline stages compute, and of a matmul that tp cuts
+    each rank has one that stands for the whole. So one all-reduce of one small tensor a step makes them what a single process
+    would have: the largest over samples (dp), tokens (cp, sp), features (tp) and stages (pp). A maximum does not mind that some
+    ranks have the same tensor. Gradients here are dp x cp times those of a single process, until they are averaged; the
+    histories have the latter's.
+    """
+
+    def __init__(self, matmuls: dict[str, Matmul], settings: "FP8", mesh: Mesh):
+        device = mesh.world.device
+        self.matmuls, self.margin, self.amax, self.everyone = matmuls, settings.margin, settings.amax, mesh.all
+        listed = list(matmuls.values())
+        self.scales, self.inverses, self.amaxes = ([slot for m in listed for slot in getattr(m, kind)]
+                                                   for kind in ("scales", "inverses", "amaxes"))
+        self.delayed = bool(self.amaxes)
+        self.history = torch.zeros(len(self.amaxes), settings.history, device=device)   # newest first
+        self.largest = torch.tensor([LARGEST[kind] for m in listed for kind in m.formats()][:len(self.amaxes)], device=device)
+        self.times = torch.tensor([1.0, 1.0, mesh.dp_cp.size] * len(listed), device=device)[:len(self.amaxes)]
+
+    @torch.no_grad()
+    def update(self, bad: Tensor) -> None:
+        """After a step: its amaxes join the histories, the scales for the next one follow. A skipped step leaves both alone, but
+        where there is no history yet: from then on there must be one, and what was finite in it is better than a scale of 1."""
+        if not self.delayed:
+            return
+        seen = largest_over(torch.stack(self.amaxes).nan_to_num(0, 0, 0), self.everyone)            # (slots,)
+        moved = torch.cat([(seen / self.times)[:, None], self.history[:, :-1]], 1)      # (slots, history)
+        self.history.copy_(moved.where((bad == 0) | (self.history.amax(1, keepdim=True) == 0), self.history))
+        self.rescale(self.matmuls)
+        torch._foreach_zero_(self.amaxes)
+
+    def rescale(self, names: Iterable[str]) -> None:
+        """The scales as the histories say; those of these matmuls count from now on."""
+        for name in names:
+            self.matmuls[name].known = True
+        deciding = self.history.amax(1) if self.amax == "max" else self.history[:, 0]
+        scale = scale_for(deciding, self.largest, self.margin) / self.times             # (slots,)
+        torch._foreach_copy_(self.scales, list(scale.unbind()))
+        torch._foreach_copy_(self.inverses, list(scale.reciprocal().unbind()))
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Inside the block forward passes are no training, though they have gradients: nothing is noted."""
+        for matmul in self.matmuls.values():
+            matmul.training_pass = False
+        try:
+            yield
+        finally:
+            for matmul in self.matmuls.values():
+                matmul.training_pass = True
+
+    def state(self) -> dict[str, Tensor]:
+        """The histories for a checkpoint, (3, history) of each matmul: input, weight, gradient; newest first."""
+        count, steps = self.history.shape
+        each = self.history.view(count // len(ROLES), len(ROLES), steps)    # none with the current recipe
+        return {f"{name}.amax_history": part for name, part in zip(self.matmuls, each, strict=self.delayed)}
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """Take the histories of a checkpoint, as far as they are in it and fit."""
+        mine = {name: part for name, part in self.state().items() if name in state}
+        for name, part in mine.items():
+            steps = min(part.shape[1], state[name].shape[1])
+            part[:, :steps] = state[name][:, :steps].to(part.device)
+        if mine:                                     # one that had no FP8 then finds its scales as in a first step
+            self.rescale([name for name in self.matmuls if f"{name}.amax_history" in mine])
+
+
+def convert(model: nn.Module, config: "Config", mesh: Mesh) -> Scaling:
+    """Put an FP8 matmul in every `layers.Linear` of a serial model but those that `fp8.keep` names; tensor parallelism keeps it.
+    Other linears, such as PyTorch's own, have no place for one and stay as they are.
+
+    Without precision=fp8, or with Transformer Engine's, the model stays as it is. Raises `CourseError` where the device cannot
+    multiply FP8.
+    """
+    matmuls: dict[str, Matmul] = {}
+    if config.precision == "fp8" and config.fp8.by == "native":
+        check_device(mesh.world.device)
+        for name, module in model.named_modules():
+            if hasattr(module, "matmul") and not config.fp8.keeps(name):
+                matmuls[name] = Matmul(name, config.fp8, mesh.world.device)
+    for name, matmul in matmuls.items():
+        model.get_submodule(name).matmul = matmul
+    return Scaling(matmuls, config.fp8, mesh)
+
+
+def check_device(device: torch.device) -> None:
+    """Raise `CourseError` if a GPU cannot multiply FP8. A CPU emulates it."""
+    check_capability(device, LEAST, "precision=fp8", "Ada, Hopper, Blackwell", "use precision=bf16")
+
+
+def prepare(model: nn.Module, scaling: Scaling) -> nn.Module:
+    """After the model is cut: passes by which the stages of a pipeline get to know each other are no training.
+
+    Raises `CourseError` if a linear, as tp has cut it, has a width that cuBLAS does not take.
+    """
+    if hasattr(model, "pipeline"):
+        model.pipeline.rehearsal = scaling.rehearsal                        # type: ignore[union-attr]
+    for module in model.modules():
+        matmul = getattr(module, "matmul", None)
+        if isinstance(matmul, Matmul) and any(side % MULTIPLE for side in module.weight.shape):     # type: ignore[union-attr]
+            rows, columns = module.weight.shape     # type: ignore[misc]
+            raise CourseError(f"precision=fp8 needs widths divisible by {MULTIPLE}, and {matmul.name} maps {columns} features to "
+                              f"{rows} on each rank: change model.dim, model.mlp_ratio or parallel.tp, or leave it in bf16 by "
+                              "adding it to fp8.keep")
+    return model

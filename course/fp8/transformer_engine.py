@@ -1,0 +1,168 @@
+"""Transformer Engine behind the same seam: its modules in the place of the linears that the plan names, with the same weights.
+
+    linear alone            te.Linear
+    norm, then linear       te.LayerNormLinear          one kernel normalises, scales and casts
+    norm, then MLP          te.LayerNormMLP             and one applies GELU, scales and casts
+    attention               te.DotProductAttention      cuDNN's or flash; where cp cuts tokens, the course's own stays
+
+They are built after the model is cut and has its values, and take its parameters themselves, not copies: so optimizer, data
+parallelism, ZeRO-1 and checkpoints see what they always see, and both ways of training start from the same weights. Over tp
+they communicate on their own. Two things differ: te.LayerNormMLP's GELU is the tanh approximation, within 0.0005 of ours, and
+the amax histories of its delayed recipe are not in checkpoints: a resumed run starts them afresh.
+"""
+
+import importlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from course.models.layers import Attend
+from course.parallel import Axis, Mesh
+from course.parallel.tensor_parallel.linear import ColumnLinear, RowLinear
+from course.utils.errors import CourseError
+
+if TYPE_CHECKING:
+    from course.config import FP8, Config
+
+AVAILABLE = {"delayed": "is_fp8_available", "current": "is_fp8_available", "block": "is_fp8_block_scaling_available",
+             "mxfp8": "is_mxfp8_available"}         # what says whether the GPU has it
+
+
+def convert(model: Any, config: "Config", mesh: Mesh, enabled: bool = True) -> nn.Module:
+    """Put Transformer Engine's modules into a cut, initialised model, if the configuration asks for them.
+
+    enabled: without it they multiply in bf16, to measure what FP8 itself gains. Raises `CourseError` where the package or the
+    hardware is missing.
+    """
+    if config.precision != "fp8" or config.fp8.by != "te":
+        return model
+    te = load(mesh.world.device, config.fp8.recipe)
+    for name, block in model.blocks.items():
+        def wanted(part: str, name: str = name) -> bool:
+            return not config.fp8.keeps(f"blocks.{name}.{part}")
+
+        convert_block(te, block, wanted)
+        if mesh.cp.size == 1:
+            block.attn.core = Attention(te, block.attn)
+    inside(model, te, recipe_of(config.fp8), enabled)
+    return model
+
+
+def load(device: torch.device, recipe: str) -> Any:
+    """Transformer Engine, if it is there and this GPU has the recipe."""
+    if device.type != "cuda":
+        raise CourseError("fp8.by=te needs a GPU: use fp8.by=native, which a CPU emulates")
+    try:
+        te = importlib.import_module("transformer_engine.pytorch")
+    except (ImportError, OSError) as error:         # OSError: a library that it needs is missing or of another version
+        raise CourseError(f"fp8.by=te needs Transformer Engine, and importing it fails ({' '.join(str(error).split())[:160]}): "
+                          "see `course doctor`, or use fp8.by=native") from error
+    has, reason = getattr(te, AVAILABLE[recipe])(return_reason=True)
+    if not has:
+        raise CourseError(f"fp8.recipe={recipe} does not run on {torch.cuda.get_device_name(device)} ({reason}): choose another")
+    return te
+
+
+def recipe_of(settings: "FP8") -> Any:
+    """Transformer Engine's recipe: always a named one, since its default depends on the GPU."""
+    recipes = importlib.import_module("transformer_engine.common.recipe")
+    kind = recipes.Format.HYBRID if settings.gradients == "e5m2" else recipes.Format.E4M3
+    match settings.recipe:
+        case "delayed":
+            return recipes.DelayedScaling(margin=settings.margin, fp8_format=kind, amax_history_len=settings.history,
+                                          amax_compute_algo=settings.amax)
+        case "current":
+            return recipes.Float8CurrentScaling(fp8_format=kind)
+        case "block":
+            return recipes.Float8BlockScaling()     # both are E4M3 everywhere: blocks are small enough for its range
+        case _:
+            return recipes.MXFP8BlockScaling()
+
+
+def inside(model: Any, te: Any, recipe: Any, enabled: bool) -> None:
+    """Let the model's forward pass run with the recipe. Around all of it: the histories move on when it is left."""
+    forward = model.forward
+
+    def run(*inputs: Any) -> Any:
+        with te.autocast(enabled=enabled, recipe=recipe):                   # amaxes are reduced over all ranks
+            return forward(*inputs)
+
+    model.forward = run
+
+
+def convert_block(te: Any, block: Any, wanted: Callable[[str], bool]) -> None:
+    """The four linears of a block, with the norms before them where these have weights of their own."""
+    norms = [norm if norm.weight is not None else None for norm in (block.norm1, block.norm2)]
+    if wanted("attn.qkv"):
+        block.attn.qkv = linear(te, block.attn.qkv, norms[0])
+        block.norm1 = nn.Identity() if norms[0] is not None else block.norm1
+    if wanted("attn.out"):
+        block.attn.out = linear(te, block.attn.out)
+    if norms[1] is not None and wanted("mlp.up") and wanted("mlp.down"):
+        block.mlp, block.norm2 = mlp(te, block.norm2, block.mlp.up, block.mlp.down), nn.Identity()
+        return
+    for part in ("up", "down"):
+        if wanted(f"mlp.{part}"):
+            setattr(block.mlp, part, linear(te, getattr(block.mlp, part)))
+
+
+def linear(te: Any, old: Any, norm: Any = None) -> nn.Module:
+    """te.Linear or te.LayerNormLinear with the parameters of a linear, whole or cut."""
+    style, axis = style_of(old)
+    rows, columns = old.weight.shape
+    sizes = {"in_features": columns * (axis.size if style == "row" else 1),             # of all ranks together
+             "out_features": rows * (axis.size if style == "column" else 1)}
+    common = {**sizes, "bias": old.bias is not None, "device": "meta", "params_dtype": old.weight.dtype,
+              "parallel_mode": style, "tp_group": axis.group, "tp_size": axis.size}
+    if norm is None:
+        return take(te.Linear(**common), weight=old.weight, bias=old.bias)
+    return take(te.LayerNormLinear(eps=norm.eps, **common), layer_norm_weight=norm.weight, layer_norm_bias=norm.bias,
+                weight=old.weight, bias=old.bias)
+
+
+def mlp(te: Any, norm: Any, up: Any, down: Any) -> nn.Module:
+    """te.LayerNormMLP with the parameters of a norm and two linears."""
+    style, axis = style_of(up)
+    rows, columns = up.weight.shape
+    made = te.LayerNormMLP(hidden_size=columns, ffn_hidden_size=rows * axis.size, eps=norm.eps, activation="gelu",
+                           set_parallel_mode=style is not None, tp_group=axis.group, tp_size=axis.size, device="meta",
+                           params_dtype=up.weight.dtype)
+    return take(made, layer_norm_weight=norm.weight, layer_norm_bias=norm.bias, fc1_weight=up.weight, fc1_bias=up.bias,
+                fc2_weight=down.weight, fc2_bias=down.bias)
+
+
+def style_of(old: nn.Module) -> tuple[str | None, Axis]:
+    """How tp has cut a linear, and over which ranks."""
+    if isinstance(old, ColumnLinear | RowLinear):
+        return "column" if isinstance(old, ColumnLinear) else "row", old.axis
+    return None, Axis("tp")
+
+
+def take(made: nn.Module, **parameters: nn.Parameter | None) -> nn.Module:
+    """Let a module, built on the meta device, use these parameters; they must fit."""
+    for name, parameter in parameters.items():
+        if parameter is not None:
+            assert getattr(made, name).shape == parameter.shape, f"{type(made).__name__}.{name}"
+            setattr(made, name, parameter)
+    left = [name for name, parameter in made.named_parameters() if parameter.is_meta]
+    assert not left, f"{type(made).__name__} has parameters of its own: {left}"
+    return made
+
+
+class Attention(nn.Module):
+    """te.DotProductAttention at the seam `attend`: 3 x (B, h, T, d) -> (B, h, T, d)."""
+
+    seam = Attend.seam
+
+    def __init__(self, te: Any, attention: Any):
+        super().__init__()
+        d = attention.head_dim
+        heads = attention.qkv.weight.shape[0] // (3 * d)                    # on this rank
+        mask = "causal" if attention.core.causal else "no_mask"
+        self.inner = te.DotProductAttention(heads, d, qkv_format="bshd", attn_mask_type=mask)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        y = self.inner(*(x.transpose(1, 2) for x in (q, k, v)))             # (B, T, h·d)
+        return y.unflatten(-1, (q.shape[1], -1)).transpose(1, 2)

@@ -1,0 +1,1 @@
+"""What trained models are for: forecasts and their scores, text, images."""

@@ -1,0 +1,71 @@
+"""`course sample RUN --prompt "def "`: what a trained GPT writes after a prompt."""
+
+from collections.abc import Callable, Container
+from pathlib import Path
+
+import torch
+
+from course.config import Config
+from course.data.text import bpe, end_tokens
+from course.inference.forecast_scores import device_of, load_model, read_config
+from course.inference.kv_cache_decoding import generate
+from course.utils.errors import CourseError
+
+
+def sample_run(run: Path, prompt: str, count: int, temperature: float, top_k: int, seed: int, samples: int,
+         say: Callable[[str], None] = print, tokenizer: Path | None = None) -> list[str]:
+    """Print `samples` continuations of the prompt by the newest checkpoint of a run, and return them.
+
+    tokenizer: a tokenizer.json; None: the run's own, else that of its data.
+
+    Raises `CourseError` where the run is no GPT's, its tokenizer is missing, or the text is longer than the model's context.
+    """
+    settings = read_config(run)
+    if settings.model.kind != "gpt":
+        raise CourseError(f"{run} is a run of a {settings.model.kind}, which writes no text: give one of a GPT, such as "
+                          "runs/gpt-python/default")
+    words = bpe.load(find_tokenizer(run, settings, tokenizer))
+    last = set(end_tokens.of_run(run, settings) + end_tokens.of_tokenizer(words))
+    if not is_text(prompt):
+        raise CourseError("the prompt is no text in UTF-8: give one that is")
+    model, step = load_model(run, settings, device_of(settings))
+    known = bpe.ids(words, prompt)
+    if max(known, default=0) >= settings.model.words:
+        raise CourseError(f"the prompt has token {max(known)}, and the model knows {settings.model.words}: the tokenizer is not "
+                          "its own; give that with --tokenizer FILE")
+    tokens = torch.tensor([known] * samples, device=next(model.parameters()).device).view(samples, len(known))
+    written = generate(model, tokens, count, temperature, top_k, seed, True, last)
+    texts = [bpe.text(words, until_end_token(row, len(known), last)) for row in written.tolist()]
+    for number, text in enumerate(texts, 1):
+        say(f"--- {run}, step {step}, sample {number} of {samples}\n{text}")
+    return texts
+
+
+def is_text(prompt: str) -> bool:
+    """Whether a command line's bytes were text; what is not comes as halves of pairs."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def until_end_token(tokens: list[int], start: int, last: Container[int]) -> list[int]:
+    """The tokens up to the first of those that end a text, from number `start` on: what follows is another."""
+    return tokens[:next((at for at in range(start, len(tokens)) if tokens[at] in last), len(tokens))]
+
+
+def tokenizer_files(run: Path, settings: Config) -> list[Path]:
+    """Where the tokenizer of a run may lie, the first that is there counts: a converted run has it, else its data."""
+    return [run / "tokenizer.json", Path(settings.data.path) / "tokenizer.json"]
+
+
+def find_tokenizer(run: Path, settings: Config, given: Path | None) -> Path:
+    """The file of the tokenizer that a run's tokens are of."""
+    if given and not given.is_file():
+        raise CourseError(f"there is no {given}: give a tokenizer.json with --tokenizer FILE")
+    for file in [given] if given else tokenizer_files(run, settings):
+        if file.is_file():
+            return file
+    raise CourseError(f"{run} has no tokenizer: neither {' nor '.join(map(str, tokenizer_files(run, settings)))} is there; give "
+                      "the tokenizer.json of the model's tokens with --tokenizer FILE")

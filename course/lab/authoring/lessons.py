@@ -1,0 +1,268 @@
+"""Lessons: from the master `solutions/NN_name.py` to the learner's notebook and the executed one.
+
+A master is a script in jupytext's percent format. A cell marked `exercise="name"` is an exercise: either
+it imports an object of the library, and the notebooks show that object's source (the learner's: blank);
+or it holds its answer between nbgrader's markers. A cell that calls `check("name")` is the autograded
+test of nbgrader. `notebooks/NN_name.ipynb` is for learners, `solutions/NN_name.ipynb` executed.
+"""
+
+import ast
+import filecmp
+import hashlib
+import json
+import os
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from course.lab.authoring import stubs
+from course.lab.checks import exercise as exercises
+from course.lab.checks import notebook_cells, own_notebooks
+from course.lab.checks.exercise import Exercise
+from course.lab.grading import shipped_files
+from course.lab.notebook import BUILDING, RESULTS
+from course.utils.atomic_files import atomic
+from course.utils.errors import CourseError
+
+ROOT = stubs.PACKAGE.parent                          # where notebooks/ and solutions/ lie, in a clone
+SHIPPED = stubs.PACKAGE / "given"                    # what a wheel has instead
+BUILDER_VERSION = "1"                                # of this builder: a new one makes all notebooks stale
+CELL_TIMEOUT = 900                                   # seconds that a cell may take
+CHECK_CALL = re.compile(r'^check\("([\w-]+)"', re.MULTILINE)
+SHOW_CALL = re.compile(r'\bshow\("([\w.]+)"\)')
+WIDGET = "application/vnd.jupyter.widget-view+json"
+MIN_LEAK = 30                                        # characters of an answer's statement that tell something
+
+
+def masters(names: list[str], root: Path = ROOT) -> list[Path]:
+    """The masters of these names (such as 01 or 01_baseline), or all."""
+    paths = sorted((root / "solutions").glob("[0-9][0-9]_*.py"))
+    if not paths:
+        raise CourseError(f"{root}/solutions holds no lessons' masters: use the `course` of a clone of the repository; "
+                          "what learners get, a release or a wheel, has none")
+    for name in names:
+        if not any(path.stem.startswith(name.removesuffix(".py")) for path in paths):
+            raise CourseError(f"there is no lesson {name}; there are {', '.join(path.stem for path in paths)}")
+    return [path for path in paths if not names or any(path.stem.startswith(n.removesuffix(".py")) for n in names)]
+
+
+def build(names: list[str], root: Path = ROOT, force: bool = False) -> None:
+    """Write the notebooks of these lessons, executing those that are stale or whose cells somebody edited.
+
+    What nbgrader is told, points among it, is written into the others as they are: their outputs stay.
+    """
+    for master in masters(names, root):
+        write_notebook(learner_notebook(master), root / "notebooks" / f"{master.stem}.ipynb")
+        target, instructor = root / "solutions" / f"{master.stem}.ipynb", instructor_notebook(master)
+        notebook = None if force or is_stale(master, target) else notebook_cells.load_notebook(target)
+        if notebook is None or cell_texts(notebook) != cell_texts(instructor):
+            print(f"executing {master.name}", flush=True)
+            notebook = execute(instructor, root / "notebooks")
+        for cell, new in zip(notebook.cells, instructor.cells, strict=True):
+            cell.metadata = new.metadata
+        write_notebook(notebook, target)
+        print(f"{master.stem}: up to date")
+
+
+def verify(names: list[str], root: Path = ROOT) -> list[str]:
+    """What `build --check` finds: a sentence for everything that is stale or gives an answer away."""
+    problems = []
+    for master in masters(names, root):
+        for folder, wanted in (("notebooks", learner_notebook(master)), ("solutions", instructor_notebook(master))):
+            path = root / folder / f"{master.stem}.ipynb"
+            if is_stale(master, path):
+                problems.append(f"{folder}/{path.name} is stale: run `course lessons build {master.stem}`")
+            elif cell_texts(notebook := notebook_cells.load_notebook(path)) != cell_texts(wanted):
+                problems.append(f"{folder}/{path.name} was edited: edit solutions/{master.name} instead, and run `course lessons "
+                                f"build {master.stem}`")
+            elif all_nbgrader_metadata(notebook) != all_nbgrader_metadata(wanted):
+                problems.append(f"{folder}/{path.name} has other points, or other metadata for nbgrader, than its exercises: run "
+                                f"`course lessons build {master.stem}`, which keeps its outputs")
+        path = root / "notebooks" / f"{master.stem}.ipynb"
+        if path.is_file():
+            problems += [f"notebooks/{path.name} {leak}"
+                      for leak in find_leaks(notebook_cells.load_notebook(path), instructor_notebook(master))]
+    return problems
+
+
+def copy(folder: Path, home: Path | None = None) -> None:
+    """Put the blank notebooks in folder/notebooks and the scripts for clusters in folder/submit.
+
+    They come from `home`, a clone or what a wheel has brought. What is there already and equal stays. Raises `CourseError`,
+    having written nothing, where another file of such a name is there.
+    """
+    home = home or (SHIPPED if SHIPPED.is_dir() else ROOT)
+    names = shipped_files.list_files(home)
+    first = next((name for name in names if name.suffix == ".ipynb"), None)
+    if first is None:
+        raise CourseError(f"{home}/notebooks holds no lessons: install the course's wheel, or use the `course` of a clone")
+    for part in (folder, folder / "notebooks", folder / "submit"):
+        if part.exists() and not part.is_dir():
+            raise CourseError(f"{part} is a file, and should become a folder: name another one, or move what is there")
+    existing = [name for name in names if (folder / name).exists()]
+    changed = [name for name in existing if not filecmp.cmp(folder / name, home / name, shallow=False)]
+    if changed:
+        more = f" and {len(changed) - 1} more" if changed[1:] else ""
+        raise CourseError(f"{folder} has {changed[0]}{more}, which somebody changed or another version wrote: "
+                          "nothing was copied; name another folder, or move what is there")
+    for name in sorted({*names} - {*existing}):
+        with atomic(folder / name) as temporary:
+            shutil.copy(home / name, temporary)
+    own_notebooks.remember_course(folder)
+    print(f"{folder}/notebooks has the lessons; begin with: jupyter lab {shlex.quote(str(folder / first))}\n"
+          f"{folder}/submit has scripts for clusters; say before sbatch: export COURSE_PYTHON={shlex.quote(sys.executable)}")
+
+
+def instructor_notebook(master: Path) -> Any:
+    """The notebook with answers between their markers, not executed."""
+    notebook = notebook_cells.load_notebook(master)
+    for number, cell in enumerate(notebook.cells):
+        cell.id = f"lesson{master.stem[:2]}-{number:03d}"
+        name = cell.metadata.pop("exercise", None)
+        if name:
+            cell.source = expand_answer(cell.source, exercises.find(name))
+            cell.metadata["nbgrader"] = nbgrader_metadata(name, solution=True)
+        elif cell.cell_type == "code" and (match := CHECK_CALL.search(cell.source)):
+            exercise = exercises.find(match[1])
+            cell.metadata["nbgrader"] = nbgrader_metadata(f"check-{exercise.name}", solution=False) | {"points": exercise.points}
+    notebook.metadata = notebook_cells.new_metadata(
+        {"lesson": master.stem[:2], "source": source_digest(master)})
+    return notebook
+
+
+def learner_notebook(master: Path) -> Any:
+    """The notebook with blank exercises and no outputs."""
+    notebook = instructor_notebook(master)
+    for cell in notebook.cells:
+        if "nbgrader" in cell.metadata and cell.metadata["nbgrader"]["solution"]:
+            cell.source = stubs.clear_answers(cell.source).rstrip("\n")
+    return notebook
+
+
+def expand_answer(source: str, exercise: Exercise) -> str:
+    """An exercise's cell with its answer: imports of the exercise's own objects become their sources."""
+    if stubs.BEGIN in source:
+        return source
+    modules = {dotted.rpartition(".")[0]: dotted for dotted in exercise.objects}
+    nodes = ast.parse(source).body
+    if not all(isinstance(node, ast.ImportFrom) and node.module in modules for node in nodes):
+        raise CourseError(f"exercise {exercise.name}: its cell must either import {', '.join(exercise.objects)} and nothing "
+                          f"else, or have its answer between {stubs.BEGIN} and {stubs.END}")
+    return exercises.right(exercise, marked=True).rstrip("\n")
+
+
+def nbgrader_metadata(name: str, solution: bool) -> dict[str, Any]:
+    """A cell's metadata for nbgrader: an answer to collect, or a test to run."""
+    return {"grade_id": name, "solution": solution, "grade": not solution, "locked": not solution, "task": False,
+            "schema_version": 3}
+
+
+def source_digest(master: Path) -> str:
+    """Of all that a lesson shows: its master, answers, library objects, the recorded results that it names; and this builder."""
+    text = master.read_text(encoding="utf-8")
+    marked = [exercises.find(name).objects for name in re.findall(r'^# %%.*exercise="([\w-]+)"', text, re.MULTILINE)]
+    shown = sorted({dotted for objects in marked for dotted in objects} | set(SHOW_CALL.findall(text)))
+    recorded = (path.read_text(encoding="utf-8") for path in sorted(RESULTS.glob("*.json")) if f'"{path.stem}"' in text)
+    parts = [BUILDER_VERSION, text, *(stubs.shown_source(dotted) for dotted in shown), *recorded]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def is_stale(master: Path, notebook: Path) -> bool:
+    """Whether a notebook is missing or was made from something else than what is there now."""
+    if not notebook.is_file():
+        return True
+    return notebook_cells.load_notebook(notebook).metadata.get("course", {}).get("source") != source_digest(master)
+
+
+def cell_texts(notebook: Any) -> list[tuple[str, str]]:
+    """Each cell's kind and source; outputs, which contain timings, are left aside."""
+    return [(cell.cell_type, cell.source) for cell in notebook.cells]
+
+
+def all_nbgrader_metadata(notebook: Any) -> list[dict[str, Any]]:
+    """What nbgrader is told of each cell."""
+    return [cell.metadata.get("nbgrader", {}) for cell in notebook.cells]
+
+
+def find_leaks(notebook: Any, solved: Any) -> Iterator[str]:
+    """Where a learner's notebook gives an answer away: outputs, markers, or a statement of an answer."""
+    texts = [cell.source for cell in notebook.cells]
+    if any(cell.get("outputs") or cell.get("attachments") for cell in notebook.cells):
+        yield "has outputs"
+    if any(stubs.BEGIN in text for text in texts):
+        yield "has an answer between its markers"
+    everything = without_spaces("\n".join(texts))
+    for cell in solved.cells:
+        for line in answer_lines(cell.source):
+            if len(without_spaces(line)) >= MIN_LEAK and without_spaces(line) in everything:
+                yield f"shows a line of an answer: {line.strip()}"
+
+
+def answer_lines(source: str) -> Iterator[str]:
+    """The lines between markers, comments aside."""
+    inside = False
+    for line in source.splitlines():
+        if stubs.BEGIN in line or stubs.END in line:
+            inside = stubs.BEGIN in line
+        elif inside:
+            yield line.split("  #")[0]
+
+
+def without_spaces(text: str) -> str:
+    """Without white space."""
+    return "".join(text.split())
+
+
+def execute(notebook: Any, folder: Path) -> Any:
+    """Run all cells in a fresh kernel; outputs keep nothing of this machine's paths. Raises where a cell fails."""
+    from nbclient import NotebookClient
+    from nbclient.exceptions import CellExecutionError
+
+    folder.mkdir(exist_ok=True)
+    os.environ[BUILDING] = "1"                       # which the kernel inherits
+    metadata = notebook.metadata
+    try:
+        NotebookClient(notebook, timeout=CELL_TIMEOUT, kernel_name="python3", record_timing=False, store_widget_state=False,
+                       resources={"metadata": {"path": str(folder)}}).execute()
+    except CellExecutionError as error:
+        output_texts = [output.get("text") or output.get("data", {}).get("text/plain", "") for cell in notebook.cells
+                for output in cell.get("outputs", [])]
+        where = next((line for line in str(error).splitlines()[1:] if line.strip("- ")), "")     # below nbclient's own words
+        raise CourseError("\n".join([f"lesson {metadata['course']['lesson']} does not run; the cell that begins with",
+                                     f"    {where}", f"stopped with {error.ename}: {error.evalue}",
+                                     *output_texts[-2:]])) from None
+    finally:
+        del os.environ[BUILDING]
+    notebook.metadata = notebook_cells.new_metadata(dict(metadata["course"]))
+    scrub_outputs(notebook, folder.parent)
+    return notebook
+
+
+def scrub_outputs(notebook: Any, root: Path) -> None:
+    """Keep of the outputs what means something elsewhere: no folders of this machine, no widgets without their kernel."""
+    names = {str(root): "~/course", sys.prefix: "~/course/.venv", sys.base_prefix: "~/python", str(Path.home()): "~"}
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            text = json.dumps(cell.outputs)
+            for folder, name in names.items():
+                text = text.replace(json.dumps(folder)[1:-1], name)
+            cell.outputs = list(filter(without_widget, notebook_cells.parse_outputs(text)))
+
+
+def without_widget(output: Any) -> bool:
+    """Take the widget out of an output; whether a picture is left in its place, which a progress bar has not."""
+    return output.get("data", {}).pop(WIDGET, None) is None or "image/png" in output["data"]
+
+
+def write_notebook(notebook: Any, path: Path) -> None:
+    """Write a notebook whole, if it differs from what is there."""
+    import nbformat
+
+    text = nbformat.writes(notebook) + "\n"
+    if not path.is_file() or path.read_text(encoding="utf-8") != text:
+        with atomic(path) as temporary:
+            temporary.write_text(text, encoding="utf-8")

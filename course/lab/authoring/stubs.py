@@ -1,0 +1,182 @@
+"""Exercises whose answer is an object of the library: its source shown whole, or blank.
+
+An object is named by its dotted name, such as `course.models.vit.RelativeL2`, and is a function or class
+at the top of a module. Its answer is its source; its blank keeps signatures, docstrings and shape
+comments and raises "not implemented yet". So an answer exists once, and is the code that the tests cover.
+"""
+
+import ast
+import builtins
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from course.lab.authoring import hidden_answers
+from course.utils.errors import CourseError
+
+BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"  # nbgrader's own markers
+STUB = 'raise NotImplementedError("not implemented yet")  # your code here'
+PACKAGE = Path(__file__).parents[2]                  # the folder of `course` itself
+IGNORED = ("__pycache__", "mistakes", "results", Path(hidden_answers.ARCHIVE).name)  # of a built copy
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True)
+class LibraryObject:
+    """A function or class at the top of a module of the library."""
+
+    module: str                                      # course.models.vit
+    name: str                                        # RelativeL2
+    file: Path
+    text: str                                        # of the whole module
+    tree: ast.Module
+    node: Function | ast.ClassDef
+
+    @property
+    def lines(self) -> tuple[int, int]:
+        """First and last line in the module, from 1, decorators included."""
+        return min([self.node.lineno, *(d.lineno for d in self.node.decorator_list)]), self.node.end_lineno or 0
+
+
+def find_object(dotted: str) -> LibraryObject:
+    """Look an object of the library up, without importing its module."""
+    module, _, name = dotted.rpartition(".")
+    spec = find_spec(module) if module.startswith("course") else None       # no other package is ours to show
+    if spec is None or spec.origin is None:
+        raise CourseError(f"{dotted}: the library has no module {module}")
+    file = Path(spec.origin)
+    text = hidden_answers.original_text(module, file)
+    tree = ast.parse(text)
+    for node in tree.body:
+        if isinstance(node, Function | ast.ClassDef) and node.name == name:
+            return LibraryObject(module, name, file, text, tree, node)
+    raise CourseError(f"{dotted}: {module} has no function or class {name} at its top level")
+
+
+def answer_source(*objects: str, marked: bool = False) -> str:
+    """The sources of objects that share a cell, below the imports that they need, each of them once.
+
+    `marked` puts what is to be written between nbgrader's markers.
+    """
+    every = list(map(find_object, objects))
+    return needed_imports(every) + "\n\n".join(object_source(found, marked) for found in every)
+
+
+def object_source(library_object: LibraryObject, marked: bool) -> str:
+    """An object's source without imports."""
+    lines = without_type_notes(library_object.text)
+    first, last = library_object.lines
+    if marked:
+        for start, end, indent in sorted(answer_bodies(library_object.node), reverse=True):
+            lines[start - 1:end] = [indent + BEGIN, *lines[start - 1:end], indent + END]
+            last += 2
+    return "\n".join(lines[first - 1:last]).rstrip() + "\n"
+
+
+def blank_source(*objects: str) -> str:
+    """The objects' signatures and docstrings with the imports that their answers need; every body is the stub."""
+    return clear_answers(answer_source(*objects, marked=True))
+
+
+def clear_answers(text: str) -> str:
+    """Replace what stands between the markers by the stub, as nbgrader does."""
+    lines, inside = [], False
+    for line in text.splitlines():
+        if BEGIN in line:
+            inside = True
+            lines.append(line[:len(line) - len(line.lstrip())] + STUB)
+        elif END in line:
+            inside = False
+        elif not inside:
+            lines.append(line)
+    return "\n".join(lines) + "\n"
+
+
+def answer_bodies(node: ast.AST) -> Iterator[tuple[int, int, str]]:
+    """(first line, last line, indentation) of the body, docstring aside, of each function that is a unit of its own.
+
+    An `__init__` without a docstring only names what a module has: it is given, not asked for.
+    """
+    if isinstance(node, ast.ClassDef):
+        for child in node.body:
+            yield from answer_bodies(child)
+    elif isinstance(node, Function) and (node.name != "__init__" or ast.get_docstring(node)):
+        start = node.body[0].lineno
+        if ast.get_docstring(node) is not None:
+            start = (node.body[0].end_lineno or 0) + 1
+        else:                                        # a comment above the first statement belongs to the answer
+            start = min(start, last_line_of_signature(node) + 1)
+        yield start, node.end_lineno or 0, " " * node.body[0].col_offset
+
+
+def last_line_of_signature(node: Function) -> int:
+    """The line on which `def ...:` ends."""
+    parts = [node.lineno, *(a.end_lineno or 0 for a in ast.walk(node.args) if isinstance(a, ast.expr | ast.arg))]
+    return max(parts + ([node.returns.end_lineno or 0] if node.returns else []))
+
+
+def needed_imports(objects: Sequence[LibraryObject]) -> str:
+    """The import lines that the sources of these objects need outside of their modules."""
+    lines: list[str] = []
+    known = {found.name for found in objects} | set(dir(builtins))
+    for module in dict.fromkeys(found.module for found in objects):
+        group = [found for found in objects if found.module == module]
+        needed = {n.id for found in group for n in ast.walk(found.node) if isinstance(n, ast.Name)} - known
+        module_names = []
+        for node in group[0].tree.body:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                names = [alias for alias in node.names if (alias.asname or alias.name.split(".")[0]) in needed]
+                if names:
+                    lines.append(ast.unparse(ast.Import(names) if isinstance(node, ast.Import)
+                                             else ast.ImportFrom(node.module, names, node.level)))
+            elif isinstance(node, Function | ast.ClassDef) and node.name in needed:
+                module_names.append(node.name)
+            elif isinstance(node, ast.Assign | ast.AnnAssign):
+                module_names += [n.id for n in ast.walk(node)
+                        if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store) and n.id in needed]
+        if module_names:
+            lines.append(f"from {module} import {', '.join(sorted(module_names))}")
+    return "\n".join(dict.fromkeys(lines)) + "\n\n\n" if lines else ""
+
+
+def shown_source(dotted: str) -> str:
+    """An object's source, for a lesson to show."""
+    library_object = find_object(dotted)
+    first, last = library_object.lines
+    return "\n".join(without_type_notes(library_object.file.read_text(encoding="utf-8"))[first - 1:last]) + "\n"
+
+
+def without_type_notes(text: str) -> list[str]:
+    """The lines of a module without its notes to the type checker."""
+    return [re.sub(r"\s*# type: ignore(\[[^]]*\])?", "", line) for line in text.splitlines()]
+
+
+def build_blanked_package(objects: Sequence[str], folder: Path) -> Path:
+    """Copy the package to `folder`/course with these objects blank; returns `folder`, to stand first on PYTHONPATH.
+
+    Known mistakes are left out: they are nearly answers.
+    """
+    target = folder / "course"
+    shutil.copytree(PACKAGE, target, ignore=shutil.ignore_patterns(*IGNORED))
+    unhidden = {hidden_answers.module_file(module): text for module,
+             text in hidden_answers.hidden_texts().items() if ".mistakes." not in module}
+    for file, text in (unhidden | blanked_modules(objects)).items():
+        (target / file.relative_to(PACKAGE)).write_text(text, encoding="utf-8")
+    return folder
+
+
+def blanked_modules(objects: Sequence[str]) -> dict[Path, str]:
+    """The texts of the modules of these objects, by their files, with the objects blank and every line where it was."""
+    groups: dict[Path, list[LibraryObject]] = {}
+    for found in map(find_object, objects):
+        groups.setdefault(found.file, []).append(found)
+    texts = {}
+    for file, group in groups.items():
+        lines = group[0].text.splitlines()
+        for start, end, indent in (body for found in group for body in answer_bodies(found.node)):
+            lines[start - 1:end] = [indent + STUB, *[""] * (end - start)]
+        texts[file] = "\n".join(lines) + "\n"
+    return texts

@@ -1,0 +1,523 @@
+"""Check an answer: run it in a process of its own, compare what it returns with the library's, say what held.
+
+The process receives inputs and returns tensors. What they should be, and the verdict, stay here.
+"""
+
+import atexit
+import errno
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass, replace
+from difflib import SequenceMatcher
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save_file
+from torch import Tensor
+
+from course.lab.authoring import stubs
+from course.lab.checks import diagnosis
+from course.lab.checks.exercise import UNKNOWN, Exercise, Mistake, Tensors, all_exercises, find, known_mistakes, right, wrong
+from course.lab.checks.notebook_cells import Piece, whole_answer
+from course.lab.instruments.bytes_sent import excess_kinds
+from course.lab.sandbox import sandbox
+from course.lab.sandbox.child import START_VARIABLE
+from course.lab.sandbox.scratch_folder import read_untrusted, remove
+from course.ranks.collective_mismatch import CELL
+from course.utils.errors import CourseError
+
+MAX_OUTPUT_BYTES = 200_000_000                       # bytes of an outputs file
+MAX_HEADER_BYTES = 100_000                           # bytes of its header
+MAX_EXTRA_OUTPUTS = 20                               # tensors in it, besides those that the exercise claims something of
+MAX_COMPARED = 2000                                  # characters of a line of it that are compared with those of known mistakes
+MAX_ERROR = 8000                                     # characters of an error that are kept, the last ones
+# of the system's reasons those that are no answer's fault, unless its own line met them
+MACHINE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.ENFILE, errno.EMFILE, errno.EAGAIN, errno.ENOMEM, errno.EADDRINUSE)
+MACHINE_MESSAGES = {"The ranks did not start": 0, "can't start new thread": errno.EAGAIN, "the disk is full": errno.ENOSPC,
+        "can't allocate memory": errno.ENOMEM}       # the same in other words
+MAX_SHOWN = 8                                        # numbers that are shown one by one
+WRITES_INPUT = "do not write into {}; work on a copy"
+ENDED_HINT = ("look for a loop that does not end, for memory that grows, and for a call that ends the process (sys.exit, "
+              "os._exit) or makes it crash")
+HINT_SEPARATOR = "; or: "                            # between the hints of mistakes that stop in just the same way
+UNKNOWN_ON_RANKS = f"{UNKNOWN}, printing what each rank has; is every call with async_op=True waited for?"
+UNKNOWN_CASE = "no known mistake gives these numbers: take the case that is named, and go through your code with it, line by line"
+TRY_AGAIN = "run the cell, and check again"          # in a notebook
+EARLIER_UNWRITTEN = "it calls what an earlier exercise asks for, which is not written yet"
+UNWRITTEN = "it is not written yet"
+TRAINING_OUTPUTS = ("losses", "trained", "weights")  # so end the names of outputs of a training
+HIDDEN_ERRORS = {                                    # what stopped an answer, where its own words are left out
+    "InvalidReturn": "what your code returned cannot be used: compare its type and shape with what the docstring says",
+    "ranks": "the ranks did not meet in the same collectives",
+    "late": "it took too long",
+    "ended": "it ended before it returned anything",
+}
+HIDDEN_ERROR = "it stopped with an error, which is left out: it could show hidden inputs"
+RANK_SECONDS = 30.0                                  # that ranks wait for one another; the whole has twice that
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One thing that held, or did not, or was not even tried."""
+
+    held: bool
+    text: str
+    tried: bool = True
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a check found. It passed if there are facts and all of them held."""
+
+    exercise: str
+    facts: tuple[Fact, ...]
+    hint: str = ""
+    output: str = ""                                 # what the answer printed
+    seed: int = 0
+    seconds: float = 0.0                             # that whoever called the check waited
+    version: str = ""                                # of the check
+    isolation: str = ""                              # what the answer was kept from
+    late: bool = False                               # it took too long, which a busy machine can be the cause of
+    of: int = 0                                      # facts that there are if nothing stops the check early
+    unchecked: bool = False                          # this machine failed, so that nothing is known about the answer
+
+    @property
+    def passed(self) -> bool:
+        """Whether all facts held; without any, nothing was checked, and it did not pass."""
+        return bool(self.facts) and all(fact.held for fact in self.facts)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What came of one answer on so many ranks: tensors of each rank, or what stopped it."""
+
+    outputs: tuple[Tensors, ...] = ()
+    kind: str = ""                                   # of error: an exception's name, "ranks", "late" or "ended"
+    error: str = ""
+    cure: str = ""                                   # what to do about it, where that is plain
+    hidden_error: str = ""                           # the error without a word that the answer can have chosen
+    machine_failure: str = ""                        # how this machine failed, in the system's words, as far as the process says
+    maybe_answer: bool = False                       # that may as well be the answer's own doing
+
+
+def check_answer(exercise: Exercise, answer: Sequence[Piece], seed: int, hidden: bool = False,
+            layers: sandbox.Layers | None = None, again: str = TRY_AGAIN, looking: Callable[[], object] = lambda: None,
+            believing: bool = False) -> Verdict:
+    """Run the answer on every number of ranks that the exercise names, and judge; `again` says how one tries once more.
+
+    looking: called before a wrong answer is compared with known mistakes, which takes several times as long as all else.
+    believing: an answer's word that this machine failed is taken, since whoever calls tries once more.
+    """
+    begin, facts, hint, output, late = time.monotonic(), list[Fact](), "", "", False
+    inputs = exercise.draw(seed, hidden)
+    layers = layers or sandbox.layers()
+    blanked_package(exercise.objects)                        # made once, before two ask for it
+    with ThreadPoolExecutor(1) as beside:
+        for size in exercise.sizes:
+            expected = beside.submit(expected_run, exercise.name, seed, hidden, size)        # kept, for when `compare_run` asks
+            (run,), ended = run_answers(exercise, [(answer, inputs)], size, layers)
+            output, late = output + ended.output, run.kind == "late"
+            expected.result()                        # where ours does not run either, nothing is known about the answer
+            if run.machine_failure and (believing or not run.maybe_answer):
+                return unchecked_verdict(exercise, run.machine_failure, seed, hidden)
+            new_facts, hint = compare_run(exercise, run, seed, hidden, size, looking)
+            facts += new_facts
+            if not all(fact.held for fact in new_facts):
+                break
+    return Verdict(exercise.name, tuple(facts), hint.replace(TRY_AGAIN, again), output, seed, time.monotonic() - begin,
+                   exercise.version, describe_isolation(layers), late, exercise.facts)
+
+
+def unreadable_verdict(exercise: Exercise, problem: str, hint: str, seed: int = 0) -> Verdict:
+    """The verdict on an answer that could not be run."""
+    return Verdict(exercise.name, (Fact(False, problem),), hint, seed=seed, version=exercise.version, of=exercise.facts)
+
+
+def unchecked_verdict(exercise: Exercise, why: str, seed: int, hidden: bool) -> Verdict:
+    """The verdict where this machine failed: no mark, and tried again by the next run."""
+    fact = Fact(False, f"it could not be checked on this machine ({why})", tried=False)
+    hint = "nothing for you to do: whoever grades runs it again" if hidden else f"mend that, and {TRY_AGAIN}"
+    return Verdict(exercise.name, (fact,), hint, seed=seed, version=exercise.version, unchecked=True)
+
+
+def describe_isolation(layers: sandbox.Layers) -> str:
+    """How an answer runs here, to go after "your code ran"."""
+    if layers.namespaces:
+        return "isolated from your files, processes and network"
+    return "as an unprivileged user" if layers.user else "within limits on time, memory and disk"
+
+
+def compare_run(exercise: Exercise, run: Run, seed: int, hidden: bool, size: int,
+          looking: Callable[[], object] = lambda: None) -> tuple[list[Fact], str]:
+    """The facts, and a hint if one of them did not hold."""
+    where_run = f"on {size} ranks: " if size > 1 else ""
+    if run.error:
+        message = run.hidden_error if hidden else describe_stop(exercise, run)
+        if hidden and earlier_unwritten(exercise, run):
+            message = EARLIER_UNWRITTEN                           # without its name, which an answer can choose
+        return [Fact(False, where_run + message)], hint_for_error(exercise, run, seed, hidden, size, looking)
+    expected = expected_run(exercise.name, seed, hidden, size)
+    facts, inputs = [], exercise.draw(seed, hidden)
+    for key, claim in exercise.claims.items():
+        differences = [describe_difference(exercise, key, expected.outputs[rank][key], run.outputs[rank].get(key), inputs, hidden)
+                       for rank in range(size)]
+        facts.append(claim_fact(where_run + claim, differences, exercise.untried.get(key, ""), hidden))
+    if all(fact.held for fact in facts):
+        return facts, ""
+    looking()
+    return facts, hint_for_numbers(exercise, run, expected, reference_runs(exercise.name, seed, hidden, size)[1:], hidden)
+
+
+def claim_fact(claim: str, differences: Sequence[str], untried: str = "", hidden: bool = False) -> Fact:
+    """Whether a claim holds, from what each rank has against it; a rank is named if not all say the same.
+
+    Of hidden inputs none is named: an answer can choose which one."""
+    if not any(differences):
+        return Fact(True, claim)
+    if untried and untried in differences:
+        return Fact(False, f"{claim}: {untried}", tried=False)
+    rank = next(rank for rank, text in enumerate(differences) if text)
+    who = f"rank {rank}: " if len(set(differences)) > 1 and not hidden else ""
+    return Fact(False, f"{claim}: no, {who}{differences[rank]}")
+
+
+def hint_for_numbers(exercise: Exercise, run: Run, expected: Run, slips: Sequence[Run], hidden: bool = False) -> str:
+    """The hint of the mistake that gives just these outputs; or else of one that gives those which it is known by; or else of one
+    that gives those which it makes wrong, for who made two mistakes, each with outputs of its own.
+
+    Of hidden inputs nothing is said that depends on the numbers: an answer can choose them.
+    """
+    def same(one: Run, other: Run, keys: Collection[str]) -> bool:
+        return not any(difference(a[key], b.get(key), exercise.tolerance)
+                       for a, b in zip(one.outputs, other.outputs, strict=True) for key in keys)
+
+    known = [(mistake, slip) for mistake, slip in zip(comparable_mistakes(exercise), slips, strict=True) if slip.outputs]
+    for mistake, slip in known:
+        if same(slip, run, exercise.claims):
+            return mistake.hint
+    for mistake, slip in known:
+        if mistake.by and same(slip, run, mistake.by) and not same(expected, run, mistake.by):
+            return mistake.hint
+    for mistake, slip in known:
+        changed = [key for key in exercise.claims if not same(expected, slip, [key])]
+        if changed and same(slip, run, changed):
+            return mistake.hint
+    if "kept" in exercise.claims and not same(expected, run, ["kept"]):
+        return WRITES_INPUT.format("`batch`" if "the batch" in exercise.claims["kept"] else "what you are given")
+    return general_hint(exercise, len(run.outputs)) if hidden else hint_for_unknown(exercise, run, expected)
+
+
+def hint_for_unknown(exercise: Exercise, run: Run, expected: Run) -> str:
+    """What to say of outputs that no known mistake gives."""
+    ranks = list(zip(expected.outputs, run.outputs, strict=True))
+    wrong = {key: [differing(exercise, one.get(key), other.get(key)) for one, other in ranks] for key in exercise.claims}
+    broken = {key: pairs for key, pairs in wrong.items() if any(pairs)}
+    codes = [pair[1].amin().item() for key, pairs in broken.items() if key in exercise.flags for pair in pairs if pair]
+    values = [key for key in broken if key not in exercise.flags]
+    if not values:
+        return diagnosis.diagnose_flags(codes) if broken else general_hint(exercise, len(run.outputs))
+    fewer = exercise.sizes[0] if len(run.outputs) > exercise.sizes[0] else 0       # on which it was right, or nobody had got here
+    diagnose = diagnosis.diagnose_training if values[0].endswith(TRAINING_OUTPUTS) else diagnosis.diagnose_numbers
+    hints = [diagnose(broken[values[0]], fewer), diagnosis.diagnose_flags(codes) if min(codes, default=0) < 0 else ""]
+    return "; besides, ".join(filter(None, hints)) or general_hint(exercise, len(run.outputs))
+
+
+def differing(exercise: Exercise, expected: Tensor | None, actual: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    """Both, if they differ and there is something to compare."""
+    if expected is None or actual is None or not actual.numel() or not difference(expected, actual, exercise.tolerance):
+        return None
+    return expected, actual
+
+
+def general_hint(exercise: Exercise, size: int) -> str:
+    """What to say of outputs on so many ranks of which nothing else can be said."""
+    if exercise.unknown != UNKNOWN:
+        return exercise.unknown
+    return UNKNOWN_CASE if exercise.cases else UNKNOWN_ON_RANKS if size > 1 else UNKNOWN
+
+
+def describe_stop(exercise: Exercise, run: Run) -> str:
+    """What stopped an answer, as a sentence."""
+    if name := earlier_unwritten(exercise, run):
+        return f"it calls `{name}`, which is not written yet"
+    if is_unwritten(run.kind, run.error):
+        return UNWRITTEN
+    return run.error if run.kind in ("InvalidReturn", "ranks") else f"it stopped: {run.error}"
+
+
+def earlier_unwritten(exercise: Exercise, run: Run) -> str:
+    """What another exercise asks for and this answer calls, where that is still blank; "" if it did not stop there."""
+    found = re.match(r"(?:ranks? [^:]*: )?NotImplementedError: `(\w+)`: not implemented yet", run.error)
+    theirs = {name for other in all_exercises().values() for name in other.names} - {*exercise.names}
+    return found[1] if found and found[1] in theirs else ""
+
+
+def is_unwritten(kind: str, text: str) -> bool:
+    """Whether an answer stopped at the blank itself."""
+    return kind == "NotImplementedError" and "not implemented yet" in text
+
+
+def hint_for_error(exercise: Exercise, run: Run, seed: int, hidden: bool, size: int, looking: Callable[[], object]) -> str:
+    """The hint of a known mistake that stops in the same way, or a general one."""
+    if name := earlier_unwritten(exercise, run):
+        return f"write {'that' if hidden else f'`{name}`'} first, in the earlier exercise that asks for it: {TRY_AGAIN}"
+    if run.kind == "NotImplementedError":
+        return f"replace the line that raises NotImplementedError by your code, {TRY_AGAIN}"
+    if run.kind in ("ended", "late"):
+        seen = "; ".join(mistake.hint for mistake in known_mistakes(exercise) if mistake.waits)
+        return f"seen here before: {seen}. Else {ENDED_HINT}" if seen and run.kind == "late" else ENDED_HINT
+    looking()
+    slips = reference_runs(exercise.name, seed, hidden, size)[1:]
+    alike = {mistake.hint: SequenceMatcher(None, slip.error, run.error).ratio()             # of the lines that they stopped at
+             for mistake, slip in zip(comparable_mistakes(exercise), slips, strict=True)
+             if slip.error and comparable_line(slip.error) == comparable_line(run.error)}
+    if alike:
+        return HINT_SEPARATOR.join(hint for hint, ratio in alike.items() if ratio == max(alike.values()))
+    if run.kind == "ranks":
+        return diagnosis.diagnose_collectives(run.error)
+    return (not hidden and run.cure) or "read the error first; then the line of your code that it names"
+
+
+def comparable_line(error: str) -> str:
+    """The first line of an error without what is another each time: folders of this run, gloo's clock, lines of the answer."""
+    return re.sub(rf"\[rank\d+\]:\s*\[[^]]*\]|(/[\w.-]+)+/|line \d+ of {CELL}.*?(?=; rank|$)", "",
+                  (error.splitlines() or [""])[0][:MAX_COMPARED])
+
+
+def comparable_mistakes(exercise: Exercise) -> list[Mistake]:
+    """The known mistakes that yield something to compare with."""
+    return [mistake for mistake in known_mistakes(exercise) if not mistake.silent]
+
+
+@lru_cache(maxsize=64)
+def expected_run(name: str, seed: int, hidden: bool, size: int) -> Run:
+    """What the right answer gives on these inputs: all that whoever passes waits for."""
+    return run_trusted(name, [right(find(name))], seed, hidden, size)[0]
+
+
+@lru_cache(maxsize=64)
+def reference_runs(name: str, seed: int, hidden: bool, size: int) -> tuple[Run, ...]:
+    """What the right answer gives on these inputs, then what each comparable mistake gives."""
+    exercise = find(name)
+    sources = [right(exercise), *(wrong(exercise, mistake) for mistake in comparable_mistakes(exercise))]
+    return run_trusted(name, sources, seed, hidden, size)
+
+
+def run_trusted(name: str, sources: Sequence[str], seed: int, hidden: bool, size: int) -> tuple[Run, ...]:
+    """Runs of sources of ours, the first of which has to work."""
+    exercise = find(name)
+    inputs = exercise.draw(seed, hidden)
+    runs, outcome = run_answers(exercise, [(whole_answer(source), inputs) for source in sources], size, None)
+    if runs[0].error:
+        raise CourseError(f"{name}: the check itself does not run here\n{runs[0].error}\n{outcome.output[-2000:]}")
+    return tuple(runs)
+
+
+def difference(expected: Tensor, got: Tensor | None, tolerance: float) -> str:
+    """How two tensors differ, in words; nothing if they agree to `tolerance`, relative, in the 2-norm."""
+    if got is None:
+        return "nothing was returned"
+    if got.shape != expected.shape:
+        return f"its shape is {tuple(got.shape)}, it should be {tuple(expected.shape)}"
+    if got.dtype != expected.dtype:
+        return f"its type is {got.dtype}, it should be {expected.dtype}"
+    a, b = expected.double(), got.double()
+    if not b.isfinite().all():
+        return "" if torch.allclose(a, b, tolerance, 0, equal_nan=True) else "it has numbers that are not finite"
+    error = ((a - b).norm() / a.norm().clamp(min=1e-300)).item() if a.any() else b.norm().item()
+    return "" if error <= tolerance else f"relative difference {error:.2g}"
+
+
+def claim_difference(exercise: Exercise, key: str, expected: Tensor, got: Tensor | None) -> str:
+    """What there is against a claim: how its output differs, or that it was not tried."""
+    if key in exercise.untried and got is not None and not got.numel():
+        return exercise.untried[key]
+    return difference(expected, got, exercise.tolerance)
+
+
+def describe_difference(exercise: Exercise, key: str, expected: Tensor, got: Tensor | None, inputs: Tensors, hidden: bool) -> str:
+    """As `difference`, in words that help: a flag as a sentence, few numbers as what came and what is right.
+
+    Of hidden inputs no number is shown, nor any that the answer has chosen: whoever hands in again is graded on the same.
+    """
+    difference = claim_difference(exercise, key, expected, got)
+    if not difference or got is None or difference == exercise.untried.get(key):
+        return difference
+    if key in exercise.flags and got.dtype == expected.dtype:
+        kinds = [] if hidden or not got.numel() else excess_kinds(got.amin().item())
+        return exercise.flags[key] + (f", by {' and '.join(kinds)}" if kinds else "")
+    if hidden:
+        return describe_hidden_difference(expected, got)
+    if got.dtype != expected.dtype:
+        return difference
+    if exercise.cases and got.shape == expected.shape:
+        wrong = wrong_cases(expected, got, exercise.tolerance)
+        first, asked = wrong[0], exercise.cases(inputs)
+        came, correct = format_pair(got[first], expected[first], exercise.read_as)
+        return (f"{(asked[key] if isinstance(asked, dict) else asked)[first]} gave {came}; {correct} is right "
+                f"({len(wrong)} of {len(expected)} cases are wrong)")
+    if max(expected.numel(), got.numel()) <= MAX_SHOWN and expected.ndim <= 1:
+        return "it is {}; it should be {}".format(*format_pair(got, expected, exercise.read_as))
+    return difference
+
+
+def describe_hidden_difference(expected: Tensor, got: Tensor) -> str:
+    """In what two tensors differ, without how."""
+    if got.shape != expected.shape:
+        return "its shape is not what it should be"
+    return "its type is not what it should be" if got.dtype != expected.dtype else "its numbers are not what they should be"
+
+
+def wrong_cases(expected: Tensor, got: Tensor, tolerance: float) -> list[int]:
+    """Which of several numbers differ, at least one if they do as a whole: not those next to zero, by what others round off."""
+    threshold = tolerance * expected.double().norm().item() / len(expected)**0.5
+    wrong = [i for i in range(len(expected)) if difference(expected[i], got[i], tolerance)]      # each within it: so are all
+    large = [i for i in wrong if not (expected[i].double() - got[i].double()).norm() <= threshold]  # nan is, too
+    return large or wrong
+
+
+def format_pair(got: Tensor, expected: Tensor, read_as: Mapping[float, str] | None = None) -> tuple[str, str]:
+    """Both in numbers for people, with as many digits as tell them apart."""
+    digits = next((digits for digits in (6, 9) if format_numbers(got, digits) != format_numbers(expected, digits)), 17)
+    return format_numbers(got, digits, read_as), format_numbers(expected, digits, read_as)
+
+
+def format_numbers(values: Tensor, digits: int = 6, read_as: Mapping[float, str] | None = None) -> str:
+    """Numbers for people: whole ones with all digits, others with so many; those of `read_as` in its words."""
+    def one(x: float) -> str:
+        return (read_as or {}).get(x) or (f"{x:.0f}" if abs(x) < 1e15 and x == int(x) else f"{x:.{digits}g}")
+
+    return ", ".join(map(one, values.double().flatten().tolist())) or "nothing"
+
+
+def run_answers(exercise: Exercise, answers: Sequence[tuple[Sequence[Piece], Tensors]], size: int,
+            layers: sandbox.Layers | None) -> tuple[list[Run], sandbox.Outcome]:
+    """Run answers, each on inputs of its own, one after another in one process of their own on `size` ranks."""
+    limits = replace(exercise.limits, seconds=exercise.limits.seconds * len(answers))
+    with temporary_folder() as folder:
+        job = {"exercise": exercise.name, "module": exercise.program.__module__, "answers": len(answers), "ranks": size,
+               "seconds": RANK_SECONDS}
+        (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
+        for number, (pieces, inputs) in enumerate(answers):
+            save_file({name: tensor.contiguous() for name, tensor in inputs.items()}, folder / f"inputs-{number}.safetensors")
+            (folder / f"answer-{number}.json").write_text(json.dumps(list(map(astuple, pieces))), encoding="utf-8")
+        package = blanked_package(exercise.objects)
+        outcome = sandbox.run([sys.executable, "-m", "course.lab.sandbox.child", str(folder)], folder, [package],
+                            {"PYTHONPATH": str(package)}, limits, layers, START_VARIABLE)
+        runs = [with_weighed_outputs(exercise, inputs, read_run(folder, number, size, outcome, exercise))
+                for number, (_, inputs) in enumerate(answers)]
+        return [replace(run, error=run.error.replace(f"{package}/", "")) for run in runs], outcome
+
+
+def read_run(folder: Path, number: int, size: int, outcome: sandbox.Outcome, exercise: Exercise) -> Run:
+    """Read what an answer left behind, trusting none of it."""
+    if not outcome.ok and outcome.ended:
+        by_answer = outcome.ended.startswith(("it ended by itself",
+                                              "it crashed"))          # with a status or a signal of its choice
+        return Run(kind="late" if outcome.late else "ended", error=outcome.ended,
+                   hidden_error=HIDDEN_ERRORS["ended"] if by_answer else outcome.ended, **stopped_by_machine(outcome))
+    outputs = []
+    for rank in range(size):
+        try:
+            outputs.append(load_outputs(read_untrusted(folder, f"out-{number}-{rank}.safetensors", MAX_OUTPUT_BYTES), exercise))
+        except Exception:                            # absent, or not what it should be
+            return read_error(folder, number)
+    return Run(outputs=tuple(outputs))
+
+
+def load_outputs(content: bytes, exercise: Exercise) -> Tensors:
+    """The tensors of an outputs file; ValueError if its header is longer than those of so many outputs, before it is parsed."""
+    length = int.from_bytes(content[:8], "little")
+    if length > MAX_HEADER_BYTES:
+        raise ValueError(f"its header has more than {MAX_HEADER_BYTES} bytes")
+    names = json.loads(content[8:8 + length]).keys() - {"__metadata__"}
+    if len(names) > MAX_EXTRA_OUTPUTS + len(exercise.claims):
+        raise ValueError("it has more tensors than the exercise")
+    return load_tensors(content)
+
+
+def with_weighed_outputs(exercise: Exercise, inputs: Tensors, run: Run) -> Run:
+    """The run with the outputs that are claimed, where the program returns a transcript; what is none is an error."""
+    try:
+        return replace(run, outputs=tuple(exercise.weighed(inputs, outputs) for outputs in run.outputs))
+    except Exception:                                # whatever an answer put in its place
+        message = "what was written down of its run cannot be read"
+        return Run(kind="ended", error=message, hidden_error=message)
+
+
+def read_error(folder: Path, number: int) -> Run:
+    """What an answer that returned nothing says of itself."""
+    try:
+        report = json.loads(read_untrusted(folder, f"error-{number}.json", 100_000))
+        kind, text = str(report["kind"])[:100], (str(report["text"]) or str(report["kind"]))[-MAX_ERROR:]
+        machine = machine_failure(text)
+        return Run(kind=kind, error=text, cure=str(report["cure"])[:MAX_ERROR], hidden_error=hidden_error(kind, text),
+                   machine_failure=machine,
+                   maybe_answer=f"of {CELL}" in text or machine == os.strerror(errno.EMFILE))
+    except Exception:
+        ended = "it ended before it returned anything (does it call sys.exit or os._exit?)"
+        return Run(kind="ended", error=ended, hidden_error=ended)
+
+
+def stopped_by_machine(outcome: sandbox.Outcome) -> dict[str, Any]:
+    """How this machine stopped a run, if it may have: it did not begin, the kernel killed it, or its last words say so.
+
+    All but the first may be the answer's own doing.
+    """
+    if outcome.late:
+        return {"machine_failure": "it did not start in time" * outcome.ended.startswith("it had not started")}
+    if f"(signal {int(signal.SIGKILL)})" in outcome.ended:
+        return {"machine_failure": "it was killed, perhaps since memory ran out", "maybe_answer": True}
+    if not outcome.ended.startswith("it ended by itself"):
+        return {}
+    first, last_output = outcome.output.lstrip()[:20], outcome.output[-2000:]
+    began = not first.startswith(("bwrap: ", "Traceback")) or CELL in outcome.output
+    return {"machine_failure": machine_failure(last_output) or "the sandbox did not start" * first.startswith("bwrap: "),
+            "maybe_answer": began}
+
+
+def machine_failure(text: str) -> str:
+    """How this machine failed, in the system's words, as far as an error's text says so; "" if it does not."""
+    for number in MACHINE_ERRORS:
+        words = re.escape(os.strerror(number))
+        if re.search(rf"\berrno(?: =)? {number}\b|\bcode: -?{number}\b|{words}", text, re.IGNORECASE):
+            return os.strerror(number)
+    return next((os.strerror(number) if number else words for words, number in MACHINE_MESSAGES.items() if words in text), "")
+
+
+def hidden_error(kind: str, text: str) -> str:
+    """What stopped an answer on hidden inputs, in words of ours: its error, its kind and its lines could tell of the inputs."""
+    return UNWRITTEN if is_unwritten(kind, text) else HIDDEN_ERRORS.get(kind, HIDDEN_ERROR)
+
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """A scratch folder, removed afterwards."""
+    folder = Path(tempfile.mkdtemp(prefix="course-check-"))
+    try:
+        yield folder
+    finally:
+        remove(folder)
+
+
+@lru_cache(maxsize=32)
+def blanked_package(objects: tuple[str, ...]) -> Path:
+    """A copy of the package with these objects blank, made once in this process, readable to whoever runs answers."""
+    folder = Path(tempfile.mkdtemp(prefix="course-blank-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    stubs.build_blanked_package(objects, folder)
+    for path in [folder, *folder.rglob("*")]:
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    return folder

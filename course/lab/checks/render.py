@@ -1,0 +1,109 @@
+"""A verdict for people: text with colours for a terminal, HTML for a notebook or a page.
+
+One that is `graded` shows neither the seed nor what the answer printed: both would give the hidden inputs away.
+"""
+
+import os
+import re
+from html import escape
+
+from course.lab.checks.check import Fact, Verdict
+from course.utils.errors import CourseError, is_out_of_memory
+
+UNSHOWN = "the output of graded runs is not shown"
+GREEN, RED, AMBER, DIM, PLAIN = "\x1b[32m", "\x1b[31m", "\x1b[33m", "\x1b[2m", "\x1b[0m"
+
+MARKS = {"held": ("✓", GREEN, "#0a7d46"), "failed": ("✗", RED, "#c0392b"), "untried": ("–", DIM, "#767676")}
+
+
+def outcome(fact: Fact) -> str:
+    """What became of a claim, a key of `MARKS`."""
+    return "held" if fact.held else "failed" if fact.tried else "untried"
+
+
+def headline(verdict: Verdict) -> str:
+    """The outcome in one line."""
+    if verdict.unchecked:
+        return f"{verdict.exercise}: could not be checked"
+    held = sum(fact.held for fact in verdict.facts)
+    of, made = max(verdict.of, len(verdict.facts)), len(verdict.facts)
+    later = f" ({of - made} more come once these do)" if 1 < made < of else ""          # those on more ranks, say
+    return f"{verdict.exercise}: {'passed' if verdict.passed else 'not yet'}, {held} of {of} checks hold{later}"
+
+
+def footer(verdict: Verdict, graded: bool = False) -> str:
+    """How it was checked, in one line; without the seconds if graded, since an answer can wait as long as it likes."""
+    how = f"; your code ran {verdict.isolation}" if verdict.isolation else ""
+    return f"{'hidden inputs' if graded else f'{verdict.seconds:.1f} s, inputs of seed {verdict.seed}'}{how}"
+
+
+def shown_output(verdict: Verdict, graded: bool = False) -> str:
+    """The end of what the answer printed, where that helps."""
+    if verdict.passed or not verdict.output.strip():
+        return ""
+    return UNSHOWN if graded else printable(end_of(verdict.output))
+
+
+def text(verdict: Verdict, colour: bool = True, graded: bool = False) -> str:
+    """Lines for a terminal; without colour the marks and words say the same."""
+    def paint(code: str, line: str) -> str:
+        return f"{code}{line}{PLAIN}" if colour else line
+
+    lines = [paint(GREEN if verdict.passed else RED, headline(verdict))]
+    for fact in verdict.facts:
+        mark, code, _ = MARKS[outcome(fact)]
+        lines.append(paint(code, f"  {mark} ") + printable(fact.text).replace("\n", "\n      "))
+    if verdict.hint:
+        lines.append(paint(AMBER, "  hint: ") + printable(verdict.hint))
+    if output := shown_output(verdict, graded):
+        lines.append(paint(DIM, "  printed: " + output.replace("\n", "\n    ")))
+    lines.append(paint(DIM, f"  {footer(verdict, graded)}"))
+    return "\n".join(lines)
+
+
+def html(verdict: Verdict, graded: bool = False) -> str:
+    """The same for a notebook; everything is escaped. Colours keep their contrast on light and dark."""
+    tint = "#0a7d46" if verdict.passed else "#c0392b"
+    marks = [MARKS[outcome(fact)] for fact in verdict.facts]
+    rows = "".join(f'<li style="list-style:none;white-space:pre-wrap"><b style="color:{colour}">{mark}</b> '
+                   f'{escape(printable(fact.text))}</li>' for fact, (mark, _, colour) in zip(verdict.facts, marks, strict=True))
+    hint = f'<p style="margin:.4em 0"><b>Hint.</b> {escape(printable(verdict.hint))}</p>' if verdict.hint else ""
+    output = shown_output(verdict, graded)
+    output = f"<details><summary>What it printed</summary><pre>{escape(output)}</pre></details>" if output else ""
+    return (f'<div style="border-left:4px solid {tint};padding:.3em .9em;margin:.3em 0"><b style="color:{tint}">'
+            f'{escape(headline(verdict))}</b><ul style="margin:.3em 0;padding:0">{rows}</ul>{hint}{output}'
+            f'<small>{escape(footer(verdict, graded))}</small></div>')
+
+
+def printable(text: str) -> str:
+    """Without control characters, which could play tricks on a terminal."""
+    return "".join(char if char.isprintable() or char in "\n\t" else "�" for char in text)
+
+
+def printable_line(text: str) -> str:
+    """The same as one line, for a name that somebody else has chosen."""
+    return "".join(char if char.isprintable() else "�" for char in text)
+
+
+def quote_untrusted(text: str) -> str:
+    """Words that a learner has chosen, to stand in a sentence of ours: as they are if plain, else in quotes, without what
+    separates our own statements."""
+    plain = re.fullmatch(r"[\w.%/()+,=\[\] -]{0,200}", text) and "confirmed" not in text.lower()
+    return text if plain else '"' + re.sub(r"[\";:]", "'", printable_line(text)) + '"'
+
+
+def failure_reason(error: BaseException) -> str:
+    """What went wrong on this machine, in words that no answer can have chosen: the system's, the course's, or the error's kind.
+
+    Of a `CourseError` the first line: what follows may quote a program.
+    """
+    if isinstance(error, CourseError):
+        return printable(str(error).split("\n")[0])[:300]
+    if isinstance(error, OSError) and error.errno:
+        return f"{type(error).__name__}: {os.strerror(error.errno)}"
+    return "there is no memory left" if is_out_of_memory(error) else type(error).__name__
+
+
+def end_of(text: str, most: int = 1500) -> str:
+    """The end of a long text."""
+    return text.strip() if len(text) <= most else "... " + text.strip()[-most:]

@@ -1,0 +1,210 @@
+"""Lesson 02: named parts of a step, and what the intervals of a timeline add up to."""
+
+import math
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+from unittest import mock
+
+import torch
+
+from course.lab.checks import random_inputs, return_values, transcript
+from course.lab.checks.exercise import Exercise, Tensors
+from course.lab.checks.return_values import InvalidReturn
+from course.training import profiler
+
+Interval = tuple[float, float]                       # (begin, end), in seconds
+CHANGED = "its intervals are others afterwards, or in another order"
+WORDS = ("data", "forward", "backward", "optimizer", "loss", "attention", "embed", "head")
+
+
+def busy(intervals: Sequence[Interval]) -> float:
+    """Seconds in which at least one of the intervals is under way. They come in any order and may overlap."""
+    total, reached = 0.0, -math.inf
+    for begin, end in sorted(intervals):
+        total += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total
+
+
+def exposed(communication: Sequence[Interval], computation: Sequence[Interval]) -> float:
+    """Seconds in which something is sent and nothing is computed. Call `busy`."""
+    return busy([*communication, *computation]) - busy(computation)
+
+
+def replay(launches: Sequence[float], works: Sequence[float]) -> tuple[float, float]:
+    """(seconds until the GPU is done, seconds of these in which it has nothing to do).
+
+    The host launches kernel after kernel, which takes it launches[i] seconds each. The GPU runs them in this order, works[i]
+    seconds each, none before it has been launched. Both begin at 0.
+    """
+    host = gpu = idle = 0.0
+    for launch, work in zip(launches, works, strict=True):
+        host += launch
+        idle += max(0.0, host - gpu)
+        gpu = max(host, gpu) + work
+    return gpu, idle
+
+
+def draw_names(seed: int, hidden: bool) -> Tensors:
+    """Names, a word and a number each; which of them each part has; and in how many others each lies, the second in the first."""
+    generator = random_inputs.generator(seed)
+    many, parts = (4, 9) if hidden else (3, 4)
+    depths, order = [0, 1], torch.randperm(many, generator=generator)
+    while len(depths) < parts:
+        depths.append(int(torch.randint(depths[-1] + 2, (), generator=generator)))
+    return {"words": torch.randperm(len(WORDS), generator=generator)[:many],
+            "numbers": torch.randint(1000, 10_000, (many,), generator=generator), "depths": torch.tensor(depths),
+            "parts": torch.cat([order, torch.randint(many, (parts - many,), generator=generator)])}
+
+
+def run_named_parts(inputs: Tensors) -> Tensors:
+    """Parts within parts, one that raises, and one without a GPU, under the profiler and with NVTX listened to."""
+    names = [f"{WORDS[i]} {number}" for i, number in zip(inputs["words"].tolist(), inputs["numbers"].tolist(), strict=True)]
+    parts, depths = inputs["parts"].tolist(), inputs["depths"].tolist()
+    one, other = names[parts[-1]], names[parts[-2]]
+    heard: list[float] = []                          # of NVTX: a name's number and a half, or -1 where a range ends
+
+    def push(name: str) -> int:
+        heard.append(names.index(name) + 0.5 if name in names else -2.0)
+        return 0
+
+    def nested(at: int, stop: int) -> None:
+        """The parts from `at` on, each with those that lie in it."""
+        while at < stop:
+            after = next((i for i in range(at + 1, stop) if depths[i] <= depths[at]), stop)
+            with entered(names[parts[at]]):
+                torch.zeros(8).add_(1)
+                nested(at + 1, after)
+                torch.zeros(8).add_(1)
+            at = after
+
+    raised = 0.0
+    with (mock.patch.object(torch.cuda.nvtx, "range_push", push), torch.profiler.profile() as profiler,
+          mock.patch.object(torch.cuda, "is_available", lambda: True),
+          mock.patch.object(torch.cuda.nvtx, "range_pop", lambda: heard.append(-1.0))):
+        with mock.patch.object(torch.cuda, "is_initialized", lambda: True):
+            nested(0, len(parts))
+            inside = len(heard)
+            try:
+                with entered(one):
+                    raise KeyError(one)
+            except KeyError:
+                raised = 1.0
+        there = len(heard)
+        in_use = False                               # CUDA is first used inside the block
+        with mock.patch.object(torch.cuda, "is_initialized", lambda: in_use), entered(other):
+            in_use = True
+        begun = len(heard)
+        with suppress(RuntimeError), mock.patch.object(torch.cuda, "is_initialized", lambda: False), entered(other):
+            pass
+    mine = [event for event in profiler.events() if event.name in names]
+    spans = sorted((event.time_range.start, -event.time_range.end, event.name) for event in mine)
+    within = [(name, sum(a <= start and end >= b for a, b, _ in spans[:place])) for place, (start, end, name) in enumerate(spans)]
+    parts_seen = float(sum(event.is_user_annotation for event in profiler.events()))
+    return {"nvtx": torch.tensor(heard[:inside]), "after": torch.tensor(heard[inside:there]), "raised": torch.tensor(raised),
+            "trace": torch.tensor([float(sum(name == seen for *_, seen in spans)) for name in names]),
+            "parts": torch.tensor(parts_seen), "within": torch.tensor(transcript.digest(within), dtype=torch.float64),
+            "quiet": torch.tensor(float(len(heard) - begun)), "begun": torch.tensor(float(begun - there))}
+
+
+def entered(name: str) -> Any:
+    """`part(name)`, if it is something for `with`."""
+    found = profiler.part(name)
+    if not hasattr(found, "__enter__"):
+        raise InvalidReturn(f"`part` returned {return_values.describe_value(found)}; something for `with` is wanted",
+                       "put `@contextmanager` before `def part`, and `yield` where the block runs")
+    return found
+
+
+def draw_intervals(seed: int, hidden: bool) -> Tensors:
+    """Intervals in no order, some within others, some apart: (cases, intervals, 2), of two kinds."""
+    generator = random_inputs.generator(seed)
+    cases, count = (6, 12) if hidden else (4, 6)
+
+    def some() -> torch.Tensor:
+        begin = 10 * torch.rand(cases, count, generator=generator, dtype=torch.float64)
+        length = 0.1 + 2.0 * torch.rand(cases, count, generator=generator, dtype=torch.float64) ** 3
+        length[:, 0] = 4.0                           # long enough that others lie within it
+        begin[:, 1] = begin[:, 0] + 1.0
+        length[:, 1] = 0.5
+        return torch.stack([begin, begin + length], -1)
+
+    return {"intervals": some(), "others": some()}
+
+
+def as_intervals(case: torch.Tensor) -> list[Interval]:
+    """(n, 2) -> n pairs of begin and end."""
+    return [(begin, end) for begin, end in case.tolist()]
+
+
+def run_busy_time(inputs: Tensors) -> Tensors:
+    """The busy time of each case, and of the same intervals turned round; of none; of one."""
+    cases, given = ([as_intervals(case) for case in inputs["intervals"]] for _ in range(2))
+    return {"union": numbers(busy(case) for case in given), "order": numbers(busy(case[::-1]) for case in cases),
+            "few": numbers([busy([]), busy(cases[0][:1])]), "kept": torch.tensor(float(given == cases))}
+
+
+def numbers(values: Any, who: str = "busy") -> torch.Tensor:
+    """What `who` returned for each case, as float64, (n,). Raises `InvalidReturn` if one is no number."""
+    return torch.tensor([return_values.number(value, who) for value in values], dtype=torch.float64)
+
+
+def run_exposed_time(inputs: Tensors) -> Tensors:
+    """The exposed time of each case; and where everything, or nothing, is computed meanwhile."""
+    pairs, given = ([(as_intervals(a), as_intervals(b)) for a, b in zip(inputs["intervals"], inputs["others"], strict=True)]
+                    for _ in range(2))
+    found = numbers([exposed(a, b) for a, b in given], "exposed")
+    kept = torch.tensor(float(given == pairs))
+    everything = [(-1.0, 100.0)]
+    return {"exposed": found, "hidden": numbers([exposed(pairs[0][0].copy(), everything)], "exposed"),
+            "alone": numbers([exposed(pairs[0][0].copy(), [])], "exposed"), "kept": kept}
+
+
+def draw_kernels(seed: int, hidden: bool) -> Tensors:
+    """How long kernels take to launch and to run: launch-bound, bound by the GPU, and both by turns; (cases, kernels)."""
+    generator = random_inputs.generator(seed)
+    count = 12 if hidden else 7
+    launches, works = (1e-6 * (1 + 9 * torch.rand(3, count, generator=generator, dtype=torch.float64)) for _ in range(2))
+    launches[0] *= 5
+    works[1] *= 5
+    return {"launches": launches, "works": works}
+
+
+def run_launch_bound(inputs: Tensors) -> Tensors:
+    """Microseconds until the GPU is done, and in which it is idle, of each case."""
+    found = [return_values.pair(replay(launches, works), "replay", "(total, idle)") for launches, works in
+             zip(inputs["launches"].tolist(), inputs["works"].tolist(), strict=True)]
+    total, idle = (torch.tensor([1e6 * return_values.number(one[i], "replay") for one in found], dtype=torch.float64)
+                   for i in (0, 1))
+    return {"total": total, "idle": idle}
+
+
+EXERCISES = [
+    Exercise("named-parts", "02", ("course.training.profiler.part",), draw_names, run_named_parts, {
+        "trace": "the profiler's trace has every part by its name",
+        "parts": "and one part for each block",
+        "within": "parts lie within parts, each under its own name",
+        "nvtx": "on a GPU each part is an NVTX range, opened and closed",
+        "raised": "an exception in the block comes out",
+        "after": "and its range is closed nevertheless",
+        "begun": "a range that was not opened is not closed either: not where CUDA is first used inside the block",
+        "quiet": "where CUDA is not in use, NVTX is left alone"},
+        flags={"raised": "the exception was swallowed: whoever wrote the block never hears of it",
+               "within": "one is missing, or does not lie within the one around it: the name must last while the block runs"},
+        read_as={-2.0: "opened by another name", -1.0: "closed", 0.5: "the first name opened", 1.5: "the second opened",
+                 2.5: "the third opened", 3.5: "the fourth opened"}, points=2),
+    Exercise("busy-time", "02", (f"{__name__}.busy",), draw_intervals, run_busy_time, {
+        "union": "what overlaps counts once",
+        "order": "the order of the intervals does not matter",
+        "few": "no intervals take no time, one takes its own",
+        "kept": "it leaves the list as it is"}, flags={"kept": CHANGED}),
+    Exercise("exposed-time", "02", (f"{__name__}.exposed",), draw_intervals, run_exposed_time, {
+        "exposed": "what is sent beside computation does not count",
+        "hidden": "nothing is exposed where something is always computed",
+        "alone": "everything is where nothing is computed",
+        "kept": "it leaves both lists as they are"}, flags={"kept": CHANGED}),
+    Exercise("launch-bound", "02", (f"{__name__}.replay",), draw_kernels, run_launch_bound, {
+        "total": "when the GPU is done, whoever it waits for",
+        "idle": "how long it has nothing to do"}),
+]

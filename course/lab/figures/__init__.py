@@ -1,0 +1,1 @@
+"""Pictures of the lessons: pure functions from numbers to a figure."""

@@ -1,0 +1,74 @@
+"""Figures of lesson 16: who has which part of a tensor, in two layouts at once, and what a rank of the new one has to read."""
+
+from collections.abc import Mapping, Sequence
+from itertools import cycle
+
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from course.checkpoint.shards import overlap
+from course.lab.figures.style import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, label, panel
+from course.parallel.mappings import bounds
+from course.parallel.placement import Box
+
+FILLS = (SKY, ORANGE, GREEN, PURPLE, BLUE, GREY)
+HATCHES = ("", "//", "..", "\\\\", "xx", "--")       # the same again for who cannot tell colours apart
+Curves = Mapping[str, tuple[Sequence[float], Sequence[float]]]
+ROWS, COLUMNS = 24, 16                               # of the matrix that the widget cuts
+
+
+def grid_boxes(rows: int, columns: int, shape: tuple[int, int] = (ROWS, COLUMNS)) -> list[Box]:
+    """The boxes of a matrix whose rows are cut in so many parts and whose columns in so many, row by row."""
+    return [(bounds(shape[0], rows, i), bounds(shape[1], columns, j)) for i in range(rows) for j in range(columns)]
+
+
+def pieces_needed(pieces: Sequence[Box], wanted: Box) -> dict[int, int]:
+    """Which pieces a box needs, and how many of its numbers are in each."""
+    found = {}
+    for number, piece in enumerate(pieces):
+        shared = overlap(wanted, piece)
+        if shared is not None:
+            rows, columns = (part.stop - part.start for part in shared[1])
+            found[number] = rows * columns
+    return found
+
+
+def boxes(pieces: Sequence[Box], wanted: Sequence[Box], mine: int, title: str = "",
+          shape: tuple[int, int] = (ROWS, COLUMNS)) -> Figure:
+    """A matrix in the pieces of an old layout, coloured by file, and the boxes of a new one, dashed; box `mine` stands out."""
+    figure, axis = panel(6.4, 4.6)
+    for number, (((top, bottom), (left, right)), colour, hatch) in enumerate(zip(pieces, cycle(FILLS), cycle(HATCHES))):
+        axis.add_patch(Rectangle((left, top), right - left, bottom - top, facecolor=colour, edgecolor="white", alpha=0.45,
+                                 hatch=hatch, label=f"rank{number:05d}"))
+    for number, ((top, bottom), (left, right)) in enumerate(wanted):
+        thick = number == mine
+        axis.add_patch(Rectangle((left, top), right - left, bottom - top, fill=False, edgecolor="black",
+                                 linestyle="-" if thick else "--", linewidth=3.5 if thick else 1.2, zorder=3 + thick))
+        axis.text((left + right) / 2, (top + bottom) / 2, f"new {number}", ha="center", va="center", zorder=6,
+                  weight="bold" if thick else "normal", bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5})
+    axis.set_xlim(-0.3, shape[1] + 0.3)
+    axis.set_ylim(shape[0] + 0.3, -0.3)
+    label(axis, x="columns", y="rows", title=title)
+    figure.legend(loc="outside right upper", title="old pieces", fontsize=9)
+    told = ", ".join(f"{count} of rank{number:05d}" for number, count in pieces_needed(pieces, wanted[mine]).items())
+    figure.supxlabel(f"new {mine} needs {told}", fontsize=9)
+    return figure
+
+
+def layouts(old_rows: int, old_columns: int, new_rows: int, new_columns: int, rank: int) -> Figure:
+    """The same of two grids, for a widget; a rank beyond the last is the last."""
+    new = grid_boxes(new_rows, new_columns)
+    return boxes(grid_boxes(old_rows, old_columns), new, min(rank, len(new) - 1),
+                 f"{old_rows} x {old_columns} pieces on the disk, {new_rows} x {new_columns} boxes wanted")
+
+
+def lines_and_dots(lines: Curves, dots: Curves, y: str, title: str = "") -> Figure:
+    """Lines over steps, name -> (xs, ys), and dots on them, so that both can be seen where they coincide."""
+    figure, axis = panel(6.5, 3.8)
+    for (name, (xs, ys)), colour, dash in zip(lines.items(), (GREY, ORANGE, BLUE), ("-", "--", "-."), strict=False):
+        axis.plot(xs, ys, color=colour, linestyle=dash, label=name)
+    for (name, (xs, ys)), (mark, colour) in zip(dots.items(), (("o", GREEN), ("s", PURPLE)), strict=False):
+        axis.plot(xs, ys, mark, color=colour, markersize=6, label=name)
+    label(axis, x="step", y=y, title=title, grid="major")
+    axis.legend()
+    return figure

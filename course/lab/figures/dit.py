@@ -1,0 +1,44 @@
+"""Pictures of lesson 15: samples in rows, and loss curves beside the spread of the seeds."""
+
+from collections.abc import Mapping, Sequence
+from itertools import cycle
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from course.lab.figures.style import GREY, MARKS, label, panel
+
+
+def images(rows: Mapping[str, np.ndarray], columns: Sequence[object], title: str = "") -> Figure:
+    """A row of grey images, (N, H, W) from -1 to 1, for each name; what each column has stands above it."""
+    figure = Figure(figsize=(1.4 + 0.62 * len(columns), 0.62 * len(rows) + 0.6), layout="constrained")
+    axes: Any = figure.subplots(len(rows), len(columns), squeeze=False)
+    for line, (name, pictures) in zip(axes, rows.items(), strict=True):
+        for axis, picture in zip(line, pictures, strict=True):
+            axis.imshow(picture, cmap="gray", vmin=-1, vmax=1, interpolation="nearest")
+            axis.set_xticks([])
+            axis.set_yticks([])
+        line[0].set_ylabel(name, rotation=0, ha="right", va="center", fontsize=9)
+    for axis, column in zip(axes[0], columns, strict=True):
+        axis.set_title(str(column), fontsize=9)
+    figure.suptitle(title, fontsize=10)
+    return figure
+
+
+def curves_beside_seeds(x: Sequence[float], seeds: np.ndarray, curves: Mapping[str, Sequence[float]], y: str,
+                        title: str = "") -> Figure:
+    """Curves relative to the first seed's, in percent, over the band of all seeds: (seeds, windows) and (windows,) each."""
+    figure, axis = panel(6.5, 4.4)
+    others = 100 * (seeds / seeds[0] - 1)
+    deviation = 100 * seeds.std(0, ddof=1) / seeds[0]
+    axis.fill_between(x, -deviation, deviation, color=GREY, alpha=0.25, linewidth=0, label="one standard deviation of the seeds")
+    for number, other in enumerate(others[1:]):
+        axis.plot(x, other, color=GREY, linewidth=0.9, linestyle=":", label="" if number else "other seeds")
+    for (name, curve), (mark, colour) in zip(curves.items(), cycle(MARKS)):
+        axis.plot(x, 100 * (np.asarray(curve) / seeds[0] - 1), color=colour, marker=mark, label=name)
+    axis.axhline(0, color=GREY, linewidth=0.8)
+    label(axis, x="step", y=y, grid="major")
+    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9)          # over the curves it would hide some
+    axis.set_title(title, fontsize=10)
+    return figure

@@ -1,0 +1,48 @@
+"""Figures of lesson 09: who talks to whom in a process mesh, and over which link."""
+
+from collections.abc import Mapping
+
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from course.lab.figures.style import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY
+from course.parallel.mesh import AXES, groups, lay_out
+
+COLOURS = (BLUE, ORANGE, GREEN, PURPLE, SKY, GREY)
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+
+
+def links(sizes: Mapping[str, int], order: str, per_node: int) -> dict[str, str]:
+    """Over what each axis of a mesh talks: "NVLink" where all its groups lie within a node, else "network", "" for size 1."""
+    grid = lay_out(sizes, order)
+    found = {}
+    for dim, axis in enumerate(AXES):
+        nodes = groups(grid, dim) // per_node
+        found[axis] = "" if sizes[axis] == 1 else "NVLink" if (nodes == nodes[:, :1]).all() else "network"
+    return found
+
+
+def mesh(sizes: Mapping[str, int], order: str, per_node: int, axis: str) -> Figure:
+    """The GPUs, a row for each node, each with its rank and the letter of its group along the axis; below, every axis's link."""
+    grid = lay_out(sizes, order)
+    rows = groups(grid, AXES.index(axis)).tolist()
+    letter = {rank: number for number, row in enumerate(rows) for rank in row}
+    nodes = -(-grid.numel() // per_node)
+    figure = Figure(figsize=(max(5.0, 0.75 * per_node + 1.5), 0.8 * nodes + 1.6), layout="constrained")
+    picture = figure.subplots()
+    for rank in range(grid.numel()):
+        node, place = divmod(rank, per_node)
+        colour = COLOURS[letter[rank] % len(COLOURS)]
+        picture.add_patch(Rectangle((place + 0.05, -node + 0.1), 0.9, 0.75, facecolor=colour, alpha=0.35, edgecolor=colour))
+        picture.text(place + 0.5, -node + 0.6, LETTERS[letter[rank] % len(LETTERS)], ha="center", va="center", weight="bold")
+        picture.text(place + 0.5, -node + 0.27, f"rank {rank}", ha="center", va="center", fontsize=8)
+    for node in range(nodes):
+        picture.add_patch(Rectangle((-0.05, -node), per_node + 0.1, 0.95, fill=False, edgecolor=GREY, linewidth=1.5))
+        picture.text(-0.15, -node + 0.47, f"node {node}", ha="right", va="center")
+    picture.set_xlim(-1.2, per_node + 0.1)
+    picture.set_ylim(-nodes + 0.9, 1.05)
+    picture.set_axis_off()
+    told = links(sizes, order, per_node)
+    picture.set_title(f"{axis}: {len(rows)} groups of {sizes[axis]} (same letter: same group), order {order}", fontsize=10)
+    figure.supxlabel("     ".join(f"{name}={sizes[name]}: {told[name] or 'alone'}" for name in order.split("-")), fontsize=10)
+    return figure

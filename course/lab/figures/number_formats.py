@@ -1,0 +1,135 @@
+"""Pictures of number formats: how far each reaches, how fine its steps are, and where real numbers lie among them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import cycle
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from course.lab.figures.style import BLUE, GREEN, GREY, MARKS, ORANGE, PURPLE, SKY, label, name_rows, panel
+
+
+@dataclass(frozen=True)
+class Format:
+    """A binary floating-point format, from its bits."""
+
+    exponent: int                                    # bits of each
+    mantissa: int
+    top: float = 0.0                                 # the largest number, where the format does not follow IEEE 754
+
+    @property
+    def bias(self) -> int:
+        """What is subtracted from the stored exponent."""
+        return 2 ** (self.exponent - 1) - 1
+
+    @property
+    def largest(self) -> float:
+        """The largest number."""
+        return self.top or 2.0**self.bias * (2 - 2.0**-self.mantissa)
+
+    @property
+    def normal(self) -> float:
+        """The smallest number with all bits of the mantissa."""
+        return 2.0 ** (1 - self.bias)
+
+    @property
+    def smallest(self) -> float:
+        """The smallest number above zero: below `normal` the steps no longer shrink."""
+        return self.normal * 2.0**-self.mantissa
+
+
+# E4M3 has no infinity and one NaN, so it reaches 448 where IEEE's rules would end at 240 (arXiv:2209.05433, table 1)
+FORMATS = {"fp32": Format(8, 23), "tf32": Format(8, 10), "bf16": Format(8, 7), "fp16": Format(5, 10), "E5M2": Format(5, 2),
+           "E4M3": Format(4, 3, 448.0)}
+COLOURS = dict(zip(FORMATS, (GREY, PURPLE, BLUE, GREEN, ORANGE, SKY), strict=True))
+
+
+def numbers(kind: Format, low: float, high: float) -> np.ndarray:
+    """All numbers of a format from `low`, above zero, to `high`."""
+    found = []
+    power = max(np.floor(np.log2(low)), np.log2(kind.normal))
+    if low < kind.normal:                            # those below the smallest normal one
+        found.append(kind.smallest * np.arange(1, 2**kind.mantissa))
+    while 2.0**power <= min(high, kind.largest):
+        found.append(2.0**power * (1 + np.arange(2**kind.mantissa) / 2**kind.mantissa))
+        power += 1
+    every = np.concatenate(found)
+    return every[(every >= low) & (every <= min(high, kind.largest))]
+
+
+def ranges(names: Sequence[str] = tuple(FORMATS)) -> Figure:
+    """A bar for each format from its smallest number to its largest, in powers of two; paler where it loses bits."""
+    figure, axis = panel(8, 0.42 * len(names) + 1.2)
+    for row, name in enumerate(names):
+        kind = FORMATS[name]
+        low, normal, high = np.log2([kind.smallest, kind.normal, kind.largest])
+        axis.barh(row, high - normal, left=normal, color=COLOURS[name], height=0.7)
+        axis.barh(row, normal - low, left=low, color=COLOURS[name], alpha=0.35, height=0.7)
+        axis.text(high + 3, row, f"{kind.exponent} + {kind.mantissa} bits", va="center", fontsize=9)
+    name_rows(axis, names)
+    axis.set_xlim(-155, 175)
+    axis.set_xlabel("powers of two")
+    axis.grid(alpha=0.3, axis="x")
+    axis.set_title("From the smallest number to the largest; bits of exponent + mantissa; pale: fewer bits are left", fontsize=10)
+    return figure
+
+
+def steps(names: Sequence[str] = ("bf16", "E4M3", "E5M2"), low: float = 1.0, high: float = 8.0) -> Figure:
+    """The numbers of some formats between two powers of two, each a tick."""
+    figure, axis = panel(8, 0.5 * len(names) + 1.1)
+    for row, name in enumerate(names):
+        axis.vlines(numbers(FORMATS[name], low, high), row - 0.35, row + 0.35, color=COLOURS[name],
+                    linewidth=0.6 if FORMATS[name].mantissa > 4 else 2)
+    name_rows(axis, names)
+    label(axis, x="the numbers that there are", title="Steps double with each power of two")
+    return figure
+
+
+def exponents(x: Tensor, low: int = -60, high: int = 20) -> tuple[np.ndarray, np.ndarray]:
+    """(powers of two, percent of the numbers of x from each to the next); zeros are left out of the numerator."""
+    magnitudes = x.detach().double().abs().flatten()
+    powers = magnitudes[magnitudes > 0].log2().floor().clamp(low, high).long() - low
+    counts = torch.bincount(powers, minlength=high - low + 1)
+    return np.arange(low, high + 1), 100 * counts.numpy() / max(1, magnitudes.numel())
+
+
+def magnitudes(groups: Mapping[str, Tensor], bars: Mapping[str, float], title: str = "", low: int = -60,
+               high: int = 20) -> Figure:
+    """How large the numbers of some tensors are, in powers of two; below, what formats hold.
+
+    `bars`: format -> what the tensors are multiplied with before they are cast to it, which moves its bar the other way.
+    """
+    figure = Figure(figsize=(8, 3.2 + 0.3 * len(bars)), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 0.5 * len(bars) + 0.3])
+    for (name, x), (_, colour) in zip(groups.items(), cycle(MARKS)):
+        powers, percent = exponents(x, low, high)
+        above.step(powers, percent, where="post", color=colour, label=name)
+    above.set_ylabel("% of the numbers")
+    above.legend(fontsize=9)
+    above.grid(alpha=0.3)
+    for row, (name, scale) in enumerate(bars.items()):
+        kind = FORMATS[name.split(",")[0]]
+        start, normal, end = np.clip(np.log2([kind.smallest, kind.normal, kind.largest]) - np.log2(scale), low, high)
+        colour = COLOURS[name.split(",")[0]]
+        below.barh(row, end - normal, left=normal, color=colour, height=0.7)
+        below.barh(row, normal - start, left=start, color=colour, alpha=0.35, height=0.7)
+    below.set_yticks(range(len(bars)), list(bars), fontsize=9)
+    below.set_ylim(len(bars) - 0.5, -0.5)
+    below.set_xlim(low, high)
+    below.set_xlabel("powers of two")
+    above.set_title(title, fontsize=10)
+    return figure
+
+
+def amax_and_limits(amaxes: Sequence[float], allowed: Mapping[str, Sequence[float]], title: str = "") -> Figure:
+    """A tensor's amax step by step, and the largest number that each recipe's scale let through at that step."""
+    figure, axis = panel(8, 3.4)
+    axis.semilogy(range(1, len(amaxes) + 1), amaxes, "o", color=GREY, markersize=4, label="amax of the tensor in this step")
+    for (name, level), (_, colour) in zip(allowed.items(), cycle(MARKS)):
+        axis.step(range(1, len(level) + 1), level, where="mid", color=colour, label=name)
+    label(axis, x="step", y="magnitude", title=title, grid="major")
+    axis.legend(fontsize=9)
+    return figure

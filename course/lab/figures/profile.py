@@ -1,0 +1,82 @@
+"""Pictures of what a profiler saw: a step's timeline, and where the time of several went."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from course.lab.figures.style import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, label, name_rows, panel
+from course.training import trace_breakdown
+from course.training.trace_breakdown import COLOURS, LABELS
+
+KIND = {"attention": ORANGE, "matmul": BLUE, "optimizer": GREEN, "communication": PURPLE, "copy": "#E69F00", "other": SKY}
+LANES = ("parts", "launches", "operators", "GPU", "communication")
+MOST_NAMED = 0.04                                    # of the width: shorter boxes have no room for their names
+
+
+def last_step(events: list[trace_breakdown.Event]) -> list[list[Any]]:
+    """One step of a trace, its last, as (lane, name, kind, begin, end) in microseconds from its begin."""
+    parts = [event for event in events if event.get("cat") == "user_annotation" and event["name"] in trace_breakdown.PARTS]
+    steps = sorted(event["ts"] for event in parts if event["name"] == trace_breakdown.PARTS[0])
+    begin, end = steps[-1], max(event["ts"] + event["dur"] for event in parts)
+    gpu = any(event.get("cat") == "kernel" for event in events)
+    lanes = {"user_annotation": "parts", "cuda_runtime": "launches", "cpu_op": "operators",
+             **dict.fromkeys(trace_breakdown.ON_DEVICE, "GPU")}
+    rows = []
+    for event in events:
+        lane = lanes.get(event.get("cat", ""))
+        if event.get("ph") != "X" or not lane or event["ts"] < begin or (lane == "parts"
+                                                                         and event["name"] not in trace_breakdown.PARTS):
+            continue
+        if lane == "launches" and "Launch" not in event["name"]:
+            continue
+        if lane == "operators" and (gpu or "::" not in event["name"]):
+            continue
+        kind = trace_breakdown.kind_of(event["name"]) if lane in ("GPU", "operators") else ""
+        if kind == "communication":
+            lane = "communication"
+        start, stop = event["ts"] - begin, event["ts"] + event["dur"] - begin
+        rows.append([lane, event["name"][:40], kind, round(start, 2), round(stop, 2)])
+    return [row for row in rows if row[3] <= max(end - begin, *(row[4] for row in rows if row[0] == "parts"))]
+
+
+def timeline(rows: Sequence[Sequence[Any]], title: str = "", until: float | None = None) -> Figure:
+    """A step as boxes in lanes over the time: (lane, name, kind, begin, end), in microseconds, up to `until`."""
+    lanes = [lane for lane in LANES if any(row[0] == lane for row in rows)]
+    end = until or max(row[4] for row in rows)
+    figure, axis = panel(9, 0.55 * len(lanes) + 1.5)
+    for lane, name, kind, start, stop in rows:
+        if start > end:
+            continue
+        place = lanes.index(lane)
+        axis.barh(place, min(stop, end) - start, left=start, height=0.8, color=KIND.get(kind, GREY),
+                  edgecolor="white", linewidth=0.3 if lane != "parts" else 1.0)
+        if lane == "parts" and min(stop, end) - start > MOST_NAMED * end:
+            axis.text((start + min(stop, end)) / 2, place, name, ha="center", va="center", fontsize=8, color="white")
+    name_rows(axis, lanes)
+    axis.set_xlim(0, end)
+    label(axis, x="microseconds", title=title)
+    kinds = [kind for kind in KIND if any(row[2] == kind for row in rows)]
+    figure.legend(handles=[Patch(color=KIND[kind], label=kind) for kind in kinds], loc="outside lower center", ncols=6,
+                  frameon=False, fontsize=8)
+    return figure
+
+
+def shares(accounts: Mapping[str, Mapping[str, float]], title: str = "") -> Figure:
+    """A bar for each step, all of the same length, in the parts that its time went to (keys of `account.LABELS`)."""
+    figure, axis = panel(9, 0.45 * len(accounts) + 1.6)
+    for row, time in enumerate(accounts.values()):
+        whole, left = sum(time.values()), 0.0
+        for key in LABELS:
+            share = 100 * time.get(key, 0.0) / whole
+            axis.barh(row, share, left=left, color=COLOURS[key], edgecolor="white")
+            left += share
+    axis.set_yticks(range(len(accounts)), [f"{name}: {sum(time.values()):.3g} ms" for name, time in accounts.items()])
+    axis.set_ylim(len(accounts) - 0.5, -0.5)
+    axis.set_xlim(0, 100)
+    label(axis, x="% of the step", title=title)
+    there = [key for key in LABELS if any(time.get(key, 0.0) > 0 for time in accounts.values())]
+    figure.legend(handles=[Patch(color=COLOURS[key], label=LABELS[key]) for key in there], loc="outside lower center", ncols=4,
+                  frameon=False, fontsize=8)
+    return figure

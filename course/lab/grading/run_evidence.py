@@ -1,0 +1,110 @@
+"""What a learner reports of runs: taken from their folders into the result file, and judged where work is graded.
+
+A notebook's cell `report = {"undisturbed": "runs/...", ...}` names runs by their folders. `gather_runs` reads their losses, and
+which job wrote them (`course.lab.slurm.job_backend.record_job`). `judge_runs` says of each what its files show, which is the
+learner's claim, and what Slurm itself confirms: that a job of this number ran on so many nodes, whose it was, how often it was
+requeued. Of losses Slurm knows nothing, and neither does whoever grades.
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from course.lab.checks.render import quote_untrusted
+from course.lab.slurm.job_backend import JOB_FILE, losses
+
+MAX_STEPS = 5000                                     # steps of a run that a result file has room for
+MAX_CHARACTERS = 1000                                # characters of a list of nodes, and of a user's name
+UNDISTURBED = "undisturbed"                          # the run that the others are compared with
+JobAndRestarts = tuple[dict[str, str],
+                       int | None]            # what Slurm says of a job, and how often it was requeued, if it says so
+
+
+def gather_runs(report: Mapping[str, Any], base: Path) -> dict[str, Any]:
+    """Losses and job of each run that a report names by a folder below `base`; what names no run is left out."""
+    runs = {}
+    for name, value in report.items():
+        if isinstance(value, str) and value.startswith("runs/"):
+            steps = losses(base / value)
+            runs[str(name)] = {"folder": value, "losses": [[step, steps[step]] for step in sorted(steps)][:MAX_STEPS],
+                                "job": recorded_job(base / value)}
+    return runs
+
+
+def recorded_job(run: Path) -> dict[str, Any] | None:
+    """Which job wrote a run; None if nothing says so."""
+    try:
+        job = json.loads((run / JOB_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return job if isinstance(job, dict) else None
+
+
+def judge_runs(runs: Mapping[str, Any], user: str, ask: Callable[[int], JobAndRestarts]) -> str:
+    """What becomes of reported runs, in a line that begins each finding with "confirmed" or "claimed".
+
+    user: the learner's account; ask: what Slurm says of a job's number. Raises whatever a damaged report
+    leads to (KeyError, TypeError, ValueError).
+    """
+    findings = []
+    undisturbed = dict(map(tuple, runs[UNDISTURBED]["losses"])) if UNDISTURBED in runs else {}
+    for name, run in runs.items():
+        job = run["job"]
+        confirmed, text = judge_job(job, user, ask) if job else (False, "nothing says which job wrote it")
+        label = quote_untrusted(name)
+        findings.append(f"{label}: {'confirmed' if confirmed else 'claimed'}: {text}")
+        if name != UNDISTURBED:
+            findings.append(f"{label}: claimed: {compare_losses(dict(map(tuple, run['losses'])), undisturbed)}")
+    return "; ".join(findings)
+
+
+def compare_losses(losses: Mapping[int, float], undisturbed: Mapping[int, float]) -> str:
+    """How the losses of a run differ from those of the undisturbed one."""
+    if not losses or not undisturbed:
+        return "no losses to compare"
+    differing = sorted(step for step in losses.keys() | undisturbed.keys() if losses.get(step) != undisturbed.get(step))
+    if not differing:
+        return f"its {len(undisturbed)} losses are those of the undisturbed run, bit for bit"
+    first = int(differing[0])
+    return f"{len(differing)} of {len(undisturbed)} losses are NOT those of the undisturbed run, first at step {first}"
+
+
+def judge_job(job: Mapping[str, Any], user: str, ask: Callable[[int], JobAndRestarts]) -> tuple[bool, str]:
+    """Whether Slurm confirms what a run's record says of its job, and what there is to say."""
+    number, requeued = int(job["id"]), int(job["restarts"])
+    nodes, owner = str(job["nodes"])[:MAX_CHARACTERS], str(job["user"])[:MAX_CHARACTERS]
+    if not 0 < number < 10**12 or not 0 <= requeued < 10**6:
+        raise ValueError("no job has such a number, or was requeued so often")
+    claim = f"job {number} of {quote_untrusted(owner)} on {quote_untrusted(nodes)}, requeued {count_in_words(requeued)}"
+    if not job["by"]:
+        return False, f"{claim}, without Slurm"
+    if owner != user:
+        return False, f"{claim}: another user than that of the job that checked the notebook, {user or 'unknown'}"
+    record, restarts = ask(number)
+    if not record:
+        return False, f"{claim}: no Slurm here knows it"
+    if record.get("NodeList") != nodes or record.get("UserId", "").split("(")[0] != owner:
+        return False, f"{claim}: Slurm's job {number} is another one, nodes or user differ"
+    if restarts is not None and restarts != requeued:
+        return False, f"{claim}: Slurm says requeued {count_in_words(restarts)}"
+    count = count_nodes(nodes)
+    where = f"job {number} of {owner} ran on {count} node{'s' * (count > 1)}, {nodes}"
+    return True, where + (f", and was requeued {count_in_words(requeued)}" if restarts is not None else
+                          "; how often it was requeued Slurm does not say")
+
+
+def count_in_words(count: int) -> str:
+    """never, once, 2 times."""
+    return {0: "never", 1: "once"}.get(count, f"{count} times")
+
+
+def count_nodes(nodes: str) -> int:
+    """How many nodes a list such as gpu[003-005,017],login1 has."""
+    def inside(brackets: str) -> int:
+        return sum(int(last or first) - int(first) + 1 for first, _, last in (r.partition("-") for r in brackets.split(",")))
+
+    parts = re.findall(r"(?:\[[^\]]*\]|[^,\[])+", nodes)
+    return sum(math.prod(map(inside, re.findall(r"\[([^\]]*)\]", part))) for part in parts)

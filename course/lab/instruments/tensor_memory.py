@@ -1,0 +1,69 @@
+"""How many bytes of tensors are alive, on any device: what PyTorch's operators made within a context and nobody has freed yet.
+
+And how many a forward pass keeps for its backward pass.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+
+class MemoryMeter(TorchDispatchMode):
+    """Within this context `now` is the bytes of tensors made here that are still alive, `peak` the most there were.
+
+    Memory that was there before, such as weights, does not count.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.known: set[int] = set()                 # storages that count, or were there before
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for given in tree_iter((args, kwargs)):
+            if isinstance(given, Tensor):
+                self.notice(given, 0)
+        out = func(*args, **(kwargs or {}))
+        for made in tree_iter(out):
+            if isinstance(made, Tensor):
+                self.notice(made, 0 if made.is_meta else made.untyped_storage().nbytes())
+        return out
+
+    def notice(self, tensor: Tensor, size: int) -> None:
+        """A tensor's memory, which counts `size` bytes until it is freed, if it has not been seen before."""
+        storage = tensor.untyped_storage()
+        name = storage._cdata
+        if name not in self.known:
+            self.known.add(name)
+            self.now += size
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self.freed, name, size)
+
+    def freed(self, name: int, size: int) -> None:
+        """The memory is gone; another may get its name."""
+        self.known.discard(name)
+        self.now -= size
+
+
+def saved_for_backward(forward: Callable[[], Any], without: Iterable[Tensor] = ()) -> tuple[Any, int]:
+    """The function's result, and the bytes of what it keeps for the backward pass; `without` is not counted (parameters).
+
+    Tensors that share their memory count once.
+    """
+    excluded = {tensor.untyped_storage().data_ptr() for tensor in without}
+    sizes: dict[int, int] = {}                        # address -> bytes
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in excluded:
+            sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = forward()
+    return result, sum(sizes.values())

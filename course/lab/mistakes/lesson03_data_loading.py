@@ -1,0 +1,63 @@
+"""Known wrong answers of lesson 03."""
+
+from course.lab.checks.exercise import Mistake
+
+MISTAKES = {
+    "sharded-sampler": (
+        Mistake("every rank reads everything", "[mine].tolist()", ".tolist()",
+                "each rank takes its own part of the global batch, my_slice(...): else all compute the same"),
+        Mistake("on by its own share", "consumed += global_batch", "consumed += global_batch // ranks",
+                "a step consumes the whole global batch, not this rank's part of it"),
+        Mistake("the same batch again and again", "consumed += global_batch", "pass",
+                "each batch begins where the one before ended: count what has been consumed"),
+        Mistake("every n-th sample", "[mine]", "[rank::ranks]",
+                "a rank takes neighbouring samples of the batch (my_slice): then its part is the same however batches are cut"),
+        Mistake("each rank shuffles for itself", "samples_at(seed,", "samples_at(seed + rank,",
+                "all ranks must shuffle alike, or some samples are seen twice in an epoch and others never"),
+        Mistake("from the beginning", "    while True:", "    consumed = 0\n    while True:",
+                "it begins after `consumed` samples: a run that goes on must not see the first ones again"),
+        Mistake("on from a whole batch", "    while True:", "    consumed -= consumed % global_batch\n    while True:",
+                "`consumed` counts samples, and need not be whole batches: the run may have had others before. Begin just there"),
+        Mistake("a batch too late", "    while True:", "    consumed += global_batch\n    while True:",
+                "the first batch begins at `consumed`: count it when it has been handed out, not before"),
+        Mistake("the rest of an epoch is dropped", "    while True:",
+                "    while True:\n        if consumed % n + global_batch > n:\n            consumed += n - consumed % n",
+                "samples at an epoch's end that make no whole batch are not dropped: samples_at goes on into the next epoch"),
+        Mistake("the same order in every epoch", "samples_at(seed, n, consumed, consumed + global_batch)",
+                "np.concatenate([samples_at(seed, n, i % n, i % n + 1) for i in range(consumed, consumed + global_batch)])",
+                "each epoch has an order of its own, which samples_at knows from the position in the whole stream: do not take "
+                "it modulo n"),
+    ),
+    "read-ahead": (
+        Mistake("one ahead", "range(depth)", "range(1)",
+                "only one is read ahead: submit `depth` reads before the first batch is due"),
+        Mistake("asked for too late", "            waiting.append(pool.submit(next, source, END))\n            yield batch",
+                "            yield batch\n            waiting.append(pool.submit(next, source, END))",
+                "ask for the next read before you hand out a batch (after `yield` means when it has been worked on), and for "
+                "`depth` of them at the start"),
+        Mistake("waits for what it asks for",
+                "            waiting.append(pool.submit(next, source, END))\n            yield batch",
+                "            waiting.append(pool.submit(next, source, END))\n            waiting[-1].exception()\n"
+                "            yield batch",
+                "it waits for the read that it has just asked for, so reading and computing take turns again: hand out first"),
+        Mistake("asked like an iterator", "source = iter(batches)", "source = batches",
+                "`batches` may be a list, which `next` cannot ask: take iter(batches) first", silent=True),
+        Mistake("equal to the end", "if batch is END:", "if batch == END:",
+                "`==` may compare an array's numbers one by one: `is END` asks whether it is this object", silent=True),
+        Mistake("everything at once", "source = iter(batches)", "source = iter(list(batches))",
+                "list() reads all batches before the first one is handed out"),
+        Mistake("the end is handed out", "            if batch is END:\n                return\n", "",
+                "after the last batch comes END: return then"),
+        Mistake("errors end it quietly", "batch = waiting.popleft().result()",
+                "first = waiting.popleft()\n            batch = END if first.exception() else first.result()",
+                ".result() raises what reading raised: let it"),
+        Mistake("a batch that counts as nothing", "if batch is END:", "if batch is END or not batch:",
+                "a batch may be 0, or empty, and is one all the same: compare it with END (`is END`)"),
+        Mistake("the latest first", "waiting.popleft()", "waiting.pop()",
+                "first asked for, first handed out: popleft() takes the oldest, pop() the latest"),
+        Mistake("one too many", "range(depth)", "range(depth + 1)",
+                "one more than `depth` is read ahead (a thread that waits to put a batch into a full queue has one in its hand)"),
+        Mistake("many threads", "ThreadPoolExecutor(1)", "ThreadPoolExecutor(depth)",
+                "an iterator cannot be asked by two, and order would be left to chance: let one thread read", silent=True),
+    ),
+}

@@ -1,0 +1,230 @@
+"""Known wrong answers of lesson 10."""
+
+from course.lab.checks.exercise import Mistake
+
+MINE = "rows.tensor_split(size, 1)[rank].flatten()"
+COPIES = "return x.view_as(x)"
+SUM = "return all_reduce(x, axis)"
+ALL_OF_ROW = """from course.parallel import mappings
+        whole, weight = mappings.collect(x, -1, self.axis), mappings.collect(self.weight, 1, self.axis)
+        y = self.matmul(whole, weight)
+        y = mappings.scatter(y / self.axis.size, 1, self.axis) if self.tokens else y
+        return y + self.bias.to(y.dtype)"""
+ROW = """part = self.matmul(x, self.weight)                              # (B, T, D)
+        return leave_region(part, self.axis, self.tokens) + self.bias.to(part.dtype)    # (B, T, D), with sp (B, T / tp, D)"""
+LAID = """from course.parallel.mappings import all_reduce
+        whole = x.new_zeros(*x.shape[:dim], n, *x.shape[dim + 1:])
+        whole.tensor_split(axis.size, dim)[axis.rank].copy_(x)
+        return all_reduce(whole, axis)"""
+ALL = "all_reduce(grad, ctx.axis), None"
+LEAVES = "\n\n    @staticmethod\n    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:\n        return grad, None"
+
+MISTAKES = {
+    "qkv-rows": (
+        Mistake("one block of rows", MINE, "rows.flatten().tensor_split(size)[rank]",
+                "this cuts the matrix into blocks of neighbouring rows, so a rank may have queries and no values: cut by heads"),
+        Mistake("heads cut through", MINE, "rows.tensor_split(size, 2)[rank].flatten()",
+                "this gives each rank a part of every head: a head's scores need all of its dims, so a head stays in one piece"),
+        Mistake("queries alone", MINE, "rows.tensor_split(size, 1)[rank][0].flatten()",
+                "these are rows of the queries: the heads need their keys and values as well"),
+        Mistake("every rank the first heads", "[rank]", "[0]",
+                "every rank gets the heads of rank 0: take the part of `rank`"),
+        Mistake("heads dealt like cards", MINE, "rows[:, rank::size].flatten()",
+                "neighbouring heads belong to one rank: rank 0 has the first heads / size of them"),
+        Mistake("another layout", "rows = torch.arange(3 * heads * head_dim).view(3, heads, head_dim)",
+                "rows = torch.arange(3 * heads * head_dim).view(heads, 3, head_dim).transpose(0, 1)",
+                "the rows of qkv.weight are laid out as (3, heads, head_dim): all queries, then all keys, then all values"),
+        Mistake("head by head", MINE, "rows.tensor_split(size, 1)[rank].transpose(0, 1).flatten()",
+                "the right rows in another order: all queries first, because the code after it splits them like that"),
+        Mistake("two halves", MINE, "(rows[:, :heads // 2] if rank == 0 else rows[:, heads // 2:]).flatten()",
+                "halves are right for two ranks alone: each of `size` ranks has heads // size of the heads"),
+        Mistake("rank 1 for all but the first", "[rank]", "[min(rank, 1)]",
+                "every rank but the first gets the rows of rank 1, which is right for two ranks alone: take the part of `rank`"),
+        Mistake("from the end", "[rank]", "[size - 1 - rank]", "the ranks are in order: rank 0 has the first heads, not the "
+                "last"),
+        Mistake("rank for its first head", MINE, "rows[:, rank:rank + heads // size].flatten()",
+                "rank r begins with head r · heads // size, not with head r"),
+        Mistake("numbers within q, k and v", MINE, "(rows.tensor_split(size, 1)[rank] % (heads * head_dim)).flatten()",
+                "these are numbers within q, within k and within v: in the matrix the keys begin at heads · head_dim, and the "
+                "values at twice that"),
+        Mistake("heads, not rows", MINE, "torch.arange(3 * heads).view(3, heads).tensor_split(size, 1)[rank].flatten()",
+                "these are numbers of heads: each has head_dim rows"),
+    ),
+    "copy-reduce": (
+        Mistake("no all-reduce in the backward pass", "return all_reduce(grad, ctx.axis), None", "return grad, None",
+                "copy, backward: each rank computed a part from the same input, so the input's gradient is the sum of all parts: "
+                "all-reduce it"),
+        Mistake("no all-reduce in the forward pass", SUM, "return x.clone()",
+                "reduce, forward: each rank has a part of a sum; add them up"),
+        Mistake("two all-reduces", SUM + LEAVES, "ctx.axis = axis\n        " + SUM + LEAVES.replace("grad, None", ALL),
+                "reduce, backward: every rank has the whole gradient already; adding up multiplies it by their number"),
+        Mistake("a mean for a sum", SUM, "return all_reduce(x, axis) / axis.size",
+                "reduce, forward: these are parts of a sum, not copies: do not divide"),
+        Mistake("a mean of gradients", "return all_reduce(grad, ctx.axis), None",
+                "return all_reduce(grad, ctx.axis) / ctx.axis.size, None",
+                "copy, backward: the gradients of the parts add up: do not divide"),
+        Mistake("an input written in place", SUM,
+                "import torch.distributed as dist\n        dist.all_reduce(x, group=axis.group)\n        return x.clone()",
+                "reduce writes into its input, which others may still need: dist.all_reduce works in place, so clone first"),
+        Mistake("a gradient written in place", "return all_reduce(grad, ctx.axis), None",
+                "import torch.distributed as dist\n        dist.all_reduce(grad, group=ctx.axis.group)\n"
+                "        return grad, None",
+                "copy's backward writes into its gradient, which autograd may still need elsewhere: clone it first"),
+        Mistake("an all-reduce in copy's forward pass", "return x.view_as(x)", "return all_reduce(x, axis)",
+                "copy, forward: every rank has the whole input already; adding it up multiplies it by the number of ranks"),
+        Mistake("copy and reduce changed over", SUM + LEAVES, SUM + LEAVES + "\n\n\nCopy, Reduce = Reduce, Copy",
+                "the two have changed places: copy, at the entrance, does nothing forward and adds up backward"),
+        Mistake("all ranks for those of the axis", SUM,
+                "import torch.distributed as dist\n        total = x.clone()\n        dist.all_reduce(total)\n"
+                "        return total",
+                "this adds up over all ranks that there are: the sum is over those of `axis`, group=axis.group"),
+        Mistake("the axis kept on the class", "ctx.axis", "Copy.axis",
+                "what `forward` keeps for `backward` belongs into `ctx`, one for each call: an attribute of the class is that "
+                "of the last call"),
+        Mistake("gathered and added up", SUM, "import torch\n        import torch.distributed as dist\n"
+                "        everyone = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(axis.size)]\n"
+                "        dist.all_gather(everyone, x.contiguous(), group=axis.group)\n        return "
+                "torch.stack(everyone).sum(0)",
+                "everybody's tensor is sent to everybody and added up there: n - 1 times the tensor, where an all-reduce sends "
+                "2 (n - 1) / n times it, and memory for n of them", by=("sent",)),
+        Mistake("the largest for the sum", SUM, "import torch.distributed as dist\n        x = x.clone()\n"
+                "        dist.all_reduce(x, dist.ReduceOp.MAX, group=axis.group)\n        return x",
+                "this takes the largest of the parts: they are parts of a sum, and adding up is what all_reduce does by itself"),
+        Mistake("the sum on one rank", SUM, "import torch.distributed as dist\n        x = x.clone()\n"
+                "        dist.reduce(x, axis.ranks[0], group=axis.group)\n        return x",
+                "dist.reduce gives the sum to one rank alone: every rank goes on with it, so all-reduce"),
+        Mistake("a broadcast in copy", COPIES, "import torch.distributed as dist\n        x = x.clone()\n"
+                "        dist.broadcast(x, axis.ranks[0], group=axis.group)\n        return x",
+                "copy, forward: every rank has its input already, nothing is sent; in the backward pass it "
+                "is", by=("copied", "sent")),
+        Mistake("in float32", SUM, "return all_reduce(x.float(), axis).to(x.dtype)",
+                "the sum is taken in float32: add up in the format of x, whatever it is", by=("reduced",)),
+    ),
+    "column-row": (
+        Mistake("nothing at the entrance", "x = enter_region(x, self.axis, self.tokens)",
+                "x = enter_region(x, self.axis, self.tokens) if self.tokens else x",
+                "the column linear's input needs `enter`: forward it changes nothing, backward it adds up the ranks' gradients"),
+        Mistake("nothing at the exit", "leave_region(part, self.axis, self.tokens)",
+                "(leave_region(part, self.axis, self.tokens) if self.tokens else part)",
+                "the row linear's product is a part of a sum: add the parts up, with `leave`"),
+        Mistake("a bias on each rank", "leave_region(part, self.axis, self.tokens) + self.bias",
+                "leave_region(part + self.bias, self.axis, self.tokens)",
+                "every rank adds the bias before the sum, so it counts once for each rank: add it after `leave`"),
+        Mistake("the bias forgotten", "leave_region(part, self.axis, self.tokens) + self.bias",
+                "leave_region(part, self.axis, self.tokens) + 0 * self.bias",
+                "the row linear has a bias too: add it, once, after the sum"),
+        Mistake("a bias divided", "+ self.bias.to", "+ (self.bias / self.axis.size).to",
+                "after the sum every rank has the whole result: add the whole bias"),
+        Mistake("heads cut through", ".global_shape) - 2)", ".global_shape) - 1)",
+                "this cuts the last dim of (3, heads, head_dim), a part of every head: cut the dim of the heads instead"),
+        Mistake("the exit without tokens", "leave_region(part, self.axis, self.tokens)",
+                "leave_region(part, self.axis, self.tokens) * (self.axis.size if self.tokens else 1)",
+                "with sequence parallelism the sum is multiplied by the number of ranks: `leave` adds up once, which is enough"),
+        Mistake("an entrance at the row linear too", "part = self.matmul(x, self.weight)",
+                "from course.parallel import mappings\n        part = self.matmul(mappings.copy(x, self.axis), self.weight)",
+                "the row linear's input is this rank's own, not a copy of what all have: its gradient is complete, no `copy`"),
+        Mistake("a part of the bias on each rank", "leave_region(part, self.axis, self.tokens) + self.bias",
+                "leave_region(part + self.bias / self.axis.size, self.axis, self.tokens)",
+                "the parts of the bias add up to it, but its gradient is divided too: add the whole bias, after `leave`"),
+        Mistake("the bias on one rank", "leave_region(part, self.axis, self.tokens) + self.bias",
+                "leave_region(part + self.bias.to(part.dtype) if self.axis.rank == 0 else part, self.axis, self.tokens)",
+                "every rank has the bias, and so needs its gradient: add it on all of them, after `leave`",
+                by=("losses", "weights", "sp_losses", "sp_weights")),
+        Mistake("no bias in the column linear", "self.matmul(x, self.weight, self.bias)",
+                "self.matmul(x, self.weight) + 0 * self.bias.sum()",
+                "the column linear has a bias too, of its own outputs: self.matmul(x, self.weight, self.bias)"),
+        Mistake("doors without tokens", "self.axis, self.tokens)", "self.axis, None)",
+                "with sequence parallelism each rank has some of the tokens: pass `self.tokens` on to `enter` and to `leave`"),
+        Mistake("the bias in its own format", "+ self.bias.to(part.dtype)", "+ self.bias",
+                "weights are kept in float32, and a sum with bf16 is float32: bring the bias to the product's format, "
+                "self.bias.to(part.dtype)"),
+        Mistake("the bias added in place", "return leave_region(part, self.axis, self.tokens) + self.bias",
+                "whole = leave_region(part, self.axis, self.tokens)\n        whole += self.bias\n        return whole",
+                "what `leave` gives can be a view, which autograd lets nobody write into: y + bias makes a new tensor, y += bias "
+                "writes"),
+        Mistake("F.linear for every product", "self.matmul(x, self.weight", "nn.functional.linear(x, self.weight",
+                "F.linear knows no other number format: self.matmul is what FP8 has put its own product into"),
+        Mistake("input and weight gathered", ROW, ALL_OF_ROW,
+                "each rank puts the whole weight together, and all hidden units, and multiplies everything: that is what cutting "
+                "the weight was to avoid. Multiply with this rank's part, and let `leave` add up the products", by=("lean",)),
+        Mistake("the bias after the sum, on one rank", "leave_region(part, self.axis, self.tokens) + self.bias.to(part.dtype)",
+                "leave_region(part, self.axis, self.tokens) + (self.axis.rank == 0) * self.bias.to(part.dtype)",
+                "after `leave` every rank goes on with its own result, so each has to add the bias: here rank 0 alone does",
+                by=("losses", "weights")),
+        Mistake("through the door twice", "x = enter_region(x, self.axis, self.tokens)",
+                "x = enter_region(enter_region(x, self.axis, self.tokens), self.axis, None)",
+                "the input goes through two doors, and its gradient is added up twice: `enter` once"),
+        Mistake("an exit at the column linear too", "return self.matmul(x, self.weight, self.bias)",
+                "return leave_region(self.matmul(x, self.weight, self.bias), self.axis, self.tokens)",
+                "a column linear's outputs are different features on each rank, no parts of a sum: nothing to add up, no "
+                "`leave`"),
+        Mistake("no door at the row linear", ROW,
+                ROW.replace("leave_region(part, self.axis, self.tokens)", "mappings.reduce(part, "
+                "self.axis)")
+                .replace("part = ", "from course.parallel import mappings\n        part = "),
+                "reduce gives every rank all tokens, and with sequence parallelism it goes on with its own alone: `leave` knows "
+                "which"),
+        Mistake("half of the product", ROW, ROW.replace("self.matmul(x, self.weight)", "self.matmul(x, self.weight) / 2"),
+                "the products are parts of a sum: do not divide by the number of ranks, or by two"),
+    ),
+    "gather-scatter": (
+        Mistake("a slice of the gradient", "return reduce_scatter(grad, ctx.dim, ctx.axis), None",
+                "return grad.tensor_split(ctx.axis.size, ctx.dim)[ctx.axis.rank].clone(), None",
+                "gather, backward: every rank used the whole, each for a part of the features, so the gradients have to be "
+                "added up before you take your piece: reduce-scatter"),
+        Mistake("a mean of gradients", "return reduce_scatter(grad, ctx.dim, ctx.axis), None",
+                "return reduce_scatter(grad, ctx.dim, ctx.axis) / ctx.axis.size, None",
+                "gather, backward: the ranks' gradients add up: do not divide"),
+        Mistake("a slice for a sum", "return reduce_scatter(x, dim, axis)",
+                "return x.tensor_split(axis.size, dim)[axis.rank].clone()",
+                "scatter, forward: this is a piece of this rank's part alone; add up all parts first: reduce-scatter"),
+        Mistake("a mean for a sum", "return reduce_scatter(x, dim, axis)", "return reduce_scatter(x, dim, axis) / axis.size",
+                "scatter, forward: these are parts of a sum, not copies: do not divide"),
+        Mistake("the gradient divided", "return all_gather(grad, ctx.dim, ctx.axis, ctx.n), None",
+                "return all_gather(grad, ctx.dim, ctx.axis, ctx.n) / ctx.axis.size, None",
+                "scatter, backward: every part went into the sum whole, so its gradient comes back whole: do not divide"),
+        Mistake("an input written in place", "return reduce_scatter(x, dim, axis)",
+                "import torch.distributed as dist\n        dist.all_reduce(x, group=axis.group)\n"
+                "        return x.tensor_split(axis.size, dim)[axis.rank].clone()",
+                "scatter writes into its input; besides, an all-reduce sends twice what a reduce-scatter does"),
+        Mistake("a gradient written in place", "return all_gather(grad, ctx.dim, ctx.axis, ctx.n), None",
+                "whole = all_gather(grad, ctx.dim, ctx.axis, ctx.n)\n        grad.zero_()\n        return whole, None",
+                "scatter's backward writes into its gradient, which autograd may still need elsewhere"),
+        Mistake("dim 1 for every dim", "reduce_scatter(grad, ctx.dim,", "reduce_scatter(grad, 1,",
+                "this goes along dim 1, whatever `dim` says: keep the dim in `ctx` and use it"),
+        Mistake("dim and axis kept on the class", "ctx.", "Gather.",
+                "what `forward` keeps for `backward` belongs into `ctx`, one for each call: an attribute of the class is that "
+                "of the last call"),
+        Mistake("all pieces as long as mine", "ctx.n), None", "grad.shape[ctx.dim] * ctx.axis.size), None",
+                "pieces need not be equally long: keep the number of all rows, x.shape[dim], in `ctx`"),
+        Mistake("zeros around the gradient", "return all_gather(grad, ctx.dim, ctx.axis, ctx.n), None",
+                "whole = grad.new_zeros(*grad.shape[:ctx.dim], ctx.n, *grad.shape[ctx.dim + 1:])\n"
+                "        whole.tensor_split(ctx.axis.size, ctx.dim)[ctx.axis.rank].copy_(grad)\n        return whole, None",
+                "scatter, backward: this rank's part went into the sums of all ranks, so it needs the gradients of all: "
+                "all-gather them"),
+        Mistake("an all-reduce and a slice", "return reduce_scatter(x, dim, axis)",
+                "from course.parallel.mappings import all_reduce\n"
+                "        return all_reduce(x, axis).tensor_split(axis.size, dim)[axis.rank].contiguous()",
+                "an all-reduce brings every rank the whole sum, of which it keeps its piece: twice the bytes of a reduce-scatter",
+                by=("sent_sum",)),
+        Mistake("all gathered, added up and cut", "return reduce_scatter(x, dim, axis)",
+                "import torch\n        from course.parallel.mappings import all_gather\n"
+                "        every = all_gather(x[None], 0, axis, axis.size)\n"
+                "        return every.sum(0).tensor_split(axis.size, dim)[axis.rank].contiguous()",
+                "everybody's whole tensor is sent to everybody, n times the bytes of a reduce-scatter, and each keeps one piece",
+                by=("sent_sum",)),
+        Mistake("zeros around the piece, and an all-reduce", "return all_gather(x, dim, axis, n)", LAID,
+                "zeros are sent and added: an all-reduce of the whole sends twice what an all-gather of the pieces does",
+                by=("sent_whole",)),
+        Mistake("gathered along dim 1", "return all_gather(x, dim, axis, n)", "return all_gather(x, 1, axis, n)",
+                "gather, forward, goes along dim 1, whatever `dim` says"),
+        Mistake("scattered along dim 1", "return reduce_scatter(x, dim, axis)", "return reduce_scatter(x, 1, axis)",
+                "scatter, forward, goes along dim 1, whatever `dim` says"),
+        Mistake("gathered along dim 1 in the backward pass", "return all_gather(grad, ctx.dim,", "return all_gather(grad, 1,",
+                "scatter, backward, goes along dim 1, whatever `dim` was: keep it in `ctx`"),
+        Mistake("a piece from the end", "return reduce_scatter(x, dim, axis)",
+                "from course.parallel.mappings import all_reduce\n"
+                "        return all_reduce(x, axis).tensor_split(axis.size, dim)[axis.size - 1 - axis.rank].contiguous()",
+                "rank r has piece r: this counts them from the end"),
+    ),
+}

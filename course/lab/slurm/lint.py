@@ -1,0 +1,413 @@
+"""`course lint-sbatch`: what is wrong with a batch script, before it waits in a queue for hours to fail in seconds.
+
+script_parser.py reads it; here are the rules, each with its reason. What Slurm takes as a value was tried with sbatch of 22.05.
+"""
+
+import difflib
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from course.lab.slurm.script_parser import FLAG_OPTIONS, VALUE_OPTIONS, Command, Script, launched_program, read_script
+
+SITE_OPTIONS = ("image", "module", "volume", "container-image", "container-mounts", "container-name", "container-workdir")
+NAMES_A_PROGRAM = {"echo", "printf", "source", ".", "trap", "command", "which", "type", "[", "[[", "test",
+                   "fail"}      # may name a program
+BARE_ARGUMENTS = re.compile(r"\$(?:[@*]|\{[@*]\})")
+
+
+class Finding(NamedTuple):
+    """What is wrong in a line."""
+
+    line: int
+    rule: str
+    text: str                                        # what is wrong, why it matters, and what to do
+
+
+Rule = Callable[[Script], Iterator[Finding]]
+RULES: list[Rule] = []
+
+
+def rule(function: Rule) -> Rule:
+    """Register a rule; its docstring is the reason."""
+    RULES.append(function)
+    return function
+
+
+def lint(script: Script) -> list[Finding]:
+    """All findings, in the order of the lines."""
+    return sorted({finding for check in RULES for finding in check(script)})
+
+
+@rule
+def shebang(script: Script) -> Iterator[Finding]:
+    """sbatch refuses a script whose first line does not name a shell."""
+    if script.encoding_mark:
+        cure = "sed -i '1s/^\\xef\\xbb\\xbf//'" if script.encoding_mark == "UTF-8" else "iconv -f UTF-16 -t UTF-8 -o NEW.sh"
+        yield Finding(1, "shebang", f"the file begins with a mark of its encoding ({script.encoding_mark}), in front of #!, so "
+                      f"that it names no shell and sbatch refuses it: {cure} {script.path}")
+    if not script.text.startswith("#!"):
+        yield Finding(1, "shebang", "the first line names no shell, and sbatch refuses such a script: begin with #!/usr/bin/env "
+                      "bash")
+
+
+@rule
+def ignored_directives(script: Script) -> Iterator[Finding]:
+    """sbatch reads #SBATCH lines only up to the first command, only if they are written just so, and expands nothing in them."""
+    for number in script.ignored_lines:
+        yield Finding(number, "unread", "sbatch stops reading #SBATCH lines at the first command, so this one does nothing: move "
+                      "it up")
+    for number, line in enumerate(script.text.split("\n"), 1):
+        if re.match(r"#\s+SBATCH\s+-|#(?!SBATCH)(?i:SBATCH)\s+-", line):
+            yield Finding(number, "unread", "this is a plain comment to sbatch: write #SBATCH, in capitals and without a space")
+    for name, value in script.options.items():
+        if "$" in value and script.option_lines[name]:
+            yield Finding(script.option_lines[name], "unread", f"sbatch expands no variables, so --{name} is literally {value}: "
+                          "use Slurm's patterns (%x, %j, %u), or give this option on the command line")
+
+
+@rule
+def unknown_options(script: Script) -> Iterator[Finding]:
+    """sbatch refuses a script with an option that it does not have; those of one site's plugin work at that site alone."""
+    for name in script.options:
+        if name in SITE_OPTIONS:
+            yield Finding(script.option_lines[name], "site", f"--{name} belongs to a plugin (Shifter's or Pyxis'): where there "
+                          "is none sbatch refuses the script; put it in front of the command that srun starts, or in "
+                          "submit/sites/NAME.sh")
+        elif name not in VALUE_OPTIONS + FLAG_OPTIONS:
+            near = difflib.get_close_matches(name, VALUE_OPTIONS + FLAG_OPTIONS, 1)
+            cure = f"did you mean --{near[0]}?" if near else "see sbatch --help"
+            yield Finding(script.option_lines[name], "unknown", f"sbatch has no --{name}: {cure}")
+
+
+@rule
+def heterogeneous_job(script: Script) -> Iterator[Finding]:
+    """The components of a heterogeneous job have options of their own, and srun starts ranks in the first alone."""
+    if script.heterogeneous is not None:
+        yield Finding(script.heterogeneous, "het", "a heterogeneous job: these rules read the options of its first component "
+                      "alone, where srun without --het-group starts all ranks; course_on_ranks refuses such jobs: ask for nodes "
+                      "of one kind")
+
+
+@rule
+def line_ends(script: Script) -> Iterator[Finding]:
+    """sbatch refuses a script whose lines end as an editor on Windows ends them."""
+    if script.dos_line:
+        yield Finding(script.dos_line, "dos", "lines end as on DOS, with a carriage return, and sbatch refuses the script: sed "
+                      f"-i 's/\\r$//' {script.path}")
+
+
+COUNT, POSITIVE = re.compile(r"[0-9]+[kKmM]?([-,:][0-9]+[kKmM]?)*"), re.compile(r"0*[1-9][0-9]*")
+TIME = re.compile(r"[0-9]+(:[0-9]+){0,2}|[0-9]+-[0-9]*(:[0-9]+){0,2}|-1|infinite|unlimited", re.IGNORECASE)
+TASKS = ("ntasks", "ntasks-per-node", "ntasks-per-socket", "ntasks-per-core", "cpus-per-task", "cpus-per-gpu")
+GPUS = re.compile(r"([\w.-]+:)?[0-9]+[kKmM]?(,([\w.-]+:)?[0-9]+[kKmM]?)*")  # a100:4, 1g.10gb:2, a100:2,h100:2
+MEMORY = re.compile(r"[0-9]+([kmgt]b?)?", re.IGNORECASE)
+# option: what Slurm takes, and in words
+VALUE_FORMS = {"nodes": (COUNT, "a number of nodes, such as 2 or 2-4"),
+         **dict.fromkeys(("time", "time-min"), (TIME, "minutes, minutes:seconds, hours:minutes:seconds, days-hours, "
+                                                "days-hours:minutes or days-hours:minutes:seconds; an hour is 01:00:00, two days "
+                                                "are 2-00:00:00")),
+         **dict.fromkeys(TASKS, (POSITIVE, "a whole number from 1")),
+         **dict.fromkeys(("gpus", "gpus-per-node", "gpus-per-task"), (GPUS, "a number, such as 4 or a100:4")),
+         **dict.fromkeys(("mem", "mem-per-cpu", "mem-per-gpu"), (MEMORY, "a whole number with K, M, G or T, such as 64G"))}
+MIN_MEGABYTES = 1000                                 # megabytes below which no process that trains starts
+
+
+@rule
+def option_values(script: Script) -> Iterator[Finding]:
+    """sbatch refuses a value that it cannot read, and takes memory without a unit for megabytes: the job then has none."""
+    for name, (form, words) in VALUE_FORMS.items():
+        value = script.options.get(name)
+        if value is None or "$" in value:            # the latter is unread's
+            continue
+        if not form.fullmatch(value):
+            yield Finding(script.option_lines[name], "value", f"sbatch refuses --{name}={value}: it takes {words}")
+        elif form is MEMORY and value.isdecimal() and 0 < float(value) < MIN_MEGABYTES:      # 0: all that the node has
+            yield Finding(script.option_lines[name], "memory", f"--{name}={value} is {value} megabytes, less than a process with "
+                          f"PyTorch takes: write --{name}={value}G")
+
+
+@rule
+def time_limit(script: Script) -> Iterator[Finding]:
+    """Without a limit a job has its partition's: a long one waits long, and a short one ends it. At the limit it is killed."""
+    if "time" not in script.options:
+        yield Finding(1, "time", "no --time: the job gets its partition's default, and the scheduler cannot fit it into a gap; "
+                      "say how long it takes, #SBATCH --time=01:00:00")
+    elif "signal" not in script.options and script.sruns:
+        yield Finding(script.option_lines["time"], "signal", "at the time limit the job is killed and what it did since its last "
+                      "checkpoint lost: have Slurm warn it, #SBATCH --signal=B:USR1@60 with a trap, or --signal=USR1@60 straight "
+                      "to the ranks")
+    elif "signal" in script.options and 0 < (most := limit_seconds(script.options["time"])) <= (lead := warning_seconds(script)):
+        yield Finding(script.option_lines["signal"], "signal", f"the warning comes {lead} s before the limit, which is {most} s, "
+                      "so that it comes as soon as the job has begun: ask for more time, or for the warning later")
+
+
+def limit_seconds(time: str) -> int:
+    """The seconds of a time limit as Slurm reads it; 0 if it sets none, or cannot be read."""
+    if not TIME.fullmatch(time) or not time[0].isdigit():
+        return 0
+    days, dash, rest = time.rpartition("-")
+    parts = [int(part or 0) for part in rest.split(":")]
+    if dash or len(parts) == 3:                      # hours first; without days two parts are minutes and seconds, one is minutes
+        hours, minutes, left = [*parts, 0, 0][:3]
+    else:
+        hours, minutes, left = 0, *[*parts, 0][:2]
+    return 86_400 * int(days or 0) + 3600 * hours + 60 * minutes + left
+
+
+def warning_seconds(script: Script) -> int:
+    """How many seconds before the limit a signal comes, 60 if it does not say; 0 if there is none."""
+    _, _, lead = script.options.get("signal", "@0").partition("@")
+    return int(lead) if lead.isdecimal() else 60
+
+
+@rule
+def signal_trap(script: Script) -> Iterator[Finding]:
+    """With `B:` the signal goes to the script alone, which it kills, unless a trap takes it and passes it on."""
+    match = re.fullmatch(r"(?:[RB]+:)([A-Z]\w*|\d+)(?:@\d+)?", script.options.get("signal", ""))
+    if match and "B" in script.options["signal"].split(":")[0]:
+        traps = [word for command in script.commands if command.name == "trap" for word in command.words]
+        if not {match[1], f"SIG{match[1]}", match[1].removeprefix("SIG")} & set(traps):
+            yield Finding(script.option_lines["signal"], "trap", f"--signal=B: sends {match[1]} to the script alone, and no trap "
+                          f"takes it: it kills the script before the ranks know; trap 'kill -{match[1]} $ranks' {match[1]}, with "
+                          "srun in the background, or leave out B:")
+        elif script.sruns and not any(command.name == "wait" for command in script.commands):
+            yield Finding(script.option_lines["signal"], "trap", "bash runs a trap only when the command in the foreground has "
+                          "ended, here srun at the time limit: start it in the background (srun ... &) and wait for it")
+
+
+@rule
+def log_files(script: Script) -> Iterator[Finding]:
+    """A log under a fixed name is overwritten by the next job; a job whose log cannot be opened fails without a word."""
+    for name in ("output", "error"):
+        value, line = script.options.get(name, ""), script.option_lines.get(name, 0)
+        if value and value != "/dev/null" and not re.search(r"%\d*[jJA]", value):
+            yield Finding(line, "output", f"--{name}={value} has no %j: the next job overwrites this one's log; write "
+                          f"{add_job_number(value)}")
+        elif value and "array" in script.options and "%A" in value and "%a" not in value:
+            yield Finding(line, "output", f"--{name}={value} has no %a: all tasks of the array write over one another; add _%a")
+        folder = Path(value.split("%")[0]).parent if "/" in value else Path()
+        if "/" in value and not os.path.isdir(folder):
+            yield Finding(line, "folder", f"{folder}/ does not exist, and Slurm does not make it: the job would fail without a "
+                          f"log; mkdir -p {folder} before you submit")
+    if "requeue" in script.options and script.options.get("open-mode", "truncate") != "append":
+        yield Finding(script.option_lines["requeue"], "requeued", "a requeued job begins its log anew, and what led to the "
+                      "requeue is lost: add #SBATCH --open-mode=append")
+
+
+def add_job_number(value: str) -> str:
+    """A log's name with the job's number in it."""
+    path = Path(value)
+    return str(path.with_name(f"{path.stem}-%j{path.suffix}")) if path.name else f"{value.rstrip('/')}/%j.log"
+
+
+@rule
+def kill_on_bad_exit(script: Script) -> Iterator[Finding]:
+    """Without it, srun waits for all ranks, and those that lost one wait for ever: until the time limit, on all nodes."""
+    if script.variables.get("SLURM_KILL_BAD_EXIT", (0, "0"))[1] == "1":
+        return
+    for command in script.sruns:
+        if launched_program(command) and command.options.get("kill-on-bad-exit", "0") not in ("", "1"):
+            yield Finding(command.line, "kill", "when one rank fails the others wait for it until the time limit: srun "
+                          "--kill-on-bad-exit=1 ends them at once")
+
+
+@rule
+def tasks_per_gpu(script: Script) -> Iterator[Finding]:
+    """srun starts a process for each task, torchrun one for each --nproc-per-node; together they have to be one for each GPU."""
+    for command in script.sruns:
+        step = script.in_step(command)
+        counts = [value for name, value in step.options.items() if name.startswith(("nodes", "ntasks", "gpus", "gres"))]
+        if not (kind := launched_program(command)) or not step.gpus or any("$" in value for value in counts):
+            continue
+        tasks = step.tasks or 1
+        if kind == "python" and step.uneven:
+            yield Finding(command.line, "tasks", f"{step.number('ntasks')} tasks do not divide over {step.nodes} nodes, of which "
+                          f"each has {step.gpus} GPUs: ask for --ntasks-per-node={step.gpus}")
+        elif kind == "python" and tasks != step.gpus:
+            yield Finding(command.line, "tasks", f"{step.gpus} GPUs and {tasks} {'task' if tasks == 1 else 'tasks'} on a node: "
+                          f"each GPU needs a process of its own; ask for --ntasks-per-node={step.gpus}")
+        per_node = re.search(r"--nproc[-_]per[-_]node[= ]([0-9]{1,9})\b", " ".join(command.words))
+        if kind == "torchrun" and tasks != 1:
+            yield Finding(command.line, "tasks", f"srun starts torchrun {tasks} times on a node, and each starts all ranks: "
+                          "--ntasks-per-node=1 with torchrun")
+        elif kind == "torchrun" and per_node and int(per_node[1]) != step.gpus:
+            yield Finding(command.line, "tasks", f"torchrun starts {per_node[1]} processes on a node with {step.gpus} GPUs: "
+                          f"--nproc-per-node={step.gpus}")
+
+
+@rule
+def course_on_ranks(script: Script) -> Iterator[Finding]:
+    """submit/common.sh starts a rank for each task, and ends the job if a node has not as many tasks as GPUs, or too few CPUs."""
+    for command in script.commands:
+        gpus, tasks = script.gpus, script.tasks
+        if command.name != "course_on_ranks" or len(command.words) == 1 or not gpus:      # one word: where it is defined
+            continue
+        enough = {"exclusive", "cpus-per-gpu"} & set(script.options)                     # of CPUs, without tasks
+        if script.uneven and script.number("ntasks-per-node") is None:
+            yield Finding(command.line, "tasks", f"{script.number('ntasks')} tasks do not divide over {script.nodes} nodes: "
+                          f"course_on_ranks would end the job; ask for --ntasks-per-node={gpus}")
+        elif tasks != gpus and not (tasks is None and (gpus == 1 or enough)):
+            words = "no word of tasks" if tasks is None else f"{tasks} {'task' if tasks == 1 else 'tasks'}"
+            yield Finding(command.line, "tasks", f"{gpus} GPUs and {words} on a node: course_on_ranks would end the job, since "
+                          f"each GPU needs a task and its CPUs; ask for --ntasks-per-node={gpus}")
+
+
+@rule
+def visible_devices(script: Script) -> Iterator[Finding]:
+    """Slurm says which of a node's GPUs a job has; numbers that were written down hide some, or are somebody else's."""
+    line, value = script.variables.get("CUDA_VISIBLE_DEVICES", (0, ""))
+    if value and "$" not in value:
+        yield Finding(line, "devices", f"CUDA_VISIBLE_DEVICES={value} is written down, and the job gets whichever GPUs are free: "
+                      "leave it to Slurm, and ask for as many as you need, --gpus-per-node=N")
+
+
+@rule
+def gpu_binding(script: Script) -> Iterator[Finding]:
+    """A rank that is bound to its GPU sees no other: NCCL cannot copy between them, and goes through the host's memory."""
+    for command in script.sruns:
+        srun_options, step = command.options, script.in_step(command)
+        if not launched_program(command) or step.gpus == 1:
+            continue
+        if "gpu-bind" not in srun_options and any("[@]" in word for word in command.words):         # an array that may hold it
+            continue
+        bound = step.options.get("gpu-bind")
+        line = command.line if {"gpu-bind", "gpus-per-task"} & set(srun_options) else script.option_lines.get("gpu-bind",
+                                                                                                              command.line)
+        if bound is not None and "$" not in bound and bound.split(",")[-1] != "none":
+            yield Finding(line, "bind", f"--gpu-bind={bound} hides a node's other GPUs from a rank, and NCCL needs to reach "
+                          "them: --gpu-bind=none; a rank takes the GPU of its number on the node, SLURM_LOCALID")
+        elif bound is None and "gpus-per-task" in step.options:
+            yield Finding(line, "bind", "--gpus-per-task binds each task to its own GPU, and NCCL needs to reach the others: add "
+                          "--gpu-bind=none to srun, or ask for --gpus-per-node")
+
+
+@rule
+def missing_srun(script: Script) -> Iterator[Finding]:
+    """The script itself runs on the first node only; what srun does not start leaves the other tasks and nodes idle."""
+    many = script.nodes > 1 or (script.tasks or 1) > 1
+    if not many or any(launched_program(command) for command in script.sruns):
+        return
+    for command in script.commands:
+        kind = launched_program(command)
+        setup = {"-c", "venv", "pip", "-V", "--version"} & set(command.words)
+        if kind and not setup and command.name not in NAMES_A_PROGRAM:
+            if kind == "torchrun" and script.nodes == 1:
+                continue
+            yield Finding(command.line, "srun", f"{command.name} runs once, on the first node: the other tasks that this job "
+                          "asks for do nothing, and are charged; start it with srun")
+
+
+@rule
+def torchrun_rendezvous(script: Script) -> Iterator[Finding]:
+    """torchrun knows nothing of Slurm: without a place to meet, each node trains a model of its own, or waits for ever."""
+    for command in script.sruns:
+        nodes = script.in_step(command).nodes
+        from_environment = any(name.startswith("PET_") for name in script.variables)
+        if nodes == 1 or launched_program(command) != "torchrun" or has_unknown_variable(command) or from_environment:
+            continue
+        text = " ".join(command.words).replace("_", "-") + " "
+        rank = re.search(r"--node-rank[= ]\$\{?SLURM-(NODEID|PROCID)", text)
+        arguments = f"--nnodes={nodes} --rdzv-backend=c10d --rdzv-endpoint=\"$MASTER_ADDR:$MASTER_PORT\""
+        if "--standalone " in text or not re.search(r"--nnodes[= ]", text) or re.search(r"--nnodes[= ]1(:1)? ", text):
+            yield Finding(command.line, "meet", f"each torchrun trains a model of its own, {nodes} in all, since none is told of "
+                          f"the other nodes: torchrun {arguments}")
+        elif not re.search(r"--(rdzv-endpoint|master-addr)[= ]", text):
+            yield Finding(command.line, "meet", f"no torchrun knows where the others are: torchrun {arguments}")
+        elif "--rdzv-endpoint" not in text and not re.search(r"--node-rank[= ]", text):
+            yield Finding(command.line, "meet", "with --master-addr each torchrun needs its node's number, and all take 0: "
+                          f"torchrun {arguments}, which gives numbers itself")
+        elif rank and not any(" " in word for word in command.words):              # no text for another shell
+            yield Finding(command.line, "meet", f"the script's own shell fills in $SLURM_{rank[1]}, on the first node, so that "
+                          f"all nodes get number 0: torchrun {arguments}, which gives numbers itself")
+
+
+def has_unknown_variable(command: Command) -> bool:
+    """Whether an unknown variable may hold options: a word that is nothing else, and no option's value."""
+    before = zip(("", *command.words), command.words, strict=False)
+    return any(re.fullmatch(r"\$\{?\w+(\[[@*]\])?\}?", word) and (not last.startswith("--") or "=" in last)
+               for last, word in before)
+
+
+LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1", "")
+
+
+@rule
+def fixed_rendezvous(script: Script) -> Iterator[Finding]:
+    """A node that was written down is not the one that the job gets; two jobs on a node cannot have the same port."""
+    places = [(line, name, value) for name, (line, value) in script.variables.items() if name in ("MASTER_ADDR", "MASTER_PORT")]
+    for command in script.commands:
+        text = " ".join(command.words)
+        for option, name in (("addr", "MASTER_ADDR"), ("port", "MASTER_PORT")):
+            places += [(command.line, name, value) for value in re.findall(rf"--master[-_]{option}[= ](\S+)", text)]
+        for endpoint in re.findall(r"--rdzv[-_]endpoint[= ](\S+)", text):
+            host, _, port = endpoint.rpartition(":")
+            places += [(command.line, "MASTER_ADDR", host), (command.line, "MASTER_PORT", port)]
+    for line, name, value in dict.fromkeys(places):
+        if name == "MASTER_PORT" and value.isdecimal():
+            yield Finding(line, "port", f"port {value} is written down: a second job on the node, yours or another's, cannot "
+                          "have it; make it of the job's number, $((20000 + SLURM_JOB_ID % 12000))")
+        if name == "MASTER_ADDR" and not re.search(r"[$`]", value) and (value not in LOCAL_HOSTS or script.nodes > 1):
+            yield Finding(line, "host", f"the address {value or 'of no host'} is written down, and the job runs on whichever "
+                                        "nodes it "
+                                        'gets: MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)')
+
+
+@rule
+def cpus_per_task(script: Script) -> Iterator[Finding]:
+    """A task has one CPU unless it asks for more; srun does not take --cpus-per-task over from sbatch (since Slurm 22.05)."""
+    exported = "SRUN_CPUS_PER_TASK" in script.variables
+    for command in filter(launched_program, script.sruns):
+        options = command.options
+        if options.get("cpu-bind", options.get("cpu_bind", "")) in ("none", "no"):
+            yield Finding(command.line, "cores", "--cpu-bind=none lets ranks wander over all cores, and loaders with them: use "
+                          "--cpu-bind=cores")
+        if "cpus-per-task" in options or "exclusive" in options:
+            continue
+        if "cpus-per-task" not in script.options and "cpus-per-gpu" not in script.options:
+            yield Finding(command.line, "cores", "no --cpus-per-task: each rank gets one CPU for itself, its loaders and its "
+                          "threads; ask for the node's CPUs divided by its tasks, with sbatch and with srun")
+        elif "cpus-per-task" in script.options and not exported:
+            yield Finding(command.line, "cores", "since Slurm 22.05 srun does not take --cpus-per-task over from sbatch: add "
+                                                 '--cpus-per-task="$SLURM_CPUS_PER_TASK" to srun, or export '
+                                                 'SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK')
+
+
+@rule
+def exit_status(script: Script) -> Iterator[Finding]:
+    """A shell goes on after a failure, and a job's status is that of its last command: a job that failed looks complete."""
+    set_words = " ".join(word for command in script.commands if command.name == "set" for word in command.words[1:])
+    first = script.text.split("\n")[0]
+    stops = re.search(r"(^|\s)-\w*e|errexit", set_words) or re.search(r"bash\s+-\w*e", first)
+    if not stops and len(script.commands) > 1:
+        yield Finding(1, "set", "the script goes on after a command that fails, such as a module or folder that is not there, "
+                      "and ends as if all went well: set -euo pipefail after the #SBATCH lines")
+    for command in script.commands:
+        if command.piped and (command.name == "srun" or launched_program(command)) and "pipefail" not in set_words:
+            yield Finding(command.line, "pipe", "the job's status is that of the last command of a pipe, so a failed run looks "
+                          "complete: set -o pipefail")
+
+
+@rule
+def unquoted_arguments(script: Script) -> Iterator[Finding]:
+    """Unquoted, "$@" falls apart at spaces and its stars turn into file names."""
+    for number, code in script.command_lines:
+        plain = re.sub(r"\\.|'[^']*'|\"(?:\\.|[^\"\\])*\"", "", code)            # what is outside quotes
+        if BARE_ARGUMENTS.search(plain):
+            yield Finding(number, "arguments", 'arguments with spaces or stars do not survive $@ without quotes: write "$@"')
+        elif re.search(r"\b\w+=\"(?:\$[@*]|\$\{[@*]\})\"", code):
+            yield Finding(number, "arguments", 'a variable that holds "$@" is one string, which falls apart at spaces: use an '
+                          'array, args=("$@") and "${args[@]}", or "$@" itself')
+
+
+def main(path: Path, options: Sequence[str]) -> bool:
+    """Print what is wrong; whether nothing is."""
+    findings = lint(read_script(path, options))
+    for finding in findings:
+        where = f"{path}:{finding.line}" if finding.line else "command line"
+        print(f"{where}: {finding.text} [{finding.rule}]")
+    if not findings:
+        print(f"{path}: nothing wrong that {len(RULES)} rules could see")
+    return not findings

@@ -1,0 +1,360 @@
+"""A real Slurm of several nodes on this machine alone: its own configuration, key, ports and folders, beside any other Slurm.
+
+    cluster = start(Path(tempfile.mkdtemp()))
+    job = cluster.submit(["--nodes=2", "submit/train.sh", "vit-demo"])
+    cluster.wait(job)
+    cluster.stop()
+
+`course cluster start` does the same from a shell. Needs Debian's packages slurm-wlm and munge (or their like), neither systemd
+nor root. The nodes share this machine's processors: what runs is as real as on a cluster, how fast is not.
+Facts on the configuration: slurm.conf(5) and munged(8) of Slurm 22.05.
+"""
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from course.utils.atomic_files import remove
+from course.utils.errors import CourseError, describe_exit
+
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "sinfo")
+DAEMONS = ("munged", "slurmctld", "slurmscriptd", "slurmd", "slurmstepd")
+SYSTEM_PATH = os.pathsep.join(["/usr/local/sbin", "/usr/sbin", "/sbin"])  # where daemons lie, outside a user's PATH
+START_SECONDS, JOB_SECONDS = 60.0, 240.0             # seconds that the nodes may take to come up; that a job may take
+ANSWER_SECONDS = 10.0                                # seconds in which a controller that lives tells its jobs
+WAIT_NOTICE_SECONDS = 15.0                           # seconds after which it says what a job waits for
+POLL_SECONDS = 0.2                                   # seconds between two looks
+FINISHED_STATES = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "BOOT_FAIL",
+                   "DEADLINE")
+
+# Why these: linuxproc and task/none need no cgroups; config_overrides lets a node have more CPUs than the machine;
+# cred_expire is also how long a requeued job waits (120 s if unsaid), sched_interval how long one may wait that did not fit;
+# ReturnToService=2 takes a node back as soon as its slurmd registers; MinJobAge keeps finished jobs for `scontrol show job`.
+# FirstJobId differs between Slurms of one machine, since the port at which a job's ranks meet comes from its number.
+CONFIGURATION = """\
+ClusterName=course
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={controller}
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge/socket,cred_expire=5
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/%n.log
+JobCompType=jobcomp/filetxt
+JobCompLoc={folder}/jobs.txt
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+SwitchType=switch/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SlurmdParameters=config_overrides
+SchedulerType=sched/backfill
+SchedulerParameters=sched_interval=1,bf_interval=2,batch_sched_delay=0
+ReturnToService=2
+SlurmctldTimeout=30
+SlurmdTimeout={timeout}
+MessageTimeout=30
+KillWait=15
+MinJobAge=86400
+FirstJobId={first_job}
+GresTypes=gpu
+NodeName=n[1-{nodes}] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{ports}] CPUs={cpus} {gres} State=UNKNOWN
+PartitionName={partition} Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+PARTITION = "course"
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A Slurm that runs, known by its folder."""
+
+    folder: Path
+
+    @property
+    def configuration(self) -> Path:
+        """The file that Slurm's programs find this Slurm by, as `SLURM_CONF`."""
+        return self.folder / "slurm.conf"
+
+    def environment(self, **more: str) -> dict[str, str]:
+        """The environment of this process, talking to this Slurm and with nothing of any other one's jobs."""
+        mine = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_", "SRUN_"))}
+        return {**mine, "PATH": f"{mine.get('PATH', os.defpath)}{os.pathsep}{SYSTEM_PATH}",
+                "SLURM_CONF": str(self.configuration), **more}
+
+    def run(self, *command: str | Path, cwd: Path | None = None, seconds: float = JOB_SECONDS, **environment: str) -> str:
+        """What a command of Slurm's prints; a `CourseError` with its complaint if it fails, or if it does not end.
+
+        It ignores SIGPIPE (Python does, and `restore_signals` leaves it so), as what systemd starts does, and so does what it
+        starts. munged hangs up on whoever takes more than 2 s to ask, as anybody can on a busy machine; libmunge then asks
+        again, if the signal has not killed it before, without a word.
+        """
+        try:
+            done = subprocess.run(list(map(str, command)), cwd=cwd, env=self.environment(**environment), capture_output=True,
+                                  text=True, encoding="utf-8", errors="replace", timeout=seconds, restore_signals=False)
+        except subprocess.TimeoutExpired as error:
+            raise CourseError(f"{command[0]} did not answer in {seconds:g} s: see whether this Slurm still runs; {self.folder} "
+                              "has the daemons' logs") from error
+        if done.returncode:
+            complaint = (done.stderr or done.stdout).strip() or "it said nothing"
+            raise CourseError(f"{command[0]} {describe_exit(done.returncode)}: {complaint}; {self.folder} has the daemons' logs")
+        return done.stdout.strip()
+
+    def submit(self, words: Sequence[str | Path], cwd: Path | None = None, **environment: str) -> int:
+        """`sbatch WORDS...` in the folder `cwd`; the job's number."""
+        return int(self.run("sbatch", "--parsable", *words, cwd=cwd, seconds=JOB_SECONDS, **environment).split(";")[0])
+
+    def describe(self, job: int) -> dict[str, str]:
+        """What `scontrol show job` says of a job: JobState, ExitCode, Restarts, NodeList, StdOut ..."""
+        return parse_fields(self.run("scontrol", "--oneliner", "show", "job", str(job)).splitlines()[0])
+
+    def state(self, job: int) -> str:
+        """PENDING, RUNNING, COMPLETED, FAILED ..."""
+        return self.describe(job)["JobState"]
+
+    def wait(self, job: int, states: Sequence[str] = FINISHED_STATES, seconds: float = JOB_SECONDS) -> str:
+        """Wait until a job is in one of these states, which is returned; a `CourseError` with its log if that takes too long."""
+        if not wait_until(lambda: self.state(job) in states, seconds, lambda: self.queued(job)):
+            job_fields = self.describe(job)
+            raise CourseError(f"job {job} is {job_fields['JobState']} ({job_fields.get('Reason', '')}) after {seconds:g} s, not "
+                              f"yet {' or '.join(states)}; the end of its log:\n{self.log(job)[-3000:]}")
+        return self.state(job)
+
+    def queued(self, job: int) -> str:
+        """A sentence on a job that waits for its turn; "" of one that does not."""
+        job_fields = self.describe(job)
+        reason = job_fields.get("Reason", "no reason given")
+        return f"job {job} waits in the queue ({reason})" if job_fields["JobState"] == "PENDING" else ""
+
+    def log(self, job: int) -> str:
+        """What a job has printed so far; its standard output, and its errors if they are in the same file."""
+        path = Path(self.describe(job)["StdOut"])
+        return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+
+    def nodes(self) -> dict[str, str]:
+        """Each node's state: idle, mixed, allocated, down ... A mark is appended if it does not answer (`idle*`)."""
+        lines = self.run("sinfo", "--noheader", "--Node", "--format=%N %T").splitlines()
+        return dict(line.split()[:2] for line in lines)
+
+    def start_node(self, name: str) -> None:
+        """Start a node's slurmd, for the first time or again."""
+        self.run("slurmd", "-f", self.configuration, "-N", name)
+
+    def kill_node(self, name: str) -> None:
+        """Kill a node's slurmd, as a crash would. What its jobs started goes on; after SlurmdTimeout the node counts as lost."""
+        os.kill(int((self.folder / f"{name}.pid").read_text(encoding="utf-8")), signal.SIGKILL)
+
+    def stop(self) -> None:
+        """End all jobs and daemons of this Slurm, and remove its folder; none of it has to answer."""
+        stop(self.folder)
+
+
+def parse_fields(line: str) -> dict[str, str]:
+    """`JobId=4 JobName=a b JobState=RUNNING` as a dict; a value reaches to the next `Name=`."""
+    job_name = re.search(r"\sJobName=(.*?)(?=\sUserId=)",
+                         line)              # what the user wrote, which may look like other fields
+    rest = line[:job_name.start()] + line[job_name.end():] if job_name else line
+    pairs = re.findall(r"(?:^|\s)([A-Za-z][\w:/]*)=(.*?)(?=\s[A-Za-z][\w:/]*=|\s*$)", rest)
+    name_field = {"JobName": job_name[1]} if job_name else {}
+    return dict(reversed(pairs)) | name_field              # a name that comes again, in what the user wrote, does not count
+
+
+def why_unavailable() -> str:
+    """What keeps Slurm from being started here, as a sentence; nothing if all is there."""
+    path = f"{os.environ.get('PATH', os.defpath)}{os.pathsep}{SYSTEM_PATH}"
+    absent = [program for program in PROGRAMS if not shutil.which(program, path=path)]
+    return f"Slurm is not installed here (no {', '.join(absent)}): apt-get install slurm-wlm munge" if absent else ""
+
+
+def start(folder: Path, nodes: int = 2, cpus: int = 8, gpus: int = 0, timeout: int = 15, partition: str = PARTITION) -> Cluster:
+    """Start `nodes` nodes n1, n2, ... of `cpus` CPUs (and so many simulated GPUs) each, in a partition; wait until all are idle.
+
+    `folder` is for this Slurm alone, and removed by `stop`. `timeout` is SlurmdTimeout: seconds until a node that does not
+    answer is lost. Raises `CourseError` where Slurm is not installed or does not come up; nothing is left running then.
+    """
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", partition):
+        raise CourseError(f"{partition!r} cannot be a partition here: name one, with letters, digits, dots, - and _")
+    if reason := why_unavailable():
+        raise CourseError(reason)
+    cluster = Cluster(folder.resolve())
+    if cluster.configuration.exists():
+        raise CourseError(f"{folder} has a Slurm already: stop it first (course cluster stop --folder {folder})")
+    if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir())
+                                                   or folder.stat().st_uid != os.getuid())):
+        raise CourseError(f"{folder} is not an empty folder of yours: name one that is, or none, since all of it goes when this "
+                          "Slurm is stopped")
+    write_configuration(cluster, nodes, cpus, gpus, timeout, partition)
+    try:
+        munge = cluster.folder / "munge"
+        cluster.run("munged", "--force", "--num-threads=2", f"--key-file={munge}/key", f"--socket={munge}/socket",
+                    f"--pid-file={munge}/pid", f"--log-file={munge}/log", f"--seed-file={munge}/seed")
+        cluster.run("slurmctld", "-f", cluster.configuration)
+        names = [f"n{i}" for i in range(1, nodes + 1)]
+        for name in names:
+            cluster.start_node(name)
+        if not wait_until(lambda: all_idle(cluster, names), START_SECONDS):
+            files = sorted(cluster.folder.glob("*.log"))
+            logs = "\n".join(file.read_text(encoding="utf-8", errors="replace")[-1000:] for file in files)
+            raise CourseError(f"Slurm's nodes are not idle after {START_SECONDS:g} s; the ends of its logs:\n{logs}")
+    except BaseException:
+        stop(cluster.folder)
+        raise
+    return cluster
+
+
+def write_configuration(cluster: Cluster, nodes: int, cpus: int, gpus: int, timeout: int, partition: str) -> None:
+    """Write the folders, the key and the configuration."""
+    folder = cluster.folder
+    for name in ("munge", "state", *(f"n{i}" for i in range(1, nodes + 1))):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    folder.chmod(0o755)
+    (folder / "munge" / "key").touch(0o600)
+    (folder / "munge" / "key").write_bytes(os.urandom(128))
+    controller = free_ports(1 + nodes)
+    first = controller + 1
+    devices = [folder / f"gpu{i}" for i in range(gpus)]
+    for device in devices:
+        device.touch()
+    (folder / "gres.conf").write_text("".join(f"Name=gpu File={device}\n" for device in devices), encoding="utf-8")
+    if newer_than_22():                              # 22.05 refuses this word, and later versions look for systemd without it
+        (folder / "cgroup.conf").write_text("CgroupPlugin=disabled\n", encoding="utf-8")
+    cluster.configuration.write_text(CONFIGURATION.format(
+        host=socket.gethostname().split(".")[0], user=psutil.Process().username(), folder=folder, controller=controller,
+        ports=f"{first}-{first + nodes - 1}", nodes=nodes, cpus=cpus, gres=f"Gres=gpu:{gpus}" if gpus else "", timeout=timeout,
+        first_job=controller % 120 * 100 + 1, partition=partition))
+
+
+def newer_than_22() -> bool:
+    """Whether this Slurm is of 2023 or later."""
+    version = subprocess.run(["sbatch", "--version"], capture_output=True, text=True).stdout      # "slurm-wlm 22.05.8"
+    match = re.search(r"(\d+)\.\d+", version)
+    return bool(match) and int(match[1]) >= 23       # type: ignore[index]
+
+
+def free_ports(count: int) -> int:
+    """The first of so many neighbouring ports that are free now, outside the range that the system gives to others."""
+    for first in range(17000 + os.getpid() % 500 * 20, 32000, count):
+        with suppress(OSError):
+            for port in range(first, first + count):
+                with socket.socket() as probe:
+                    probe.bind(("", port))
+            return first
+    raise CourseError(f"no {count} neighbouring ports are free between 17000 and 32000: stop what listens there")
+
+
+def all_idle(cluster: Cluster, names: Sequence[str]) -> bool:
+    """Whether the controller answers and all these nodes wait for work."""
+    try:
+        return cluster.nodes() == dict.fromkeys(names, "idle")
+    except CourseError:
+        return False
+
+
+def wait_until(done: Callable[[], bool], seconds: float, tell: Callable[[], str] = str) -> bool:
+    """Look again and again whether something is so; False if it is not after so many seconds. tell: what to say, if anything,
+    when that has taken a while."""
+    begin, silent = time.monotonic(), True
+    while not done():
+        passed = time.monotonic() - begin
+        if passed > seconds:
+            return False
+        if silent and passed > WAIT_NOTICE_SECONDS:
+            silent = False
+            if sentence := tell():
+                print(sentence, flush=True)
+        time.sleep(POLL_SECONDS)
+    return True
+
+
+def stop(folder: Path) -> None:
+    """Kill every process of the Slurm in this folder, jobs included, and remove the folder."""
+    configuration = str(Cluster(folder.resolve()).configuration)
+    for _ in range(5):                               # again, for what was being started meanwhile
+        running = find_processes(configuration)
+        if not running:
+            break
+        for process in running:
+            with suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs(running, timeout=5)
+    if os.path.exists(configuration):                # else it is no folder of a Slurm's
+        remove(folder)
+
+
+def find_processes(configuration: str) -> list[psutil.Process]:
+    """The daemons and jobs that belong to this slurm.conf, and to no other; never the shell from which somebody submits.
+
+    Daemons name the file on their command line or in their environment. slurmstepd, which writes its title over both, is the
+    parent of a task that has it.
+    """
+    processes: dict[int, psutil.Process] = {}
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            environment: Mapping[str, str] = process.environ()
+            is_daemon = process.name() in DAEMONS and (environment.get("SLURM_CONF") == configuration
+                                                   or configuration in process.cmdline())
+            if is_daemon or (environment.get("SLURM_CONF") == configuration and "SLURM_JOB_ID" in environment):
+                processes[process.pid] = process
+                if (parent := process.parent()) and parent.name() == "slurmstepd":
+                    processes[parent.pid] = parent
+    return [process for pid, process in processes.items() if pid != os.getpid()]
+
+
+def start_guard(folder: Path) -> "subprocess.Popen[bytes]":
+    """A process that stops the Slurm in this folder when this process ends, however that happens."""
+    return subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read(); from pathlib import Path; from "
+                             "course.lab.slurm.local_cluster import stop; stop(Path(sys.argv[1]))", str(folder)],
+                            stdin=subprocess.PIPE, start_new_session=True)
+
+
+def default_folder() -> Path:
+    """Where `course cluster` keeps its Slurm: a short path, since sockets lie in it, and one for each user."""
+    return Path(tempfile.gettempdir()) / f"course-slurm-{os.getuid()}"
+
+
+def start_command(folder: Path, nodes: int, cpus: int, gpus: int, partition: str = PARTITION) -> None:
+    """`course cluster start`: prints what makes a shell talk to the new Slurm, fit for eval."""
+    cluster = start(folder, nodes, cpus, gpus, partition=partition)
+    print(f"# Slurm runs on this machine: {nodes} nodes of {cpus} CPUs, partition {partition}. With the next line in a shell,\n"
+          "# sbatch and squeue mean it; `course cluster stop` ends it.\n"
+          f"export SLURM_CONF={shlex.quote(str(cluster.configuration))}")
+
+
+def stop_command(folder: Path, force: bool = False) -> None:
+    """`course cluster stop`. Raises `CourseError` if it has jobs that are not over, unless `force` says that these end, too."""
+    cluster = Cluster(folder.resolve())
+    if not cluster.configuration.exists():
+        raise CourseError(f"there is no Slurm of the course in {folder}: nothing to stop, or it is in another --folder")
+    jobs = [] if force else unfinished_jobs(cluster)
+    if jobs:
+        raise CourseError(f"{len(jobs)} {'job is' if len(jobs) == 1 else 'jobs are'} not over: {', '.join(jobs[:5])}"
+                          f"{' ...' if len(jobs) > 5 else ''}; wait for them, or end them with it: course cluster stop --force")
+    stop(folder)
+    print(f"stopped the Slurm in {folder}")
+
+
+def unfinished_jobs(cluster: Cluster) -> list[str]:
+    """`7 train (running)` for each job that runs or waits; none if its controller has died and nobody can know."""
+    try:
+        lines = cluster.run("squeue", "--noheader", "--format=%i %j (%T)", seconds=ANSWER_SECONDS).splitlines()
+    except CourseError:
+        return []
+    return [f"{line.rpartition(' ')[0]} {line.rpartition(' ')[2].lower()}" for line in lines]

@@ -1,0 +1,350 @@
+"""A batch script, read as the shell and sbatch read it: its options, its commands and what its variables hold.
+
+Quotes, continued lines, comments and here-documents are what they are, and files that it sources from its own folder are read
+with it. Nothing is executed. What a variable holds is known where the script itself assigns it plainly. Sources: sbatch(1) and
+srun(1) of Slurm 22.05 and 23.11, bash(1).
+"""
+
+import codecs
+import os
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from course.utils.errors import CourseError
+
+SHORT_OPTIONS = {"A": "account", "a": "array", "c": "cpus-per-task", "C": "constraint", "d": "dependency", "D": "chdir",
+                 "e": "error",
+         "G": "gpus", "i": "input", "J": "job-name", "L": "licenses", "M": "clusters", "m": "distribution", "n": "ntasks",
+         "N": "nodes", "o": "output", "p": "partition", "q": "qos", "t": "time", "w": "nodelist", "x": "exclude"}
+VALUE_OPTIONS = [*SHORT_OPTIONS.values(), "begin", "comment", "core-spec", "cpu-bind", "cpus-per-gpu", "deadline", "export",
+                 "export-file",
+          "gpu-bind", "gpu-freq", "gpus-per-node", "gpus-per-socket", "gpus-per-task", "gres", "gres-flags", "hint",
+          "kill-on-invalid-dep", "mail-type", "mail-user", "mem",
+          "mem-bind", "mem-per-cpu", "mem-per-gpu", "mincpus", "mpi", "network", "nice",
+          "ntasks-per-core", "ntasks-per-gpu", "ntasks-per-node", "ntasks-per-socket", "open-mode", "prefer", "priority",
+          "profile", "reservation", "signal", "sockets-per-node", "switches", "threads-per-core", "time-min", "tmp",
+          "wait-all-nodes", "wckey"]
+FLAG_OPTIONS = ["contiguous", "exclusive", "get-user-env", "hold", "ignore-pbs", "kill-on-bad-exit", "label", "no-kill",
+                "no-requeue",
+         "oversubscribe", "overcommit", "overlap", "parsable", "propagate", "quiet", "reboot", "requeue", "spread-job",
+         "test-only", "unbuffered", "use-min-nodes", "verbose", "wait"]
+SHORT_FLAGS = {"K": "kill-on-bad-exit", "l": "label", "u": "unbuffered", "H": "hold", "Q": "quiet", "v": "verbose", "W": "wait"}
+SEPARATORS = set(";&|()")
+PREFIX_WORDS = {"if", "then", "else", "elif", "do", "while", "until", "!", "{", "time", "exec", "nohup", "env", "builtin"}
+ASSIGNING_COMMANDS = {"export", "local", "declare", "readonly", "typeset"}
+ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)\+?=(.*)", re.DOTALL)
+NUMBER = re.compile(r"[0-9]{1,9}")                   # a number that somebody means
+MAX_NESTING = 20                                     # $(... $(...)) in one another, of which people write three
+
+
+class Command(NamedTuple):
+    """A simple command: its words without quotes and redirections, and whether its output goes into a pipe."""
+
+    line: int
+    words: tuple[str, ...]
+    piped: bool = False
+
+    @property
+    def name(self) -> str:
+        """The program, without its folder; "" of a line that has redirections only."""
+        return Path(self.words[0]).name if self.words else ""
+
+    @property
+    def options(self) -> dict[str, str]:
+        """Of srun, its options by their long names."""
+        return dict(parse_options(self.words[1:])[0])
+
+
+@dataclass
+class Script:
+    """A batch script, read."""
+
+    path: Path
+    text: str                                                    # with line ends as Unix has them
+    dos_line: int = 0                                            # the first line that ends as on DOS; 0: none does
+    encoding_mark: str = ""                                      # the encoding that its first bytes name; "": they are its text
+    heterogeneous: int | None = None                             # the line from which on options are of another component of a
+                                                                 # heterogeneous job; 0: on the command line
+    options: dict[str, str] = field(default_factory=dict)        # sbatch's, by their long names; the last one counts
+    option_lines: dict[str, int] = field(default_factory=dict)   # where they stand; 0: on the command line
+    ignored_lines: list[int] = field(default_factory=list)       # lines of #SBATCH that sbatch does not read
+    command_lines: list[tuple[int, str]] = field(default_factory=list)  # logical lines
+    commands: list[Command] = field(default_factory=list)
+    variables: dict[str, tuple[int, str]] = field(default_factory=dict)  # assigned variables
+
+    def number(self, *names: str) -> int | None:
+        """The first of these options that is a whole number."""
+        return next((int(self.options[name]) for name in names if NUMBER.fullmatch(self.options.get(name, ""))), None)
+
+    @property
+    def nodes(self) -> int:
+        """How many nodes at least; 1 if it does not say."""
+        first = NUMBER.match(self.options.get("nodes", "1"))
+        return max(1, int(first[0])) if first else 1
+
+    @property
+    def gpus(self) -> int | None:
+        """GPUs of a node; 0 if none are asked for, None if it cannot be known."""
+        if gpus := [item for item in self.options.get("gres", "").split(",") if re.match(r"(gres[/:])?gpu(:|=|$)", item)]:
+            return count_gpus(gpus)
+        name = next((name for name in ("gpus-per-node", "gpus", "gpus-per-task") if name in self.options), None)
+        if name is None:
+            return 0
+        total = count_gpus(self.options[name].split(","))
+        if total is None or name == "gpus-per-node":
+            return total
+        if name == "gpus-per-task":
+            return total * (self.tasks or 1)
+        return None if total % self.nodes else total // self.nodes
+
+    @property
+    def tasks(self) -> int | None:
+        """Tasks of a node, of those that have most; None if it does not say."""
+        if (each := self.number("ntasks-per-node")) is not None:
+            return each
+        every = self.number("ntasks")
+        return None if every is None else max(1, -(-every // self.nodes))
+
+    @property
+    def uneven(self) -> bool:
+        """Whether some nodes have fewer tasks than others."""
+        every = self.number("ntasks")
+        return every is not None and every % self.nodes > 0
+
+    def in_step(self, command: Command) -> "Script":
+        """What a job step has: the script's options, and in their place those of its srun."""
+        return Script(self.path, "", options={**self.options, **command.options})
+
+    @property
+    def sruns(self) -> list[Command]:
+        """The job steps, from first to last, each with its line."""
+        return [command for command in self.commands if command.name == "srun"]
+
+
+def read_script(path: Path, options: Sequence[str] = ()) -> Script:
+    """Read a script and the options that will be given to sbatch with it. Raises `CourseError` if it cannot be read."""
+    try:
+        raw, mark = decode(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise CourseError(f"cannot read {path}: {getattr(error, 'strerror', None) or 'it is no text'}; "
+                          "give the file that you would give to sbatch") from error
+    dos = raw[:raw.find("\r")].count("\n") + 1 if "\r" in raw else 0
+    script = Script(path, raw.replace("\r\n", "\n").replace("\r", "\n"), dos, mark)
+    text = script.text
+    script.command_lines = sourced_lines(path, text)
+    lines = text.split("\n")
+    first = next((number for number, _ in logical_lines(text)), len(lines) + 1)
+    for number, line in enumerate(lines, 1):
+        if line.startswith("#SBATCH") and number < first:
+            if split_words(line[7:])[:1] in (["hetjob"], ["packjob"]) and script.heterogeneous is None:
+                script.heterogeneous = number
+            if script.heterogeneous is None:
+                add_options(script, split_words(line[7:]), number)
+        elif line.startswith("#SBATCH") and not is_inside_text(text, number):
+            script.ignored_lines.append(number)
+    command_line = list(options)
+    if ":" in command_line:                                 # sbatch OPTIONS : OPTIONS
+        script.heterogeneous, command_line = script.heterogeneous or 0, command_line[:command_line.index(":")]
+    add_options(script, command_line, 0)
+    for number, code in script.command_lines:
+        parse_line(script, number, code)
+    return script
+
+
+def decode(data: bytes) -> tuple[str, str]:
+    """Text, and the encoding that its mark at the beginning names, or "". sbatch minds no letters in comments, whatever their
+    encoding, so that bytes which are not UTF-8 are read as Latin-1; zeros are in no text (`ValueError`)."""
+    marks = {codecs.BOM_UTF8: "UTF-8", codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16"}
+    mark = next((name for bytes_, name in marks.items() if data.startswith(bytes_)), "")
+    if mark:
+        return data.decode("utf-8-sig" if mark == "UTF-8" else "utf-16"), mark
+    if b"\0" in data:
+        raise ValueError("no text")
+    try:
+        return data.decode(), ""
+    except UnicodeDecodeError:
+        return data.decode("latin-1"), ""
+
+
+def count_gpus(items: Sequence[str]) -> int | None:
+    """How many GPUs: 4, a100:4, gpu:1g.10gb:2, gpu (one), one of each type; None if one says no number that can be known."""
+    total = 0
+    for item in items:
+        last = re.split(r"[:=]", item.partition("(")[0])[-1]
+        if not NUMBER.fullmatch(last) and not item.startswith(("gpu", "gres")):
+            return None
+        total += int(last) if NUMBER.fullmatch(last) else 1
+    return total
+
+
+def add_options(script: Script, words: Sequence[str], number: int) -> None:
+    """Sbatch's options, short or long, with `=` or without."""
+    for name, value in parse_options(words)[0]:
+        script.options[name] = value
+        script.option_lines[name] = number
+
+
+def parse_options(words: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
+    """Options of sbatch or srun by their long names, and the words after them. An array among them is passed over."""
+    options, remaining = [], list(words)
+    while remaining and (remaining[0].startswith("-") or "[@]" in remaining[0]):
+        word = remaining.pop(0)
+        if word[0] != "-" or word in ("-", "--"):
+            continue
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            if not equals and name not in FLAG_OPTIONS and remaining and not remaining[0].startswith("-"):
+                value = remaining.pop(0)
+        else:
+            name, value = SHORT_OPTIONS.get(word[1], SHORT_FLAGS.get(word[1], word[1])), word[2:].removeprefix("=")
+            if word[1] in SHORT_OPTIONS and not value and remaining:
+                value = remaining.pop(0)
+        options.append((name, value))
+    return options, remaining
+
+
+def split_words(text: str) -> list[str]:
+    """The words of a #SBATCH line; one with an open quote is split at spaces."""
+    try:
+        return shlex.split(text, comments=True)
+    except ValueError:
+        return text.split()
+
+
+def is_inside_text(text: str, number: int) -> bool:
+    """Whether a line is in a here-document or a quoted string, and so no comment."""
+    lines = text.split("\n")
+    lines[number - 1] = "a_word_of_no_other_line"
+    return not any(code.strip() == "a_word_of_no_other_line" for _, code in logical_lines("\n".join(lines)))
+
+
+def sourced_lines(path: Path, text: str, seen: tuple[Path, ...] = ()) -> list[tuple[int, str]]:
+    """The logical lines of a script; those of what it sources from its own folder have the number of the line that sources it."""
+    lines = []
+    for number, code in logical_lines(text):
+        lines.append((number, code))
+        for word in re.findall(r"(?:^|[;&|]\s*)(?:source|\.)\s+(\S+)", code.strip()):
+            other = path.parent / Path(word.strip("\"'")).name
+            if os.path.isfile(other) and other not in (*seen, path):
+                inside = other.read_text(encoding="utf-8", errors="replace")
+                lines += [(number, code) for _, code in sourced_lines(other, inside, (*seen, path))]
+    return lines
+
+
+# an escaped character, a quoted string (its end may be missing), a here-string, a here-document's beginning, or any character
+TOKEN = re.compile(r"""\\.?|'[^']*'?|"(?:\\.|[^"\\])*\\?"?|<<<|<<(?P<dash>-?)\s*\\?(['"]?)(?P<word>[A-Za-z_][\w.-]*)\2|.""",
+                   re.DOTALL)
+
+
+def logical_lines(text: str) -> Iterator[tuple[int, str]]:
+    """(line number, code) of each command line: continued lines joined, comments and the text of here-documents left out."""
+    code, start, line_begin, i = "", 1, 0, 0
+    here_documents: list[tuple[str, str]] = []       # that begin after this line
+    while match := TOKEN.match(text, i):
+        token, begin, i = match[0], i, match.end()
+        if token == "#" and (not code or code[-1] in " \t;&|()"):
+            i = end if (end := text.find("\n", i)) >= 0 else len(text)
+        elif match["word"] and code.count("((") == code.count("))"):
+            here_documents.append((r"\t*" if match["dash"] else "", re.escape(match["word"])))
+        elif match["word"]:                          # a shift to the left in $((...))
+            code, i = code + "<", begin + 1
+        elif token == "\n":
+            for tabs, word in here_documents:
+                last = re.compile(rf"\n{tabs}{word}(?=\n|\Z)").search(text, begin)
+                begin = last.end() if last else len(text)
+            if code.strip():
+                yield start, code
+            i = begin + 1
+            start, line_begin = start + text.count("\n", line_begin, i), i
+            code, here_documents = "", []
+        else:
+            code += token if token[0] == "'" else re.sub(r"\\(?s:.)", lambda pair: "" if pair[0] == "\\\n" else pair[0], token)
+    if code.strip():
+        yield start, code
+
+
+SUBSTITUTION = re.compile(r"(\$\(\(|\$\(|[<>]\(|(?<=\w)\+?=\()")
+
+
+def extract_substitutions(code: str) -> tuple[str, list[str]]:
+    """A line with `$(...)`, `<(...)` and arrays replaced by `$_`, and the commands that were in them."""
+    commands = []
+    while match := SUBSTITUTION.search(re.sub(r"'[^']*'", lambda quoted: "'" + "_" * (len(quoted[0]) - 2) + "'", code)):
+        opened = match.end() - match[0].count("(")
+        depth, end = 0, len(code)
+        for i in range(opened, len(code)):
+            depth += (code[i] == "(") - (code[i] == ")")
+            if not depth:
+                end = i + 1
+                break
+        if "=" in match[0]:                          # an array: its words are what the variable holds
+            words = code[opened + 1:end - 1].replace("(", " ").replace(")", " ")
+            code = f"{code[:match.start()]}={shlex.quote(words)}{code[end:]}"
+            continue
+        if match[0] != "$((":
+            commands.append(code[opened + 1:end - 1])
+        code = f"{code[:match.start()]}$_{code[end:]}"
+    return code, commands
+
+
+def parse_line(script: Script, number: int, code: str, depth: int = 0) -> None:
+    """Split a logical line into simple commands and assignments; depth: of the `$(...)` in which it stands."""
+    if depth > MAX_NESTING:
+        raise CourseError(f"{script.path}:{number} has more than {MAX_NESTING} commands inside one another: is it a batch "
+                          "script?")
+    code, inner = extract_substitutions(code)
+    for command in inner:
+        parse_line(script, number, command, depth + 1)
+    lexer = shlex.shlex(code, posix=True, punctuation_chars=";&|()<>")
+    lexer.whitespace_split, lexer.commenters = True, ""
+    words: list[str] = []
+    try:
+        tokens = list(lexer)
+    except ValueError:                               # an open quote: bash would not run it either
+        tokens = code.split()
+    tokens.append(";")
+    drop = False
+    for token in tokens:
+        if token and set(token) <= SEPARATORS:
+            if words:
+                add_command(script, Command(number, tuple(words), token in ("|", "|&")))
+            words = []
+        elif set(token) <= set("<>&") and token:
+            drop = True                              # a redirection: the next word is a file
+            if words and words[-1].isdecimal():
+                words.pop()
+        elif drop:
+            drop = False
+        elif words or token not in PREFIX_WORDS:
+            words.append(token)
+
+
+def add_command(script: Script, command: Command) -> None:
+    """Note a command, after the assignments in front of it; known variables among its words are replaced by what they hold."""
+    words = list(command.words)
+    if words[0] in ASSIGNING_COMMANDS:
+        words = [word for word in words[1:] if ASSIGNMENT.match(word)]
+    while words and (match := ASSIGNMENT.match(words[0])):
+        script.variables[match[1]] = (command.line, match[2])
+        words.pop(0)
+    if command.words[0] in ASSIGNING_COMMANDS or not words:
+        return
+    expanded: list[str] = []
+    for word in words:
+        name = re.fullmatch(r"\$\{?(\w+)(?:\[[@*]\])?\}?", word)
+        known = script.variables.get(name[1], (0, ""))[1] if name else ""
+        expanded += known.split() if known and "$" not in known else [word]
+    script.commands.append(command._replace(words=tuple(expanded)))
+
+
+def launched_program(command: Command) -> str:
+    """What an srun starts: "torchrun", "python", or something else (""), also inside a container or `bash -c`."""
+    words = " ".join(parse_options(command.words[1:])[1]).split() if command.name == "srun" else list(command.words)
+    names = [Path(word).name for word in words]
+    if "torchrun" in names or any("torch.distributed" in word for word in words):
+        return "torchrun"
+    return "python" if any(re.fullmatch(r"python[\d.]*|course|\$\{?(python|PYTHON)\}?", name) for name in names) else ""

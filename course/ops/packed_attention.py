@@ -1,0 +1,124 @@
+"""Attention over queries, keys and values as one linear puts them out, whose gradient comes out as that linear takes it.
+
+PyTorch's attention takes three tensors and gives three gradients, which a kernel then puts side by side, and another adds up over
+tokens for the gradient of the linear's bias. Here one tensor goes in, (B, T, 3, h, d); its gradient is written in place, and its
+sum on the way. On a GPU kernels in `packed_attention_triton.py` do that, also for widths that are no power of two, such as DiT's
+72, for which cuDNN computes with 128. Here the same is in plain operations, with all scores in memory: the formula. CPUs compute
+it, but for long sequences.
+
+    s = q · k / sqrt(d)    lse = log2 of the sum of exp s    p = exp s / sum    y = p · v
+    dv = p^T · dy    ds = p · (dy · v - dy · y)    dq = ds · k / sqrt(d)    dk = ds^T · q / sqrt(d)
+
+Of what is computed forward y and lse are kept, from which backward has p again (Dao et al. 2022, arXiv:2205.14135, appendix B).
+"""
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp import is_autocast_available
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from course.ops.attention import attend
+from course.ops.custom_op import register_operator
+from course.ops.number_formats import LOW_PRECISION
+
+MOST = 2**28                                        # scores of a formula on a CPU: 1 GiB, of which a few are in memory at a time
+
+
+def attention_plain(qkv: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """(the answers, (B, T, h, d); of each query the scores' log2 of the sum of exponentials, (B, h, T), at least in float32)."""
+    q, k, v = upcast(qkv).permute(2, 0, 3, 1, 4)                        # 3 x (B, h, T, d)
+    with full_products(qkv):
+        s = scores(q, k, causal)                                        # (B, h, T, T)
+        y = s.softmax(-1) @ v                                           # (B, h, T, d)
+    return y.transpose(1, 2).to(qkv.dtype).contiguous(), s.logsumexp(-1) * math.log2(math.e)
+
+
+def attention_backward_plain(dy: Tensor, qkv: Tensor, y: Tensor, lse: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """(the gradient of qkv, (B, T, 3, h, d); its sum over samples and tokens, (3, h, d), at least in float32)."""
+    q, k, v = upcast(qkv).permute(2, 0, 3, 1, 4)                        # 3 x (B, h, T, d)
+    dy, y = (upcast(x).transpose(1, 2) for x in (dy, y))                # 2 x (B, h, T, d)
+    with full_products(qkv):
+        p = (scores(q, k, causal) - lse[..., None] / math.log2(math.e)).exp()           # (B, h, T, T)
+        ds = p * (dy @ v.mT - (dy * y).sum(-1, keepdim=True)) / math.sqrt(q.shape[-1])  # (B, h, T, T)
+        dqkv = torch.stack([ds @ k, ds.mT @ q, p.mT @ dy])              # (3, B, h, T, d)
+    dqkv = dqkv.permute(1, 3, 0, 2, 4).to(qkv.dtype).contiguous()       # (B, T, 3, h, d)
+    return dqkv, upcast(dqkv).sum((0, 1))
+
+
+def upcast(x: Tensor) -> Tensor:
+    """In float32 at least. Any shape."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def full_products(x: Tensor) -> AbstractContextManager:
+    """The context in which products are in the format of what is multiplied; under autocast they would be in 16 bits."""
+    known = is_autocast_available(x.device.type)    # on the meta device there is none
+    return torch.autocast(x.device.type, enabled=False) if known else nullcontext()
+
+
+def scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
+    """2 x (B, h, T, d) -> (B, h, T, T), minus infinity where a query must not look."""
+    s = q @ k.mT / math.sqrt(q.shape[-1])
+    return s.masked_fill(torch.ones_like(s[0, 0], dtype=torch.bool).triu(1), -math.inf) if causal else s
+
+
+register_operator("attention", "(Tensor qkv, bool causal) -> (Tensor, Tensor)", attention_plain, "ops.packed_attention_triton")
+register_operator("attention_backward", "(Tensor dy, Tensor qkv, Tensor y, Tensor lse, bool causal) -> (Tensor, Tensor)",
+         attention_backward_plain, "ops.packed_attention_triton")
+
+
+class PackedAttention(Function):
+    """(B, T, 3, h, d) -> (B, T, h, d) | the gradients of qkv and of a bias that is already in it, (3·h·d,)."""
+
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, bias: Tensor | None, causal: bool) -> Tensor:
+        y, lse = torch.ops.course.attention(qkv, causal)                # (B, T, h, d), (B, h, T)
+        ctx.save_for_backward(qkv, y, lse)
+        ctx.causal, ctx.bias = causal, None if bias is None else bias.dtype
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        qkv, y, lse = ctx.saved_tensors
+        dqkv, sums = torch.ops.course.attention_backward(dy, qkv, y, lse, ctx.causal)
+        return dqkv, sums.flatten().to(ctx.bias) if ctx.bias else None, None
+
+
+def packed_attention(qkv: Tensor, bias: Tensor | None, causal: bool) -> Tensor:
+    """Self-attention; bias: the linear's, (3·h·d,), if its gradient is to be computed here. (B, T, 3, h, d) -> (B, T, h, d).
+
+    On a CPU that of PyTorch where there are more than `MOST` scores.
+    """
+    B, T, _, h, _ = qkv.shape
+    if qkv.device.type == "cpu" and B * h * T * T > MOST:
+        return unpacked_attention(qkv, bias, causal)
+    return PackedAttention.apply(qkv, bias, causal)
+
+
+def unpacked_attention(qkv: Tensor, bias: Tensor | None, causal: bool) -> Tensor:
+    """The same by PyTorch, which never has all scores in memory: (B, T, 3, h, d), (3 * h * d,) -> (B, T, h, d)."""
+    if bias is not None:                            # it is in qkv already: what is added is 0, and has its gradient
+        qkv = qkv + (bias - bias.detach()).to(qkv.dtype).view(qkv.shape[2:])            # (B, T, 3, h, d)
+    q, k, v = qkv.permute(2, 0, 3, 1, 4)                                # 3 x (B, h, T, d)
+    return attend(q, k, v, causal).transpose(1, 2)                      # (B, T, h, d)
+
+
+def supports_head_dim(head_dim: int) -> bool:
+    """Whether the kernels take heads of this size, in whole pieces of 16 bytes; for those of 128 PyTorch's are faster."""
+    return 16 <= head_dim < 128 and head_dim % 8 == 0
+
+
+def supports_precision(precision: str, device: torch.device) -> bool:
+    """Whether that is for this device and precision: the kernels know 16 bits, and without them all scores are in memory.
+
+    A GPU from before Ampere has 64 KB of shared memory, and programs of most heads take more.
+    """
+    if device.type == "cpu":
+        return True
+    return precision in LOW_PRECISION and torch.cuda.get_device_capability(device) >= (8, 0)

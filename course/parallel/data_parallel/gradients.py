@@ -1,0 +1,289 @@
+"""Data parallelism: every rank computes the gradients of its own samples, then all take the average over dp x cp.
+
+Four ways behind one interface, `parallel.data`:
+
+    naive      after the backward pass, one all-reduce of everything
+    bucketed   gradients gathered in buckets; a bucket's all-reduce starts as soon as its last gradient is there, and runs
+               beside the rest of the backward pass (Li et al. 2020, arXiv:2006.15704)
+    ddp        the same by PyTorch's DistributedDataParallel
+    none       no communication, to measure what it costs: the ranks drift apart
+
+`begin(num_microbatches)` comes before the backward passes of a step (one for each micro-batch; only the last one communicates),
+`finish()` after them, `updated()` after the optimizer. ZeRO-1 is in `course/parallel/data_parallel/zero1.py`.
+
+`Bucketed` has three seams for it: `make_bucket(parameters)`, which have one format; `start(bucket)`, which begins the collective
+of a bucket that holds all its gradients, and does not wait; `complete(bucket)`, after which `bucket.result` is the mean. On every
+rank the buckets come in the same order to both.
+"""
+
+import copy
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+from course.parallel.mesh import Axis
+from course.parallel.placement import placement
+from course.utils.errors import CourseError
+
+
+def average_gradients(parameters: Iterable[nn.Parameter], axis: Axis) -> None:
+    """Replace every gradient by its mean over the axis: one all-reduce of all of them, laid end to end."""
+    if axis.size == 1:
+        return
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    flat = _flatten_dense_tensors(gradients)
+    dist.all_reduce(flat, group=axis.group)
+    flat /= axis.size
+    for gradient, averaged in zip(gradients, _unflatten_dense_tensors(flat, gradients), strict=True):
+        gradient.copy_(averaged)
+
+
+def add_partial_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Complete gradients of which several ranks have a part (`partial_over`): one all-reduce of all of them, for each axis."""
+    for axis, held in partial_by_axis(parameters):
+        gradients = [p.grad for p in held if p.grad is not None]
+        if gradients:
+            flat = _flatten_dense_tensors(gradients)
+            dist.all_reduce(flat, group=axis.group)
+            for gradient, whole in zip(gradients, _unflatten_dense_tensors(flat, gradients), strict=True):
+                gradient.copy_(whole)
+
+
+def partial_by_axis(parameters: Iterable[nn.Parameter]) -> list[tuple[Axis, list[nn.Parameter]]]:
+    """Axes over which gradients are partial, in the same order on all ranks, and the parameters of each."""
+    found: dict[str, tuple[Axis, list[nn.Parameter]]] = {}
+    for parameter in parameters:
+        axis = placement(parameter).partial_over
+        if axis is not None:
+            found.setdefault(axis.name, (axis, []))[1].append(parameter)
+    return [found[name] for name in sorted(found)]
+
+
+def fill_missing_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Give zeros to parameters that this rank's samples gave no gradient: other samples may have, and an optimizer that decays
+    weights or has momentum moves such a parameter, in every layout alike."""
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+
+
+class GradientSync:
+    """One all-reduce at the end."""
+
+    def __init__(self, model: nn.Module, axis: Axis, bucket_mb: float = 0.0):
+        self.axis = axis
+        self.trainable = [p for p in model.parameters() if p.requires_grad]             # what gets gradients
+        # what the optimizer has; it leaves alone what is frozen: that has no gradient
+        self.optimizer_parameters = list(model.parameters())
+
+    def begin(self, num_microbatches: int) -> None:
+        """Backward passes of a step are about to begin. What one that broke off has left is forgotten."""
+        self.clear()
+
+    def finish(self) -> None:
+        """Complete the gradients of `trainable`."""
+        fill_missing_gradients(self.trainable)
+        if self.trainable:                          # a pipeline's stage may be frozen
+            average_gradients(self.trainable, self.axis)
+        add_partial_gradients(self.trainable)       # comes last: of an all-reduce all ranks have the same bits
+
+    def clear(self) -> None:
+        """Forget the gradients."""
+        for parameter in self.trainable:
+            parameter.grad = None
+
+    def after_optimizer_step(self) -> None:
+        """The optimizer has updated `parameters`."""
+
+    def wait_parameters(self) -> None:
+        """Wait until the model's parameters are those of the last step."""
+
+    def full_master_weights(self) -> dict[nn.Parameter, Tensor]:
+        """The values that the optimizer updates, whole, of parameters that are only copies of them. All ranks call it."""
+        return {}
+
+
+class NoSync(GradientSync):
+    """No averaging."""
+
+    def finish(self) -> None:
+        """Zeros where a member has no gradient, and sums of what is partial; data-parallel ranks' gradients stay different."""
+        fill_missing_gradients(self.trainable)
+        add_partial_gradients(self.trainable)
+
+
+class DDP(GradientSync):
+    """PyTorch's, with its buckets as gradients. The model's forward pass goes through it."""
+
+    def __init__(self, model: nn.Module, axis: Axis, bucket_mb: float):
+        super().__init__(model, axis)
+        inner = copy.copy(model)                    # the same modules; its forward pass stays the model's own
+        self.ddp = nn.parallel.DistributedDataParallel(inner, process_group=axis.group, bucket_cap_mb=bucket_mb,
+                                                       gradient_as_bucket_view=True, init_sync=False)
+        model.forward = self._forward
+        self.microbatches_left = 1
+
+    def begin(self, num_microbatches: int) -> None:
+        """Forget gradients. Of so many forward passes that have a gradient, DDP communicates in the last one's backward; so there
+        must be no more and no fewer."""
+        super().begin(num_microbatches)
+        self.microbatches_left = num_microbatches
+
+    def _forward(self, *inputs: Any) -> Any:
+        if torch.is_grad_enabled():                 # evaluation has no backward pass to prepare for
+            self.microbatches_left -= 1
+            self.ddp.require_backward_grad_sync = self.microbatches_left == 0           # what its `no_sync` sets
+            return self.ddp(*inputs)
+        return self.ddp.module(*inputs)
+
+    def finish(self) -> None:
+        """Sums of what is partial; DDP has averaged in the last backward pass. Raises `CourseError` if that gave a member no
+        gradient."""
+        try:
+            self.ddp._check_reducer_finalized()
+        except RuntimeError as error:
+            missing = next((placement(p).name for p in self.trainable if p.grad is None), "one of them")
+            raise CourseError("parallel.data=ddp needs a gradient of every parameter in the last backward pass of a step, and "
+                              f"{missing} got none: use parallel.data=bucketed, or freeze what no sample uses") from error
+        add_partial_gradients(self.trainable)
+
+
+class Bucket:
+    """Gradients of some parameters, laid end to end in one tensor, whose views they become."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], multiple: int = 1):
+        self.parameters = parameters
+        self.numel = sum(p.numel() for p in parameters)
+        self.flat = torch.zeros(self.numel + -self.numel % multiple, dtype=parameters[0].dtype, device=parameters[0].device)
+        self.views = self.cut(self.flat)
+        self.result = self.flat                     # where the mean is, in the end
+        self.waiting = [0] * len(parameters)        # how many backward passes of this step each gradient still waits for
+        self.work: Any = None
+
+    def cut(self, flat: Tensor) -> list[Tensor]:
+        """The part of each parameter in a tensor that is laid out like this bucket."""
+        parts = flat[:self.numel].split([p.numel() for p in self.parameters])
+        return [part.view_as(p) for part, p in zip(parts, self.parameters, strict=True)]
+
+    def take(self, index: int) -> None:
+        """The gradient of a parameter moves into the bucket, if it is not there yet."""
+        parameter, view = self.parameters[index], self.views[index]
+        if parameter.grad is None:
+            view.zero_()
+        elif parameter.grad is not view:
+            view.copy_(parameter.grad)
+        parameter.grad = view
+
+
+class Bucketed(GradientSync):
+    """Buckets of about `bucket_mb` MiB, the last layers' first, since their gradients come first.
+
+    All ranks start the buckets in the same order. Gradients that are partial over an axis have a bucket of their own, of those
+    that `finish` starts. It is averaged as the others are, and then added up over that axis: a sum of averages is the average
+    of the sums. So all ranks that have such a parameter update it by the same bits, whatever else their buckets hold.
+    """
+
+    def __init__(self, model: nn.Module, axis: Axis, bucket_mb: float):
+        super().__init__(model, axis)
+        others = [p for p in reversed(self.trainable) if placement(p).partial_over is None]
+        self.early = [self.make_bucket(group) for group in partition_into_buckets(others, bucket_mb * 2**20)]
+        self.partial = [(parts, self.make_bucket(group)) for parts, group in partial_by_axis(self.trainable)]
+        self.buckets = self.early + [bucket for _, bucket in self.partial]
+        self.started = 0                            # how many buckets' collectives have begun in this step
+        for number, bucket in enumerate(self.buckets):
+            for index, parameter in enumerate(bucket.parameters):
+                parameter.register_post_accumulate_grad_hook(gradient_hook(weakref.ref(self), number, index))
+
+    def make_bucket(self, parameters: Sequence[nn.Parameter]) -> Bucket:
+        return Bucket(parameters)
+
+    def begin(self, num_microbatches: int) -> None:
+        super().begin(num_microbatches)
+        self.started = 0
+        for bucket in self.buckets:
+            bucket.waiting = [num_microbatches] * len(bucket.parameters)
+
+    def start(self, bucket: Bucket) -> None:
+        start_mean(bucket, self.axis)
+
+    def complete(self, bucket: Bucket) -> None:
+        finish_mean(bucket, self.axis)
+
+    def finish(self) -> None:
+        left = self.buckets[self.started:]
+        for bucket in left:
+            for index in range(len(bucket.parameters)):                 # a parameter that had no gradient counts as zero
+                bucket.take(index)
+            self.start(bucket)
+        for bucket in self.buckets:
+            self.complete(bucket)
+        for parts, bucket in self.partial:
+            reduce_partial(bucket, parts)
+
+
+def gradient_hook(there: weakref.ref[Bucketed], number: int, index: int) -> Callable[[Tensor], None]:
+    """What a parameter does when its gradient has come. It holds neither buckets nor parameters: Python's garbage collector does
+    not see through a parameter's hooks, and no model of a notebook would ever be freed."""
+    def run(parameter: Tensor) -> None:
+        ddp = there()
+        if ddp is not None:
+            gradient_ready(ddp, ddp.buckets[number], index)
+
+    return run
+
+
+def gradient_ready(ddp: Bucketed, bucket: Bucket, index: int) -> None:
+    """A backward pass has added to the gradient of a bucket's parameter: start each bucket that is complete, in order."""
+    bucket.take(index)
+    bucket.waiting[index] -= 1
+    while ddp.started < len(ddp.early) and not any(ddp.early[ddp.started].waiting):
+        ddp.start(ddp.early[ddp.started])
+        ddp.started += 1
+
+
+def reduce_partial(bucket: Bucket, parts: Axis) -> None:
+    """The sum of a bucket's means, (numel,), over the axis whose ranks have parts of them, in place; it waits."""
+    dist.all_reduce(bucket.result, group=parts.group)
+
+
+def start_mean(bucket: Bucket, axis: Axis) -> None:
+    """Begin the all-reduce of a bucket, and do not wait for it."""
+    bucket.work = dist.all_reduce(bucket.flat, mean_op(bucket.flat), group=axis.group, async_op=True)
+
+
+def finish_mean(bucket: Bucket, axis: Axis) -> None:
+    """Wait for a bucket's mean."""
+    bucket.work.wait()
+    divide_by_size(bucket.flat, axis)
+
+
+def mean_op(x: Tensor) -> dist.ReduceOp:
+    """What a collective on such a tensor, of any shape, does on the way to a mean: NCCL can average, gloo only add."""
+    return dist.ReduceOp.AVG if x.is_cuda else dist.ReduceOp.SUM        # type: ignore[return-value]
+
+
+def divide_by_size(x: Tensor, axis: Axis) -> None:
+    """What is left to do then, in place: after gloo's sum, x over the axis's size."""
+    if not x.is_cuda:
+        x /= axis.size
+
+
+def partition_into_buckets(parameters: Sequence[nn.Parameter], size: float) -> list[list[nn.Parameter]]:
+    """Neighbours together, up to `size` bytes, the same format in each; a larger one alone."""
+    buckets: list[list[nn.Parameter]] = []
+    full = 0.0
+    for parameter in parameters:
+        if not buckets or full + parameter.nbytes > size or parameter.dtype != buckets[-1][0].dtype:
+            buckets.append([])
+            full = 0.0
+        buckets[-1].append(parameter)
+        full += parameter.nbytes
+    return buckets
+
+
+METHODS = {"naive": GradientSync, "bucketed": Bucketed, "ddp": DDP, "none": NoSync}

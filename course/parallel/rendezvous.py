@@ -1,0 +1,125 @@
+"""Saying who does not come, while ranks wait for each other: PyTorch's rendezvous waits half an hour without a word."""
+
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from course.utils.errors import CourseError, rank_names
+
+HERE, FIRST, AGAIN = 2.0, 5.0, 60.0                  # seconds until a rank that waits writes down that it is here, until one of
+                                                     # them tells who is not, and between two such sentences
+
+
+@contextmanager
+def telling(rank: int, size: int, launcher: str) -> Iterator[None]:
+    """While the block lasts, say every now and then which ranks it waits for, where, and what to do about it.
+
+    launcher: torchrun, slurm, pty (a shell of `srun --pty`), or "" for variables that somebody has set by hand. What PyTorch says
+    if it gives up becomes a `CourseError`.
+    """
+    meeting, over = Meeting(rank, size, launcher), threading.Event()
+    thread = threading.Thread(target=meeting.watch, args=(over,), name="meeting", daemon=True)
+    thread.start()
+    try:
+        yield
+    except (dist.DistStoreError, dist.DistNetworkError, ValueError) as error:          # the latter: variables that are missing
+        first = str(error).strip().split("\n")[0][:200]
+        raise CourseError(f"{meeting.sentence() or 'the ranks did not meet'}. PyTorch says: {first}") from error
+    finally:
+        over.set()
+        thread.join(2 * HERE)                        # it may be at the store, and would abort an interpreter that ends
+
+
+class Meeting:
+    """The place where ranks meet, as seen from one of them."""
+
+    def __init__(self, rank: int, size: int, launcher: str):
+        self.rank, self.size, self.launcher = rank, size, launcher
+        self.address, self.port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+        self.attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")       # torchrun's store outlives the ranks of one
+        self.store: dist.Store | None = None
+
+    def watch(self, over: threading.Event) -> None:
+        """The life of the thread."""
+        if over.wait(HERE):
+            return
+        self.register()
+        wait = FIRST - HERE
+        while not over.wait(wait):
+            self.register()
+            if sentence := self.sentence():
+                print(f"course: {sentence}", file=sys.stderr, flush=True)
+            wait = AGAIN
+
+    def register(self) -> None:
+        """Write down in the store that this rank is here; nothing if nobody keeps one yet."""
+        if self.store is None and not self.unreachable():
+            with suppress(RuntimeError, ValueError):
+                self.store = dist.TCPStore(self.address, int(self.port), is_master=False, wait_for_workers=False,
+                                           timeout=timedelta(seconds=HERE))
+                self.store.set(self.key(self.rank), "here")
+
+    def key(self, rank: int) -> str:
+        """Under which a rank is written down."""
+        return f"course/here/{self.attempt}/{rank}"
+
+    def unreachable(self) -> str:
+        """Why nobody can be asked there; "" if somebody listens."""
+        try:
+            socket.create_connection((self.address, int(self.port)), HERE).close()
+        except socket.gaierror:
+            return f"the name {self.address} is not known on this node"
+        except (OSError, ValueError):
+            return "nobody listens there"
+        return ""
+
+    def missing(self) -> list[int] | None:
+        """The ranks that have not come; None if it cannot be known."""
+        if self.store is not None:
+            with suppress(RuntimeError):
+                return [rank for rank in range(self.size) if rank != self.rank and not self.store.check([self.key(rank)])]
+        return None
+
+    def sentence(self) -> str:
+        """Whom this rank waits for, where, and what to do; "" if a lower one is here, which tells."""
+        missing = self.missing()
+        if missing is not None and self.rank and min(set(range(self.size)) - {*missing}) < self.rank:
+            return ""
+        others = missing if missing is not None else [rank for rank in range(self.size) if rank != self.rank]
+        whom = f"{rank_names(others[:20])}{' and more' if len(others) > 20 else ''} of {self.size}"
+        where = f" at {self.address}:{self.port}" if self.address else ""
+        why = self.unreachable() if missing is None else ""
+        if missing == []:
+            return (f"all {self.size} ranks have come{where}, and wait for the connections between them: look at the network, "
+                    "and at GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME")
+        return f"rank {self.rank} waits{where} for {whom}{f' ({why})' if why else ''}. {CURES[self.launcher]}"
+
+
+CURES = {
+    "": "RANK and WORLD_SIZE are set: start the others with the same MASTER_ADDR and MASTER_PORT; to run alone, "
+        "`env -u RANK -u WORLD_SIZE course ...`",
+    "torchrun": "If they are on other nodes, start the same torchrun there; to run alone, leave out torchrun",
+    "slurm": "They are tasks of the same Slurm step: see that they run the same command; to run alone, `srun -n 1 course ...`, "
+             "or `env -u SLURM_STEP_NUM_TASKS course ...` in a shell of the step",
+    "pty": "They are tasks of the same Slurm step, and in the shell of `srun --pty` only task 0 runs what you type: to run alone "
+           "here, `env -u SLURM_STEP_NUM_TASKS course ...`, or ask for a shell with `srun -n 1 --pty`; for all tasks, "
+           "`srun course ...` from the job's own shell",
+}
+
+
+@contextmanager
+def telling_after(seconds: float, sentence: Callable[[], str]) -> Iterator[None]:
+    """While the block lasts, print a sentence once it has lasted so long."""
+    timer = threading.Timer(seconds, lambda: print(sentence(), file=sys.stderr, flush=True))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

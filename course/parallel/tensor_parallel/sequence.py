@@ -1,0 +1,206 @@
+"""Samples cut into pieces of tokens: over cp through the whole model, over tp between its linears (sequence parallelism).
+
+Between a row linear and the next column linear, every tensor-parallel rank would compute the same norms, dropout and
+residual sums of the same tokens. With sequence parallelism each does that for its own piece of them: a column linear
+gathers the pieces, a row linear scatters its sum (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2). The
+all-reduce that this replaces is a reduce-scatter and an all-gather, so the same bytes move.
+
+What is cut is data on the model's class, `token_plan`: "context" cuts over cp alone, "sequence" over cp and then tp.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from course.parallel import mappings
+from course.parallel.mesh import Axis
+from course.parallel.placement import place, placement
+from course.utils.errors import CourseError
+
+Batch = dict[str, Tensor]
+PADDING = {"target": -1}                            # what tokens added at the end hold: a target that weighs nothing, else 0
+
+
+class SplitTokens(nn.Module):
+    """The tokens of this rank. Uneven pieces are as `torch.tensor_split` cuts them.
+
+    zigzag: each context-parallel rank has a piece from the front and one from the back, such that with causal
+    attention all have the same work: of 2·cp pieces, rank r has number r and number 2·cp - 1 - r. They must be
+    equal, so the tokens are padded at the end, where causal attention lets nobody see them.
+    """
+
+    def __init__(self, plan: Mapping[str, str], cp: Axis, tp: Axis, zigzag: bool, overlap: str = "none"):
+        super().__init__()
+        self.plan, self.cp, self.tp, self.zigzag = plan, cp, tp, zigzag
+        self.overlap = overlap                      # how the linears gather and scatter over tp
+        self.causal_only = True                     # whether attention sees no token after its own, so no padding
+        self.seq_len = 0                            # tokens of a sample, set by the batch that is cut
+        self.local_len = 0                          # of these, on this context-parallel rank
+
+    def cut(self, batch: Batch) -> Batch:
+        """This rank's tokens of a batch: of what `plan` names, (B, T, ...) -> (B, T / cp, ...), a "sequence"
+        (B, T / (cp * tp), ...); the rest as it is. T, which `lengths` and `order` are of from now on, is that of `position`.
+
+        Raises `CourseError` for a tensor of other than T tokens, and where tokens must be padded that attention would see."""
+        self.seq_len = batch["position"].shape[1]
+        self.local_len = self.lengths()[self.cp.rank]
+        for name, x in batch.items():
+            if name in self.plan and x.shape[1] != self.seq_len:
+                raise CourseError(f"token_plan cuts {name} of {x.shape[1]} tokens as position of {self.seq_len}: layouts know "
+                                  "one length of sequences; leave it out of token_plan, and every rank has it whole")
+        return {name: self._piece(name, x) if name in self.plan else x for name, x in batch.items()}
+
+    def _piece(self, name: str, x: Tensor) -> Tensor:
+        x = self._padded(x, PADDING.get(name, 0))
+        if self.zigzag:
+            x = x.index_select(1, self.order(x.device)[self.cp.rank])
+        else:
+            x = mappings.shard(x, 1, self.cp)
+        return mappings.shard(x, 1, self.tp) if self.plan[name] == "sequence" else x
+
+    def _padded(self, x: Tensor, value: float) -> Tensor:
+        missing = -x.shape[1] % (2 * self.cp.size) if self.zigzag else 0
+        if missing and not self.causal_only:
+            raise CourseError(f"{x.shape[1]} tokens have to be padded to {x.shape[1] + missing} for causal attention over "
+                              f"parallel.cp={self.cp.size}, and attention that is not causal would see the padding: take a "
+                              f"multiple of {2 * self.cp.size} tokens, or parallel.context=all_to_all")
+        return torch.cat([x, x.new_full((len(x), missing, *x.shape[2:]), value)], 1) if missing else x
+
+    def order(self, device: torch.device) -> tuple[Tensor, ...]:
+        """The positions of each context-parallel rank's tokens, in the order in which it has them."""
+        if self.zigzag:
+            return zigzag(self.seq_len + -self.seq_len % (2 * self.cp.size), self.cp.size, device)
+        return torch.arange(self.seq_len, device=device).tensor_split(self.cp.size)
+
+    def lengths(self) -> list[int]:
+        """How many tokens each context-parallel rank has."""
+        return [len(piece) for piece in self.order(torch.device("cpu"))]
+
+    def whole(self, output: Tensor) -> Tensor:
+        """The output of all ranks for all tokens, in order; without a gradient."""
+        with torch.no_grad():
+            if self.plan["target"] == "sequence":
+                output = mappings.gather(output, 1, self.tp, self.local_len)
+            order = torch.cat(self.order(output.device))
+            return mappings.gather(output, 1, self.cp, len(order))[:, order.argsort()[:self.seq_len]]
+
+
+def zigzag(total: int, size: int, device: torch.device) -> tuple[Tensor, ...]:
+    """The positions of each rank's tokens: of 2 * size equal pieces, rank r has number r and number 2 * size - 1 - r."""
+    pieces = torch.arange(total, device=device).chunk(2 * size)
+    return tuple(torch.cat([pieces[rank], pieces[-1 - rank]]) for rank in range(size))
+
+
+class Permute(Function):
+    """x.index_select(dim, order) | the gradient's rows put back where they were: `order` has every index once."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, order: Tensor) -> Tensor:    # (..., n, ...), (n,)
+        ctx.save_for_backward(order)
+        ctx.dim = dim
+        return x.index_select(dim, order)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        order, = ctx.saved_tensors
+        return torch.empty_like(grad).index_copy_(ctx.dim, order, grad), None, None
+
+
+def permute_tokens(x: Tensor, dim: int, order: Tensor) -> Tensor:
+    """x.index_select(dim, order) for an order that has every index once, such as (2, 0, 1): its gradient is copied.
+
+    That of index_select, which may have an index twice, is added up, atomically on a GPU, one number after another.
+    """
+    return Permute.apply(x, dim, order)
+
+
+class SumOverSplitTokens(nn.Module):
+    """A loss's sum over this rank's tokens, completed: the same on every rank that has tokens of the sample.
+
+    Gradients are added up over tp, where each rank has its own part of the tokens (reduce | identity), and averaged over
+    cp: there the gradient is multiplied by cp (all-reduce | all-reduce), which the average undoes.
+    """
+
+    def __init__(self, cp: Axis, tp: Axis):
+        super().__init__()
+        self.cp, self.tp = cp, tp
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = mappings.reduce(x, self.tp)
+        x = mappings.copy(mappings.reduce(x, self.cp), self.cp)
+        return x.clone()                            # torch.compile leaves out the backward of a copy that a graph ends with
+
+
+def split_tokens(model: nn.Module, cp: Axis, tp: Axis, zigzag: bool, overlap: str) -> SplitTokens:
+    """Cut what the model's `token_plan` names over cp, and over tp if that is an axis of more than one rank."""
+    plan: Mapping[str, str] = model.token_plan      # type: ignore[assignment]
+    tokens = SplitTokens(plan, cp, tp, zigzag, overlap)
+    tokens.causal_only = all(module.causal for module in modules_at_seam(model, "attend").values())
+    model.tokens = tokens
+    total = SumOverSplitTokens(cp, tp if plan["target"] == "sequence" else Axis("tp"))
+    replace_at_seam(model, "sum_over_tokens", lambda old: total)
+    return tokens
+
+
+def modules_at_seam(model: nn.Module, seam: str) -> dict[str, nn.Module]:
+    """The modules at the named seam, by name; one that stands in several places has several names."""
+    return {name: module for name, module in model.named_modules(remove_duplicate=False) if getattr(module, "seam", None) == seam}
+
+
+def replace_at_seam(model: nn.Module, seam: str, make: Callable[[nn.Module], nn.Module]) -> None:
+    """Put `make(module)` in the place of every module at the named seam, one for each module, wherever that is used."""
+    made: dict[nn.Module, nn.Module] = {}
+    for name, module in modules_at_seam(model, seam).items():
+        owner, _, leaf = name.rpartition(".")
+        if module not in made:
+            made[module] = make(module)
+        setattr(model.get_submodule(owner), leaf, made[module])
+
+
+def require_seam(model: nn.Module, seam: str, why: str) -> None:
+    """Raise `CourseError` if no module is at the named seam; why: what would come of it, and what to do."""
+    if not modules_at_seam(model, seam):
+        raise CourseError(f'{type(model).__name__} has no module whose `seam` is "{seam}": {why}')
+
+
+def matmul_of(linear: nn.Module, axis: Axis) -> Callable[..., Tensor]:
+    """How a linear multiplies, for the linear that takes its place: F.linear, or what a number format has put there.
+
+    One that scales tensors as it meets them has to know over which axis they are in pieces.
+    """
+    matmul: Any = getattr(linear, "matmul", F.linear)
+    if hasattr(matmul, "axis"):
+        matmul.axis = axis
+    return matmul
+
+
+def enter_region(x: Tensor, axis: Axis, tokens: SplitTokens | None) -> Tensor: # (B, T / tp, ...) -> (B, T, ...)
+    """Where each rank begins to compute a part: everyone's tokens, which with sequence parallelism (`tokens` given) have to be
+    gathered; else x as it is."""
+    return mappings.copy(x, axis) if tokens is None else mappings.gather(whole_samples(x), 1, axis, tokens.local_len)
+
+
+def whole_samples(x: Tensor) -> Tensor:
+    """x, which has to be (B, T, D): with sequence parallelism a rank has its tokens of every sample, in order."""
+    if x.dim() != 3:
+        raise CourseError("with sequence parallelism a column linear gathers the tokens of samples, (B, T, D), and here it "
+                          f"meets {tuple(x.shape)}: give it all tokens of a sample, or set parallel.sp=false")
+    return x
+
+
+def leave_region(x: Tensor, axis: Axis, tokens: SplitTokens | None) -> Tensor: # (B, T, ...) -> (B, T / tp, ...)
+    """Where the parts are added up: for all tokens, in the same shape, or with sequence parallelism for this rank's own."""
+    return mappings.reduce(x, axis) if tokens is None else mappings.scatter(x, 1, axis)
+
+
+def mark_partial(model: nn.Module, tp: Axis) -> None:
+    """With sequence parallelism every parameter that tp does not cut sees only its rank's tokens: its gradient is a part."""
+    for parameter in model.parameters():
+        where = placement(parameter)
+        if where.axis is None:
+            place(parameter, replace(where, partial_over=tp))

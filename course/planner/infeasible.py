@@ -1,0 +1,80 @@
+"""Why a model has no layout on so many GPUs, or not this one: what a search says that finds too little."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from course.config import Config
+from course.parallel.mesh import AXES
+from course.planner import memory
+from course.planner.search_space import SearchRequest, divisors, least_memory_variants, trainable_layouts
+
+TERMS = {"parameters": "parameters", "gradients": "gradients", "states": "optimizer states", "average": "the weights' average",
+         "copies": "16-bit copies of weights", "activations": "activations", "logits": "logits", "batch": "the batch",
+         "buffers": "communication buffers", "workspace": "workspace", "reserve": "CUDA and fragments"}
+
+
+@dataclass(frozen=True)
+class TooLarge:
+    """Layouts that do not fit, by their tightest variant."""
+
+    sizes: dict[str, int]                           # pp, dp, cp and tp
+    needs: int                                      # bytes
+    term: str                                       # the largest part of them
+    bytes: int                                      # that part
+
+
+def too_large(asked: SearchRequest, start: Config) -> TooLarge:
+    """What a layout that does not fit needs at least, and of which the most."""
+    config, needs = min(((one, memory.predict(one)) for one in least_memory_variants(asked, start)),
+                        key=lambda variant: variant[1].total)
+    term = max(TERMS, key=lambda name: getattr(needs, name))
+    return TooLarge({axis: getattr(config.parallel, axis) for axis in AXES}, needs.total, TERMS[term], getattr(needs, term))
+
+
+def no_layout(asked: SearchRequest, refused: dict[str, int]) -> str:
+    """The sentence for a request of which no layout divides what it has to."""
+    p = asked.config.parallel
+    fixed = {axis: getattr(p, axis) for axis in AXES if f"parallel.{axis}" in asked.fixed and getattr(p, axis)}
+    gpus = math.prod(fixed.values())
+    if asked.gpus % gpus:
+        words = " x ".join(f"parallel.{axis}={size}" for axis, size in fixed.items())
+        return (f"{words} does not divide {asked.gpus} GPUs: choose sizes whose product is one of "
+                f"{', '.join(map(str, divisors(asked.gpus)))}")
+    if len(fixed) == len(AXES) and gpus != asked.gpus:
+        return f"the axes that you give are a layout of {gpus} GPUs, and there are {asked.gpus}: leave one of them out"
+    reason = max(refused, key=refused.__getitem__) if refused else "nothing divides"
+    return f"no layout of {asked.gpus} GPUs can be trained: {reason}"
+
+
+def nothing_fits(asked: SearchRequest, misfits: Sequence[TooLarge]) -> str:
+    """The sentence for a model that fits no layout: what the nearest one needs, and the nearest number of GPUs that holds it."""
+    count = least_gpus(asked)
+    return (f"no layout fits {asked.gpus} x {asked.machine.name}: {nearest(asked, misfits)}: "
+            + (f"take {count} GPUs" if count else "make the model smaller, or take larger GPUs"))
+
+
+def nearest(asked: SearchRequest, misfits: Sequence[TooLarge]) -> str:
+    """What the layout needs that comes nearest to fitting."""
+    near = min(misfits, key=lambda layout: layout.needs)
+    words = " ".join(f"{axis}={size}" for axis, size in near.sizes.items() if size > 1) or "one GPU"
+    less = f" ({asked.machine.memory / 1e9:.0f} less the {asked.free:.0%} that --free keeps)" if asked.free else ""
+    return (f"the nearest, {words}, needs {near.needs / 1e9:.0f} GB of {asked.room / 1e9:.0f}{less}, of which {near.term} "
+            f"{near.bytes / 1e9:.0f}")
+
+
+def least_gpus(asked: SearchRequest) -> int:
+    """The least number of GPUs that holds the model: parts of a node that are powers of two, a node, or powers of two of nodes.
+    0 if 65,536 GPUs do not hold it."""
+    node = asked.machine.links[0].span or asked.gpus
+    counts = sorted({count for k in range(17) for count in (node >> k, node << k) if asked.gpus < count <= 65536})
+    if not counts or not fits_somewhere(replace(asked,
+                                                gpus=counts[-1])):        # most models fit soon, and a hopeless one never does
+        return 0
+    return next(count for count in counts if fits_somewhere(replace(asked, gpus=count)))
+
+
+def fits_somewhere(asked: SearchRequest) -> bool:
+    """Whether any layout fits."""
+    return any(memory.fits(config, asked.room) for start in trainable_layouts(asked)[0]
+               for config in least_memory_variants(asked, start))

@@ -1,0 +1,195 @@
+"""Whether a run fits the memory that there is: asked before it begins, and again, with what should fit, when memory has run out.
+
+What a step needs is predicted (`memory.py`). What there is, the card says, or the machine with its control groups, which
+are the limit of a container or a Slurm job. A prediction may be wrong, so a run is refused only where a share of it (`SURE`) is
+more than all that is free.
+"""
+
+import math
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from course import config as configuration
+from course.config import Config
+from course.config.validation import refusal
+from course.models import build_model
+from course.ops.number_formats import parameter_dtype
+from course.parallel import Mesh
+from course.parallel.agree import run_on_all
+from course.planner import memory
+from course.planner.infeasible import TERMS
+from course.planner.search_space import as_text, changed, get_value
+from course.utils.errors import CourseError, is_out_of_memory
+
+SURE = 0.75                                         # of the bytes of tensors that are predicted, which no run should stay below
+ON_CPU = 1.5                                        # times a GPU's activations: runs on a CPU were seen to take up to that
+OWN, GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+# of a control group of version 1 and 2: its limit, what it uses, and what of that can be had back
+FIRST = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "total_active_file"
+SECOND = "memory.max", "memory.current", "inactive_file", "active_file", "slab_reclaimable"
+
+
+def check(config: Config, mesh: Mesh) -> None:
+    """Raise `CourseError`, on all ranks, if a run cannot fit: with the nearest settings that should. All ranks call it."""
+    if not config.train.check_memory:
+        return
+    device = mesh.world.device
+    hosts = run_on_all(mesh.all, socket.gethostname)
+    ranks = hosts.count(socket.gethostname()) if device.type == "cpu" else 1          # that share this memory
+    config = with_dp(config, mesh)
+    needs = min((memory.of_rank(rank) for rank in memory.ranks(config)), key=lambda one: one.allocated)
+    run_on_all(mesh.all, lambda: refuse(config, needs, free(device), ranks, device))
+
+
+def refuse(config: Config, needs: memory.Memory, there: int, ranks: int, device: torch.device) -> None:
+    """Raise `CourseError` if so many ranks that need this each cannot fit."""
+    if least_bytes(needs, device) * ranks <= there:
+        return
+    term = max((name for name in TERMS if name != "reserve"), key=lambda name: getattr(needs, name))
+    shared = f" for its {ranks} processes here" if ranks > 1 else ""
+    raise CourseError(f"{config.preset} needs about {needs.allocated * ranks / 1e9:.1f} GB{shared}, of which {TERMS[term]} are "
+                      f"{getattr(needs, term) * ranks / 1e9:.1f}, and {there / 1e9:.1f} GB are free on {where(device)}: "
+                      f"{cure(config, there / ranks, ranks, device)}; or try anyway with train.check_memory=false")
+
+
+def least_bytes(needs: memory.Memory, device: torch.device) -> float:
+    """Bytes that a run takes in any case, if so many are predicted, which for a CPU counts what only GPUs have."""
+    return SURE * (needs.allocated - (memory.CUBLAS if device.type == "cpu" else 0))
+
+
+def check_weights(config: Config, device: torch.device) -> None:
+    """Raise `CourseError` if not even the weights of a run's model fit, without which nobody can look at it."""
+    count = sum(parameter.numel() for parameter in build_model(config.model).parameters())
+    needs, there = count * parameter_dtype(config.precision).itemsize, free(device)
+    if config.train.check_memory and needs > there:
+        raise CourseError(f"the model's weights take {needs / 1e9:.1f} GB, and {there / 1e9:.1f} GB are free on {where(device)}: "
+                          "use a machine with more")
+
+
+@contextmanager
+def explained(config: Config, mesh: Mesh) -> Iterator[None]:
+    """Around training: where memory runs out, a `CourseError` says with which settings it should not."""
+    try:
+        yield
+    except (RuntimeError, MemoryError, OSError) as error:
+        if not is_out_of_memory(error):
+            raise
+        device, config = mesh.world.device, with_dp(config, mesh)
+        before = memory.predict(config).total
+        there = free(device)
+        # the prediction, which had it fit, was too low for this run: what is named has to be well below it
+        raise CourseError(f"the memory of {where(device)} ran out (a step was predicted to take {before / 1e9:.1f} GB, and "
+                          f"{there / 1e9:.1f} GB are free without this process's own): "
+                          f"{cure(config, there, 1, device, 0.9 * before)}") from error
+
+
+def with_dp(config: Config, mesh: Mesh) -> Config:
+    """The configuration with as many data-parallel ranks as there are."""
+    return replace(config, parallel=replace(config.parallel, dp=mesh.dp.size))
+
+
+def where(device: torch.device) -> str:
+    """What the memory is of, in words."""
+    return "this machine (or what its job or container may have)" if device.type == "cpu" else f"the GPU ({device})"
+
+
+# ---- what would fit
+
+def cure(config: Config, room: float, ranks: int, device: torch.device, below: float = math.inf) -> str:
+    """The nearest settings that should fit in so many bytes a rank, in words; or else a smaller model. below: as in `nearest`."""
+    if words := nearest(config, room, device, below):
+        return f"set {words}"
+    if ranks > 1 and (words := "as it is" if fits(config, room * ranks, device) else nearest(config, room * ranks, device)):
+        return f"take fewer processes: one fits {'with ' * (words != 'as it is')}{words}"
+    return (f"no micro-batch and no recomputation makes it fit: take {smaller(config, room, device)}, or spread it over GPUs "
+            f"(`course plan {config.preset} --gpus 8`)")
+
+
+def smaller(config: Config, room: float, device: torch.device) -> str:
+    """The largest preset of the same kind of model that fits, with its settings where it needs others; in words."""
+    presets = {name: changed(one, {"parallel.dp": 1}) for name in configuration.presets()
+             if (one := configuration.load(name)).model.kind == config.model.kind and one.model != config.model}
+    names = [name for name, one in presets.items() if fits(changed(one, {"train.micro_batch": 1}), room, device)]
+    if not names:
+        return "a smaller model"
+    largest = max(names, key=lambda name: next(memory.ranks(presets[name])).weights)
+    words = "" if fits(presets[largest], room, device) else f" with {nearest(presets[largest], room, device)}"
+    return f"{largest}{words}, the largest preset of a {config.model.kind} that fits"
+
+
+def nearest(config: Config, room: float, device: torch.device, below: float = math.inf) -> str:
+    """The fewest and smallest changes of a run's settings with which it should fit, as they are typed; "" if none does.
+
+    below: bytes that may be predicted at most, for a run whose own prediction was too low.
+    """
+    share = -(-config.train.global_batch // max(config.parallel.dp, 1))
+    micro = min(config.train.micro_batch or share, share)
+    again = ("none", "selective", "full")
+    ways: dict[str, list[Any]] = {
+        "train.micro_batch": [2**k for k in reversed(range(max(0, math.ceil(math.log2(micro))))) if 2**k < micro],
+        "train.recompute": list(again[again.index(config.train.recompute) + 1:]),
+        "parallel.zero": [True] * (config.parallel.dp * config.parallel.cp > 1 and not config.parallel.zero)}
+    for count in range(1, len(ways) + 1):
+        for keys in combinations(ways, count):
+            for values in product(*(ways[key] for key in keys)):
+                change = dict(zip(keys, values, strict=True))
+                candidate = changed(config, change)
+                if not refusal(candidate) and fits(candidate, room, device) and memory.predict(candidate).total <= below:
+                    return " ".join(f"{key}={as_text(get_value(candidate, key))}" for key in change)
+    return ""
+
+
+def fits(config: Config, room: float, device: torch.device) -> bool:
+    """Whether settings may be recommended for so many bytes: on a CPU what is no weight, gradient or state may be more."""
+    needs = memory.predict(config)
+    less = needs.parameters + needs.gradients + needs.states + needs.average
+    return needs.total + (ON_CPU - 1) * (needs.total - less if device.type == "cpu" else 0) <= room
+
+
+# ---- what there is
+
+def free(device: torch.device) -> int:
+    """Bytes that this process may have at most: those that are free, and its own."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    machine, swap = psutil.virtual_memory().available, psutil.swap_memory().free
+    return min([machine, *in_groups()]) + swap + psutil.Process().memory_info().rss
+
+
+def in_groups() -> Iterator[int]:
+    """Bytes that each control group of this process has left, of version 2 and 1; what files take in memory can be had back."""
+    try:
+        lines = OWN.read_text(encoding="utf-8").splitlines()
+    except OSError:                                  # not on Linux
+        return
+    for line in lines:
+        number, kinds, path = [*line.split(":", 2), "", ""][:3]
+        if number != "0" and "memory" not in kinds.split(","):
+            continue
+        root, names = (GROUPS, SECOND) if number == "0" else (GROUPS / "memory", FIRST)
+        group = Path(os.path.normpath(f"/{path}"))
+        for one in (group, *group.parents):          # in a container the path may be that of the host, which is not there
+            left = left_in(root / str(one).lstrip("/"), *names)
+            if left is not None:
+                yield left
+
+
+def left_in(folder: Path, limit: str, used: str, *caches: str) -> int | None:
+    """Bytes that a control group has left; None if it has no limit, or is not there."""
+    try:
+        most, now = (folder / limit).read_text(encoding="utf-8").strip(), int((folder / used).read_text(encoding="utf-8"))
+        if not most.isdecimal():                     # "max"
+            return None
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text(encoding="utf-8").splitlines())
+    except (OSError, ValueError):
+        return None
+    return max(0, int(most) - now + sum(int(stat.get(name, 0)) for name in caches))

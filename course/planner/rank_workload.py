@@ -1,0 +1,178 @@
+"""What one rank has of a configuration, as numbers: tokens, bytes, linears, and whom it talks to.
+
+    local = workload_of(load("gpt-1.3b", ["parallel.tp=2"]), hardware.load("h200"), gpus=2)
+    linears(local.m)                     # of a block (course/models/linears.py); `linear_time` says how long one takes
+
+Everything that `block_time.py` and `step_time.py` compute is computed of a `RankWorkload`.
+"""
+
+import math
+from dataclasses import dataclass
+
+from course.config import Config, Parallel
+from course.models import DiTConfig, GPTConfig, Model
+from course.models.linears import Linear
+from course.ops.number_formats import LOW_PRECISION
+from course.ops.packed_attention import supports_head_dim
+from course.planner import collectives
+from course.planner.collectives import Group
+from course.planner.hardware import Hardware
+from course.planner.host_overhead import Host, host_of
+from course.planner.kernel_efficiency import BYTES, Kernels, kernels_of
+from course.planner.parameter_memory import tokens_of
+from course.utils.errors import CourseError
+
+Moved = list[tuple[str, float]]                     # (kind of kernel, bytes): what is bound by memory
+
+
+@dataclass(frozen=True)
+class RankWorkload:
+    """What a rank has: the configuration as numbers, so that each term is one line."""
+
+    config: Config
+    kernels: Kernels
+    host: Host
+    dp: int
+    micro: int                                      # samples of a micro-batch on this rank
+    micros: int                                     # micro-batches of a step
+    groups: dict[str, Group]
+
+    @property
+    def p(self) -> Parallel:
+        """The layout."""
+        return self.config.parallel
+
+    @property
+    def m(self) -> Model:
+        """The model's configuration."""
+        return self.config.model
+
+    @property
+    def length(self) -> int:
+        """Tokens of a sample."""
+        return self.m.tokens
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of a micro-batch on this rank, within attention and MLP."""
+        return self.micro * tokens_of(self.config)
+
+    @property
+    def rest(self) -> float:
+        """The same between them: sequence parallelism cuts these over tp."""
+        return self.micro * math.ceil(tokens_of(self.config) / (self.p.tp if self.p.sp else 1))
+
+    @property
+    def low(self) -> int:
+        """Bytes of a number within attention and MLP."""
+        return 2 if self.config.precision in LOW_PRECISION else BYTES[self.config.precision]
+
+    @property
+    def stream(self) -> int:
+        """Bytes of a number between blocks. DiT's stream is its first map's result, narrow anyway: 116.6 and 116.1 ms with a wide
+        and a narrow stream (results/dit_h200.json)."""
+        return self.low if self.config.stream == "narrow" or isinstance(self.m, DiTConfig) else max(4, self.low)
+
+    @property
+    def wide(self) -> int:
+        """Bytes of a number as norms take and give it."""
+        return max(4, self.low)
+
+    @property
+    def casts(self) -> bool:
+        """Whether autocast casts weights: not those that are in 16 bits, with ZeRO's masters or one rank's own."""
+        return self.low == 2 and not self.masters and not (self.p.zero and self.dp * self.p.cp > 1)
+
+    @property
+    def masters(self) -> bool:
+        """Whether this rank alone keeps its linears' weights in 16 bits, and their gradients, if there is one micro-batch
+        (`course/parallel/data_parallel/master_weights.py`)."""
+        return self.config.masters and self.config.precision in ("bf16", "fp16") and self.dp * self.p.cp == 1
+
+    @property
+    def gradient(self) -> int:
+        """Bytes of a number of the gradients that are averaged."""
+        return max(4, self.low)
+
+    @property
+    def message(self) -> float:
+        """Bytes of what a rank of a pipeline sends to the next of a micro-batch."""
+        return self.stream * self.rest * self.m.dim
+
+    @property
+    def backend(self) -> str:
+        """What computes attention."""
+        chosen = self.config.attention
+        if self.packed:
+            return "triton"
+        return chosen if chosen != "default" else default_backend(self.kernels.hardware)
+
+    @property
+    def packed(self) -> bool:
+        """Whether attention is packed (`course/ops/packed_attention.py`), on a GPU; as `fuse_blocks` decides."""
+        c, m = self.config, self.m
+        own = not isinstance(m, GPTConfig) or (m.position == "learned" and m.groups == m.heads)
+        return (c.kernels == "triton" and c.attention == "default" and c.precision in LOW_PRECISION and own and c.parallel.cp == 1
+                and supports_head_dim(m.dim // m.heads))
+
+    @property
+    def bias(self) -> bool:
+        """Whether linears have one: the other models always."""
+        return self.m.bias if isinstance(self.m, GPTConfig) else True
+
+    def precision_of(self, name: str) -> str:
+        """The format of a linear's matmuls."""
+        c = self.config
+        if c.precision == "fp8":
+            module = name.replace("blocks.", "blocks.1.", 1)            # as that of one block is called, which stands for all
+            return "bf16" if c.fp8.keeps(module) else "fp8"
+        return c.precision
+
+    def seconds(self, moved: Moved) -> float:
+        """Time of what is bound by memory."""
+        return sum(self.kernels.memory(kind, size) for kind, size in moved)
+
+
+def workload_of(config: Config, hardware: Hardware, gpus: int) -> RankWorkload:
+    """The part of one rank."""
+    p, t = config.parallel, config.train
+    others = p.pp * p.cp * p.tp
+    dp = p.dp or max(1, gpus // others)
+    if gpus and dp * others != gpus:
+        raise CourseError(f"parallel: pp={p.pp} x dp={dp} x cp={p.cp} x tp={p.tp} = {dp * others}, but there are {gpus} GPUs: "
+                          f"change an axis, or predict for {dp * others}")
+    if t.global_batch % dp:
+        raise CourseError(f"train.global_batch={t.global_batch} is not divisible by parallel.dp={dp}: choose a multiple of it")
+    hardware.peak(config.precision)
+    share = t.global_batch // dp
+    micro = min(t.micro_batch or share, share)
+    kernels = kernels_of(hardware)
+    return RankWorkload(config, kernels, host_of(hardware), dp, micro, -(-share // micro),
+                 collectives.groups(p.order, p.pp, dp, p.cp, p.tp, hardware, kernels.curves))
+
+
+def default_backend(hardware: Hardware) -> str:
+    """What PyTorch takes by itself: cuDNN's kernels on Hopper and Blackwell, flash on Ampere, before that the efficient one."""
+    if "fp8" in hardware.peaks:
+        return "cudnn"
+    return "flash" if "bf16" in hardware.peaks else "efficient"
+
+
+def linear_time(local: RankWorkload, linear: Linear, first: bool = False) -> tuple[float, float, float, float]:
+    """(seconds of y = x W'; of dx = dy W; of dW = dy' x; of casts) of one linear. first: its input needs no gradient.
+
+    Casts: autocast reads a weight in 4 bytes and writes it in 2, and its gradient the other way; native FP8 writes input, weight
+    and gradient in both memory orders, a byte each. Weights in 16 bits need none.
+    """
+    tp = local.p.tp
+    k, n = linear.k // (tp if linear.cut == "row" else 1), linear.n // (tp if linear.cut == "column" else 1)
+    rows, precision = linear.rows * local.tokens, local.precision_of(linear.name)
+    matmul = local.kernels.matmul
+    times = matmul(rows, k, n, precision), 0.0 if first else matmul(rows, n, k, precision), matmul(n, rows, k, precision)
+    if precision == "fp8":
+        casts = [("cast", rows * k * (local.low + 2)), ("cast", k * n * 6.0), ("cast", rows * n * (local.low + 2))]
+    elif local.casts:
+        casts = [("elementwise", k * n * 6.0), ("elementwise", k * n * 6.0)]
+    else:
+        casts = []
+    return *times, local.seconds(casts)

@@ -1,0 +1,433 @@
+"""Who stalls, and where: each rank writes down that it is alive and what it is about, and one tells when all are stuck.
+
+    RUN/.ranks/00003            a record of rank 3, written again every few seconds by a thread of it
+    RUN/.ranks/00003.stack      its stacks, if Python's lock was held so long that the thread could not write
+
+The files lie in the run's folder because every rank can reach that anyhow, whoever else is stopped or gone. The training thread
+leaves a note of what it begins (`at`), a plain tuple: no collective, nothing that waits for the device. A run has stalled when
+each rank that answers has been at one thing for longer than it may: so whoever compiles, validates or saves, which may take
+longer, excuses those that wait for it. Which collective a rank waits in comes from PyTorch's flight recorder, of gloo and NCCL.
+"""
+
+import faulthandler
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, NoReturn
+
+import psutil
+import torch
+
+from course.checkpoint.checkpoint import steps
+from course.parallel.mesh import World, fail, node
+from course.ranks.collective_mismatch import lost
+from course.ranks.collective_trace import where
+from course.resilience.folder_lock import ended, process_space
+from course.utils.atomic_files import check_kind, read_file
+from course.utils.errors import CourseError, rank_names
+from course.utils.machine import in_notebook
+
+SLOW, LEAST = 6.0, 60.0                              # how many times stall_s starting, compiling, validating and saving may take,
+                                                     # and the seconds that they may take at any rate
+BEAT = 2.0                                           # seconds between two records of a rank, of few ranks
+MISSED = 3                                           # records that a rank may miss before it counts as silent
+GRACE = 2.0                                          # seconds for the one that tells, before the others end
+NEAR = 16                                            # ranks on either side that one looks after: those of its node are next to it
+SIZE, SHORT = 16_384, 1024                           # bytes of a record: taken at once, so that a full disk loses none; of
+                                                     # which so many are written as long as there is no stack to tell
+PARTS = ("starting", "waiting for data", "in its step", "validating", "saving")      # of a step, in order
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a rank says of itself."""
+
+    rank: int
+    host: str
+    pid: int
+    space: str = ""                                  # in which its number counts
+    start: str = ""                                  # of the run: each has a name of its own
+    beat: int = 0                                    # counts its records
+    time: float = 0.0                                # when this one was written, of its own clock
+    step: int = 0
+    doing: str = "starting"
+    since: float = 0.0                               # when it began that
+    stuck: bool = False                              # whether it has been at that for longer than it may
+    place: str = ""                                  # of a stuck one: the line of the training thread,
+    waits: str = ""                                  # the first collective that is not complete,
+    stack: str = ""                                  # and its stack
+    end: str = ""                                    # how it ended: a sentence
+
+    @property
+    def who(self) -> str:
+        """"rank 3 (process 4711 of node n2)"."""
+        return f"rank {self.rank} (process {self.pid} of {self.host})"
+
+
+@dataclass
+class Watchdog:
+    """Use as a context around a run; `at` says what its rank begins. stall_s: seconds that a step may take; 0: no watch.
+
+    start: the same on all ranks, different for each start. What is left of another start says nothing of this one.
+
+    If the run stalls, one rank tells on stderr which rank does not come, where it is and who waits for it, and all end with
+    status 1. If the block ends because another rank is gone, that becomes a `CourseError` which names that one.
+    """
+
+    run: Path
+    world: World
+    stall_s: float
+    start: str = ""
+    _now: tuple[float, float, int, str, bool] = (0.0, 0.0, 0, "starting", True)     # monotonic, clock, step, doing, slow
+    _over: threading.Event = field(default_factory=threading.Event)
+    _seen: dict[int, tuple[int, float]] = field(default_factory=dict)       # each rank's newest beat, and when it was seen first
+    _dump: IO[str] = sys.stderr                      # until there is a file
+
+    def __post_init__(self) -> None:
+        self.record = Record(self.world.rank, node(), os.getpid(), process_space(), self.start)
+        self.period = min(max(BEAT, self.world.size / 100), self.stall_s / 10) if self.stall_s else BEAT    # at most 100 a second
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self.at(0, "starting", slow=True)
+
+    def at(self, step: int, doing: str, slow: bool = False) -> None:
+        """This rank begins something; slow: that may take longer than a step."""
+        self._now = time.monotonic(), time.time(), step, doing, slow
+
+    def __enter__(self) -> "Watchdog":
+        if self.watching():
+            self._main = threading.get_ident()
+            mine = file(self.run, self.world.rank)
+            mine.parent.mkdir(parents=True, exist_ok=True)
+            check_kind(mine)
+            check_kind(Path(f"{mine}.stack"))
+            self._write()
+            if self.world.rank == 0:
+                forget(self.run, self.world.size)
+            self._dump = open(f"{mine}.stack", "a", encoding="utf-8")
+            self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if not self.watching():
+            return
+        self._over.set()
+        self._thread.join(5)                         # or it might write once more
+        faulthandler.cancel_dump_traceback_later()
+        self._dump.close()
+        refused = isinstance(error, CourseError) and self._now[2] == 0      # before its first step: leaves no trace
+        if error is not None:
+            self.end_silent()
+        if error is None or refused or self.world.size == 1:
+            self._tidy()
+        elif not lost(error):
+            self._write(end=f"failed: {type(error).__name__}: {first_line(error)}")
+        else:
+            self._write(end="lost another rank")
+            self._mourn(error)
+
+    def watching(self) -> bool:
+        """Whether there is a watch: not in a notebook's own process, which must not be ended."""
+        return self.stall_s > 0 and not in_notebook()
+
+    def _watch(self) -> None:
+        """The life of the thread: write, look at one neighbour, and judge if stuck."""
+        while not self._over.wait(self.period):
+            with suppress(OSError):                  # of a file system that does not answer: the next beat tries again
+                self._dump.truncate(0)
+            faulthandler.dump_traceback_later(max(MISSED * self.period, 2.0), file=self._dump)  # unless the next beat comes first
+            begun, *_, slow = self._now
+            stuck = time.monotonic() - begun > (longest(self.stall_s) if slow else self.stall_s)
+            self._write(**self._plight() if stuck else {})
+            if stuck:
+                self._judge()
+            self._look_beside()
+
+    def _write(self, **more: Any) -> None:
+        """Write the record, in place: a full disk has room for what is there already."""
+        _, since, step, doing, _ = self._now
+        plight: dict[str, Any] = {"stuck": False, "place": "", "waits": "", "stack": ""} | more
+        short = self.record.beat > 0 and not self.record.stuck and not more         # the rest of the file is blank
+        self.record = replace(self.record, beat=self.record.beat + 1, time=time.time(), step=step, doing=doing, since=since,
+                              **plight)
+        path = file(self.run, self.world.rank)
+        with suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)              # somebody may have removed or renamed the run's folder
+            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, 0o644), "wb") as out:
+                out.write(packed(self.record).ljust(SHORT if short else SIZE))
+
+    def _plight(self) -> dict[str, Any]:
+        """Where the training thread is, and in which collective."""
+        frame = sys._current_frames().get(self._main)
+        stack = "".join(traceback.format_stack(frame))
+        return {"stuck": True, "place": where(frame), "waits": collective(), "stack": stack[-9000:]}
+
+    def _read(self, rank: int) -> Record | None:
+        """What a rank says of itself in this start."""
+        found = read(self.run, rank)
+        return found if found is not None and found.start == self.start else None
+
+    def _look(self, rank: int) -> tuple[Record | None, bool]:
+        """A rank's record, and whether it still answers."""
+        found, now = self._read(rank), time.monotonic()
+        beat, when = self._seen.get(rank, (-1, now))
+        if found is not None and found.beat != beat:
+            beat, when = found.beat, now
+        self._seen[rank] = beat, when
+        return found, now - when < MISSED * self.period
+
+    def _judge(self) -> None:
+        """This rank is stuck. The lowest that answers decides whether all are, and tells; the others follow it."""
+        for rank in range(self.world.rank):
+            found, answers = self._look(rank)
+            if answers:
+                if found is not None and found.end:
+                    time.sleep(GRACE)
+                    self.end_silent()
+                    os._exit(1)
+                return
+        looks = {rank: self._look(rank) for rank in range(self.world.size) if rank != self.world.rank}
+        silent = {rank for rank, (_, answers) in looks.items() if not answers}
+        records = {rank: found or Record(rank, "an unknown node", 0) for rank, (found, _) in looks.items()}
+        if all(record.stuck or record.end for rank, record in records.items() if rank not in silent):
+            records[self.world.rank] = self.record   # else somebody is at work, or may still be
+            self._end("\n".join(account(self.run, records, silent, self.stall_s)))
+
+    def _look_beside(self) -> None:
+        """Is the next rank, if it is of this machine, dead without a word? NCCL would let its peers wait for it. One that is
+        stopped looks at nobody, so that this rank looks further."""
+        found = None
+        for step in range(1, min(NEAR, self.world.size - 1) + 1):
+            rank = (self.world.rank + step) % self.world.size
+            found = self._read(rank)
+            if not (found and is_here(found) and is_stopped(found.pid)):
+                break
+        if found and is_dead(found) and not self._over.wait(GRACE):
+            again = self._read(rank)
+            if again and not again.end:
+                self._end(gone(self.run, again))
+
+    def _end(self, text: str) -> None:
+        """Tell, and end this process, whatever its training thread is in."""
+        print(f"course: {text}", file=sys.stderr, flush=True)
+        self._write(end="told that the run cannot go on")
+        threading.Thread(target=fail, args=(self.world,), daemon=True).start()      # may hang where the store is kept
+        time.sleep(min(GRACE, self.period))
+        self.end_silent()
+        os._exit(1)
+
+    def end_silent(self) -> None:
+        """Kill ranks of this node that cannot end by themselves, now that the run has failed: stopped ones, and those that have
+        long been silent. They would hold the job until its launcher gives up. Of many ranks each looks after those next to it.
+        """
+        for rank in range(max(0, self.world.rank - NEAR), min(self.world.size, self.world.rank + NEAR + 1)):
+            found, answers = self._look(rank)
+            if rank != self.world.rank and found and not found.end and is_here(found) and (not answers or is_stopped(found.pid)):
+                with suppress(OSError):
+                    os.kill(found.pid, signal.SIGKILL)
+
+    def _mourn(self, error: BaseException) -> None:
+        """Another rank is gone. The lowest of those left finds out who, and says so; the others end without a word."""
+        until = time.monotonic() + (MISSED + 1) * self.period
+        self._follow(until)
+        guilty = None
+        while guilty is None:
+            looks = [(rank, *self._look(rank)) for rank in range(self.world.size) if rank != self.world.rank]
+            if any(self._told(rank, found) for rank, found, _ in looks):
+                self._give_way()
+            guilty = next((found for _, found, answers in looks
+                           if found and not found.end and (is_dead(found) or not answers)), None)
+            if guilty is None and time.monotonic() > until:
+                raise CourseError(f"a connection between ranks has broken though all of them answer ({first_line(error)}): look "
+                                  f"at the network. {where_next(self.run)}") from error
+            time.sleep(self.period / 10)
+        raise CourseError(gone(self.run, guilty)) from error
+
+    def _follow(self, until: float) -> None:
+        """End if a lower rank is left, which then tells; return if this one is the lowest.
+
+        Each time it looks at twice as many: where the lowest rank lives, all others read its record alone, and not all of them
+        the records of all.
+        """
+        looked, left, first = 0, self.world.rank > 0, dict[int, int]()
+        while left and time.monotonic() < until:
+            looked = min(2 * looked + 1, self.world.rank)
+            left = looked < self.world.rank
+            for rank in range(looked):
+                found, answers = self._look(rank)
+                if self._told(rank, found):
+                    self._give_way()
+                if found and (found.end or found.beat != first.setdefault(rank, found.beat)):
+                    raise SystemExit(1) from None
+                left = left or (answers and not (found and is_dead(found)))
+            time.sleep(self.period / 10)
+
+    def _told(self, rank: int, found: Record | None) -> bool:
+        """Whether a rank has ended by itself and told why."""
+        return bool(found and found.end.startswith("failed")) or not file(self.run, rank).exists()
+
+    def _give_way(self) -> NoReturn:
+        """End, because another rank has told why."""
+        print("another rank has failed: this one ends, too", file=sys.stderr, flush=True)
+        raise SystemExit(1) from None
+
+    def _tidy(self) -> None:
+        """Remove this rank's files, and the folder with the last of them."""
+        path = file(self.run, self.world.rank)
+        with suppress(OSError):
+            Path(f"{path}.stack").unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
+            path.parent.rmdir()
+            self.run.rmdir()                         # goes only where nothing else is in it
+            self.run.parent.rmdir()
+
+
+def longest(stall_s: float) -> float:
+    """Seconds that starting, compiling, validating and saving may take."""
+    return max(SLOW * stall_s, LEAST)
+
+
+def forget(run: Path, size: int) -> None:
+    """Remove the records of an earlier, larger world."""
+    for path in (run / ".ranks").glob("[0-9]*"):
+        if int(path.name[:5]) >= size:
+            path.unlink(missing_ok=True)
+
+
+def file(run: Path, rank: int) -> Path:
+    """Where a rank's record is."""
+    return run / ".ranks" / f"{rank:05d}"
+
+
+def read(run: Path, rank: int) -> Record | None:
+    """A rank's record; None if there is none, or it is being written."""
+    try:
+        return Record(**json.loads(read_file(file(run, rank))))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def packed(record: Record) -> bytes:
+    """A record as at most SIZE bytes: what is longer leaves an end behind when a shorter one is written over it.
+
+    Of a stack the newest calls stay: a letter that is not ASCII takes up to twelve bytes.
+    """
+    record = replace(record, place=record.place[:500], waits=record.waits[:500], end=record.end[:500])
+    while len(text := json.dumps(asdict(record)).encode()) > SIZE:
+        record = replace(record, stack=record.stack[len(record.stack) // 2 + 1:])
+    return text
+
+
+def stacks(run: Path, rank: int) -> str:
+    """What `faulthandler` has written of a rank whose threads could not run; "" if it has not."""
+    with suppress(OSError):
+        return read_file(Path(f"{file(run, rank)}.stack")).decode(errors="replace").rstrip()
+    return ""
+
+
+def is_dead(record: Record) -> bool:
+    """Whether a rank's process, if it is one of this node, is no more."""
+    return is_here(record) and ended(record.pid)
+
+
+def is_here(record: Record) -> bool:
+    """Whether a rank's process is one of this node, and its number means something here."""
+    return (record.host, record.space) == (node(), process_space())
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process of this node is stopped (SIGSTOP)."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_STOPPED
+    except psutil.Error:
+        return False
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's text, short enough for one sentence."""
+    return str(error).strip().split("\n")[0][:160]
+
+
+def collective() -> str:
+    """The first collective of this process that is not complete, by PyTorch's flight recorder; "" if there is none."""
+    entries: list[dict[str, Any]] = []
+    for which in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):      # each has a recorder of its own, NCCL and gloo
+        dump = getattr(torch._C._distributed_c10d, which, None)
+        with suppress(RuntimeError, ValueError, TypeError):
+            entries += json.loads(dump(True, True)).get("entries", []) if dump else []
+    pending = next((entry for entry in entries if not entry["retired"] and entry["state"] != "completed"), None)
+    if pending is None:
+        return ""
+    shapes = ", ".join(str(tuple(shape)) for shape in pending["input_sizes"][:4])
+    backend, _, what = pending["profiling_name"].partition(":")
+    number = pending["p2p_seq_id"] if pending["is_p2p"] else pending["collective_seq_id"]
+    group = pending["process_group"][1] or pending["process_group"][0]
+    return f"{what} of {shapes} ({backend}, number {number} of group {group})"
+
+
+def account(run: Path, records: Mapping[int, Record], silent: set[int], stall_s: float) -> list[str]:
+    """What a stalled run has to say: who does not come, where the others wait, and the stacks of the former."""
+    answering = [record for rank, record in sorted(records.items()) if rank not in silent]
+    late = [record for record in answering if not record.waits and not record.end]
+    if len(late) in (0, len(answering)):             # nobody, or everybody
+        late = behind(answering) or late
+    lines = ["this run has stalled: " + "; ".join([silence(run, records[rank]) for rank in sorted(silent) if rank in records]
+                                                   + [lateness(record) for record in late]
+                                                   or ["all ranks wait, but not in the same collective"])]
+    kinds: dict[tuple[int, str, str], list[int]] = {}
+    for record in answering:
+        if record not in late:
+            kinds.setdefault((record.step, record.waits, record.place), []).append(record.rank)
+    for (step, waits, place), ranks in kinds.items():
+        lines.append(f"  {rank_names(ranks)} wait{'s' * (len(ranks) == 1)} at step {step} in {waits}, {place}")
+    lines.append(f"  {where_next(run)} If a step may take longer than {stall_s:g} s, set train.stall_s higher")
+    for rank in sorted(silent):
+        if text := stacks(run, rank):
+            lines += [f"the stacks of rank {rank}, the newest call first:", text[-9000:]]
+    for record in late[:4] or answering[:0 if silent else 2]:
+        lines += [f"the stack of rank {record.rank}:", record.stack.rstrip()]
+    return lines
+
+
+def behind(records: list[Record]) -> list[Record]:
+    """Those that are not as far as others, by what they noted: of collectives in a CUDA graph the recorder knows no end."""
+    order = [(record.step, PARTS.index(record.doing)) for record in records]
+    return [record for record, place in zip(records, order, strict=True) if place == min(order) < max(order)]
+
+
+def silence(run: Path, record: Record) -> str:
+    """A rank that does not answer."""
+    held = "its training thread holds Python's lock" if stacks(run, record.rank) else "it is stopped, or its node is gone"
+    what = "is dead" if is_dead(record) else f"does not answer: {held}"
+    return (f"{record.who} {what}; it was last heard at {clock(record.time)}, at step {record.step}, {record.doing} since "
+            f"{clock(record.since)}")
+
+
+def lateness(record: Record) -> str:
+    """A rank that answers, but for whom the others wait."""
+    return f"{record.who} is at step {record.step}, {record.doing} since {clock(record.since)}, in {record.place}"
+
+
+def gone(run: Path, record: Record) -> str:
+    """A rank that ended without a word."""
+    return (f"{record.who} is gone: it was killed (by hand, for memory, or with its node). It was last heard at "
+            f"{clock(record.time)}, at step {record.step}, {record.doing}. {where_next(run)}")
+
+
+def where_next(run: Path) -> str:
+    """What is not lost."""
+    saved = steps(run / "checkpoints")
+    return f"Start it again: it goes on from {saved[-1]}." if saved else "It has no checkpoint yet: start it again."
+
+
+def clock(seconds: float) -> str:
+    """A time of day."""
+    return time.strftime("%H:%M:%S", time.localtime(seconds))

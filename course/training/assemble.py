@@ -1,0 +1,69 @@
+"""A run's model, optimizer and step from its configuration: the ordered list of surgeries on the serial model."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from course.config import Config
+from course.fp8 import native, transformer_engine
+from course.models import build_model
+from course.ops import attention
+from course.ops.number_formats import cast_residual_stream, parameter_dtype, set_matmul_precision, working_dtype
+from course.ops.packed_attention import supports_precision
+from course.parallel import Mesh, build_gradient_sync, parallelize
+from course.parallel.data_parallel.gradients import GradientSync
+from course.training import fuse_blocks
+from course.training.activation_checkpointing import checkpoint_activations
+from course.training.compile import compile_parts, compile_within, compiled_inside
+from course.training.cuda_graph import graphed
+from course.training.optimizer import build_optimizer
+from course.training.step import Progress, Step, build_compute, train_step
+from course.utils import random
+
+
+@dataclass(frozen=True)
+class Training:
+    """A model in its layout, and what trains it."""
+
+    config: Config
+    mesh: Mesh
+    model: nn.Module
+    gradients: GradientSync
+    optimizer: torch.optim.Optimizer
+    progress: Progress
+    step: Step
+    scaling: native.Scaling                             # of native FP8; without it, of nothing
+
+
+def assemble(config: Config, mesh: Mesh, noise: float = 0.0) -> Training:
+    """Build the serial model, cut it for the mesh, give each rank its part of the weights, and put the step around it.
+
+    noise: the standard deviation of weights that would start at zero.
+    """
+    set_matmul_precision(config.precision)
+    attention.set_attention_backend(config.attention, config.model.dim // config.model.heads, config.precision, mesh.world.device)
+    model = build_model(config.model, config.train.seed)
+    scaling = native.convert(model, config, mesh)
+    model = native.prepare(parallelize(model, mesh, config.parallel), scaling)
+    random.initialize(model, config.train.seed, mesh.world.device, parameter_dtype(config.precision), noise)
+    transformer_engine.convert(model, config, mesh)
+    if config.stream == "narrow":
+        cast_residual_stream(model, config.precision)
+    if config.kernels == "triton":
+        fuse_blocks.check_device(mesh.world.device)
+        fuse_blocks.fuse_blocks(model, config.attention == "default" and supports_precision(config.precision, mesh.world.device))
+    within = compiled_inside(config)
+    if within:
+        compile_within(model)
+    checkpoint_activations(model, config.train.recompute)
+    if config.compile:
+        compile_parts(model, config.attention, not within)
+    progress = Progress.start(config, mesh.world.device)
+    gradients = build_gradient_sync(model, mesh, config.parallel, working_dtype(config.precision), config.masters)
+    optimizer = build_optimizer(gradients.optimizer_parameters, progress.lr, config)
+    compute = build_compute(model, progress, config, mesh)
+    step = train_step(compute, model, gradients, optimizer, progress, config, mesh, scaling)
+    if config.graphs:
+        step = graphed(step, gradients, mesh)
+    return Training(config, mesh, model, gradients, optimizer, progress, step, scaling)

@@ -1,0 +1,69 @@
+"""The optimizer of a run, its learning rate over the steps, and the norm by which gradients are clipped."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from course.config import Config
+from course.ops import fused_adam
+from course.ops.ema import MovingAverage
+from course.parallel import Mesh, placement
+
+
+def learning_rate(step: Tensor, config: Config) -> Tensor:
+    """Linear warm-up, then half a cosine to `min_lr` at step `train.steps` (Loshchilov and Hutter 2017)."""
+    o = config.optim
+    if o.schedule == "constant":
+        rate = torch.full_like(step, o.lr, dtype=torch.float32)
+    else:
+        done = (step - o.warmup) / max(1, config.train.steps - o.warmup)
+        rate = o.min_lr + (o.lr - o.min_lr) * 0.5 * (1 + torch.cos(math.pi * done.clamp(0, 1)))
+    return torch.minimum(rate, o.lr * (step + 1) / o.warmup) if o.warmup else rate
+
+
+def build_optimizer(parameters: Sequence[nn.Parameter], lr: Tensor, config: Config) -> torch.optim.Optimizer:
+    """PyTorch's fused optimizer with the learning rate, (), as a tensor, which the step sets, and what averages its weights."""
+    o = config.optim
+    optimizer: Any
+    if o.name == "sgd":
+        optimizer = torch.optim.SGD(parameters, lr, o.momentum, weight_decay=o.weight_decay, fused=True)
+        # PyTorch would make these in the first step, and leave in them whatever was in memory if that is skipped
+        for parameter in parameters if o.momentum else []:
+            if parameter.requires_grad:
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    else:
+        kind = fused_adam.Adam if config.kernels == "triton" else torch.optim.Adam
+        optimizer = kind(parameters, lr, o.betas, o.eps, o.weight_decay, fused=True, capturable=config.graphs)
+    if o.ema:
+        optimizer.average = MovingAverage(optimizer, o.ema)
+    return optimizer
+
+
+def gradient_norm(parameters: Sequence[nn.Parameter], mesh: Mesh) -> Tensor:
+    """The 2-norm of all gradients, each logical element counted once, on the rank that owns it."""
+    owned = [p.grad for p in parameters if p.grad is not None and (mesh.all.size == 1 or placement(p).owner)]
+    norm = torch.linalg.vector_norm(tensor_norms(owned)) if owned else torch.zeros((), device=mesh.world.device)
+    if mesh.all.size > 1:
+        squares = norm.double() ** 2
+        dist.all_reduce(squares, group=mesh.all.group)
+        norm = squares.sqrt()
+    return norm.float()
+
+
+def tensor_norms(tensors: Sequence[Tensor]) -> Tensor:
+    """The 2-norm of each, (n,), in float32 or wider: PyTorch's own of all would round those of 16-bit tensors to 16 bits."""
+    found: dict[int, Tensor] = {}
+    for kind in dict.fromkeys(x.dtype for x in tensors):                # its kernel for many takes one format
+        at = [i for i, x in enumerate(tensors) if x.dtype == kind]
+        wide = torch.promote_types(kind, torch.float32)
+        found |= zip(at, torch._foreach_norm([tensors[i] for i in at], dtype=wide), strict=True)
+    return torch.stack([found[i] for i in range(len(tensors))])
+
+
+def clip_factor(norm: Tensor, most: float) -> Tensor:
+    """What to multiply the gradients with so that their norm, (), is at most `most` (0: any)."""
+    return (most / (norm + 1e-6)).clamp(max=1.0) if most else torch.ones_like(norm)

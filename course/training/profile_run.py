@@ -1,0 +1,54 @@
+"""`course profile PRESET`: train a few steps under the profiler and say where their time went; or account for a trace."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from course import config as configuration
+from course.config import Config
+from course.data import train_loader
+from course.parallel import build_mesh, join, joined
+from course.planner import memory_check
+from course.training import trace_breakdown
+from course.training.assemble import assemble
+from course.training.profiler import Window, part
+from course.training.trainer import run_folder
+from course.utils.plots import save
+
+
+def main(what: str, settings: Sequence[str]) -> Path:
+    """Profile a preset, or read a trace (.json, .json.gz); prints the account and draws it beside the trace."""
+    if what.endswith((".json", ".json.gz")):
+        return tell(Path(what))
+    config = configuration.load(what, ["profile.steps=3", *settings])
+    with joined(config.train.device) as world:
+        trace = record(config)
+    return tell(trace) if world.rank == 0 else trace
+
+
+def record(config: Config) -> Path:
+    """Train `profile.after` steps, then `profile.steps` under the profiler; nothing is saved but this rank's trace."""
+    mesh = build_mesh(config.parallel, join(config.train.device))
+    memory_check.check(config, mesh)
+    training = assemble(config, mesh)
+    batches = train_loader(config, mesh.dp, mesh.world.device, 0, training.model.example)      # type: ignore[arg-type]
+    try:
+        for _ in range(config.profile.after):
+            training.step(next(batches))
+        with Window(run_folder(config) / "profile", mesh.world.rank, mesh.world.device, config.profile.memory) as window:
+            for _ in range(config.profile.steps):
+                with part("data"):
+                    batch = next(batches)
+                training.step(batch)
+    finally:
+        batches.close()
+    return window.trace
+
+
+def tell(trace: Path) -> Path:
+    """Print the account of a trace and draw it."""
+    found = trace_breakdown.account(trace_breakdown.read(trace))
+    print(trace_breakdown.text(found))
+    figure = trace_breakdown.picture(found, "/".join(trace.parts[-4:-2]) or trace.name)
+    drawn = save(figure, trace.parent / f"{trace.name.split('.')[0]}.png")
+    print(f"\nwrote {drawn}; look at {trace} itself in perfetto.dev")
+    return trace

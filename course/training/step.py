@@ -1,0 +1,188 @@
+"""One optimizer step, the same for every model, layout and precision.
+
+What varies between layouts is `compute(batch) -> loss`, forward and backward; it leaves `loss_scale`
+times the gradients of this rank's share of the loss in `.grad`. `train_step` finishes the gradients,
+clips and updates. Nothing in a step is decided on the host, so nothing waits for the device.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from course.config import Config
+from course.data import Batch
+from course.fp8.native import Scaling
+from course.ops.number_formats import FIRST_SCALE, autocast, next_scale
+from course.parallel import Axis, Mesh
+from course.parallel.data_parallel.gradients import GradientSync
+from course.training.optimizer import clip_factor, gradient_norm, learning_rate
+from course.training.profiler import part
+
+Compute = Callable[[Batch], Tensor]
+Step = Callable[[Batch], tuple[Tensor, Tensor]]
+
+
+@dataclass
+class Progress:
+    """What changes from step to step besides weights, as tensors on the device: reading one on the host waits for it."""
+
+    step: Tensor
+    lr: Tensor
+    loss_scale: Tensor
+    good_steps: Tensor                               # since the loss scale last changed
+    skipped_steps: Tensor                            # updates left out because a gradient was not finite
+    nan_steps: Tensor                                # steps whose loss was not finite
+    streak: Tensor                                   # skipped steps in a row, up to now
+    longest_streak: Tensor                           # and the most so far
+
+    @classmethod
+    def start(cls, config: Config, device: torch.device) -> "Progress":
+        def count() -> Tensor:
+            return torch.zeros((), dtype=torch.int64, device=device)
+
+        def number(value: float) -> Tensor:
+            return torch.tensor(value, dtype=torch.float32, device=device)
+
+        scale = FIRST_SCALE.get(config.precision, 1.0)
+        return cls(count(), number(config.optim.lr), number(scale), count(), count(), count(), count(), count())
+
+    def state(self) -> dict[str, float]:
+        """The values, on the host."""
+        return {entry.name: getattr(self, entry.name).item() for entry in fields(self)}
+
+    def restore(self, state: dict[str, float], same_precision: bool = True) -> None:
+        """Take the values of a checkpoint; the tensors stay the same objects. Skipped steps are no longer in a row, and
+        in another precision the loss scale begins anew: that of bf16, 1, would let fp16's small gradients vanish for long."""
+        for entry in fields(self):
+            if same_precision or entry.name not in ("loss_scale", "good_steps"):
+                getattr(self, entry.name).fill_(state[entry.name])
+        self.streak.zero_()
+        self.longest_streak.zero_()
+
+
+def eager(model: nn.Module, progress: Progress, config: Config, mesh: Mesh) -> Compute:
+    """Forward and backward through the whole model on this rank, one micro-batch after another.
+
+    The loss of the global batch is sum / W over all its samples. Each rank back-propagates its own
+    sum times dp / W, so that the average over the data-parallel ranks is the gradient of that mean.
+    """
+    def compute(batch: Batch) -> Tensor:
+        weight = global_weight(model, batch, mesh.dp)
+        loss = torch.zeros((), device=weight.device, dtype=weight.dtype)
+        for micro in split_microbatches(batch, config.train.micro_batch):
+            micro = model.tokens.cut(micro)           # type: ignore[union-attr, operator]
+            with autocast(config.precision, weight.device):
+                output = model(micro)
+            total, _ = model.loss(output, micro)      # type: ignore[operator]
+            (total * (mesh.dp.size / weight) * progress.loss_scale).backward()
+            loss += total.detach() / weight
+        return loss                                   # this rank's share of the global mean
+
+    return compute
+
+
+def build_compute(model: nn.Module, progress: Progress, config: Config, mesh: Mesh) -> Compute:
+    """How this layout does forward and backward."""
+    return (pipelined if mesh.pp.size > 1 else eager)(model, progress, config, mesh)
+
+
+def pipelined(model: Any, progress: Progress, config: Config, mesh: Mesh) -> Compute:
+    """The same as `eager`, with the model's stages on the ranks along pp and micro-batches on their way between them."""
+    last = config.parallel.chunks - 1 if mesh.pp.rank == mesh.pp.size - 1 else None         # the chunk that ends in the loss
+
+    def compute(batch: Batch) -> Tensor:
+        micros = [model.tokens.cut(micro) for micro in split_microbatches(batch, config.train.micro_batch)]
+        weight = global_weight(model, batch, mesh.dp)
+
+        def forward(chunk: int, micro: int, x: Any) -> Any:
+            with autocast(config.precision, weight.device):
+                output = model.chunks[chunk](micros[micro], x)
+            if chunk != last:
+                return output
+            total, _ = model.loss(output, micros[micro])
+            return total * (mesh.dp.size / weight) * progress.loss_scale
+
+        losses = model.pipeline.train(forward, [len(micro["sample"]) for micro in micros])
+        total = torch.stack(losses).sum() if losses else torch.zeros_like(weight)
+        return total / (mesh.dp.size * progress.loss_scale)             # of the global mean, on the last stage; 0 on the others
+
+    return compute
+
+
+def global_weight(model: nn.Module, batch: Batch, dp: Axis) -> Tensor:
+    """W: what the samples of the global batch weigh together."""
+    weight = model.loss.weight(batch).sum()           # type: ignore[operator, union-attr]
+    if dp.size > 1:
+        dist.all_reduce(weight, group=dp.group)
+    return weight
+
+
+def num_microbatches(samples: int, size: int) -> int:
+    """How many micro-batches of `size` samples (0: all) so many make."""
+    return -(-samples // (size or samples))
+
+
+def split_microbatches(batch: Batch, size: int) -> Iterator[Batch]:
+    """Micro-batches of `size` samples; 0: the batch as it is."""
+    samples = len(batch["sample"])
+    for start in range(0, samples, size or samples):
+        yield {name: tensor[start:start + (size or samples)] for name, tensor in batch.items()}
+
+
+def train_step(compute: Compute, model: nn.Module, gradients: GradientSync, optimizer: torch.optim.Optimizer, progress: Progress,
+               config: Config, mesh: Mesh, scaling: Scaling | None = None) -> Step:
+    """compute, finish the gradients, clip, update: no decision is taken on the host, nothing waits for the device.
+
+    A loss or gradient that is not finite on any rank makes every rank keep its old state: the fused
+    optimizers take the flag `found_inf`, and with `grad_scale` they undo loss scaling and clip in the
+    same pass over the gradients. scaling: what FP8's matmuls noted in this step sets their scales for the next.
+    """
+    def step(batch: Batch) -> tuple[Tensor, Tensor]:
+        batch = model.prepare(batch, progress.step)   # type: ignore[operator]
+        gradients.begin(num_microbatches(len(batch["sample"]), config.train.micro_batch))
+        with part("compute"):
+            loss = compute(batch)
+        with part("gradients"):
+            gradients.finish()
+        norm = gradient_norm(gradients.optimizer_parameters, mesh) / progress.loss_scale
+        bad, nan = any_rank(torch.stack([~(loss.isfinite() & norm.isfinite()), ~loss.isfinite()]), mesh.all)
+        progress.lr.copy_(learning_rate(progress.step, config))
+        optimizer.grad_scale = progress.loss_scale / clip_factor(norm, config.optim.clip)    # type: ignore[attr-defined]
+        optimizer.found_inf = bad                     # type: ignore[attr-defined]
+        with part("optimizer"):
+            optimizer.step()
+        gradients.clear()
+        gradients.after_optimizer_step()
+        if scaling is not None:
+            scaling.update(bad)
+        update_progress(progress, nan, bad, config.precision)
+        return loss, norm
+
+    return step
+
+
+def any_rank(flags: Tensor, everyone: Axis) -> Tensor:
+    """For each flag, of any shape, 1.0 if it is set on any rank, else 0.0, the same on all, in float32."""
+    value = flags.float()
+    if everyone.size > 1:
+        dist.all_reduce(value, dist.ReduceOp.MAX, group=everyone.group)
+    return value
+
+
+def update_progress(progress: Progress, nan: Tensor, bad: Tensor, precision: str) -> None:
+    """Count the step; the flags say whether its loss was not finite, and whether it was skipped."""
+    p, skipped = progress, (bad > 0).long()
+    scale, good = next_scale(precision, p.loss_scale, p.good_steps, bad)
+    p.loss_scale.copy_(scale)
+    p.good_steps.copy_(good)
+    p.step += 1
+    p.skipped_steps += skipped
+    p.nan_steps += (nan > 0).long()
+    p.streak.copy_((p.streak + 1) * skipped)
+    p.longest_streak.copy_(torch.maximum(p.longest_streak, p.streak))
+
+

@@ -1,0 +1,181 @@
+"""Files that are either whole or absent: written under a temporary name, flushed, renamed."""
+
+import codecs
+import errno
+import hashlib
+import os
+import re
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from course.utils.errors import CourseError
+
+
+@contextmanager
+def atomic(path: Path) -> Iterator[Path]:
+    """Yield a temporary name beside `path`; when the block succeeds the file or folder there becomes `path`.
+
+    The bytes reach the disk before the rename, so a power cut leaves the old file or the new one. When
+    the block fails the temporary file is removed and whatever stood at `path` is untouched. One process at a time: what several
+    may write, such as data, is locked (`course.resilience.folder_lock`).
+
+    Raises `CourseError` where the disk is full or not writable, or the path leads through a file.
+    """
+    temporary = temporary_path(path)
+    make_parent(path)
+    try:
+        remove(temporary)
+        yield temporary
+        for file in [p for p in temporary.rglob("*") if p.is_file()] if temporary.is_dir() else [temporary]:
+            flush(file)
+        if temporary.is_dir():
+            flush(temporary)
+        os.replace(temporary, path)
+        flush(path.parent)
+    except (OSError, RuntimeError) as error:
+        remove(temporary)
+        number = getattr(error, "errno", None)
+        if number in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error):        # HDF5 sets no errno, and raises either
+            raise CourseError(f"the disk is full while writing {path}: free some space there and run again; "
+                              "what was written before is intact") from error
+        if not isinstance(error, OSError):
+            raise
+        missing = error.errno == errno.ENOENT and error.filename == str(temporary)      # /proc is a folder that takes no file
+        if missing or error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
+            raise cannot_write(path, error) from error
+        raise
+    except BaseException:
+        remove(temporary)
+        raise
+
+
+def temporary_path(path: Path) -> Path:
+    """Where `atomic` gathers what is to be at `path`."""
+    return path.with_name(f".{path.name}.tmp")
+
+
+def free_bytes(path: Path) -> int:
+    """How many bytes can be written where `path` is to be; 0 where nothing can be."""
+    there = next((place for place in path.absolute().parents if place.is_dir()), None)
+    return shutil.disk_usage(there).free if there else 0
+
+
+def make_parent(path: Path) -> None:
+    """Make the folder in which `path` will be. Raises `CourseError` where none can be, whatever the reason."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise cannot_write(path, error) from error
+
+
+def cannot_write(path: Path, error: OSError) -> CourseError:
+    """The sentence for a place that takes no files. Of a file where a folder should be, systems say that it exists."""
+    why = "a part of that path is a file" if isinstance(error, FileExistsError | NotADirectoryError) else error.strerror
+    return CourseError(f"cannot write {path}: {why}; choose a folder that you may write to")
+
+
+def flush(path: Path) -> None:
+    """Force a file's bytes, or a folder's entries, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a whole folder, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(FileNotFoundError, NotADirectoryError):           # the latter: the path leads through a file
+            path.unlink()
+
+
+class NotAnOrdinaryFile(OSError):
+    """Something else than an ordinary file stands where one belongs, such as a named pipe."""
+
+
+def read_file(path: Path) -> bytes:
+    """The bytes of an ordinary file. Raises `NotAnOrdinaryFile` for anything else: opening a named pipe would wait for ever."""
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise NotAnOrdinaryFile(errno.EINVAL, "it is no ordinary file", str(path))
+        return file.read()
+
+
+def check_kind(path: Path, folder: bool = False) -> None:
+    """Raise `CourseError` if what stands at `path` is not a file, or not a folder: a named pipe, a socket, a link to nowhere."""
+    try:
+        kind = path.stat().st_mode
+    except FileNotFoundError:
+        if not path.is_symlink():
+            return                                   # there is nothing
+        kind = 0
+    except OSError:
+        return                                       # whoever opens it will say why it cannot
+    if not (stat.S_ISDIR(kind) if folder else stat.S_ISREG(kind)):
+        what = KINDS.get(stat.S_IFMT(kind), "a link to nothing")
+        raise CourseError(f"{path} is {what}, and {'a folder' if folder else 'an ordinary file'} is to be there: move it away")
+
+
+KINDS = {stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a folder", stat.S_IFREG: "a file",
+         stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
+
+
+def sha256(path: Path) -> str:
+    """The SHA-256 of a file's bytes, in hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_text(path: Path) -> str:
+    """The text of a file in UTF-8, whatever the locale, or in UTF-16 if it says so; a byte-order mark is no part of it.
+
+    Editors of Windows put marks there, and PowerShell writes UTF-16. Raises `UnicodeDecodeError`, a ValueError, for other bytes.
+    """
+    raw = path.read_bytes()
+    return raw.decode("utf-16" if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig")
+
+
+# What to do about a reason of the operating system. None of these says anything against what is in the file.
+OS_ERROR_CURES = {
+    (errno.EACCES, errno.EPERM): "this user may not read or write it: ask its owner to permit that (chmod), or work on a copy",
+    (errno.EMFILE, errno.ENFILE): "too many files are open: raise the limit (ulimit -n 65536), or use fewer data.workers",
+    (errno.ESTALE,): "the file server has lost sight of it: run again, on another node or when it is mounted anew",
+    (errno.EIO, errno.EREMOTEIO, errno.ENXIO): "the disk or its server fails: run again, and if it stays so tell whoever runs "
+                                               "that disk",
+    (errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENOTCONN, errno.ECONNREFUSED, errno.ESHUTDOWN):
+        "its file server does not answer: run again when it does",
+    (errno.ENOSPC, errno.EDQUOT): "the disk is full: free space there and run again",
+    (errno.EROFS,): "that disk is read-only: work in another folder",
+    (errno.ENOMEM,): "there is no memory left: end other programs, or ask for more",
+    (errno.ENOENT, errno.ENOTDIR): "it is not there: mind its name, or restore the file and run again",
+    (errno.ELOOP, errno.ENAMETOOLONG): "its path leads nowhere: give another one",
+    (errno.EBUSY, errno.ETXTBSY, errno.EINTR): "it is in use: run again",
+}
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)       # of a file system that keeps none: NFS, Lustre without flock
+TAKEN = (errno.EAGAIN, errno.EACCES)                            # of a lock that another process has
+
+
+def os_error_number(error: BaseException) -> int:
+    """The operating system's number for what went wrong; 0 if there is none. HDF5 and NetCDF may say it in their text alone."""
+    named = re.search(r"\berrno(?: =)? (\d+)", str(error), re.IGNORECASE)
+    return getattr(error, "errno", None) or (int(named[1]) if named else 0)
+
+
+def os_error_cure(error: BaseException, otherwise: str) -> str:
+    """What to do about a file that cannot be opened, read or written, by the reason that the system gives; else `otherwise`.
+
+    Never to remove it: a file that cannot be reached is as good as ever.
+    """
+    number = os_error_number(error)
+    if number == errno.ENOLCK or ("unable to lock" in str(error) and number in (*NO_LOCKS, *TAKEN)):
+        if number in TAKEN:
+            return ("another process is writing it: wait until that is done; if none is, set HDF5_USE_FILE_LOCKING=FALSE in the "
+                    "environment and run again")
+        return "its file system keeps no locks: set HDF5_USE_FILE_LOCKING=FALSE in the environment and run again"
+    return next((cure for numbers, cure in OS_ERROR_CURES.items() if number in numbers), otherwise)

@@ -1,0 +1,49 @@
+"""One exception for everything a user can mend, and words for its sentence: how a process ended, what was probably meant."""
+
+import difflib
+import signal
+from collections.abc import Iterable, Sequence
+
+
+class CourseError(Exception):
+    """Bad input, said in one sentence: what is wrong, where, and what to do.
+
+    The command line prints the sentence without a traceback and exits with status 1.
+    """
+
+
+def describe_exit(code: int) -> str:
+    """A process's return code in words, as `subprocess` gives it: `exited with code 3`, `died of SIGKILL`."""
+    return f"exited with code {code}" if code >= 0 else f"died of {signal.Signals(-code).name}"
+
+
+def did_you_mean(word: str, candidates: Iterable[str]) -> str:
+    """` (did you mean 'x'?)` for the most similar candidate, or nothing."""
+    found = closest_match(word, candidates)
+    return f" (did you mean {found!r}?)" if found else ""
+
+
+def closest_match(word: str, candidates: Iterable[str]) -> str:
+    """The most similar candidate: the shortest that begins so, else the most alike; "" if none is."""
+    known = list(candidates)
+    begun = sorted((name for name in known if len(word) > 2 and name.startswith(word)), key=len)
+    return next(iter(begun or difflib.get_close_matches(word, known, 1, cutoff=0.5)), "")
+
+
+# of memory that ran out: PyTorch's words of a GPU's, cuBLAS's, and of the host's on Linux, macOS and Windows
+OUT = ("out of memory", "STATUS_ALLOC_FAILED", "can't allocate memory", "Cannot allocate memory", "not enough memory",
+       "bad_alloc")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that memory ran out, on a GPU or the host; not all such have a kind of their own."""
+    return isinstance(error, MemoryError) or any(words in str(error) for words in OUT)
+
+
+def rank_names(ranks: Sequence[int]) -> str:
+    """"rank 2", "ranks 0 and 3", "ranks 0-3"."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[0] + len(ranks))):
+        return f"ranks {ranks[0]}-{ranks[-1]}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"

@@ -1,0 +1,60 @@
+"""This machine, as its processes see it."""
+
+import os
+import shutil
+import sys
+import tempfile
+from contextlib import suppress
+from multiprocessing import process, util
+
+from course.utils.errors import CourseError
+
+SOCKET_NAME = 100                                    # bytes of a UNIX socket's path that every system takes
+IN_IT = len("/pymp-12345678/listener-12345678")      # what `multiprocessing` adds to the folder for temporary files
+
+
+def cores() -> int:
+    """Processor cores: those that it is bound to, where the system says it (Linux; a Slurm job's), else all."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def in_notebook() -> bool:
+    """Whether this process is a Jupyter kernel. One that has merely imported `ipykernel`, as libraries do, is none."""
+    kernel = sys.modules.get("ipykernel.kernelapp")
+    return kernel is not None and kernel.IPKernelApp.initialized()
+
+
+def machine_load() -> str:
+    """How busy it is, in half a sentence."""
+    import psutil
+
+    memory = psutil.virtual_memory()
+    return (f"this machine has a load of {os.getloadavg()[0]:.1f} on {cores()} cores, and {memory.available / 1e9:.1f} of "
+            f"{memory.total / 1e9:.1f} GB of memory are free")
+
+
+def end_with_parent() -> None:
+    """On Linux, have the kernel kill this process when the thread that started it ends, even while this one is stopped."""
+    if sys.platform == "linux":
+        import ctypes
+
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)   # PR_SET_PDEATHSIG, SIGKILL
+
+
+def short_sockets() -> None:
+    """Let `multiprocessing` put its sockets where their names are short enough, if TMPDIR, such as a Slurm job's, is long.
+
+    Call it before processes are started that pass each other memory. Raises `CourseError` where no such folder can be written to.
+    """
+    settings = process.current_process()._config     # type: ignore[attr-defined]  # it has no other way to say so
+    if settings.get("tempdir") or len(os.fsencode(tempfile.gettempdir())) + IN_IT <= SOCKET_NAME:
+        return
+    for place in ("/tmp", "/var/tmp", "/dev/shm"):
+        if os.path.isdir(place) and os.access(place, os.W_OK | os.X_OK):
+            folder = tempfile.mkdtemp(prefix="pymp-", dir=place)
+            util.Finalize(None, shutil.rmtree, args=[folder, True], exitpriority=-100)
+            settings["tempdir"] = folder
+            return
+    raise CourseError(f"TMPDIR={tempfile.gettempdir()} is too long for the sockets through which processes pass each other "
+                      "memory, and /tmp cannot be written to: set TMPDIR to a folder whose name has fewer than 70 characters")

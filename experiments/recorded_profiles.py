@@ -1,0 +1,73 @@
+"""The recorded looks into training steps of lesson 02: `python -m experiments.recorded_profiles FILE` on one GPU.
+
+For each configuration an account of three steps (`training/trace_breakdown.py`), for two of them also the timeline of one step;
+and what a clock around a matrix multiplication shows if nobody waits for the GPU. Under `torchrun --nproc-per-node 2 -m
+experiments.recorded_profiles FILE` the tensor-parallel one instead, over all of them, of rank 0.
+"""
+
+import json
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from course import config as configuration
+from course.bench import timing
+from course.bench.command_line import command
+from course.bench.one_gpu_configs import SMALL
+from course.lab.figures.profile import last_step
+from course.parallel import join, leave
+from course.training import profile_run, trace_breakdown
+from course.utils.atomic_files import atomic
+
+REFERENCE = ("data.source=mock",)                    # vit-short: 360 x 720, width 384, 16 samples
+ALONE = {"16 samples, tf32": REFERENCE, "16 samples, bf16": (*REFERENCE, "precision=bf16"),
+         "16 samples, bf16, compiled": (*REFERENCE, "precision=bf16", "compile=true"),
+         **{f"small batch of {n}, bf16": (*SMALL, f"train.global_batch={n}") for n in (1, 4, 16, 64)}}
+TOGETHER = {"tensor parallel": (*REFERENCE, "model.dim=1024", "precision=bf16", "parallel.sp=true", "parallel.overlap=none")}
+DRAWN = ("small batch of 1, bf16", "16 samples, bf16", *TOGETHER)
+
+
+def main(file: Path) -> None:
+    """Record on the processes that there are, and add to the file what this number of them allows."""
+    world = join("auto")
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {
+        **timing.machine(world.device), "command": "python -m experiments.recorded_profiles FILE", "accounts": {},
+        "timelines": {}}
+    if world.size == 1:
+        found["clock"] = clock(world.device)
+    with tempfile.TemporaryDirectory() as folder:
+        for name, settings in (ALONE if world.size == 1 else TOGETHER).items():
+            trace = profile_run.record(configuration.load("vit-short",
+                                                          [*settings, f"parallel.tp={world.size}", f"log.dir={folder}",
+                                                                    f"log.name={len(name)}", "profile.steps=3"]))
+            events = trace_breakdown.read(trace)
+            found["accounts"][name] = asdict(trace_breakdown.account(events))
+            if name in DRAWN:
+                found["timelines"][name] = last_step(events)
+            print(name, found["accounts"][name]["time"], flush=True)
+            torch._dynamo.reset()
+    if world.rank == 0:
+        with atomic(file) as temporary:
+            temporary.write_text(json.dumps(found, indent=1), encoding="utf-8")
+    leave()
+
+
+def clock(device: torch.device) -> dict[str, float]:
+    """Microseconds of a large matrix multiplication by a clock around the line: as it stands, and with waiting for the GPU."""
+    side = 8192 if device.type == "cuda" else 256
+    a = torch.randn(side, side, device=device).bfloat16()
+    timing.seconds(lambda: a @ a, device)
+    begin = time.perf_counter()
+    a @ a
+    line = time.perf_counter() - begin
+    timing.wait(device)
+    return {"the line": line * 1e6, "and waiting": (time.perf_counter() - begin) * 1e6, "side": side}
+
+
+if __name__ == "__main__":
+    with command("FILE") as words:
+        main(Path(words[0]))
