@@ -1,1 +1,1 @@
-"""Predictions and measurements of speed."""
+"""What `course bench` measures on this machine, and the recorded results that lessons read."""

@@ -1,0 +1,1 @@
+"""Checkpoints in one format for every layout."""

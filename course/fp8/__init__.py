@@ -1,0 +1,1 @@
+"""FP8 matmuls: in PyTorch (`native`) and by Transformer Engine."""

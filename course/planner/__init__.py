@@ -1,0 +1,1 @@
+"""Predictions from a configuration alone, and the search for the fastest layout."""

@@ -237,9 +237,9 @@ def block_workspace(rank: Rank) -> float:
 
 
 def ring_workspace(rank: Rank) -> float:
-    """What a ring's backward pass computes on the way, in bytes (`ring.py`): float32 gradients of queries, keys and values,
-    the sums that come and go for others' keys and values, two pairs of keys and values; less what the block's MLP has let go of
-    by then. Kernels for GPUs have no scores in memory; on a CPU, in float64 and with attention=math, they come on top."""
+    """What a ring's backward pass computes on the way, in bytes (`ring_attention.py`): float32 gradients of queries, keys and
+    values, the sums that come and go for others' keys and values, two pairs of keys and values; less what the block's MLP has let
+    go of by then. Kernels for GPUs have no scores in memory; on a CPU, in float64 and with attention=math, they come on top."""
     c, n, (q, kv) = rank.config, rank.n, widths(rank.config)
     if c.parallel.cp == 1 or c.parallel.context != "ring":
         return 0.0

@@ -1,0 +1,1 @@
+"""Processes for ranks, and an account of who waits for whom in which collective."""

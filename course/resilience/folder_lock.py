@@ -98,19 +98,19 @@ class Lock:
     """The right to write a folder, for one process of a job. patient: wait while another one has it, rather than raise."""
 
     def __init__(self, folder: Path, patient: bool = False):
-        self.folder, self.patient, self.path, self.me = folder, patient, folder / ".writer", myself()
+        self.folder, self.patient, self.path, self.me = folder, patient, folder / ".writer", this_writer()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._live, name="lock", daemon=True)
 
     def take(self) -> str:
         """Returns our token; raises `CourseError`, which names who writes the folder, if somebody does and we are not patient."""
         while not self._create():
-            holder = read(self.path)                 # None while it is being written
+            holder = read_lock(self.path)            # None while it is being written
             clear = holder is not None and (was_mine_before(holder, self.me) or is_dead(holder, self.me))
             if not clear and not self._silent():
                 continue                             # it has just finished: whoever is first now has it
             self._take_over()
-            if read(self.path) == self.me:
+            if read_lock(self.path) == self.me:
                 break
         self._thread.start()
         return self.me.token
@@ -128,7 +128,7 @@ class Lock:
 
     def held(self) -> bool:
         """Whether it is still ours: whoever sleeps too long (a stopped process, a closed laptop) loses it."""
-        return read(self.path) == self.me
+        return read_lock(self.path) == self.me
 
     def _create(self) -> bool:
         """Write the file, unless there is one; only one of several succeeds."""
@@ -164,13 +164,13 @@ class Lock:
 
     def _silent(self) -> bool:
         """Whether the holder gives no sign of life for a while; False when its file goes. Raises at a sign, unless patient."""
-        first, until, told = changed(self.path), time.monotonic() + SILENT, ""
+        first, until, told = modified_at(self.path), time.monotonic() + SILENT, ""
         while time.monotonic() < until:
             time.sleep(BEAT / 4)
-            now = changed(self.path)
+            now = modified_at(self.path)
             if now is None:
                 return False
-            holder, tell = read(self.path), told
+            holder, tell = read_lock(self.path), told
             who = holder.name if holder else "a job that has just begun"
             if now != first and not self.patient:
                 raise CourseError(f"{self.folder} is being written by {who}: wait until that job is finished or cancel it, "
@@ -193,20 +193,20 @@ class Lock:
                     os.utime(self.path)
                 elif not self.path.exists():         # somebody removed or renamed the folder: who comes must find a writer
                     self._create()
-                elif (other := read(self.path)) and not in_notebook():  # a notebook's process is not ours to end
+                elif (other := read_lock(self.path)) and not in_notebook():             # a notebook's process is not ours to end
                     print(f"course: {self.folder} has been taken over by {other.name}, because this process gave no sign of life "
                           f"for {SILENT:g} s: it ends", file=sys.stderr, flush=True)
                     os._exit(1)
 
 
-def myself() -> Writer:
+def this_writer() -> Writer:
     """This process, as a holder."""
     number, restart = job()
     pid = os.getpid()
-    return Writer(uuid.uuid4().hex, platform.node(), process_space(), pid, beginning(pid), number, restart, time.time())
+    return Writer(uuid.uuid4().hex, platform.node(), process_space(), pid, process_start_time(pid), number, restart, time.time())
 
 
-def beginning(pid: int) -> float:
+def process_start_time(pid: int) -> float:
     """When a process began. On Linux in ticks since the machine did, because its clock may be set; elsewhere in seconds."""
     with suppress(OSError, ValueError, IndexError):
         told = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
@@ -221,7 +221,7 @@ def process_space() -> str:
     return ""
 
 
-def read(path: Path) -> Writer | None:
+def read_lock(path: Path) -> Writer | None:
     """Who stands in a file; None if there is none, or it is not complete."""
     try:
         return Writer(**json.loads(read_file(path)))
@@ -229,7 +229,7 @@ def read(path: Path) -> Writer | None:
         return None
 
 
-def changed(path: Path) -> int | None:
+def modified_at(path: Path) -> int | None:
     """When a file was last changed, as its server says; None if there is none. Opened, because that makes NFS ask the server."""
     with suppress(OSError):                          # one that only its owner may read has a time, too
         os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
@@ -246,14 +246,15 @@ def was_mine_before(holder: Writer, me: Writer) -> bool:
 
 def is_dead(holder: Writer, me: Writer) -> bool:
     """Whether the holder, a process that this one could see, is no more."""
-    return (holder.host, holder.space) == (me.host, me.space) and ended(holder.pid, holder.began)
+    return (holder.host, holder.space) == (me.host, me.space) and has_ended(holder.pid, holder.began)
 
 
-def ended(pid: int, began: float | None = None) -> bool:
-    """Whether a process of this machine is no more; began: what `beginning` said of it, since its number may be given again."""
+def has_ended(pid: int, began: float | None = None) -> bool:
+    """Whether a process of this machine is no more; began: what `process_start_time` said of it, since its number may be given
+    again."""
     try:
         zombie = psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-        return zombie or (began is not None and abs(beginning(pid) - began) > 1)
+        return zombie or (began is not None and abs(process_start_time(pid) - began) > 1)
     except psutil.NoSuchProcess:
         return True
     except psutil.Error:

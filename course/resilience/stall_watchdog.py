@@ -31,7 +31,7 @@ from course.checkpoint.checkpoint import steps
 from course.parallel.mesh import World, fail, node
 from course.ranks.collective_mismatch import lost
 from course.ranks.collective_trace import where
-from course.resilience.folder_lock import ended, process_space
+from course.resilience.folder_lock import has_ended, process_space
 from course.utils.atomic_files import check_kind, read_file
 from course.utils.errors import CourseError, rank_names
 from course.utils.machine import in_notebook
@@ -105,13 +105,13 @@ class Watchdog:
     def __enter__(self) -> "Watchdog":
         if self.watching():
             self._main = threading.get_ident()
-            mine = file(self.run, self.world.rank)
+            mine = record_path(self.run, self.world.rank)
             mine.parent.mkdir(parents=True, exist_ok=True)
             check_kind(mine)
             check_kind(Path(f"{mine}.stack"))
             self._write()
             if self.world.rank == 0:
-                forget(self.run, self.world.size)
+                remove_old_records(self.run, self.world.size)
             self._dump = open(f"{mine}.stack", "a", encoding="utf-8")
             self._thread.start()
         return self
@@ -127,12 +127,12 @@ class Watchdog:
         if error is not None:
             self.end_silent()
         if error is None or refused or self.world.size == 1:
-            self._tidy()
+            self._remove_files()
         elif not lost(error):
             self._write(end=f"failed: {type(error).__name__}: {first_line(error)}")
         else:
             self._write(end="lost another rank")
-            self._mourn(error)
+            self._report_lost_rank(error)
 
     def watching(self) -> bool:
         """Whether there is a watch: not in a notebook's own process, which must not be ended."""
@@ -145,11 +145,11 @@ class Watchdog:
                 self._dump.truncate(0)
             faulthandler.dump_traceback_later(max(MISSED * self.period, 2.0), file=self._dump)  # unless the next beat comes first
             begun, *_, slow = self._now
-            stuck = time.monotonic() - begun > (longest(self.stall_s) if slow else self.stall_s)
-            self._write(**self._plight() if stuck else {})
+            stuck = time.monotonic() - begun > (slow_step_seconds(self.stall_s) if slow else self.stall_s)
+            self._write(**self._position() if stuck else {})
             if stuck:
-                self._judge()
-            self._look_beside()
+                self._decide()
+            self._check_neighbor()
 
     def _write(self, **more: Any) -> None:
         """Write the record, in place: a full disk has room for what is there already."""
@@ -158,24 +158,24 @@ class Watchdog:
         short = self.record.beat > 0 and not self.record.stuck and not more         # the rest of the file is blank
         self.record = replace(self.record, beat=self.record.beat + 1, time=time.time(), step=step, doing=doing, since=since,
                               **plight)
-        path = file(self.run, self.world.rank)
+        path = record_path(self.run, self.world.rank)
         with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)              # somebody may have removed or renamed the run's folder
             with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, 0o644), "wb") as out:
-                out.write(packed(self.record).ljust(SHORT if short else SIZE))
+                out.write(encode_record(self.record).ljust(SHORT if short else SIZE))
 
-    def _plight(self) -> dict[str, Any]:
+    def _position(self) -> dict[str, Any]:
         """Where the training thread is, and in which collective."""
         frame = sys._current_frames().get(self._main)
         stack = "".join(traceback.format_stack(frame))
-        return {"stuck": True, "place": where(frame), "waits": collective(), "stack": stack[-9000:]}
+        return {"stuck": True, "place": where(frame), "waits": pending_collective(), "stack": stack[-9000:]}
 
     def _read(self, rank: int) -> Record | None:
         """What a rank says of itself in this start."""
-        found = read(self.run, rank)
+        found = read_record(self.run, rank)
         return found if found is not None and found.start == self.start else None
 
-    def _look(self, rank: int) -> tuple[Record | None, bool]:
+    def _check_rank(self, rank: int) -> tuple[Record | None, bool]:
         """A rank's record, and whether it still answers."""
         found, now = self._read(rank), time.monotonic()
         beat, when = self._seen.get(rank, (-1, now))
@@ -184,24 +184,24 @@ class Watchdog:
         self._seen[rank] = beat, when
         return found, now - when < MISSED * self.period
 
-    def _judge(self) -> None:
+    def _decide(self) -> None:
         """This rank is stuck. The lowest that answers decides whether all are, and tells; the others follow it."""
         for rank in range(self.world.rank):
-            found, answers = self._look(rank)
+            found, answers = self._check_rank(rank)
             if answers:
                 if found is not None and found.end:
                     time.sleep(GRACE)
                     self.end_silent()
                     os._exit(1)
                 return
-        looks = {rank: self._look(rank) for rank in range(self.world.size) if rank != self.world.rank}
+        looks = {rank: self._check_rank(rank) for rank in range(self.world.size) if rank != self.world.rank}
         silent = {rank for rank, (_, answers) in looks.items() if not answers}
         records = {rank: found or Record(rank, "an unknown node", 0) for rank, (found, _) in looks.items()}
         if all(record.stuck or record.end for rank, record in records.items() if rank not in silent):
             records[self.world.rank] = self.record   # else somebody is at work, or may still be
-            self._end("\n".join(account(self.run, records, silent, self.stall_s)))
+            self._end("\n".join(stall_report(self.run, records, silent, self.stall_s)))
 
-    def _look_beside(self) -> None:
+    def _check_neighbor(self) -> None:
         """Is the next rank, if it is of this machine, dead without a word? NCCL would let its peers wait for it. One that is
         stopped looks at nobody, so that this rank looks further."""
         found = None
@@ -213,7 +213,7 @@ class Watchdog:
         if found and is_dead(found) and not self._over.wait(GRACE):
             again = self._read(rank)
             if again and not again.end:
-                self._end(gone(self.run, again))
+                self._end(describe_gone(self.run, again))
 
     def _end(self, text: str) -> None:
         """Tell, and end this process, whatever its training thread is in."""
@@ -229,29 +229,29 @@ class Watchdog:
         long been silent. They would hold the job until its launcher gives up. Of many ranks each looks after those next to it.
         """
         for rank in range(max(0, self.world.rank - NEAR), min(self.world.size, self.world.rank + NEAR + 1)):
-            found, answers = self._look(rank)
+            found, answers = self._check_rank(rank)
             if rank != self.world.rank and found and not found.end and is_here(found) and (not answers or is_stopped(found.pid)):
                 with suppress(OSError):
                     os.kill(found.pid, signal.SIGKILL)
 
-    def _mourn(self, error: BaseException) -> None:
+    def _report_lost_rank(self, error: BaseException) -> None:
         """Another rank is gone. The lowest of those left finds out who, and says so; the others end without a word."""
         until = time.monotonic() + (MISSED + 1) * self.period
-        self._follow(until)
+        self._wait_for_lower_rank(until)
         guilty = None
         while guilty is None:
-            looks = [(rank, *self._look(rank)) for rank in range(self.world.size) if rank != self.world.rank]
-            if any(self._told(rank, found) for rank, found, _ in looks):
-                self._give_way()
+            looks = [(rank, *self._check_rank(rank)) for rank in range(self.world.size) if rank != self.world.rank]
+            if any(self._has_explained(rank, found) for rank, found, _ in looks):
+                self._end_quietly()
             guilty = next((found for _, found, answers in looks
                            if found and not found.end and (is_dead(found) or not answers)), None)
             if guilty is None and time.monotonic() > until:
                 raise CourseError(f"a connection between ranks has broken though all of them answer ({first_line(error)}): look "
-                                  f"at the network. {where_next(self.run)}") from error
+                                  f"at the network. {resume_hint(self.run)}") from error
             time.sleep(self.period / 10)
-        raise CourseError(gone(self.run, guilty)) from error
+        raise CourseError(describe_gone(self.run, guilty)) from error
 
-    def _follow(self, until: float) -> None:
+    def _wait_for_lower_rank(self, until: float) -> None:
         """End if a lower rank is left, which then tells; return if this one is the lowest.
 
         Each time it looks at twice as many: where the lowest rank lives, all others read its record alone, and not all of them
@@ -262,26 +262,26 @@ class Watchdog:
             looked = min(2 * looked + 1, self.world.rank)
             left = looked < self.world.rank
             for rank in range(looked):
-                found, answers = self._look(rank)
-                if self._told(rank, found):
-                    self._give_way()
+                found, answers = self._check_rank(rank)
+                if self._has_explained(rank, found):
+                    self._end_quietly()
                 if found and (found.end or found.beat != first.setdefault(rank, found.beat)):
                     raise SystemExit(1) from None
                 left = left or (answers and not (found and is_dead(found)))
             time.sleep(self.period / 10)
 
-    def _told(self, rank: int, found: Record | None) -> bool:
+    def _has_explained(self, rank: int, found: Record | None) -> bool:
         """Whether a rank has ended by itself and told why."""
-        return bool(found and found.end.startswith("failed")) or not file(self.run, rank).exists()
+        return bool(found and found.end.startswith("failed")) or not record_path(self.run, rank).exists()
 
-    def _give_way(self) -> NoReturn:
+    def _end_quietly(self) -> NoReturn:
         """End, because another rank has told why."""
         print("another rank has failed: this one ends, too", file=sys.stderr, flush=True)
         raise SystemExit(1) from None
 
-    def _tidy(self) -> None:
+    def _remove_files(self) -> None:
         """Remove this rank's files, and the folder with the last of them."""
-        path = file(self.run, self.world.rank)
+        path = record_path(self.run, self.world.rank)
         with suppress(OSError):
             Path(f"{path}.stack").unlink(missing_ok=True)
             path.unlink(missing_ok=True)
@@ -290,32 +290,32 @@ class Watchdog:
             self.run.parent.rmdir()
 
 
-def longest(stall_s: float) -> float:
+def slow_step_seconds(stall_s: float) -> float:
     """Seconds that starting, compiling, validating and saving may take."""
     return max(SLOW * stall_s, LEAST)
 
 
-def forget(run: Path, size: int) -> None:
+def remove_old_records(run: Path, size: int) -> None:
     """Remove the records of an earlier, larger world."""
     for path in (run / ".ranks").glob("[0-9]*"):
         if int(path.name[:5]) >= size:
             path.unlink(missing_ok=True)
 
 
-def file(run: Path, rank: int) -> Path:
+def record_path(run: Path, rank: int) -> Path:
     """Where a rank's record is."""
     return run / ".ranks" / f"{rank:05d}"
 
 
-def read(run: Path, rank: int) -> Record | None:
+def read_record(run: Path, rank: int) -> Record | None:
     """A rank's record; None if there is none, or it is being written."""
     try:
-        return Record(**json.loads(read_file(file(run, rank))))
+        return Record(**json.loads(read_file(record_path(run, rank))))
     except (OSError, ValueError, TypeError):
         return None
 
 
-def packed(record: Record) -> bytes:
+def encode_record(record: Record) -> bytes:
     """A record as at most SIZE bytes: what is longer leaves an end behind when a shorter one is written over it.
 
     Of a stack the newest calls stay: a letter that is not ASCII takes up to twelve bytes.
@@ -326,16 +326,16 @@ def packed(record: Record) -> bytes:
     return text
 
 
-def stacks(run: Path, rank: int) -> str:
+def read_stacks(run: Path, rank: int) -> str:
     """What `faulthandler` has written of a rank whose threads could not run; "" if it has not."""
     with suppress(OSError):
-        return read_file(Path(f"{file(run, rank)}.stack")).decode(errors="replace").rstrip()
+        return read_file(Path(f"{record_path(run, rank)}.stack")).decode(errors="replace").rstrip()
     return ""
 
 
 def is_dead(record: Record) -> bool:
     """Whether a rank's process, if it is one of this node, is no more."""
-    return is_here(record) and ended(record.pid)
+    return is_here(record) and has_ended(record.pid)
 
 
 def is_here(record: Record) -> bool:
@@ -356,7 +356,7 @@ def first_line(error: BaseException) -> str:
     return str(error).strip().split("\n")[0][:160]
 
 
-def collective() -> str:
+def pending_collective() -> str:
     """The first collective of this process that is not complete, by PyTorch's flight recorder; "" if there is none."""
     entries: list[dict[str, Any]] = []
     for which in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):      # each has a recorder of its own, NCCL and gloo
@@ -373,61 +373,62 @@ def collective() -> str:
     return f"{what} of {shapes} ({backend}, number {number} of group {group})"
 
 
-def account(run: Path, records: Mapping[int, Record], silent: set[int], stall_s: float) -> list[str]:
+def stall_report(run: Path, records: Mapping[int, Record], silent: set[int], stall_s: float) -> list[str]:
     """What a stalled run has to say: who does not come, where the others wait, and the stacks of the former."""
     answering = [record for rank, record in sorted(records.items()) if rank not in silent]
     late = [record for record in answering if not record.waits and not record.end]
     if len(late) in (0, len(answering)):             # nobody, or everybody
-        late = behind(answering) or late
-    lines = ["this run has stalled: " + "; ".join([silence(run, records[rank]) for rank in sorted(silent) if rank in records]
-                                                   + [lateness(record) for record in late]
-                                                   or ["all ranks wait, but not in the same collective"])]
+        late = ranks_behind(answering) or late
+    lines = ["this run has stalled: "
+             + "; ".join([describe_silent(run, records[rank]) for rank in sorted(silent) if rank in records]
+                          + [describe_late(record) for record in late]
+                          or ["all ranks wait, but not in the same collective"])]
     kinds: dict[tuple[int, str, str], list[int]] = {}
     for record in answering:
         if record not in late:
             kinds.setdefault((record.step, record.waits, record.place), []).append(record.rank)
     for (step, waits, place), ranks in kinds.items():
         lines.append(f"  {rank_names(ranks)} wait{'s' * (len(ranks) == 1)} at step {step} in {waits}, {place}")
-    lines.append(f"  {where_next(run)} If a step may take longer than {stall_s:g} s, set train.stall_s higher")
+    lines.append(f"  {resume_hint(run)} If a step may take longer than {stall_s:g} s, set train.stall_s higher")
     for rank in sorted(silent):
-        if text := stacks(run, rank):
+        if text := read_stacks(run, rank):
             lines += [f"the stacks of rank {rank}, the newest call first:", text[-9000:]]
     for record in late[:4] or answering[:0 if silent else 2]:
         lines += [f"the stack of rank {record.rank}:", record.stack.rstrip()]
     return lines
 
 
-def behind(records: list[Record]) -> list[Record]:
+def ranks_behind(records: list[Record]) -> list[Record]:
     """Those that are not as far as others, by what they noted: of collectives in a CUDA graph the recorder knows no end."""
     order = [(record.step, PARTS.index(record.doing)) for record in records]
     return [record for record, place in zip(records, order, strict=True) if place == min(order) < max(order)]
 
 
-def silence(run: Path, record: Record) -> str:
+def describe_silent(run: Path, record: Record) -> str:
     """A rank that does not answer."""
-    held = "its training thread holds Python's lock" if stacks(run, record.rank) else "it is stopped, or its node is gone"
+    held = "its training thread holds Python's lock" if read_stacks(run, record.rank) else "it is stopped, or its node is gone"
     what = "is dead" if is_dead(record) else f"does not answer: {held}"
-    return (f"{record.who} {what}; it was last heard at {clock(record.time)}, at step {record.step}, {record.doing} since "
-            f"{clock(record.since)}")
+    return (f"{record.who} {what}; it was last heard at {format_clock(record.time)}, at step {record.step}, {record.doing} since "
+            f"{format_clock(record.since)}")
 
 
-def lateness(record: Record) -> str:
+def describe_late(record: Record) -> str:
     """A rank that answers, but for whom the others wait."""
-    return f"{record.who} is at step {record.step}, {record.doing} since {clock(record.since)}, in {record.place}"
+    return f"{record.who} is at step {record.step}, {record.doing} since {format_clock(record.since)}, in {record.place}"
 
 
-def gone(run: Path, record: Record) -> str:
+def describe_gone(run: Path, record: Record) -> str:
     """A rank that ended without a word."""
     return (f"{record.who} is gone: it was killed (by hand, for memory, or with its node). It was last heard at "
-            f"{clock(record.time)}, at step {record.step}, {record.doing}. {where_next(run)}")
+            f"{format_clock(record.time)}, at step {record.step}, {record.doing}. {resume_hint(run)}")
 
 
-def where_next(run: Path) -> str:
+def resume_hint(run: Path) -> str:
     """What is not lost."""
     saved = steps(run / "checkpoints")
     return f"Start it again: it goes on from {saved[-1]}." if saved else "It has no checkpoint yet: start it again."
 
 
-def clock(seconds: float) -> str:
+def format_clock(seconds: float) -> str:
     """A time of day."""
     return time.strftime("%H:%M:%S", time.localtime(seconds))

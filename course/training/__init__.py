@@ -1,0 +1,1 @@
+"""A run: assembled, stepped, logged, validated, verified."""

@@ -26,7 +26,7 @@ from course.parallel.pipeline_parallel.schedules import bubble
 from course.planner import flops, memory_check
 from course.resilience.folder_lock import only_writer
 from course.resilience.preemption import StopSignal
-from course.resilience.stall_watchdog import Watchdog, longest
+from course.resilience.stall_watchdog import Watchdog, slow_step_seconds
 from course.training.assemble import Training, assemble
 from course.training.profiler import ProfileWindow, part
 from course.training.run_log import RunLog, Stopwatch, memory_gb
@@ -62,7 +62,7 @@ def train(config: Config) -> tuple[Path, bool]:
                     print_rank0(mesh, f"{config.preset}: drawing {count / 1e9:.2f} billion weights")
                 training = assemble(config, mesh)
                 if watchdog.watching():              # it tells more than PyTorch, and so has to be first
-                    wait_at_most(max(PATIENCE, 2 * longest(config.train.stall_s)))
+                    wait_at_most(max(PATIENCE, 2 * slow_step_seconds(config.train.stall_s)))
                 stopped = fit(training, watchdog)
             agree.run_on_all(mesh.all, lambda: None)              # whoever ended now would end those that still close files
     return run, stopped
@@ -91,7 +91,7 @@ def fit(training: Training, watchdog: Watchdog | None = None) -> bool:
     watch, pace = Stopwatch(mesh.world.device), LaunchThrottle(mesh.world.device)
     look = ProfileWindow(config.profile, start, run / "profile", mesh.world.rank, mesh.world.device)
     with (RunLog(run, t.steps, start, mesh.world.rank == 0, config.log.tensorboard, config.log.every,
-                 lambda: describe(config, run)) as report, StopSignal(mesh.all) as stop,
+                 lambda: write_run_files(config, run)) as report, StopSignal(mesh.all) as stop,
           closing(batches), look.open):              # now that its data can be read: a run that is refused leaves no trace
         report.say(banner(config, mesh, run) + bubble_warning(config, mesh))
         for number in range(start + 1, t.steps + 1):
@@ -109,9 +109,9 @@ def fit(training: Training, watchdog: Watchdog | None = None) -> bool:
                 report.say(told)
                 watch.restart()
             stopping, last = stop.agreed(), number == t.steps
-            validate = validation is not None and due(number, t.eval_every, last)
-            if due(number, config.log.every, last or stopping or validate):
-                record = measure(number, samples, loss, norm, watch.lap(), progress, config, mesh)
+            validate = validation is not None and is_due(number, t.eval_every, last)
+            if is_due(number, config.log.every, last or stopping or validate):
+                record = step_record(number, samples, loss, norm, watch.lap(), progress, config, mesh)
                 if validate and validation is not None:
                     watchdog.at(number, "validating", slow=True)
                     record |= validation.run(model, report, number)
@@ -119,7 +119,7 @@ def fit(training: Training, watchdog: Watchdog | None = None) -> bool:
                 report.log(record)
                 give_up_if_hopeless(progress, run)
                 watch.restart()
-            if due(number, config.checkpoint.every, last or stopping):
+            if is_due(number, config.checkpoint.every, last or stopping):
                 watchdog.at(number, "saving", slow=True)
                 agree.run_on_all(mesh.all, watched.check if mesh.world.rank == 0 else lambda: None)
                 saved = report.saved = save(training, samples, files, last or stopping, report)
@@ -172,7 +172,7 @@ def save(training: Training, samples: int, files: dict[str, int], must: bool, re
     return saved
 
 
-def due(number: int, every: int, anyway: bool) -> bool:
+def is_due(number: int, every: int, anyway: bool) -> bool:
     """Whether something done every so many steps (0: never) is done now."""
     return anyway or (every > 0 and number % every == 0)
 
@@ -182,7 +182,7 @@ def run_folder(config: Config) -> Path:
     return Path(config.log.dir) / config.preset / config.log.name
 
 
-def describe(config: Config, run: Path) -> None:
+def write_run_files(config: Config, run: Path) -> None:
     """Write into a run's folder what it trains, and of a language model the tokens that end a text."""
     configuration.save(config, run / "config.yaml")
     if config.model.kind == "gpt":
@@ -260,7 +260,7 @@ def compare_files(config: Config, before: dict[str, int]) -> None:
                               "what is there, in another order of samples")
 
 
-def measure(number: int, samples: int, loss: Tensor, norm: Tensor, seconds: float, progress: Progress, config: Config,
+def step_record(number: int, samples: int, loss: Tensor, norm: Tensor, seconds: float, progress: Progress, config: Config,
             mesh: Mesh) -> dict[str, Any]:
     """One record of metrics.jsonl; the loss is the mean over the global batch of the last step. All ranks call it.
 

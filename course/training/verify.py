@@ -128,14 +128,14 @@ def main(preset: str, overrides: list[str], thorough: bool = False) -> bool:
 
     Raises `CourseError` for a layout that is refused or none, `RankError` if a rank fails of something else.
     """
-    config = usual(preset, overrides)
+    config = default_settings(preset, overrides)
     p = config.parallel
     count = p.pp * max(1, p.dp) * p.cp * p.tp
     if count == 1 and not (thorough or launched() or config.compile or config.graphs):
         raise CourseError("this is one process, and would be compared with itself: name a layout, such as parallel.tp=2")
     own = not launched() and count > 1              # starts its ranks itself
     overrides = [*overrides, *(["train.device=cpu"] if own else [])]
-    trials = thorough_trials(preset, overrides) if thorough else [seeds(simple(usual(preset, overrides)))]
+    trials = thorough_trials(preset, overrides) if thorough else [seeds(simple(default_settings(preset, overrides)))]
     if own:
         try:
             found = ranks(count, timeout=3600)(compare_all, trials)[0]
@@ -149,13 +149,13 @@ def main(preset: str, overrides: list[str], thorough: bool = False) -> bool:
         return True
     equal = [tell(group[0].config, comparison.gaps) for group, comparison in zip(trials, found, strict=True)]
     if all(equal):
-        left = [untried(group[0], comparison) for group, comparison in zip(trials, found, strict=True)]
+        left = [not_tried(group[0], comparison) for group, comparison in zip(trials, found, strict=True)]
         print("not tried: " + "; ".join([*(text for what, text in left[0].items() if all(what in other for other in left)),
                                          "reading data, checkpoints"]) + ("" if thorough else ". --thorough tries more"))
     return all(equal)
 
 
-def usual(preset: str, overrides: Sequence[str], more: Sequence[str] = ()) -> Config:
+def default_settings(preset: str, overrides: Sequence[str], more: Sequence[str] = ()) -> Config:
     """The configuration to compare, with all data-parallel ranks counted. more: settings between the defaults and the user's."""
     config = configuration.load(preset, [*DEFAULTS, *more, *overrides])
     p = config.parallel
@@ -173,23 +173,23 @@ def seeds(trial: Trial, count: int = 0) -> list[Trial]:
 
 def thorough_trials(preset: str, overrides: Sequence[str]) -> list[list[Trial]]:
     """In float64 with SGD and with Adam, from two seeds; then in the precision that is asked for, if that is another."""
-    asked = usual(preset, overrides)
+    asked = default_settings(preset, overrides)
     exact = [*overrides, "precision=fp64", *(["attention=default", "stream=wide"] if asked.precision != "fp64" else [])]
     clipped = not any(entry.startswith("optim.clip=") for entry in overrides)
-    trials = [[Trial(hard(preset, exact, HARD), True, clipped, NOISE)],
-              [Trial(hard(preset, exact, [*HARD, *ADAM, f"train.seed={asked.train.seed + 1}"]), True, noise=NOISE)]]
+    trials = [[Trial(hard_settings(preset, exact, HARD), True, clipped, NOISE)],
+              [Trial(hard_settings(preset, exact, [*HARD, *ADAM, f"train.seed={asked.train.seed + 1}"]), True, noise=NOISE)]]
     if asked.precision != "fp64":
-        trials.append(seeds(Trial(hard(preset, overrides, HARD), True, noise=NOISE), 3))
+        trials.append(seeds(Trial(hard_settings(preset, overrides, HARD), True, noise=NOISE), 3))
     return trials
 
 
-def hard(preset: str, overrides: Sequence[str], settings: Sequence[str]) -> Config:
+def hard_settings(preset: str, overrides: Sequence[str], settings: Sequence[str]) -> Config:
     """The configuration with those of the settings that the model has and the layout takes; what the user says stays.
 
     Micro-batches: enough for every pipeline stage, and the last one smaller. Buckets of gradients: several, however small the
     model.
     """
-    asked = usual(preset, overrides)
+    asked = default_settings(preset, overrides)
     known = {f"model.{entry.name}" for entry in fields(asked.model)}
     p, samples = asked.parallel, 2 * asked.parallel.pp + 1
     taken: list[str] = []
@@ -201,11 +201,11 @@ def hard(preset: str, overrides: Sequence[str], settings: Sequence[str]) -> Conf
         if name.startswith("model.") and name not in known:
             continue
         try:
-            if not refusal(usual(preset, overrides, [*taken, *setting])):
+            if not refusal(default_settings(preset, overrides, [*taken, *setting])):
                 taken += setting
         except CourseError:                         # this layout does not take it: `untried` says so
             continue
-    return usual(preset, overrides, taken)
+    return default_settings(preset, overrides, taken)
 
 
 def compare(config: Config) -> list[Gap]:
@@ -336,19 +336,19 @@ def run(trial: Trial, mesh: Mesh, clip: float, loss_scale: float) -> Iterator[He
     training = assemble(c, mesh, trial.noise)
     training.progress.loss_scale.fill_(loss_scale)
     zero = torch.zeros((), device=mesh.world.device)
-    yield scalars({LOSS: zero, NORM: zero, SKIPPED: zero, EVALUATION: zero}) | held(training)
+    yield scalars({LOSS: zero, NORM: zero, SKIPPED: zero, EVALUATION: zero}) | held_tensors(training)
     for number in range(1, c.train.steps + 1):
         loss, norm = training.step(batch_of(training, number, trial.thorough))
         training.gradients.wait_parameters()
         skipped = training.progress.skipped_steps.double()
-        yield scalars({LOSS: global_loss(loss, mesh), NORM: norm, SKIPPED: skipped}) | held(training)
+        yield scalars({LOSS: global_loss(loss, mesh), NORM: norm, SKIPPED: skipped}) | held_tensors(training)
     if trial.thorough:
         training.progress.loss_scale.fill_(math.inf)                    # no gradient is finite: nothing may change
         training.step(batch_of(training, c.train.steps + 1, True))
         training.gradients.wait_parameters()
         training.progress.loss_scale.fill_(loss_scale)
         skipped = training.progress.skipped_steps.double()
-        yield scalars({EVALUATION: evaluate(training), SKIPPED: skipped}) | held(training)
+        yield scalars({EVALUATION: evaluate(training), SKIPPED: skipped}) | held_tensors(training)
 
 
 def scalars(values: dict[str, Tensor]) -> Held:
@@ -356,7 +356,7 @@ def scalars(values: dict[str, Tensor]) -> Held:
     return {name: [(value.detach(), Placement(name, (), ()))] for name, value in values.items()}
 
 
-def held(training: Training) -> Held:
+def held_tensors(training: Training) -> Held:
     """This rank's parameters, in float32 where the model's own have 16 bits, and moving averages."""
     masters = training.gradients.full_master_weights()
     mine = [(placement(p).name, masters.get(p, p), placement(p)) for p in training.model.parameters()]
@@ -429,7 +429,7 @@ def differences(mine: Held, serial: dict[str, tuple[Tensor, Tensor]], mesh: Mesh
     if everyone.size > 1:
         dist.all_gather_object(answers, (parts, strangers))
     for name, shape, _, scale in wanted:
-        yield name, *together([part for theirs, _ in answers for part in theirs[name]], math.prod(shape), scale, exact)
+        yield name, *difference_of_parts([part for theirs, _ in answers for part in theirs[name]], math.prod(shape), scale, exact)
     for name in dict.fromkeys(name for _, theirs in answers for name in theirs):
         yield name, math.nan, "one process has no such parameter"
 
@@ -446,7 +446,7 @@ def difference(x: Tensor, serial: Tensor, where: Placement) -> Part:
     return (where.box, where.flat), d.numel(), d.abs().max().item() if d.numel() else 0.0, d.square().sum().item()
 
 
-def together(parts: list[Part], numbers: int, scale: float, exact: bool) -> tuple[float, str]:
+def difference_of_parts(parts: list[Part], numbers: int, scale: float, exact: bool) -> tuple[float, str]:
     """The difference of a whole value from those of its parts, of which several ranks may have the same, the worst of them
     counting; and a note if some of its numbers are nowhere."""
     worst: dict[Any, Part] = {}
@@ -508,7 +508,8 @@ def tell(config: Config, gaps: list[Gap]) -> bool:
         print(f"not judged: {len(names)} of {total} values, of whose change rounding in {config.precision} may be {MOST:.0%} or "
               f"more, such as {names[0]}")
     if wrong:
-        tell_wrong([entry for entry in wrong if entry.step == wrong[0].step], sum(entry.step == wrong[0].step for entry in gaps))
+        print_differences([entry for entry in wrong if entry.step == wrong[0].step],
+                          sum(entry.step == wrong[0].step for entry in gaps))
     elif too_few:
         print("no verdict: rounding may be most of what is compared. Take precision=fp64, or --thorough, which compares in both")
     else:
@@ -516,7 +517,7 @@ def tell(config: Config, gaps: list[Gap]) -> bool:
     return not wrong and not too_few
 
 
-def tell_wrong(wrong: list[Gap], count: int) -> None:
+def print_differences(wrong: list[Gap], count: int) -> None:
     """Name what differs in a step, the worst first."""
     skipped = next((entry for entry in wrong if entry.name == SKIPPED), None)
     if skipped:
@@ -534,7 +535,7 @@ def by_size(entry: Gap) -> tuple[bool, float]:
     return bool(entry.note) or math.isnan(entry.size), entry.size
 
 
-def untried(trial: Trial, comparison: Comparison) -> dict[str, str]:
+def not_tried(trial: Trial, comparison: Comparison) -> dict[str, str]:
     """What a comparison with these settings cannot show: a word for it, and the sentence's part that says so."""
     c = trial.config
     zero = [name for name in ("dropout", "drop_path", "label_drop") if getattr(c.model, name, 1) == 0]

@@ -98,6 +98,7 @@ def on_ranks(run, overrides):
     return output, (total / weight).item()
 
 
+@pytest.mark.slow
 def test_an_odd_vocabulary_is_padded_so_that_ranks_can_share_it_out(tmp_path):
     theirs, run = odd(tmp_path / "in"), tmp_path / "runs" / "gpt" / "mine"
     with pytest.raises(CourseError, match=r"does not divide the vocabulary of 257 tokens: pad it, with model.vocab=258$"):
@@ -502,7 +503,7 @@ def blocks_of_ours(run, x):
     if getattr(c, "position", "") == "rotary":
         from course.models.layers import rope_cos_sin
 
-        batch["turn"] = rope_cos_sin(batch["seen"][0], c.dim // c.heads, c.rope_theta, torch.float64)
+        batch["rope"] = rope_cos_sin(batch["seen"][0], c.dim // c.heads, c.rope_theta, torch.float64)
     for block in model.blocks.values():
         x = block(x, batch)
     return x.detach()

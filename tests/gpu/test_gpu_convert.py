@@ -64,7 +64,7 @@ def through_ours(run, x):
     model = model.to(x.dtype)
     c, batch = model.c, {}
     if c.position == "rotary":
-        batch["turn"] = rope_cos_sin(torch.arange(x.shape[1], device=GPU), c.dim // c.heads, c.rope_theta, torch.float32)
+        batch["rope"] = rope_cos_sin(torch.arange(x.shape[1], device=GPU), c.dim // c.heads, c.rope_theta, torch.float32)
     with torch.no_grad():
         for block in model.blocks.values():
             x = block(x, batch)

@@ -14,7 +14,7 @@ from course.lab.instruments import loss_curves
 from course.models.layers import Block
 from course.parallel import World, build_mesh
 from course.utils.errors import CourseError
-from tests.fp8.test_native import assemble, steps
+from tests.fp8.test_fp8_native import assemble, steps
 
 HAS = torch.cuda.is_available() and torch.cuda.get_device_capability() >= native.LEAST
 pytestmark = pytest.mark.skipif(not HAS, reason="needs a GPU with FP8")

@@ -63,7 +63,7 @@ def test_a_built_copy_is_blank_there_and_only_there(tmp_path):
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path,
                           env={"PYTHONPATH": str(tmp_path)}, check=True)
     assert done.stdout.strip() == f"not implemented yet {tmp_path}/course/training/step.py"
-    original = (stubs.PACKAGE / "step.py").read_text().splitlines()
+    original = (stubs.PACKAGE / "training" / "step.py").read_text().splitlines()
     copy = (tmp_path / "course/training/step.py").read_text().splitlines()
     first, last = stubs.find_object("course.training.step.eager").lines
     assert copy[:first] == original[:first] and copy[-(len(original) - last):] == original[last:]

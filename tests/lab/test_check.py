@@ -102,6 +102,7 @@ def test_numbers_are_shown_with_as_many_digits_as_tell_them_apart():
     assert len(set(check.format_pair(values + 1e-12, values))) == 2
 
 
+@pytest.mark.slow
 def test_an_answer_for_one_seed_fails_on_another():
     exercise = find("roofline")
     work = exercise.draw(5, False)["work"].tolist()

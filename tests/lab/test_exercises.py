@@ -95,6 +95,7 @@ def fails(exercise, run, expected):
     return any(check.difference(there[key], here.get(key), exercise.tolerance) for key in exercise.claims)
 
 
+@pytest.mark.slow
 def test_whoever_bisects_a_curve_fails_with_the_same_hint_on_every_seed():
     """A loss rises above its target again where bisection looks, and all other curves reach it once."""
     exercise = find("samples-to-target")
@@ -116,7 +117,8 @@ QUICK = ["scaled-rate", "samples-to-target", "noise-scale", "amax-history", "del
 SLOW = ["adaln", "guidance", "dit-flops", "training-bytes", "recompute", "box-overlap", "put-together", "go-on"]
 
 
-@pytest.mark.parametrize(("name", "seeds"), [*((name, 60) for name in QUICK),
+@pytest.mark.parametrize(("name", "seeds"), [*((name, 6) for name in QUICK),
+                                             *(pytest.param(name, 60, marks=pytest.mark.slow) for name in QUICK),
                                              *(pytest.param(name, 20, marks=pytest.mark.slow) for name in SLOW)])
 def test_no_known_mistake_passes_because_of_the_seed(name, seeds):
     exercise = find(name)

@@ -164,6 +164,7 @@ def test_refuses_to_run_others_code_without_isolation(tmp_path, monkeypatch):
     assert marks(tmp_path / "out")["ann"]["points"] == "0"
 
 
+@pytest.mark.slow
 @isolated
 def test_goes_on_where_it_stopped_and_grades_only_what_is_new(tmp_path, monkeypatch):
     classroom.hand_in(tmp_path / "in/ann/00_start_here.ipynb", classroom.solved("00"))

@@ -152,8 +152,8 @@ def test_names_of_any_encoding_are_right_in_the_gradebook(tmp_path):
         with open(raw + b"/" + name + b"/" + FILE.encode(), "w", encoding="utf-8") as file:
             file.write(classroom.nbformat.writes(classroom.notebook("00")))
     assert sorted(one.learner for one in collect_submissions(tmp_path)[0]) == ["M\u00fcller", "Stra\u00dfe", "Zo\u00eb", "\u674e"]
-    code = ("import sys, pathlib; from course.lab.grading.submissions import collect; "
-            "print(ascii(sorted(one.learner for one in collect(pathlib.Path(sys.argv[1]))[0])))")
+    code = ("import sys, pathlib; from course.lab.grading.submissions import collect_submissions; "
+            "print(ascii(sorted(one.learner for one in collect_submissions(pathlib.Path(sys.argv[1]))[0])))")
     locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, env=os.environ | locale)
     assert done.stdout.strip() == ascii(["M\u00fcller", "Stra\u00dfe", "Zo\u00eb", "\u674e"]), done.stderr

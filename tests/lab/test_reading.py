@@ -61,7 +61,7 @@ HOSTILE = {                                          # a file, and what is said 
 
 def test_hostile_files_are_read_within_limits_and_the_others_as_ever(tmp_path, monkeypatch):
     """All of one learner in one start of the sandbox, none of them in this process."""
-    for inside in ("contents", "load", "Program"):
+    for inside in ("read_contents", "load_notebook", "Program"):
         monkeypatch.setattr(notebook_cells, inside, lambda *_, **how: pytest.fail("this is foreign"))
     files = [tmp_path / f"00_{name}" for name in (*HOSTILE, "right.ipynb")]
     for path, (content, _) in zip(files, [*HOSTILE.values(), (notebook(RIGHT), "")], strict=True):
@@ -172,7 +172,7 @@ def test_a_class_is_graded_without_parsing_anything_of_it_here(tmp_path, monkeyp
         (tmp_path / "in" / f"learner {number}").mkdir(parents=True)
         content = notebook(RIGHT) if name == "right.ipynb" else HOSTILE[name][0]
         (tmp_path / "in" / f"learner {number}" / f"00_{name}").write_text(content)
-    for inside in ("contents", "load", "Program"):
+    for inside in ("read_contents", "load_notebook", "Program"):
         monkeypatch.setattr(notebook_cells, inside, lambda *_, **how: pytest.fail("this is foreign"))
     grade.main(tmp_path / "in", tmp_path / "out")
     assert {name: row["points"] for name, row in marks(tmp_path / "out").items()} == {

@@ -212,7 +212,7 @@ def test_a_full_disk(scratch, layers, where, more):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="it is Linux that tells what a process holds")
-@pytest.mark.parametrize("how", ["open", "mapped", "cut", "thread", "sent", "twice"])
+@pytest.mark.parametrize("how", ["open", "mapped", "cut", "thread", "sent", pytest.param("twice", marks=pytest.mark.slow)])
 def test_deleted_files_count(scratch, layers, how):
     """Held open; only mapped, of each file a page; by a process whose first thread has ended; in a socket's buffer, or in that of
     a socket that is in one; shared memory without a name, of which a page is left."""

@@ -76,7 +76,8 @@ def assert_rounded(training, low):
         assert copy.dtype == low and master.dtype == torch.float32 and torch.equal(copy, master.to(low))
 
 
-@pytest.mark.parametrize(("kind", "more", "large"), [(*kind, large) for kind in KINDS for large in (False, True)] + [COMPILED])
+@pytest.mark.parametrize(("kind", "more", "large"), [(*kind, large) for kind in KINDS for large in (False, True)] +
+                         [pytest.param(*COMPILED, marks=pytest.mark.slow)])
 def test_training_is_the_same_to_the_bit(kind, more, large, monkeypatch):
     """Ten steps; the parameters as small ones, which PyTorch updates, and by a kernel's stand-in."""
     monkeypatch.setitem(sys.modules, "course.ops.fused_adam_triton", SimpleNamespace(update=test_adam.update))

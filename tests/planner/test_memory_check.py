@@ -141,9 +141,9 @@ def test_the_limit_of_a_job_or_container_counts(line, files, expected, tmp_path,
     monkeypatch.setattr(memory_check, "GROUPS", tmp_path)
     monkeypatch.setattr(memory_check, "OWN", Path(tmp_path / "self"))
     assert list(memory_check.in_groups()) == expected
+    host = memory_check.psutil
     if expected:
-        psutil = memory_check.psutil
-    assert memory_check.free(CPU) - psutil.swap_memory().free - psutil.Process().memory_info().rss <= expected[0] + 10**8
+        assert memory_check.free(CPU) - host.swap_memory().free - host.Process().memory_info().rss <= expected[0] + 10**8
 
 
 @pytest.mark.parametrize("preset", ["gpt-124m", "vit-base", "dit-7b"])

@@ -65,7 +65,7 @@ def test_of_an_answer_that_is_checked_its_own_line_is_named():
     told = []
     found["answer"](lambda: told.append(collective_trace.where(sys._getframe())))
     assert told[0].startswith("line 4 of the cell with the answer")
-    assert "of test_trace.py: `assert" in collective_trace.where(sys._getframe())
+    assert "of test_collective_trace.py: `assert" in collective_trace.where(sys._getframe())
 
 
 # what a rank does with its tensor, and what must then be in the traces of ranks 0 and 1
@@ -144,7 +144,7 @@ def test_each_kind_is_recorded(recorded, kind):
         made = records[rank][kind]
         assert [summary(record) for record in made] == expected[rank if len(expected) == 2 else 0]
         assert all(record["ranks"] == (ALL if kind != "a mesh's group" or "group" in record["op"] else [rank]) for record in made)
-        assert all(os.path.basename(record["file"]) == "test_trace.py" and record["code"] for record in made)
+        assert all(os.path.basename(record["file"]) == "test_collective_trace.py" and record["code"] for record in made)
     assert explain(folder / kind, ["returned", "returned"]) == ("", False)
     assert explain(folder / kind, ["running", "running"]) == ("", False)
 

@@ -132,6 +132,7 @@ def test_the_pool_stays_warm():
     assert time.monotonic() - start < 1.0            # a cold one takes seconds
 
 
+@pytest.mark.slow
 def test_new_ranks_come_of_the_same_seed_unless_pytorch_would_find_other_variables(monkeypatch):
     """They have the environment and the path of now, and as many pipes as need several messages."""
     def found():
@@ -154,6 +155,7 @@ def test_new_ranks_come_of_the_same_seed_unless_pytorch_would_find_other_variabl
     assert anew()[0][2] not in (seed, other)
 
 
+@pytest.mark.slow
 def test_a_seed_that_was_interrupted_or_is_gone_is_not_asked_again(monkeypatch):
     """Its answer to what was given up would be taken for that to the next question."""
     ranks(2)(os.getpid)
@@ -289,7 +291,7 @@ def test_an_exception_names_the_rank_and_the_line_of_the_cell():
 
 def test_lines_of_pytorch_are_left_out():
     error = failure(lambda: torch.nn.Linear(2, 3)(torch.ones(5 + dist.get_rank(), 7)))
-    assert "RuntimeError: mat1 and mat2" in error.text and "test_launch.py" in error.text
+    assert "RuntimeError: mat1 and mat2" in error.text and "test_notebook_ranks.py" in error.text
     assert "torch/nn" not in error.text and "worker.py" not in error.text and error.unmet == ""
 
 
@@ -354,7 +356,7 @@ def test_a_skipped_collective_is_explained_at_once():
     error = failure(skip, within=10)
     assert error.rank is None and error.unmet == error.text
     assert "Rank 0 waits at collective 2 of ranks 0 and 1, all-reduce of (4, 8) float32" in error.text
-    assert "test_launch.py: `dist.all_reduce(x)  # alone`, for rank 1. Rank 1 returned before it." in error.text
+    assert "test_notebook_ranks.py: `dist.all_reduce(x)  # alone`, for rank 1. Rank 1 returned before it." in error.text
 
 
 def test_a_skipped_backward_is_explained():

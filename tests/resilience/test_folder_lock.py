@@ -12,7 +12,7 @@ import pytest
 from course import config
 from course.parallel import Axis
 from course.resilience import folder_lock
-from course.resilience.folder_lock import Lock, myself
+from course.resilience.folder_lock import Lock, this_writer
 from course.training import trainer
 from course.utils.errors import CourseError
 
@@ -25,7 +25,7 @@ def quick(monkeypatch):
 
 def held_by(run, **changes):
     run.mkdir(parents=True, exist_ok=True)
-    (run / ".writer").write_text(json.dumps(asdict(replace(myself(), token="another", **changes))))
+    (run / ".writer").write_text(json.dumps(asdict(replace(this_writer(), token="another", **changes))))
 
 
 def seconds_to_take(run):

@@ -36,7 +36,7 @@ def ends(monkeypatch):
 
 def others(run, *records):
     for record in records:
-        path = stall_watchdog.file(run, record.rank)
+        path = stall_watchdog.record_path(run, record.rank)
         path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps(asdict(record)))
 
@@ -61,10 +61,10 @@ def stuck_one(run, size, me=0):
 def test_who_is_still_within_its_time_excuses_all_who_wait_for_it(tmp_path, ends):
     dog = stuck_one(tmp_path, 3)
     others(tmp_path, rank(1, stuck=True, waits="all_reduce"), rank(2, doing="saving"))
-    dog._judge()                                     # rank 2 saves: nothing happens
+    dog._decide()                                    # rank 2 saves: nothing happens
     others(tmp_path, rank(2, doing="saving", stuck=True, beat=8))
     with pytest.raises(Ended):
-        dog._judge()
+        dog._decide()
 
 
 def test_the_one_that_comes_to_no_collective_is_named_with_its_stack_and_who_waits_where(tmp_path, ends, capsys):
@@ -72,7 +72,7 @@ def test_the_one_that_comes_to_no_collective_is_named_with_its_stack_and_who_wai
     others(tmp_path, rank(1, stuck=True, waits=WAITS, place=dog.record.place),
            rank(2, stuck=True, doing="waiting for data", place="line 9 of native.py: `sleep()`", stack="  File native.py"))
     with pytest.raises(Ended):
-        dog._judge()
+        dog._decide()
     told = capsys.readouterr().err.splitlines()
     assert told[0].startswith("course: this run has stalled: rank 2 (process 4002 of n2) is at step 5, waiting for data since ")
     assert told[0].endswith("in line 9 of native.py: `sleep()`")
@@ -83,27 +83,27 @@ def test_the_one_that_comes_to_no_collective_is_named_with_its_stack_and_who_wai
 def test_one_that_writes_no_more_is_named_once_it_has_missed_three_records(tmp_path, ends, capsys):
     dog = stuck_one(tmp_path, 2)
     others(tmp_path, rank(1, step=4, doing="waiting for data"))
-    dog._judge()                                     # it may be about to write
+    dog._decide()                                    # it may be about to write
     time.sleep(stall_watchdog.MISSED * dog.period)
     with pytest.raises(Ended):
-        dog._judge()
+        dog._decide()
     assert "rank 1 (process 4001 of n2) does not answer: it is stopped, or its node is gone" in capsys.readouterr().err
 
 
 def test_only_the_lowest_that_answers_tells_and_the_others_follow(tmp_path, ends, capsys):
     dog = stuck_one(tmp_path, 3, me=1)
     others(tmp_path, rank(0, stuck=True, waits="x"), rank(2, stuck=True))
-    dog._judge()
+    dog._decide()
     assert not capsys.readouterr().err               # rank 0 will tell
     others(tmp_path, rank(0, stuck=True, waits="x", end="told that the run cannot go on", beat=8))
     with pytest.raises(Ended):
-        dog._judge()
+        dog._decide()
     assert not capsys.readouterr().err
 
 
 def test_ranks_that_all_wait_but_not_for_the_same_are_shown(tmp_path):
     records = {0: rank(0, waits="send", place="a", stack="A"), 1: rank(1, waits="all_gather", place="b", stack="B")}
-    lines = stall_watchdog.account(tmp_path, records, set(), 5)
+    lines = stall_watchdog.stall_report(tmp_path, records, set(), 5)
     assert "not in the same collective" in lines[0] and "rank 0 waits at step 5 in send, a" in lines[1]
     assert "rank 1 waits at step 5 in all_gather, b" in lines[2] and lines[-1] == "B"
 
@@ -111,31 +111,32 @@ def test_ranks_that_all_wait_but_not_for_the_same_are_shown(tmp_path):
 def test_who_is_behind_is_named_though_the_recorder_takes_all_for_waiting(tmp_path):
     """As in CUDA graphs, where no collective is ever marked as done."""
     records = {0: rank(0, waits="all_reduce"), 1: rank(1, waits="all_reduce", doing="waiting for data"), 2: rank(2, waits="x")}
-    lines = stall_watchdog.account(tmp_path, records, set(), 5)
+    lines = stall_watchdog.stall_report(tmp_path, records, set(), 5)
     assert "stalled: rank 1 (process 4001 of n2) is at step 5, waiting for data" in lines[0] and "rank 0 waits" in lines[1]
 
 
 def test_a_half_written_record_is_none_and_a_full_disk_keeps_the_old_size(tmp_path):
     dog = stuck_one(tmp_path, 1)
-    path = stall_watchdog.file(tmp_path, 0)
-    assert path.stat().st_size == stall_watchdog.SIZE and stall_watchdog.read(tmp_path, 0) == dog.record
+    path = stall_watchdog.record_path(tmp_path, 0)
+    assert path.stat().st_size == stall_watchdog.SIZE and stall_watchdog.read_record(tmp_path, 0) == dog.record
     dog._write()                                     # no longer stuck: the long one is blanked, then a short one is enough
     dog._write()
-    assert path.stat().st_size == stall_watchdog.SIZE and stall_watchdog.read(tmp_path, 0) == dog.record and not dog.record.place
+    assert path.stat().st_size == stall_watchdog.SIZE and stall_watchdog.read_record(tmp_path,
+                                                                                     0) == dog.record and not dog.record.place
     path.write_bytes(path.read_bytes()[:50])
-    assert stall_watchdog.read(tmp_path, 0) is None
+    assert stall_watchdog.read_record(tmp_path, 0) is None
 
 
 def test_a_stack_of_letters_that_are_not_ascii_leaves_room_and_nothing_behind(tmp_path):
     """A record that is longer than its place would leave its end behind the next one, and that rank would count as silent."""
     dog = stuck_one(tmp_path, 1)
     dog._write(stuck=True, place="Ж" * 9000, waits=WAITS, stack="".join(f"  Файл модель.py, строка {n}\n" for n in range(360)))
-    assert stall_watchdog.file(tmp_path, 0).stat().st_size == stall_watchdog.SIZE
-    found = stall_watchdog.read(tmp_path, 0)
+    assert stall_watchdog.record_path(tmp_path, 0).stat().st_size == stall_watchdog.SIZE
+    found = stall_watchdog.read_record(tmp_path, 0)
     assert found.waits == WAITS and len(found.stack) > 1000 and found.stack.endswith("строка 359\n")
     for _ in range(2):
         dog._write()
-        assert stall_watchdog.read(tmp_path, 0) == dog.record
+        assert stall_watchdog.read_record(tmp_path, 0) == dog.record
 
 
 def test_a_file_system_that_does_not_answer_ends_no_watch(tmp_path):
@@ -149,7 +150,7 @@ def test_a_file_system_that_does_not_answer_ends_no_watch(tmp_path):
     dog._over = SimpleNamespace(wait=lambda seconds: dog.record.beat > 3)        # the thread's life, three beats of it
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stall_watchdog.faulthandler, "dump_traceback_later", lambda *_, **__: None)
-        patch.setattr(Watchdog, "_judge", lambda self: None)
+        patch.setattr(Watchdog, "_decide", lambda self: None)
         dog._watch()
     assert dog.record.beat == 4
 
@@ -172,19 +173,19 @@ def test_what_is_left_of_a_killed_start_says_nothing_of_this_one(tmp_path, ends,
     dog = stuck_one(tmp_path, 2)
     old = replace(rank(1), host=dog.record.host, pid=gone.pid, space=dog.record.space)
     others(tmp_path, replace(old, start="the one before"))
-    dog._look_beside()
-    assert dog._look(1) == (None, True) and not capsys.readouterr().err
+    dog._check_neighbor()
+    assert dog._check_rank(1) == (None, True) and not capsys.readouterr().err
     others(tmp_path, old)                            # of this start: it is dead
     with pytest.raises(Ended):
-        dog._look_beside()
+        dog._check_neighbor()
     assert f"rank 1 (process {gone.pid} of {old.host}) is gone" in capsys.readouterr().err
 
 
 @pytest.fixture
 def reads(monkeypatch):
     """The ranks whose records are read, in order."""
-    real, found = stall_watchdog.read, []
-    monkeypatch.setattr(stall_watchdog, "read", lambda run, rank: [found.append(rank), real(run, rank)][1])
+    real, found = stall_watchdog.read_record, []
+    monkeypatch.setattr(stall_watchdog, "read_record", lambda run, rank: [found.append(rank), real(run, rank)][1])
     return found
 
 
@@ -201,11 +202,11 @@ def test_of_those_left_the_lowest_reads_all_records_and_the_others_its_own(tmp_p
     dead = replace(rank(0), host=dogs[0].record.host, pid=gone.pid, space=dogs[0].record.space)
     others(tmp_path, dead, rank(1, end="lost another rank"), *[rank(number) for number in range(2, 99)])
     with pytest.raises(SystemExit):
-        dogs[1]._mourn(LOST)
+        dogs[1]._report_lost_rank(LOST)
     assert len(reads) <= 4 and max(reads) <= 2 and not capsys.readouterr().err
     reads.clear()
     with pytest.raises(CourseError, match=rf"rank 0 \(process {gone.pid} of .*\) is gone: it was killed"):
-        dogs[0]._mourn(LOST)
+        dogs[0]._report_lost_rank(LOST)
     assert set(reads) == {0, *range(2, 100)}
 
 
@@ -213,7 +214,7 @@ def test_whoever_loses_a_rank_that_has_told_why_gives_way(tmp_path, capsys):
     dog = stuck_one(tmp_path, 3, me=2)
     others(tmp_path, rank(0, end="failed: ValueError: no"), rank(1))
     with pytest.raises(SystemExit):
-        dog._mourn(LOST)
+        dog._report_lost_rank(LOST)
     assert capsys.readouterr().err == "another rank has failed: this one ends, too\n"
 
 
@@ -235,12 +236,12 @@ def test_the_flight_recorder_tells_which_collective_is_not_complete(monkeypatch)
         import torch
         import torch.distributed as dist
 
-        from course.resilience.stall_watchdog import collective
+        from course.resilience.stall_watchdog import pending_collective
 
         def settled():
             """The recorder learns of an end a moment after who waited for it."""
             end = time.monotonic() + 5
-            while (told := collective()) and time.monotonic() < end:
+            while (told := pending_collective()) and time.monotonic() < end:
                 time.sleep(0.02)
             return told
 
@@ -251,7 +252,7 @@ def test_the_flight_recorder_tells_which_collective_is_not_complete(monkeypatch)
             time.sleep(1)
         work = dist.all_reduce(x, async_op=True)
         time.sleep(0.3)
-        during = collective()
+        during = pending_collective()
         work.wait()
         return before, during, settled()
 
@@ -320,7 +321,7 @@ def test_compiling_validating_and_saving_are_no_stalls(tiny, monkeypatch, ends):
     monkeypatch.setattr(assemble, "train_step", first_slow)
     monkeypatch.setattr(trainer.checkpoint, "save", slowly(real_save))
     monkeypatch.setattr(trainer.Validation, "run", slowly(real_validation))
-    monkeypatch.setattr(stall_watchdog.Watchdog, "_judge", judged.append)
+    monkeypatch.setattr(stall_watchdog.Watchdog, "_decide", judged.append)
     folder = trainer.main(config.load("vit-demo", [*tiny, "train.steps=3", "train.stall_s=1.5", "data.workers=0"]))
     assert len(done) == 3 and not judged and not (folder / ".ranks").exists()
 

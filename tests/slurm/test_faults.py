@@ -179,7 +179,7 @@ def test_on_one_node_it_goes_on_through_the_reshardable_checkpoint(again, runs):
     state, log = runs.end(runs.submit("fewer", nodes=("--nodes=1", "--ntasks-per-node=2")))
     assert state == "COMPLETED" and "2 x CPU" in log, log
     assert_same_losses(fewer, run,
-                       rel=2e-6)         # float32: tests/resilience/test_faults.py has the bound, and 1e-12 in float64
+                       rel=2e-6)         # float32: tests/resilience/test_faults_of_runs.py has the bound, and 1e-12 in float64
 
 
 def test_a_lost_slurmd_ends_the_job_which_goes_on_when_the_node_is_back(place, small_data, tmp_path):

@@ -65,7 +65,7 @@ if os.environ.get("SLURM_PROCID") == "2" and os.environ.get("BREAK"):
                 raise ValueError("the cause itself")
             os.kill(os.getpid(), signal.SIGKILL)
         return kept(number, *rest)
-    kept, course.training.trainer.measure = course.training.trainer.measure, measure
+    kept, course.training.trainer.step_record = course.training.trainer.step_record, measure
 """
 
 

@@ -23,14 +23,14 @@ def run(settings: list[str]) -> Path:
 
 def befall(monkeypatch: pytest.MonkeyPatch, step: int, action) -> None:
     """Do something when a step of a run is measured."""
-    real = trainer.measure
+    real = trainer.step_record
 
     def measure(number, *rest):
         if number == step:
             action()
         return real(number, *rest)
 
-    monkeypatch.setattr(trainer, "measure", measure)
+    monkeypatch.setattr(trainer, "step_record", measure)
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +86,7 @@ def test_the_newest_checkpoint_is_missed(tiny, monkeypatch, capsys):
     assert "checkpoints/step_000005 was removed or renamed while training, and is the newest" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_two_ranks_go_on_when_their_folder_is_renamed(small_data, tmp_path, whole):
     """The next start finds all in the folder of that name, and meanwhile a writer."""
     from tests.conftest import tiny_settings

@@ -345,7 +345,8 @@ def wait_for_step(process: subprocess.Popen, folder: Path, step: int) -> None:
     raise AssertionError(f"no step {step} within a minute")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, *(pytest.param(number, marks=pytest.mark.slow)
+                                                      for number in (signal.SIGUSR1, signal.SIGINT))])
 def test_a_signal_saves_and_ends_cleanly_and_nothing_is_lost(small_data, tmp_path, number):
     """The signal goes to every process of the job, the loader's workers too, as batch systems and Ctrl-C send it."""
     settings = [*tiny_settings(small_data, tmp_path / "runs"), "train.steps=400", "checkpoint.every=1000", "model.depth=1",
@@ -371,7 +372,7 @@ def pictures(folder: Path) -> list[bytes]:
     return [image.encoded_image_string for tag in events.Tags()["images"] for image in events.Images(tag)]
 
 
-@pytest.mark.parametrize("layout", ["parallel.dp=2", "parallel.pp=2"])
+@pytest.mark.parametrize("layout", ["parallel.dp=2", pytest.param("parallel.pp=2", marks=pytest.mark.slow)])
 def test_two_ranks_train_as_one(small_data, tmp_path, layout):
     """float64 and SGD: the sum of gradients is exact to rounding, and SGD shows every wrong factor."""
     settings = [*tiny_settings(small_data, tmp_path / "runs"), "precision=fp64", "optim.name=sgd", "optim.lr=0.1",
@@ -442,7 +443,7 @@ train.main(config.load("vit-demo", ["data.source=mock", "train.device={device}",
     return [line for line in done.stderr.splitlines() if re.match(r"\[rank\d\]: |another rank has failed", line)]    # no warnings
 
 
-@pytest.mark.parametrize("other", ["trains on", "is stuck"])
+@pytest.mark.parametrize("other", ["trains on", pytest.param("is stuck", marks=pytest.mark.slow)])
 def test_a_rank_that_fails_takes_the_job_down_in_seconds(tmp_path, other):
     """Its own traceback first; a rank that is stuck where no signal reaches it, as in a collective on a GPU, ends as well."""
     told = job_that_fails(tmp_path, other, "cpu")

@@ -83,7 +83,8 @@ def whole():
     return ranks(1)(validate, ["model.loss_chunk=0"])[0]
 
 
-@pytest.mark.parametrize("spec", ["", "train.micro_batch=3", "kernels=triton", "compile=true train.micro_batch=3",
+@pytest.mark.parametrize("spec", ["", "train.micro_batch=3", "kernels=triton",
+                                  pytest.param("compile=true train.micro_batch=3", marks=pytest.mark.slow),
                                   "model.tied=false model.position=rotary"])
 def test_the_loss_in_pieces_is_the_loss(whole, spec):
     if "model" in spec:

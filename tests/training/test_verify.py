@@ -158,8 +158,8 @@ def test_a_step_that_one_run_leaves_out_is_said(capsys):
 def test_numbers_that_no_rank_has_are_different():
     where = verify.Placement("a", (4,), ((0, 2),))
     part = verify.difference(torch.ones(2), torch.ones(2), where)
-    assert verify.together([part, part], 4, 1.0, True) == (0.0, "no rank has 2 of its 4 numbers")
+    assert verify.difference_of_parts([part, part], 4, 1.0, True) == (0.0, "no rank has 2 of its 4 numbers")
     other = verify.difference(torch.ones(2), torch.ones(2), replace(where, box=((2, 4),)))
-    assert verify.together([part, other], 4, 1.0, True) == (0.0, "")
-    assert verify.together([], 4, 1.0, False) == (0.0, "no rank has any of its 4 numbers")
+    assert verify.difference_of_parts([part, other], 4, 1.0, True) == (0.0, "")
+    assert verify.difference_of_parts([], 4, 1.0, False) == (0.0, "no rank has any of its 4 numbers")
     assert verify.Gap(1, "a", 0.0, 1.0, "no rank has any of its 4 numbers").wrong

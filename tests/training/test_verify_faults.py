@@ -76,7 +76,7 @@ def weighs_ranks_alike_whatever_they_ignore():
 
 @fault("vit", "parallel.tp=2")
 def counts_replicas_in_the_norm():
-    return patch("training.step.placement", lambda p: replace(placement(p), owner=True))
+    return patch("training.optimizer.placement", lambda p: replace(placement(p), owner=True))
 
 
 @fault("vit", "parallel.tp=2")

@@ -1,6 +1,6 @@
 """A variant of the layout for DALI's NumPy reader: beside each data file a folder with one .npy file a state.
 
-    PATH/train/1979.h5                 as `weather/layout.py` says; still needed, for evaluation and for the names of its axes
+    PATH/train/1979.h5                 as in `data/weather/layout.py`; evaluation and the names of its axes need it
     PATH/train/1979/00000.npy ...      its entries in order, float32 (channel, latitude, longitude), not normalised
 """
 

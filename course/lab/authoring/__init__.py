@@ -1,0 +1,1 @@
+"""Lessons, stubs of exercises and releases: what instructors make."""

@@ -1,0 +1,1 @@
+"""Exercises checked: the answer in a notebook, its inputs, the verdict and its hint."""

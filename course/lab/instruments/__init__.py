@@ -1,0 +1,1 @@
+"""What lessons measure with."""

@@ -1,0 +1,1 @@
+"""Data parallelism: gradient synchronization, ZeRO-1, master weights."""

@@ -1,0 +1,1 @@
+"""Pipeline parallelism: schedules, and the runtime that follows them."""

@@ -111,7 +111,7 @@ def small_disk(tmp_path):
 def test_a_disk_that_is_really_full_loses_no_line_and_no_checkpoint(tiny, small_disk, monkeypatch, capsys):
     """Something else fills the disk to the last byte after step 6 and goes away after step 21."""
     settings = [*tiny, "train.steps=24", "data.workers=0"]
-    filler, real = small_disk / "filler", trainer.measure
+    filler, real = small_disk / "filler", trainer.step_record
 
     def measure(number, *rest):
         if number == 6:
@@ -122,7 +122,7 @@ def test_a_disk_that_is_really_full_loses_no_line_and_no_checkpoint(tiny, small_
             filler.unlink()
         return real(number, *rest)
 
-    monkeypatch.setattr(trainer, "measure", measure)
+    monkeypatch.setattr(trainer, "step_record", measure)
     folder = run([*settings, f"log.dir={small_disk}"])
     told = capsys.readouterr().out
     assert "metrics.jsonl cannot be written (No space left on device)" in told and "step_000010 was not written" in told
@@ -228,7 +228,7 @@ def test_a_signal_at_a_bad_moment_is_answered_after_it(tiny, monkeypatch, moment
     settings = [*tiny, "train.eval_every=6", "data.workers=0"]
     whole = run([*settings, "log.name=whole"])
     name, _ = MOMENTS[moment]
-    target, name = {"measure": (trainer, "measure"), "validate": (trainer.Validation, "run"),
+    target, name = {"measure": (trainer, "step_record"), "validate": (trainer.Validation, "run"),
                     "save": (checkpoint, "publish")}[name]
     real, calls = getattr(target, name), []
 
