@@ -190,7 +190,7 @@ def forgets_to_gather_the_first_bucket():
         for bucket in reversed(self.buckets[1:]):
             bucket.gather(self.axis)
 
-    return mock.patch.object(ZeRO1, "updated", updated)
+    return mock.patch.object(ZeRO1, "after_optimizer_step", updated)
 
 
 @fault("vit", "parallel.tp=2")
