@@ -49,7 +49,7 @@ def test_one_runs_beside_another_and_leaves_it_alone(cluster, place):
 def test_nothing_is_left_after_a_crash_of_whoever_started_it(place):
     code = ("import sys, time; from pathlib import Path; from course.lab.slurm import local_cluster as cluster; "
             "folder = Path(sys.argv[1]); "
-            "kept = cluster.guard(folder); c = cluster.start(folder, nodes=1); "
+            "kept = cluster.start_guard(folder); c = cluster.start(folder, nodes=1); "
             "c.submit(['--output=/dev/null', '--wrap', 'srun sleep 300']); print('up', flush=True); time.sleep(300)")
     starting = subprocess.Popen([sys.executable, "-c", code, str(place)], stdout=subprocess.PIPE, text=True)
     assert starting.stdout.readline() == "up\n"
