@@ -41,7 +41,7 @@ from course.utils.machine import machine_load
 
 LONG = 20.0                                          # seconds after which it says that ranks take long to start
 GRACE = 2.0                                          # seconds that the others have left when one has failed
-COMMAND = "import sys; from course.ranks.rank_process import nursery; nursery(sys.argv[1], *map(int, sys.argv[2:]))"
+COMMAND = "import sys; from course.ranks.rank_process import rank_forker; rank_forker(sys.argv[1], *map(int, sys.argv[2:]))"
 
 
 class Failure(NamedTuple):

@@ -15,7 +15,7 @@ OBJECTS = sorted({dotted for exercise in all_exercises().values() for dotted in 
 
 def test_answer_is_the_source_with_its_imports():
     text = stubs.answer_source("course.training.step.eager")
-    assert "from course.training.step import Compute, Progress, global_weight, split" in text
+    assert "from course.training.step import Compute, Progress, global_weight, split_microbatches" in text
     assert "    return compute\n" in text and "type: ignore" not in text
 
 

@@ -29,7 +29,7 @@ class LossInChunks(torch.autograd.Function):
     "vocabulary-embedding": ['''
 import torch
 from torch import nn
-from course.parallel.tensor_parallel.sequence import leave
+from course.parallel.tensor_parallel.sequence import leave_region
 from course.parallel.tensor_parallel.vocabulary import cut_vocabulary
 
 def own(tokens, rows, axis):
@@ -49,7 +49,7 @@ class VocabularyEmbedding(nn.Module):
 ''', '''
 import torch
 from torch import nn
-from course.parallel.tensor_parallel.sequence import leave
+from course.parallel.tensor_parallel.sequence import leave_region
 from course.parallel.tensor_parallel.vocabulary import cut_vocabulary
 
 def own(tokens, rows, axis):

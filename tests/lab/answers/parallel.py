@@ -166,7 +166,7 @@ class Reduce(torch.autograd.Function):
 import torch
 from torch import nn
 from course.parallel.placement import cut, placement
-from course.parallel.tensor_parallel.sequence import enter, leave, matmul_of
+from course.parallel.tensor_parallel.sequence import enter_region, leave_region, matmul_of
 
 class ColumnLinear(nn.Module):
     def __init__(self, linear, axis, tokens=None):

@@ -112,7 +112,7 @@ def training_step(model, optimizer, batch):
     return (total / weight).detach()
 '''],
     "accumulate": ['''
-from course.training.step import autocast, global_weight, split
+from course.training.step import autocast, global_weight, split_microbatches
 
 def eager(model, progress, config, mesh):
     def compute(batch):
@@ -271,7 +271,7 @@ class Recompute(torch.autograd.Function):
 
 ACCUMULATE = '''
 import torch
-from course.training.step import autocast, global_weight, split
+from course.training.step import autocast, global_weight, split_microbatches
 
 def eager(model, progress, config, mesh):
     def compute(batch):
