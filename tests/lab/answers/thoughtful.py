@@ -210,7 +210,7 @@ SLIPS: list[tuple[str, list[tuple[str, str]], str]] = [
     # row gathers all
     ("column-row", [
         ("part = self.matmul(x, self.weight)                              # (B, T, D)\n"
-         "        return leave_region(part, self.axis, self.tokens) + self.bias.to(part.dtype)           # (B, T, "
+         "        return leave_region(part, self.axis, self.tokens) + self.bias.to(part.dtype)    # (B, T, "
          "D), with sp (B, T / tp, D)",
          "from course.parallel import mappings\n"
          "        import torch\n"
@@ -224,7 +224,7 @@ SLIPS: list[tuple[str, list[tuple[str, str]], str]] = [
     # row collects all
     ("column-row", [
         ("part = self.matmul(x, self.weight)                              # (B, T, D)\n"
-         "        return leave_region(part, self.axis, self.tokens) + self.bias.to(part.dtype)           # (B, T, "
+         "        return leave_region(part, self.axis, self.tokens) + self.bias.to(part.dtype)    # (B, T, "
          "D), with sp (B, T / tp, D)",
          "from course.parallel import mappings\n"
          "        whole = mappings.collect(x, -1, self.axis)\n"
@@ -237,7 +237,7 @@ SLIPS: list[tuple[str, list[tuple[str, str]], str]] = [
     # bias on rank 0 after
     ("column-row", [
         ("part = self.matmul(x, self.weight)                              # (B, T, D)\n"
-         "        return leave_region(part, self.axis, self.tokens) + self.bias.to(part.dtype)           # (B, T, "
+         "        return leave_region(part, self.axis, self.tokens) + self.bias.to(part.dtype)    # (B, T, "
          "D), with sp (B, T / tp, D)",
          "part = self.matmul(x, self.weight)\n"
          "        y = leave_region(part, self.axis, self.tokens)\n"
@@ -246,7 +246,7 @@ SLIPS: list[tuple[str, list[tuple[str, str]], str]] = [
     # bias on rank 0 before via matmul
     ("column-row", [
         ("part = self.matmul(x, self.weight)                              # (B, T, D)\n"
-         "        return leave_region(part, self.axis, self.tokens) + self.bias.to(part.dtype)           # (B, T, "
+         "        return leave_region(part, self.axis, self.tokens) + self.bias.to(part.dtype)    # (B, T, "
          "D), with sp (B, T / tp, D)",
          "part = self.matmul(x, self.weight, self.bias if self.axis.rank == 0 else None)\n"
          "        return leave_region(part, self.axis, self.tokens)"),
@@ -254,7 +254,7 @@ SLIPS: list[tuple[str, list[tuple[str, str]], str]] = [
     # bias in matmul
     ("column-row", [
         ("part = self.matmul(x, self.weight)                              # (B, T, D)\n"
-         "        return leave_region(part, self.axis, self.tokens) + self.bias.to(part.dtype)           # (B, T, "
+         "        return leave_region(part, self.axis, self.tokens) + self.bias.to(part.dtype)    # (B, T, "
          "D), with sp (B, T / tp, D)",
          "part = self.matmul(x, self.weight, self.bias)\n"
          "        return leave_region(part, self.axis, self.tokens)"),
@@ -262,7 +262,7 @@ SLIPS: list[tuple[str, list[tuple[str, str]], str]] = [
     # no leave sp
     ("column-row", [
         ("part = self.matmul(x, self.weight)                              # (B, T, D)\n"
-         "        return leave_region(part, self.axis, self.tokens) + self.bias.to(part.dtype)           # (B, T, "
+         "        return leave_region(part, self.axis, self.tokens) + self.bias.to(part.dtype)    # (B, T, "
          "D), with sp (B, T / tp, D)",
          "part = self.matmul(x, self.weight)\n"
          "        from course.parallel import mappings\n"
@@ -271,7 +271,7 @@ SLIPS: list[tuple[str, list[tuple[str, str]], str]] = [
     # reduce then slice
     ("column-row", [
         ("part = self.matmul(x, self.weight)                              # (B, T, D)\n"
-         "        return leave_region(part, self.axis, self.tokens) + self.bias.to(part.dtype)           # (B, T, "
+         "        return leave_region(part, self.axis, self.tokens) + self.bias.to(part.dtype)    # (B, T, "
          "D), with sp (B, T / tp, D)",
          "part = self.matmul(x, self.weight)\n"
          "        from course.parallel import mappings\n"
