@@ -181,7 +181,8 @@ def main(of: str, file: Path) -> None:
     by_name = {row["name"]: row for row in todo}
     head = {**timing.machine(torch.device("cuda")), "command": f"python -m experiments.heldout {of} FILE",
             "meaning": f"whole training steps of the configurations of {of}.json: milliseconds, peak GB of the fullest rank; "
-                       "plain_step: seconds of `host_table.plain_step`, measured by turns with them; predicted_ms, predicted_gb: "
+                       "plain_step: seconds of `host_overhead_table.plain_step`, measured by turns with them; predicted_ms, "
+                       "predicted_gb: "
                        "by the code that measured"}
     rows = gpu_pool.Rows(file, head, [row["name"] for row in todo], "name")
 

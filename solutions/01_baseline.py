@@ -390,8 +390,8 @@ lab.show("course.training.step.train_step")
 # Write it: `eager` defines a function `compute(batch)` and returns it. You get:
 #
 # - `global_weight(model, batch, mesh.dp)`: the weight $W$ of the global batch. Call it once, before you cut;
-# - `split(batch, config.train.micro_batch)`: yields micro-batches of so many samples; the last may be smaller. 0 means
-#   not to cut, as in the run below; the check tries several;
+# - `split_microbatches(batch, config.train.micro_batch)`: yields micro-batches of so many samples; the last may be smaller.
+#   0 means not to cut, as in the run below; the check tries several;
 # - `autocast(config.precision, weight.device)`: run the forward pass inside `with autocast(...)`: lesson 04 needs it there;
 # - `model.tokens.cut(micro)`: the micro-batch with the tokens that are on this rank. That is all of them until lesson 10, so
 #   you may leave it out here;
@@ -429,7 +429,7 @@ check("accumulate")
 # %% [markdown]
 # ## Train
 #
-# Everything is there. `lab.yours(...)` puts your loss and your `eager` in the library's place, and `train.main` is what
+# Everything is there. `lab.yours(...)` puts your loss and your `eager` in the library's place, and `trainer.main` is what
 # `course train` calls. 500 steps of 4 samples.
 #
 # > **Predict.** How many seconds will they take? The next cell computes the steps alone, from your speed above.

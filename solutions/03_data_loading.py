@@ -452,7 +452,7 @@ lab.picture(data_loading.streams(data_loading.copy_and_compute(1.0, 3.0, 3, ahea
 lab.show("course.data.loaders.threads.Buffer")
 
 # %% [markdown]
-# And this brings a batch to the GPU. What `send` is given, a `Reading`, is a batch on its way from the files into such a
+# And this brings a batch to the GPU. What `send` is given, a `BatchRead`, is a batch on its way from the files into such a
 # buffer. Threads read it, piece by piece; `reading.wait()` waits until all pieces are there, `reading.memory` is the buffer's
 # memory with the batch in it, and `reading.samples` are its sample ids.
 

@@ -129,11 +129,11 @@ lab.beside("samples from which on a graph gains less than 10%", my_break_even, b
 #
 # | on a GPU | on a tape |
 # |---|---|
-# | `graph = torch.cuda.CUDAGraph()` | `graph = tape.Graph()` |
-# | `with torch.cuda.graph(graph): ...` | `with tape.capturing(graph): ...` |
+# | `graph = torch.cuda.CUDAGraph()` | `graph = cpu_graph.Graph()` |
+# | `with torch.cuda.graph(graph): ...` | `with cpu_graph.capturing(graph): ...` |
 # | `graph.replay()` | `graph.replay()` |
 #
-# (Where a tape is less than a graph, it says so itself: `help(tape)`. The main thing: a replay of a tape still calls PyTorch
+# (Where a tape is less than a graph, it says so itself: `help(cpu_graph)`. The main thing: a replay of a tape still calls PyTorch
 # once for every operation.)
 #
 # > **Predict** what the next cell prints.
@@ -319,7 +319,7 @@ lab.show("course.training.cuda_graph.GraphedStep")
 # %% [markdown]
 # <details><summary>What is different</summary>
 #
-# - `settle`: a graph has to end *complete*. Work that was put on another stream in the capture (ZeRO's gathering of
+# - `wait_parameters`: a graph has to end *complete*. Work that was put on another stream in the capture (ZeRO's gathering of
 #   parameters) must have come back before it ends.
 # - `record_stream`: the batch was made on one stream and is used on another. This tells the memory allocator not to give its
 #   memory to somebody else while the other stream may be reading.

@@ -469,8 +469,8 @@ slider = widgets.explore(overlap_at, bucket_mb=[1300, 400, 100, 25, 5, 1], gigab
 #
 # ## Exercise: buckets
 #
-# `in_buckets(parameters, size)` puts neighbours together, up to `size` **bytes** in each (`parameter.nbytes`), all of the
-# same dtype, because they are going to lie end to end in one tensor. A parameter larger than a bucket gets one of its own.
+# `partition_into_buckets(parameters, size)` puts neighbours together, up to `size` **bytes** in each (`parameter.nbytes`), all of
+# the same dtype, because they are going to lie end to end in one tensor. A parameter larger than a bucket gets one of its own.
 # The order stays.
 
 # %% exercise="in-buckets"

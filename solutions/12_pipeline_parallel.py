@@ -151,7 +151,7 @@ lab.picture(pipeline.timelines({"one batch": alone}, 4),
 lab.show("course.parallel.pipeline_parallel.schedules.before")
 
 # %% [markdown]
-# Because a schedule is data, one can look at it before anything runs: `schedule.timeline` computes when each pass starts and
+# Because a schedule is data, one can look at it before anything runs: `schedules.timeline` computes when each pass starts and
 # ends, and finds ranks that wait for each other in a circle. Read it: it is the whole theory of pipelines.
 
 # %%
@@ -512,7 +512,7 @@ print(ranks(2)(neighbours_at_ease))
 # %% [markdown]
 # Another danger is silent. A message carries no name: the receiver assumes that whatever comes next from that sender is
 # the one that it awaits. If two ranks disagree on the order of their passes, shapes still fit, nothing stops, and the
-# model trains with the wrong gradients. `schedule.crossed` counts such messages before anything runs; your check used
+# model trains with the wrong gradients. `schedules.crossed` counts such messages before anything runs; your check used
 # it.
 
 # %%

@@ -340,8 +340,8 @@ lab.show("course.parallel.data_parallel.zero1.ZeRO1")
 
 # %% [markdown]
 # `start` is called in the backward pass, when the last gradient of a bucket is there; `complete` before the optimizer's step;
-# `updated` after it; and each block waits for its weights just before its forward pass. All the rest of the training is
-# as before: clipping, checkpoints and `verify` read the parameters' placements, which say which segment is here.
+# `after_optimizer_step` after it; and each block waits for its weights just before its forward pass. All the rest of the training
+# is as before: clipping, checkpoints and `verify` read the parameters' placements, which say which segment is here.
 #
 # With `precision=bf16` there is a third thing to share. The float32 weights are for the optimizer; what a rank multiplies with
 # is their cast to 16 bits (lesson 04). So each rank keeps the float32 **master weights** of its share alone (`masters`, above),
@@ -479,7 +479,7 @@ lab.beside("\nfull: kept by each block", my_full, each["full"], "(B, T, D)")
 lab.beside("selective: kept by each block", my_selective, each["selective"], "(B, T, D)")
 
 # %% [markdown]
-# `Meter` counts the bytes of all tensors that are alive, by watching every operator: what `torch.cuda.max_memory_allocated`
+# `MemoryMeter` counts the bytes of all tensors that are alive, by watching every operator: what `torch.cuda.max_memory_allocated`
 # does on a GPU.
 #
 # **What you should see:** full keeps about 1, each block's input. Selective about 11: `qkv` puts out 3, attention 1,

@@ -184,7 +184,7 @@ for kind, part in kernel_efficiency.MEMORY.items():
 
 # %% [markdown]
 # `fused` are the compiler's kernels, `elementwise` and `norm` PyTorch's own. What they move is a matter of counting; you did it
-# in lesson 05, and the library does it in `blocktime.forward_bytes` and `backward_bytes`.
+# in lesson 05, and the library does it in `block_time.forward_bytes` and `backward_bytes`.
 #
 # `course bench kernels` measures all of this on a GPU of yours, in under five minutes, as a table over sizes. With a table, such
 # as `course/bench/results/kernels_h200.json`, the library takes its numbers, between two points by interpolation; without one,
@@ -526,7 +526,7 @@ recorded_runs.compare_predictions({name: 1e3 * step_seconds(run, told[name]) for
 #
 # ## The library's model
 #
-# `course/planner/block_time.py` and `steptime.py` do what you did with more terms: each matmul by its own shape, forward and
+# `course/planner/block_time.py` and `step_time.py` do what you did with more terms: each matmul by its own shape, forward and
 # backward; causal blocks on the diagonal; autocast's casts; recomputation; context parallelism; ZeRO-1; what overlaps, and
 # what that costs; the host, which may be slower than the GPU (lesson 06); the loader (lesson 03). They go through a
 # configuration in about a millisecond.

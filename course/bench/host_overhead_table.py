@@ -1,9 +1,9 @@
 """`course bench host`: what the host of this machine needs for a training step, in four minutes.
 
-Each row is a kind of model in a setting (`host.SETTINGS`), trained for whole steps at a width of 64: the GPU waits for the host
-all the time. Two depths and two numbers of micro-batches are measured by turns, with a step of plain PyTorch: a host is faster
-in one second than in the next, and what counts is how many such steps they are worth. Each GPU of the machine measures a share of
-the rows; those of several ranks are measured after that, where there are two GPUs.
+Each row is a kind of model in a setting (`host_overhead.SETTINGS`), trained for whole steps at a width of 64: the GPU waits for
+the host all the time. Two depths and two numbers of micro-batches are measured by turns, with a step of plain PyTorch: a host is
+faster in one second than in the next, and what counts is how many such steps they are worth. Each GPU of the machine measures a
+share of the rows; those of several ranks are measured after that, where there are two GPUs.
 """
 
 import json

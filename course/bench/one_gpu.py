@@ -124,8 +124,8 @@ def measure(kind: str, name: str, small: bool, only_first: bool) -> Row:
             "settings": [*chosen.settings]}
 
 
-def stepper(chosen: BenchmarkConfig, config: configuration.Config, mesh: Any, world: World) -> tuple[Callable[..., Any],
-                                                                                                   Callable[..., Any]]:
+def stepper(chosen: BenchmarkConfig, config: configuration.Config, mesh: Any,
+            world: World) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """What trains one step of a batch, and what makes random batches."""
     if chosen.by == "course":
         training: Any = assemble(config, mesh)

@@ -5,6 +5,7 @@ that never leave it, the most that the model itself allows; files are of noise, 
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Benchmark:
 MOCK = ("data.source=mock",)
 FAST = ("precision=bf16", "compile=true")
 NARROW = (*FAST, "stream=narrow")
-HAND = ("kernels=triton", "graphs=true")
+TRITON = ("kernels=triton", "graphs=true")
 FP8 = ("precision=fp8", "compile=true", "stream=narrow")
 TE = ("precision=fp8", "fp8.by=te", "stream=narrow")
 # 12 layers of width 768 on 256 tokens, one sample: hundreds of kernels, each shorter than its launch
@@ -65,64 +66,61 @@ VIT: dict[str, tuple[str, ...]] = {
     "one sample: compiled, in a graph": (*SMALL, "compile=true", "graphs=true"),
 }
 
-GPT: dict[str, BenchmarkConfig] = {}
+# (preset, settings, by whom) of each, as `BenchmarkConfig` takes them
+GPT: dict[str, tuple[Any, ...]] = {}
 for words, preset, batch in (("124M", "gpt-124m", 64), ("350M", "gpt-350m", 32), ("1.3B", "gpt-1.3b", 8)):
     whole = (f"train.global_batch={batch}", "train.micro_batch=0")
-    GPT |= {f"{words}: bf16": BenchmarkConfig(preset, ("precision=bf16", *whole)),
-            f"{words}: bf16, compiled": BenchmarkConfig(preset, (*FAST, *whole)),
-            f"{words}: bf16, compiled, narrow stream": BenchmarkConfig(preset, (*NARROW, *whole)),
-            f"{words}: bf16, compiled, narrow stream, Triton kernels, in a graph": BenchmarkConfig(preset,
-                                                                                                   (*NARROW, *HAND, *whole)),
-            f"{words}: fp8, compiled, narrow stream": BenchmarkConfig(preset, (*FP8, *whole)),
-            f"{words}: fp8, compiled, narrow stream, Triton kernels, in a graph": BenchmarkConfig(preset, (*FP8, *HAND, *whole)),
-            f"{words}: Hugging Face's GPT-2, bf16, compiled": BenchmarkConfig(preset, whole, "transformers")}
-GPT["124M: bf16, compiled, narrow stream, in a graph"] = BenchmarkConfig("gpt-124m",
-                                                                         (*NARROW, "graphs=true", "train.global_batch=64",
-                                                                           "train.micro_batch=0"))
-GPT["124M: bf16, compiled, narrow stream, all logits"] = BenchmarkConfig("gpt-124m",
-                                                                         (*NARROW, "model.loss_chunk=0", "train.global_batch=64",
-                                                                           "train.micro_batch=0"))
-GPT["124M: bf16, compiled, narrow stream, selective recomputation"] = BenchmarkConfig("gpt-124m", (
-    *NARROW, "train.recompute=selective", "train.global_batch=64", "train.micro_batch=0"))
-GPT["124M: bf16, compiled, narrow stream, selective recomputation, Triton kernels, in a graph"] = BenchmarkConfig("gpt-124m", (
-    *NARROW, *HAND, "train.recompute=selective", "model.loss_chunk=2048", "train.global_batch=64", "train.micro_batch=0"))
-GPT["124M: bf16, compiled, narrow stream, Triton kernels, in a graph, two micro-batches"] = BenchmarkConfig("gpt-124m", (
-    *NARROW, *HAND, "train.global_batch=64", "train.micro_batch=32"))
-GPT["124M: bf16, compiled, narrow stream, full recomputation"] = BenchmarkConfig("gpt-124m", (
-    *NARROW, "train.recompute=full", "train.global_batch=64", "train.micro_batch=0"))
-GPT["1.3B: fp8 by Transformer Engine"] = BenchmarkConfig("gpt-1.3b", (*TE, "train.global_batch=8", "train.micro_batch=0"))
+    GPT |= {f"{words}: bf16": (preset, ("precision=bf16", *whole)),
+            f"{words}: bf16, compiled": (preset, (*FAST, *whole)),
+            f"{words}: bf16, compiled, narrow stream": (preset, (*NARROW, *whole)),
+            f"{words}: bf16, compiled, narrow stream, Triton kernels, in a graph": (preset, (*NARROW, *TRITON, *whole)),
+            f"{words}: fp8, compiled, narrow stream": (preset, (*FP8, *whole)),
+            f"{words}: fp8, compiled, narrow stream, Triton kernels, in a graph": (preset, (*FP8, *TRITON, *whole)),
+            f"{words}: Hugging Face's GPT-2, bf16, compiled": (preset, whole, "transformers")}
+WHOLE = ("train.global_batch=64", "train.micro_batch=0")
+GPT |= {"124M: bf16, compiled, narrow stream, in a graph": ("gpt-124m", (*NARROW, "graphs=true", *WHOLE)),
+        "124M: bf16, compiled, narrow stream, all logits": ("gpt-124m", (*NARROW, "model.loss_chunk=0", *WHOLE)),
+        "124M: bf16, compiled, narrow stream, selective recomputation": (
+            "gpt-124m", (*NARROW, "train.recompute=selective", *WHOLE)),
+        "124M: bf16, compiled, narrow stream, selective recomputation, Triton kernels, in a graph": (
+            "gpt-124m", (*NARROW, *TRITON, "train.recompute=selective", "model.loss_chunk=2048", *WHOLE)),
+        "124M: bf16, compiled, narrow stream, Triton kernels, in a graph, two micro-batches": (
+            "gpt-124m", (*NARROW, *TRITON, "train.global_batch=64", "train.micro_batch=32")),
+        "124M: bf16, compiled, narrow stream, full recomputation": ("gpt-124m", (*NARROW, "train.recompute=full", *WHOLE)),
+        "1.3B: fp8 by Transformer Engine": ("gpt-1.3b", (*TE, "train.global_batch=8", "train.micro_batch=0"))}
 
-DIT: dict[str, BenchmarkConfig] = {}
+DIT: dict[str, tuple[Any, ...]] = {}
 for words, preset, batch in (("256 px", "dit-xl", 64), ("512 px", "dit-xl-512", 32)):
     whole = (f"train.global_batch={batch}", "train.micro_batch=0")
-    DIT |= {f"{words}: bf16": BenchmarkConfig(preset, ("precision=bf16", *whole)),
-            f"{words}: bf16, compiled": BenchmarkConfig(preset, (*FAST, *whole)),
-            f"{words}: bf16, compiled, narrow stream": BenchmarkConfig(preset, (*NARROW, *whole)),
-            f"{words}: bf16, compiled, narrow stream, flash attention": BenchmarkConfig(preset,
-                                                                                        (*NARROW, "attention=flash", *whole)),
-            f"{words}: bf16, compiled, narrow stream, Triton kernels, in a graph": BenchmarkConfig(preset,
-                                                                                                   (*NARROW, *HAND, *whole)),
-            f"{words}: fp8, compiled, narrow stream": BenchmarkConfig(preset, (*FP8, *whole)),
-            f"{words}: fp8, compiled, narrow stream, Triton kernels, in a graph": BenchmarkConfig(preset, (*FP8, *HAND, *whole)),
-            f"{words}: fp8, current scaling, compiled, narrow stream": BenchmarkConfig(preset,
-                                                                                       (*FP8, "fp8.recipe=current", *whole)),
-            f"{words}: fp8 by Transformer Engine": BenchmarkConfig(preset, (*TE, *whole))}
-DIT["256 px: bf16, compiled, narrow stream, no moving average"] = BenchmarkConfig("dit-xl", (*NARROW, "optim.ema=0",
-                                                                                             "train.global_batch=64",
-                                                                                  "train.micro_batch=0"))
-DIT["256 px: bf16, compiled, narrow stream, in a graph"] = BenchmarkConfig("dit-xl",
-                                                                           (*NARROW, "graphs=true", "train.global_batch=64",
-                                                                           "train.micro_batch=0"))
+    DIT |= {f"{words}: bf16": (preset, ("precision=bf16", *whole)),
+            f"{words}: bf16, compiled": (preset, (*FAST, *whole)),
+            f"{words}: bf16, compiled, narrow stream": (preset, (*NARROW, *whole)),
+            f"{words}: bf16, compiled, narrow stream, flash attention": (preset, (*NARROW, "attention=flash", *whole)),
+            f"{words}: bf16, compiled, narrow stream, Triton kernels, in a graph": (preset, (*NARROW, *TRITON, *whole)),
+            f"{words}: fp8, compiled, narrow stream": (preset, (*FP8, *whole)),
+            f"{words}: fp8, compiled, narrow stream, Triton kernels, in a graph": (preset, (*FP8, *TRITON, *whole)),
+            f"{words}: fp8, current scaling, compiled, narrow stream": (preset, (*FP8, "fp8.recipe=current", *whole)),
+            f"{words}: fp8 by Transformer Engine": (preset, (*TE, *whole))}
+DIT |= {"256 px: bf16, compiled, narrow stream, no moving average": ("dit-xl", (*NARROW, "optim.ema=0", *WHOLE)),
+        "256 px: bf16, compiled, narrow stream, in a graph": ("dit-xl", (*NARROW, "graphs=true", *WHOLE))}
+
+
+def named(choices: dict[str, tuple[Any, ...]]) -> dict[str, BenchmarkConfig]:
+    """The configurations by name."""
+    return {name: BenchmarkConfig(*choice) for name, choice in choices.items()}
+
 
 BENCHMARKS = {
     "vit": Benchmark({name: BenchmarkConfig("vit-short", settings) for name, settings in VIT.items()},
                   "whole training steps of vit-short (360 x 720, patch 8, depth 12, width 384, batch 16) with changed settings",
                   ("model.grid=[16,32]", "model.channels=3", "model.dim=32", "model.depth=2", "model.heads=2",
                    "train.global_batch=2")),
-    "gpt": Benchmark(GPT, "whole training steps of GPT-2's architecture, 64 (350M: 32) times 1024 tokens, 8 times 2048 for 1.3B",
+    "gpt": Benchmark(named(GPT),
+                     "whole training steps of GPT-2's architecture, 64 (350M: 32) times 1024 tokens, 8 times 2048 for 1.3B",
                   ("model.vocab=64", "model.context=32", "model.dim=32", "model.depth=2", "model.heads=2",
                    "train.global_batch=2")),
-    "dit": Benchmark(DIT, "whole training steps of DiT-XL/2 with the weights' moving average, batches of 64 images of 256 px and "
-                  "32 of 512 px",
+    "dit": Benchmark(named(DIT),
+                     "whole training steps of DiT-XL/2 with the weights' moving average, batches of 64 images of 256 px and "
+                     "32 of 512 px",
                   ("model.latent=[4,8,8]", "model.dim=32", "model.depth=2", "model.heads=2", "train.global_batch=2")),
 }

@@ -298,7 +298,7 @@ def load(checkpoint: Path, index: dict[str, Any], model: nn.Module, optimizer: t
     """Fill the model's parameters, and the optimizer's states, each rank reading only its boxes.
 
     average: give the model the moving average of the weights instead of the last ones. An optimizer's average of which the
-    checkpoint has none starts at the weights. Where its states are `other_optimizer` optimizer, none is read.
+    checkpoint has none starts at the weights. Where its states are those of an `other_optimizer`, none is read.
 
     Raises `CourseError` if the checkpoint is of another model, or has no average, before anything is changed.
     """

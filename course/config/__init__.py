@@ -19,5 +19,5 @@ from course.config.settings import (
 )
 
 __all__ = ["FP8", "PRESETS", "Checkpoint", "Config", "Data", "Log", "Optim", "Parallel", "Profile", "Train", "load",
-           "preset_path",
-           "presets", "read_preset", "save"]
+           "preset_path", "presets",
+           "read_preset", "save"]

@@ -295,4 +295,9 @@ def odd_width(m: Model, fp8: "FP8", tp: int) -> str:
 def micro_batches(c: "Config") -> int:
     """Micro-batches of a step on each data-parallel rank."""
     share = c.train.global_batch // max(c.parallel.dp, 1)
-    return math.ceil(share / (c.train.micro_batch or share)) if share else 0
+    return num_microbatches(share, c.train.micro_batch) if share else 0
+
+
+def num_microbatches(samples: int, size: int) -> int:
+    """How many micro-batches of `size` samples (0: all) so many make."""
+    return -(-samples // (size or samples))

@@ -1,4 +1,4 @@
-"""native FP8: a linear's three matmuls in 8 bits, everything else in bf16.
+"""Native FP8: a linear's three matmuls in 8 bits, everything else in bf16.
 
 A linear y = x W' costs three matmuls: one forward and two backward.
 
@@ -96,7 +96,7 @@ def quantize_shapes(x: Tensor, scale: Tensor, amax: Tensor, kind: torch.dtype, b
 
 register_operator("quantize",
                   "(Tensor x, Tensor scale, Tensor(a!) amax, ScalarType kind, bool both, bool note) -> (Tensor, Tensor)",
-         quantize_plain, "ops.fp8_cast_triton", quantize_shapes)
+                  quantize_plain, "ops.fp8_cast_triton", quantize_shapes)
 
 
 def amax_of(x: Tensor) -> Tensor:

@@ -20,14 +20,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from course.models import diffusion, layers
-from course.models.layers import TENSOR_PLAN, TOKEN_PLAN, Attention, Batch, Linear, SumOverTokens, Tokens, to_fields, to_patches
+from course.models.layers import (
+    TENSOR_PLAN,
+    TOKEN_PLAN,
+    Attention,
+    Batch,
+    Linear,
+    PatchShape,
+    SumOverTokens,
+    Tokens,
+    to_fields,
+    to_patches,
+)
 from course.utils import random
 
 Pair = tuple[Tensor, Tensor]                        # what goes from block to block: x (B, T, D) and the condition c (B, D)
 
 
 @dataclass(frozen=True)
-class DiTConfig:
+class DiTConfig(PatchShape):
     """A diffusion transformer: latents, patches, classes, and how it is trained to predict."""
 
     kind: Literal["dit"] = "dit"
@@ -45,16 +56,6 @@ class DiTConfig:
     def tokens(self) -> int:
         """T, the patches of a latent."""
         return self.latent[1] * self.latent[2] // self.patch**2
-
-    @property
-    def hidden(self) -> int:
-        """The MLP's width."""
-        return int(self.dim * self.mlp_ratio)
-
-    @property
-    def groups(self) -> int:
-        """How many heads of keys and values there are: as many as of queries."""
-        return self.heads
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:        # (B, T, D), 2 x (B, D)

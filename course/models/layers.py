@@ -244,6 +244,24 @@ class Block(nn.Module):
         return x + self.path2(self.drop2(self.mlp(self.norm2(x)), batch), batch)        # (B, T, D)
 
 
+class PatchShape:
+    """What the configurations of models of patches have in common: an MLP of a ratio, and a head of keys for each of queries."""
+
+    dim: int
+    heads: int
+    mlp_ratio: float
+
+    @property
+    def hidden(self) -> int:
+        """The MLP's width."""
+        return int(self.dim * self.mlp_ratio)
+
+    @property
+    def groups(self) -> int:
+        """How many heads of keys and values there are: as many as of queries."""
+        return self.heads
+
+
 class SumOverTokens(nn.Module):
     """What a loss adds up over tokens passes through here. Serially it is complete; surgery adds the other ranks' tokens."""
 

@@ -11,12 +11,23 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from course.models.layers import TENSOR_PLAN, TOKEN_PLAN, Batch, Block, Linear, SampleNorm, Tokens, to_fields, to_patches
+from course.models.layers import (
+    TENSOR_PLAN,
+    TOKEN_PLAN,
+    Batch,
+    Block,
+    Linear,
+    PatchShape,
+    SampleNorm,
+    Tokens,
+    to_fields,
+    to_patches,
+)
 from course.utils import random
 
 
 @dataclass(frozen=True)
-class ViTConfig:
+class ViTConfig(PatchShape):
     """A weather transformer: grid, channels, patches."""
 
     kind: Literal["vit"] = "vit"
@@ -40,16 +51,6 @@ class ViTConfig:
     def tokens(self) -> int:
         """T, the patches of a field."""
         return self.grid[0] * self.grid[1] // self.patch**2
-
-    @property
-    def hidden(self) -> int:
-        """The MLP's width."""
-        return int(self.dim * self.mlp_ratio)
-
-    @property
-    def groups(self) -> int:
-        """How many heads of keys and values there are: as many as of queries."""
-        return self.heads
 
 
 class Embed(nn.Module):

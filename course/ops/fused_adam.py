@@ -1,6 +1,6 @@
 """Adam that follows the weights with their average, and writes their copies in 16 bits, in the same pass, with `kernels=triton`.
 
-It updates parameters as PyTorch's fused Adam does (Kingma and Ba 2014, arXiv:1412.6980) and `course.training.ema` after it, and
+It updates parameters as PyTorch's fused Adam does (Kingma and Ba 2014, arXiv:1412.6980) and `course.ops.ema` after it, and
 has their states, so that checkpoints of either go on with the other. Large float32 parameters on a GPU have a kernel of their
 own, `fused_adam_triton.py`; the rest, many and short, are PyTorch's, in a few kernels for all.
 """
@@ -18,7 +18,7 @@ class Adam(torch.optim.Adam):
     """PyTorch's fused Adam; of the parameters that are `has_own_kernel` it takes the average along. Gradients may be in 16 bits.
 
     The step sets `grad_scale` and `found_inf`, on the device, as for PyTorch's. values, follow: the average of each parameter
-    and the share of the way to the weights that it goes (`Average` sets them).
+    and the share of the way to the weights that it goes (`MovingAverage` sets them).
     """
 
     grad_scale: Tensor
@@ -57,7 +57,7 @@ class Adam(torch.optim.Adam):
             own = self.state[p]
             fused_adam_triton.update(p, p.grad.contiguous(), own["exp_avg"], own["exp_avg_sq"],               # type: ignore[union-attr]
                                self.values[p] if self.values else None, low_precision_copy(p), own["step"], group["lr"],
-                                     self.grad_scale,
+                               self.grad_scale,
                                self.found_inf, group["betas"], group["eps"], group["weight_decay"], self.follow)
         torch._foreach_sub_(steps, [self.found_inf] * len(steps))       # a list: one tensor would be read on the host
 

@@ -77,11 +77,11 @@ def expand_gate(gate: Tensor | None, wide: torch.dtype) -> Any:         # (B, D)
 
 register_operator("add_norm",
                   "(Tensor x, Tensor? y, Tensor? gate, Tensor weight, Tensor bias, float eps, float offset, ScalarType out) "
-         "-> (Tensor, Tensor, Tensor, Tensor)", add_norm_plain, "ops.fused_add_norm_triton")
+                  "-> (Tensor, Tensor, Tensor, Tensor)", add_norm_plain, "ops.fused_add_norm_triton")
 register_operator("add_norm_backward",
                   "(Tensor? dz, Tensor? dn, Tensor? z, Tensor? y, Tensor? gate, Tensor? weight, Tensor? mean, "
-         "Tensor? rstd, float offset, bool total, ScalarType to_x, ScalarType to_y) -> (Tensor, Tensor, Tensor)",
-         add_norm_backward_plain, "ops.fused_add_norm_triton")
+                  "Tensor? rstd, float offset, bool total, ScalarType to_x, ScalarType to_y) -> (Tensor, Tensor, Tensor)",
+                  add_norm_backward_plain, "ops.fused_add_norm_triton")
 
 
 class AddNorm(Function):

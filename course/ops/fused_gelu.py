@@ -29,7 +29,7 @@ def gelu_backward_plain(x: Tensor, dy: Tensor, tanh: bool) -> tuple[Tensor, Tens
 
 register_operator("gelu", "(Tensor x, bool tanh) -> Tensor", gelu_plain, "ops.fused_add_norm_triton")
 register_operator("gelu_backward", "(Tensor x, Tensor dy, bool tanh) -> (Tensor, Tensor)", gelu_backward_plain,
-         "ops.fused_add_norm_triton")
+                  "ops.fused_add_norm_triton")
 
 
 class Gelu(Function):

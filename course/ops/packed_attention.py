@@ -69,7 +69,7 @@ def scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
 
 register_operator("attention", "(Tensor qkv, bool causal) -> (Tensor, Tensor)", attention_plain, "ops.packed_attention_triton")
 register_operator("attention_backward", "(Tensor dy, Tensor qkv, Tensor y, Tensor lse, bool causal) -> (Tensor, Tensor)",
-         attention_backward_plain, "ops.packed_attention_triton")
+                  attention_backward_plain, "ops.packed_attention_triton")
 
 
 class PackedAttention(Function):

@@ -167,8 +167,8 @@ def unsupported(c: Config, h: Hardware) -> str:
     """Why a GPU does not do what a configuration asks for, in a sentence, as a run finds when it tries; "" if it does.
 
     PyTorch's flash and cuDNN attention are for 16 bits, from compute capability 8.0 (aten/src/ATen/native/transformers/cuda/
-    sdp_utils.cpp); Transformer Engine scales blocks from 9.0, and in MX formats from 10.0 (its fp8/native.py, `check_*_support`).
-    Triton, of which the Triton kernels are, supports GPUs from 8.0 (its README, "Compatibility"): on older ones nobody tried.
+    sdp_utils.cpp); Transformer Engine scales blocks from 9.0, and in MX formats from 10.0 (its fp8.py, `check_*_support`).
+    Triton supports GPUs from 8.0 (its README, "Compatibility"): on older ones nobody tried.
     """
     if c.attention in ("flash", "cudnn"):
         if c.precision in ("fp32", "tf32"):

@@ -94,7 +94,8 @@ def row_name(kind: str, setting: str, compiled: bool, recompute: str) -> str:
 
 @dataclass(frozen=True)
 class Host:
-    """A measured host: what steps cost, by `row_name`, in steps of `host_table.plain_step`; and the seconds of such a step."""
+    """A measured host: what steps cost, by `row_name`, in steps of `host_overhead_table.plain_step`; and the seconds of such a
+    step."""
 
     rows: Mapping[str, Cost]
     plain_step: float

@@ -68,8 +68,8 @@ def least_gpus(asked: SearchRequest) -> int:
     0 if 65,536 GPUs do not hold it."""
     node = asked.machine.links[0].span or asked.gpus
     counts = sorted({count for k in range(17) for count in (node >> k, node << k) if asked.gpus < count <= 65536})
-    if not counts or not fits_somewhere(replace(asked,
-                                                gpus=counts[-1])):        # most models fit soon, and a hopeless one never does
+    # most models fit soon, and a hopeless one never does
+    if not counts or not fits_somewhere(replace(asked, gpus=counts[-1])):
         return 0
     return next(count for count in counts if fits_somewhere(replace(asked, gpus=count)))
 

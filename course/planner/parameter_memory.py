@@ -147,8 +147,9 @@ def head(c: Config) -> tuple[int, int]:
 def count(rank: Rank) -> tuple[int, int]:
     """(weights that only linears use and autocast would cast, all other parameters) of a rank.
 
-    Of the former there may be 16-bit copies (`zero.castable`). Those of gradients that are completed in float32 count as others:
-    with sequence parallelism what tp does not cut, whose gradients are in parts; GPT's head, which adds its own up over chunks.
+    Of the former there may be 16-bit copies (`zero1.castable_weights`). Those of gradients that are completed in float32 count as
+    others: with sequence parallelism what tp does not cut, whose gradients are in parts; GPT's head, which adds its own up over
+    chunks.
     """
     c = rank.config
     linear, every = rank.blocks * sum(block_weights(c)), rank.blocks * block_parameters(c)

@@ -5,7 +5,7 @@
     plan.misfits                         # why others do not fit
 
 Layouts and their many variants, which are near one another, are those of `search_space.py`; of each layout the fastest variant
-stands in the list. `steptime.predict` gives its time, `memory.predict` its memory. What fits leaves a share of the GPU's memory
+stands in the list. `step_time.predict` gives its time, `memory.predict` its memory. What fits leaves a share of the GPU's memory
 free (`FREE`): a run that is slower by a percent goes on, one without memory ends. What does not fit says why in `infeasible.py`.
 
 What is searched. All layouts, and of each all micro-batches (divisors of a rank's samples) with all schedules and numbers of
@@ -14,7 +14,8 @@ is left: for few GPUs (`FEW`) all of it together, for more greedily: sequence pa
 ZeRO-1, then the rank order, then micro-batches with that overlap again, as long as something gets faster. A layout that does not
 fit is looked at in all variants of one sample and full recomputation before it is given up. A variant takes a simpler one's place
 if it is faster by more than predictions can tell (`MARGIN`). Of more layouts than `MANY` those whose blocks alone take longer
-(`promise`) than the steps of the `REFINED` fastest are left out, and counted. The tests compare with all variants of all layouts.
+(`lower_bound`) than the steps of the `REFINED` fastest are left out, and counted. The tests compare with all variants of all
+layouts.
 """
 
 import math
@@ -177,7 +178,7 @@ def work_of(asked: SearchRequest, config: Config, micro: int) -> float:
 
 def least_step_time(config: Config, chunks: int, micro: int, work: float) -> float:
     """Seconds below which no step is in which a block's `work` is so many seconds a micro-batch: the blocks of the rank that has
-    the most, and the bubble (`steptime.pipeline_time`)."""
+    the most, and the bubble (`step_time.pipeline_time`)."""
     depth, pp = config.model.depth, config.parallel.pp
     if depth < pp * chunks:                         # refused, with a sentence
         return 0.0
@@ -217,8 +218,8 @@ def refined(asked: SearchRequest, layout: Layout) -> Layout:
         lambda config: (changed(config, choice) for choice in other_choices(asked, config)),
         # together: which method is the best depends on whether cp's ranks share a node
         lambda config: reachable(asked, (changed(config, {"parallel.order": order, "parallel.context": context})
-                                         for order,
-                                         context in product(rank_orders(asked, config), context_choices(asked, config)))),
+                                         for order, context in product(rank_orders(asked, config),
+                                                                       context_choices(asked, config)))),
         # together: the host needs more for some ways to communicate, the less the larger micro-batches are
         lambda config: (changed(config, {**way, **chunks, "train.micro_batch": micro}) for way, chunks, micro
                         in product(tensor_parallel_choices(asked, config), schedule_choices(asked, config),

@@ -5,7 +5,7 @@
 
 The busiest rank's work is counted kernel by kernel (`block_time.py`). Then what is done once a step and what waits is added: the
 optimizer, gradients on their way, a pipeline's bubble, the host (`host_overhead.py`), the loader. Nothing is fitted to measured
-steps, but what collectives cost the matmuls beside them (`blocktime.BESIDE`).
+steps, but what collectives cost the matmuls beside them (`block_time.BESIDE`).
 """
 
 import math

@@ -63,7 +63,7 @@ _seed: ForkServer | None = None
 
 
 def fork(job: dict[str, Any], fds: list[int], out: int) -> int:
-    """As `Seed.fork`, of one that is there, or of a new one that prints to `out` until it has PyTorch."""
+    """As `ForkServer.fork`, of one that is there, or of a new one that prints to `out` until it has PyTorch."""
     global _seed
     if _seed and not _seed.usable():
         _seed.end()
@@ -75,8 +75,8 @@ def fork(job: dict[str, Any], fds: list[int], out: int) -> int:
 def ask(seed: socket.socket, job: dict[str, Any], fds: list[int]) -> int:
     """The pid of a fork of the process at the other end that calls `course.ranks.rank_process.rank_forker`.
 
-    job: `environment`, `path` (for sys.path), and `imports` and `first`, arguments of `nursery`. fds: descriptors for its `news`,
-    for what it prints, then its `pipes`. Raises OSError or EOFError if that process is gone.
+    job: `environment`, `path` (for sys.path), and `imports` and `first`, arguments of `rank_forker`. fds: descriptors for its
+    `news`, for what it prints, then its `pipes`. Raises OSError or EOFError if that process is gone.
     """
     text = json.dumps(job).encode()
     seed.sendall(len(text).to_bytes(8, "big") + len(fds).to_bytes(8, "big") + text)

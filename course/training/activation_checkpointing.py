@@ -1,7 +1,7 @@
 """Activation checkpointing: keep less from the forward pass, compute it again in the backward pass.
 
     full        keep each block's input alone: a third more FLOPs (Chen et al. 2016, arXiv:1604.06174)
-    selective   keep what matmuls, convolutions and attention put out, which is dear to compute (`DEAR`); compute norms, GELU,
+    selective   keep what matmuls, convolutions and attention put out, which is dear (`EXPENSIVE_OPS`); compute norms, GELU,
                 dropout and sums again, which is cheap (in the spirit of Korthikanti et al. 2022, arXiv:2205.05198, section 5)
 
 Dropout is a function of the sample's key, so the second pass drops the same without any saved generator state.

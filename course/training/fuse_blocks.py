@@ -71,7 +71,8 @@ def fuse_blocks(model: Any, attention: bool = True) -> nn.Module:
     """Let the blocks of a model compute so, after it is cut and before they are compiled or checkpointed.
 
     Blocks of other kinds, those whose norms are no LayerNorms, and MLPs of other kinds stay as they are; attention, too, unless
-    `attention`, where it is not of whole samples, turns queries and keys or shares keys, and for heads that are not `fitting`.
+    `attention`, where it is not of whole samples, turns queries and keys or shares keys, and for heads of a size that it does not
+    support.
     """
     for block in model.blocks.values():
         attn: Any = getattr(block, "attn", None)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from course.config import Config
+from course.config.validation import num_microbatches
 from course.data import Batch
 from course.fp8.native import Scaling
 from course.ops.number_formats import FIRST_SCALE, autocast, next_scale
@@ -119,11 +120,6 @@ def global_weight(model: nn.Module, batch: Batch, dp: Axis) -> Tensor:
     if dp.size > 1:
         dist.all_reduce(weight, group=dp.group)
     return weight
-
-
-def num_microbatches(samples: int, size: int) -> int:
-    """How many micro-batches of `size` samples (0: all) so many make."""
-    return -(-samples // (size or samples))
 
 
 def split_microbatches(batch: Batch, size: int) -> Iterator[Batch]:

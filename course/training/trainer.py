@@ -15,7 +15,7 @@ from torch import Tensor
 from course import config as configuration
 from course.checkpoint import checkpoint
 from course.config import Config, schema
-from course.config.validation import refusal
+from course.config.validation import num_microbatches, refusal
 from course.data import data_files, train_loader
 from course.data.file_watch import DataFileWatch
 from course.data.text import end_tokens
@@ -30,7 +30,7 @@ from course.resilience.stall_watchdog import Watchdog, slow_step_seconds
 from course.training.assemble import Training, assemble
 from course.training.profiler import ProfileWindow, part
 from course.training.run_log import RunLog, Stopwatch, memory_gb
-from course.training.step import Progress, num_microbatches
+from course.training.step import Progress
 from course.training.validation import Validation
 from course.utils.atomic_files import check_kind
 from course.utils.errors import CourseError

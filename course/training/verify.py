@@ -24,7 +24,7 @@ from torch import Tensor
 
 from course import config as configuration
 from course.config import Config, Parallel
-from course.config.validation import refusal
+from course.config.validation import num_microbatches, refusal
 from course.data import Batch, order
 from course.models import build_model
 from course.ops.ema import moving_average
@@ -34,7 +34,7 @@ from course.parallel.mesh import launched, world_size
 from course.parallel.placement import Placement
 from course.ranks.notebook_ranks import RankError, ranks
 from course.training.assemble import Training, assemble
-from course.training.step import num_microbatches, split_microbatches
+from course.training.step import split_microbatches
 from course.training.trainer import global_loss
 from course.training.validation import forward_only
 from course.utils.errors import CourseError
@@ -203,7 +203,7 @@ def hard_settings(preset: str, overrides: Sequence[str], settings: Sequence[str]
         try:
             if not refusal(default_settings(preset, overrides, [*taken, *setting])):
                 taken += setting
-        except CourseError:                         # this layout does not take it: `untried` says so
+        except CourseError:                         # this layout does not take it: `not_tried` says so
             continue
     return default_settings(preset, overrides, taken)
 

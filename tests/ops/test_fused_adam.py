@@ -12,7 +12,7 @@ from course.ops.ema import MovingAverage
 
 
 def update(weight, grad, first, second, average, copy, step, rate, scale, found, betas, eps, decay, follow):
-    """What `adam_kernel.update` does."""
+    """What `fused_adam_triton.update` does."""
     if found == 0:
         grad = grad.float() / scale + decay * weight
         first.lerp_(grad, 1 - betas[0])

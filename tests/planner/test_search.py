@@ -266,7 +266,8 @@ def test_bad_input_gets_a_sentence_that_says_what_would_fit(preset, settings, gp
     ("gpt-1.3b", ["precision=fp8", "attention=flash"], "h100-80", ""),
     ("gpt-1.3b", ["precision=fp16", "attention=efficient"], "v100-32", "")])
 def test_what_a_gpu_cannot_do_is_refused(preset, settings, name, says):
-    """As a run finds when it tries (`attention.choose`, `te.load`); a file that says nothing of its GPU refuses nothing."""
+    """As a run finds when it tries (`set_attention_backend`, `transformer_engine.load`); a file that says nothing of its GPU
+    refuses nothing."""
     c, h = load(preset, settings), hardware.load(name)
     if not says:
         assert find_layouts(c, h, 32, plan.fixed(settings)).layouts

@@ -143,8 +143,8 @@ def test_a_pipeline_over_nodes_waits_for_the_network():
 
 
 def test_selective_recomputation_gathers_and_exchanges_again():
-    """Keys of all ranks, heads for tokens: no such result is kept (`recompute.DEAR`), a ring's is. Where attention leaves the
-    compiler, a compiled block's linears are computed again, too."""
+    """Keys of all ranks, heads for tokens: no such result is kept (`activation_checkpointing.EXPENSIVE_OPS`), a ring's is. Where
+    attention leaves the compiler, a compiled block's linears are computed again, too."""
     def again(context, *settings):
         c = gpt("parallel.cp=2", f"parallel.context={context}", "train.recompute=selective", "train.global_batch=4", *settings)
         return predict(c, H200, 2).recompute

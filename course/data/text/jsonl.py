@@ -1,6 +1,6 @@
 """`course data jsonl`: files of text, as OpenWebText and its like come, to token files.
 
-One process reads and unpacks (`texts`), others parse and encode, and what they return is written in the order of the
+One process reads and unpacks (`documents`), others parse and encode, and what they return is written in the order of the
 input: many processes write the bytes that one writes. All that waits is a few chunks. What is finished is kept in
 PATH/parts, a folder for every `PART` bytes of an input file, until all is joined: a run that was killed goes on there.
 """

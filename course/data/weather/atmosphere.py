@@ -226,7 +226,7 @@ class Atmosphere:
 
         The linear waves, the fastest of all, are followed exactly by matrix exponentials, all else as by the
         classical method, in steps twice as long: S. M. Cox and P. C. Matthews (2002), J. Comput. Phys. 176, 430,
-        equations 26 to 29, with their coefficients as `matrices` (`stepping.exponentials`).
+        equations 26 to 29, with their coefficients as `matrices` (`time_step.exponentials`).
         """
         half, whole, push, first, middle, last = matrices
 

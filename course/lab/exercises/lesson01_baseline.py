@@ -119,7 +119,7 @@ def with_loss_scale(eager: Callable[..., Any], factor: float, formats: set[torch
             progress.loss_scale.mul_(factor)
             loss: Tensor = compute(batch)
             if not isinstance(loss, Tensor) or not loss.is_floating_point():
-                return loss                          # which `tiny.train` refuses
+                return loss                          # which `tiny_training.train` refuses
             formats.add(loss.dtype)
             return loss.double()
 

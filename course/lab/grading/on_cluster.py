@@ -47,7 +47,7 @@ MAX_NAMED = 20                                       # exercises, and runs, in o
 REPEATS = 3                                          # of which the median counts
 UNKNOWN_JOB = "no Slurm here knows the job"
 ASKED_ON = ", asked on "
-CONFIRMED = ": confirmed: "                          # so begins what `evidence.judge` says of a run that Slurm knows
+CONFIRMED = ": confirmed: "                          # so begins what `run_evidence.judge` says of a run that Slurm knows
 TIME_FORMAT = "%Y-%m-%dT%H:%M:%S"                    # as Slurm writes times
 
 

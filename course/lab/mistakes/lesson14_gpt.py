@@ -104,7 +104,7 @@ MISTAKES = {
         Mistake("the first rank's part", "axis.rank * rows", "0 * rows",
                 "this takes every rank's rows for the first ones: rank r begins with token r · rows"),
         Mistake("no sum over the ranks", LEAVE, "return leave_region(part, self.axis, self.tokens) if self.tokens else part",
-                "every rank has the vectors of its own tokens, and zeros: add up over the ranks, with `leave`"),
+                "every rank has the vectors of its own tokens, and zeros: add up over the ranks, with `leave_region`"),
         Mistake("a mean over the ranks", LEAVE, "return leave_region(part, self.axis, self.tokens) / self.axis.size",
                 "only one of the ranks has a token's vector, the others add zeros: do not divide"),
         Mistake("a sum with a second one behind", LEAVE,
@@ -118,19 +118,19 @@ MISTAKES = {
         Mistake("numbers for a mask", PART, "part = F.embedding(row * here, self.weight)",
                 "row 0 is a token like any other: the vectors of tokens that are not here have to be zeros"),
         Mistake("tokens without sequence parallelism", LEAVE, "return leave_region(part, self.axis, None)",
-                "pass `self.tokens` to `leave`: with sequence parallelism each rank keeps its own tokens"),
+                "pass `self.tokens` to `leave_region`: with sequence parallelism each rank keeps its own tokens"),
         Mistake("the matrix gathered", BODY, """from course.parallel import mappings
         weight = mappings.collect(self.weight, 0, self.axis)
         x = F.embedding(tokens, weight)
         return mappings.scatter(x / self.axis.size, 1, self.axis) if self.tokens else x""",
                 "rows are gathered, or all ranks' vectors: the matrix is the largest there is, and cut so that no rank has it. "
-                "Look up what is here, zeros for the rest, and let `leave` add up the vectors", by=("sent",)),
+                "Look up what is here, zeros for the rest, and let `leave_region` add up the vectors", by=("sent",)),
         Mistake("the matrix gathered, and its gradient scattered", BODY, """from course.parallel import mappings
         weight = mappings.gather(self.weight, 0, self.axis)
         x = F.embedding(tokens, weight)
         return mappings.shard(x, 1, self.axis) if self.tokens else x""",
                 "every rank gathers the whole matrix, and its gradient is scattered back: it was cut so that no rank has it. "
-                "Look up what is here, zeros for the rest, and let `leave` add up the vectors", by=("sent",)),
+                "Look up what is here, zeros for the rest, and let `leave_region` add up the vectors", by=("sent",)),
         Mistake("only the upper bound", HERE, "row, here = row.clamp(min=0), row < rows",
                 "tokens below this rank's first one count as its row 0 here: `here` has two ends, 0 <= row and row < rows"),
         Mistake("only the upper bound, and what is left over", HERE, "here = row < rows\n    row = tokens % rows",
@@ -145,7 +145,8 @@ MISTAKES = {
                 "rows"),
         Mistake("a door in front as well", PART, PART + "\n        from course.parallel.mappings import copy\n"
                 "        part = copy(part, self.axis)",
-                "in front of `leave` stands a copy, whose backward pass adds up a gradient that every rank has whole already: it "
+                "in front of `leave_region` stands a copy, whose backward pass adds up a gradient that every rank has whole "
+                "already: it "
                 "comes out multiplied by their number", by=("gradient",)),
     ),
     "vocabulary-loss": (

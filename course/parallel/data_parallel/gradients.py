@@ -9,7 +9,7 @@ Four ways behind one interface, `parallel.data`:
     none       no communication, to measure what it costs: the ranks drift apart
 
 `begin(num_microbatches)` comes before the backward passes of a step (one for each micro-batch; only the last one communicates),
-`finish()` after them, `updated()` after the optimizer. ZeRO-1 is in `course/parallel/data_parallel/zero1.py`.
+`finish()` after them, `after_optimizer_step()` after the optimizer. ZeRO-1 is in `course/parallel/data_parallel/zero1.py`.
 
 `Bucketed` has three seams for it: `make_bucket(parameters)`, which have one format; `start(bucket)`, which begins the collective
 of a bucket that holds all its gradients, and does not wait; `complete(bucket)`, after which `bucket.result` is the mean. On every

@@ -100,8 +100,8 @@ class ZeRO1(Bucketed):
         # one format a bucket: what stays in float32 is little, and has the last buckets for itself
         super().__init__(nn.ParameterList(sorted(model.parameters(), key=lambda p: p in self.masters)), axis, bucket_mb)
         self.masters.clear()                        # each rank keeps its share of them
-        self.optimizer_parameters = [segment for bucket in self.buckets for segment,
-                                     _ in bucket.segments] + frozen_parameters(model, axis)
+        mine = [segment for bucket in self.buckets for segment, _ in bucket.segments]
+        self.optimizer_parameters = mine + frozen_parameters(model, axis)
         home = {parameter: bucket for bucket in self.buckets for parameter in bucket.parameters}
         own = model, model.parameters(recurse=False)                    # which none of its parts has
         for module, parameters in [*((unit, unit.parameters()) for unit in forward_units(model)), own]:

@@ -142,7 +142,7 @@ def sum_pieces_plain(own: Tensor, pieces: Tensor, rank: int) -> Tensor:
 
 
 register_operator("add_up", "(Tensor own, Tensor pieces, int rank) -> Tensor", sum_pieces_plain,
-         "parallel.tensor_parallel.symmetric_memory_triton")
+                  "parallel.tensor_parallel.symmetric_memory_triton")
 
 
 def ring_order(axis: Axis) -> list[int]:

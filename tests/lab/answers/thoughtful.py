@@ -242,7 +242,7 @@ SLIPS: list[tuple[str, list[tuple[str, str]], str]] = [
          "part = self.matmul(x, self.weight)\n"
          "        y = leave_region(part, self.axis, self.tokens)\n"
          "        return y + self.bias.to(part.dtype) if self.axis.rank == 0 else y"),
-    ], "after `leave` every rank goes on with its own result"),
+    ], "after `leave_region` every rank goes on with its own result"),
     # bias on rank 0 before via matmul
     ("column-row", [
         ("part = self.matmul(x, self.weight)                              # (B, T, D)\n"
@@ -508,7 +508,7 @@ SLIPS: list[tuple[str, list[tuple[str, str]], str]] = [
          "from course.parallel.mappings import copy\n"
          "        part = copy(part, self.axis)\n"
          "        return leave_region(part, self.axis, self.tokens)"),
-    ], "in front of `leave` stands a copy"),
+    ], "in front of `leave_region` stands a copy"),
     # gather vectors
     ("vocabulary-embedding", [
         ("row, here = own(tokens, len(self.weight), self.axis)            # 2 x (B, T)\n"
