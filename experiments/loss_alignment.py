@@ -37,11 +37,10 @@ from course.data.latents import digits
 from course.data.text import python_corpus
 from course.models import DiTConfig, build_model
 from course.ops.number_formats import parameter_dtype
-from course.parallel import build_mesh, joined, place_serial, placement
+from course.parallel import build_mesh, initialize_serial, joined, placement
 from course.training.assemble import Training, assemble
 from course.training.run_log import memory_gb
 from course.training.trainer import global_loss
-from course.utils import random
 from course.utils.atomic_files import atomic
 from course.utils.errors import CourseError, did_you_mean
 
@@ -128,7 +127,7 @@ def same_weights(model: nn.Module, config: Config, device: torch.device) -> None
     if any(p.dtype != parameter_dtype(config.precision) for p in model.parameters()):
         raise CourseError("runs are compared from the same weights, and of 16-bit ones the optimizer has others, its masters: "
                           "compare with kernels=pytorch and parallel.zero=false")
-    fresh = random.initialize(place_serial(build_model(config.model)), 0, device)
+    fresh = initialize_serial(build_model(config.model), 0, device)
     values = {placement(p).name: p for p in fresh.parameters()}
     with torch.no_grad():
         for p in model.parameters():

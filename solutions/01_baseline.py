@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from course import config, data, models, parallel
 from course.inference import forecast_scores
-from course.utils import plots, random
+from course.utils import plots
 from course.training import run_log, trainer
 from course.config import schema
 from course.data.weather import layout, simulation
@@ -137,9 +137,7 @@ lab.show("course.models.vit.Embed")
 # %%
 def new_model(seed: int = 0) -> nn.Module:
     """The model of the preset with fresh weights."""
-    model = parallel.place_serial(models.build_model(settings.model, seed))
-    random.initialize(model, seed, torch.device("cpu"), torch.float32)
-    return model
+    return parallel.initialize_serial(models.build_model(settings.model, seed), seed, torch.device("cpu"), torch.float32)
 
 
 model = new_model()
@@ -389,19 +387,20 @@ lab.show("course.training.step.train_step")
 #
 # Write it: `eager` defines a function `compute(batch)` and returns it. You get:
 #
-# - `global_weight(model, batch, mesh.dp)`: the weight $W$ of the global batch. Call it once, before you cut;
+# - `layout.mesh.dp`: the data-parallel ranks, and `dp.size`, how many there are;
+# - `global_weight(model, batch, dp)`: the weight $W$ of the global batch. Call it once, before you cut;
 # - `split_microbatches(batch, config.train.micro_batch)`: yields micro-batches of so many samples; the last may be smaller.
 #   0 means not to cut, as in the run below; the check tries several;
 # - `autocast(config.precision, weight.device)`: run the forward pass inside `with autocast(...)`: lesson 04 needs it there;
-# - `model.tokens.cut(micro)`: the micro-batch with the tokens that are on this rank. That is all of them until lesson 10, so
+# - `layout.tokens.cut(micro)`: the micro-batch with the tokens that are on this rank. That is all of them until lesson 10, so
 #   you may leave it out here;
 # - `model.loss(output, micro)`: (sum, weight), as you wrote it.
 #
 # For each micro-batch, call `backward` on
 #
-# $$\text{sum}\cdot\frac{\texttt{mesh.dp.size}}{W}\cdot\texttt{progress.loss\_scale}$$
+# $$\text{sum}\cdot\frac{\texttt{dp.size}}{W}\cdot\texttt{progress.loss\_scale}$$
 #
-# Two of these factors are 1 in this lesson. `mesh.dp.size` is the number of data-parallel ranks: each computes the
+# Two of these factors are 1 in this lesson. `dp.size` is the number of data-parallel ranks: each computes the
 # gradient of its own samples, and then they take the **average** over the ranks, though what we want is the sum.
 # `loss_scale` keeps small gradients from vanishing in 16 bits (lesson 04); the step divides by it. The check tries
 # both.

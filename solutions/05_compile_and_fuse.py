@@ -480,8 +480,7 @@ settings = config.load("dit-demo")
 
 def gradients_and_bytes(mine: bool) -> tuple[Tensor, int]:
     """All gradients of a batch, end to end, and what the forward pass keeps."""
-    model = parallel.place_serial(models.build_model(settings.model))
-    random.initialize(model, 0, cpu, torch.float64)
+    model = parallel.initialize_serial(models.build_model(settings.model), 0, cpu, torch.float64)
     for number, parameter in enumerate(model.parameters()):             # gates start at zero, and nothing would pass
         parameter.data += 0.1 * random.normal(number, torch.arange(parameter.numel())).view_as(parameter)
     batch = model.prepare(model.example(4, cpu), torch.zeros((), dtype=torch.int64))
@@ -643,8 +642,7 @@ my_whole, my_regional = 100, 100         # your predictions
 
 # %%
 deep = config.load("vit-demo", ["model.depth=12"])
-model = parallel.place_serial(models.build_model(deep.model))
-random.initialize(model, 0, cpu, torch.float32)
+model = parallel.initialize_serial(models.build_model(deep.model), 0, cpu, torch.float32)
 batch = model.prepare(model.example(2, cpu), torch.zeros((), dtype=torch.int64))
 taken = {}
 with torch.no_grad():

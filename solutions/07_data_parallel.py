@@ -63,7 +63,7 @@ my_difference = 0.01             # your prediction
 
 # %%
 settings = tiny_training.settings("train.global_batch=6")
-model = tiny_training.model(settings, tiny_training.mesh(settings), seed=0)
+model, _ = tiny_training.model(settings, tiny_training.mesh(settings), seed=0)
 whole = model.prepare(tiny_training.random_batch(torch.Generator().manual_seed(0), settings, 6, padding=1), torch.tensor(0))
 halves = [{name: tensor[part] for name, tensor in whole.items()} for part in (slice(0, 3), slice(3, 6))]
 

@@ -84,7 +84,7 @@ def after(steps: int, run: Iterator[torch.nn.Module]) -> torch.nn.Module:
 
 def loss_of(model: torch.nn.Module, pairs: data.Pairs, ids: list[int]) -> float:
     """The mean loss of these samples."""
-    output, batch = validation.forward_only(model, "fp32")(pairs.__getitems__(ids))
+    output, batch = validation.forward_only(model, parallel.serial_layout(model), "fp32")(pairs.__getitems__(ids))
     total, weight = model.loss(output, batch)
     return (total / weight).item()
 

@@ -223,8 +223,8 @@ print("rank 0:", qkv_rows(4, 2, 2, 0).tolist(), "- you said", my_rows)
 # %% [markdown]
 # Three blocks, not one. A plain `chunk` gives rank 0 all queries and half of the keys. Nothing in the shapes would tell you,
 # if the code behind it splits what it gets into three. Lesson 16 meets the same in checkpoints. In the library every
-# parameter carries its *logical* shape: for qkv `(3, heads, head_dim, dim)`, in `placement(weight).global_shape`. So "cut dim
-# 1 of it" is all there is to say, and checkpoints, clipping and `verify` read the same.
+# parameter carries its *logical* shape: for qkv `(3, heads, head_dim, dim)`, in the `global_shape` of its `Placement`. So
+# "cut dim 1 of it" is all there is to say, and checkpoints, clipping and `verify` read the same.
 #
 # > **Question.** Why may a rank not have half of every head instead?
 #
@@ -236,23 +236,28 @@ print("rank 0:", qkv_rows(4, 2, 2, 0).tolist(), "- you said", my_rows)
 # %% [markdown]
 # ## Exercise: column and row linear
 #
-# Now the two modules that take the place of `nn.Linear`. Their constructors are given: read them first. They get the serial
-# linear with its placements and the axis, and `cut(parameter, dim, axis)` is this rank's part of a parameter, cut along a
-# dim of its **logical** shape. A bias has the logical shape `(3, heads, head_dim)` for qkv and `(features,)` else; a weight
-# has one dim more, the inputs, at the end.
-#
-# > **Question.** Along which dim does `ColumnLinear` cut the weight of qkv, along which that of the MLP's `up`? And why
-# > does `RowLinear` not cut its bias?
+# A linear stays the module that it is. Surgery leaves this rank's part of its weight and bias, and puts an object into its
+# slot `communication`, which does what ranks have to exchange around the product. First the cut: it goes along a dim of a
+# parameter's **logical** shape. A bias has the logical shape `(3, heads, head_dim)` for qkv and `(features,)` else, the `rows`
+# of the linear; a weight has one dim more, the inputs, at the end.
+
+# %%
+lab.show("course.parallel.tensor_parallel.linear.cut_dims")
+
+# %% [markdown]
+# > **Question.** Along which dim does a column linear cut the weight of qkv, along which that of the MLP's `up`? And why
+# > does a row linear not cut its bias?
 #
 # <details><summary>Answer</summary>
 # qkv along dim 1, the heads; up along dim 0, the hidden units: the last dim but one of the bias, if there is more than one.
 # A row linear's outputs are not cut, every rank has all of them once the parts are added up, so it needs the whole bias.
 # </details>
 #
-# You write the two `forward`. `enter_region(x, axis, tokens)` and `leave_region(x, axis, tokens)` are the doors: your copy and
-# reduce, as long as `tokens` is `None`. Pass `self.tokens` on; it is for sequence parallelism, below. A column linear goes
-# through its door and multiplies; a row linear multiplies, and goes through its door. `self.matmul(x, weight, bias)` multiplies:
-# it is `F.linear`, unless another number format, such as FP8, has put its own product there. The bias may be left out.
+# You write the two objects: each is called in the place of the product. `enter_region(x, axis, tokens)` and
+# `leave_region(x, axis, tokens)` are the doors: your copy and reduce, as long as `tokens` is `None`. Pass `self.tokens` on; it is
+# for sequence parallelism, below. A column linear goes through its door and multiplies; a row linear multiplies, and goes
+# through its door. `multiply(x, weight, bias)` is the product: `F.linear`, or that of another number format, such as FP8. The
+# bias may be left out.
 #
 # > **Question, before you write.** Where does the row linear's bias go: before the sum, or after it?
 #
@@ -263,7 +268,7 @@ print("rank 0:", qkv_rows(4, 2, 2, 0).tolist(), "- you said", my_rows)
 # </details>
 
 # %% exercise="column-row"
-from course.parallel.tensor_parallel.linear import ColumnLinear, RowLinear  # noqa: F401
+from course.parallel.tensor_parallel.linear import ColumnParallel, RowParallel  # noqa: F401
 
 # %%
 check("column-row")
@@ -329,7 +334,7 @@ def kept_by_a_block(*overrides: str) -> float:
     training = assemble.assemble(settings, build_mesh(settings.parallel, parallel.join("cpu")))
     model, c = training.model, settings.model
     batch = model.prepare(model.example(4, torch.device("cpu")), training.progress.step)
-    batch = model.tokens.cut(batch)
+    batch = training.layout.tokens.cut(batch)
     x = model.embed(batch)
     _, kept = tensor_memory.saved_for_backward(lambda: model.blocks["0"](x, batch), model.parameters())
     return kept / (4 * c.tokens * c.dim * 4)
@@ -423,7 +428,7 @@ def norm_gradients() -> tuple[Tensor, Tensor]:
     settings = config.load("vit-demo", [*small, *layout])
     training = assemble.assemble(settings, build_mesh(settings.parallel, parallel.join("cpu")))
     model, weight = training.model, training.model.blocks["0"].norm1.weight
-    compute = build_compute(model, training.progress, settings, training.mesh)
+    compute = build_compute(model, training.progress, settings, training.layout)
     training.gradients.begin(1)
     compute(model.prepare(model.example(4, torch.device("cpu")), training.progress.step))
     before = weight.grad.clone()
@@ -442,8 +447,8 @@ for label, gradient in found.items():
 # %% [markdown]
 # Each rank has seen half of the tokens, so its gradient is a **part**: it must be added up over `tp`, besides being averaged
 # over `dp`. That goes for every parameter that `tp` does not cut and that works on cut tokens: norms, the biases of row
-# linears, the embedding, the head. The library marks them, `placement(p).partial_over`, from one rule and without naming
-# any, and adds all of them up in one all-reduce at the end.
+# linears, the embedding, the head. The library marks them, `partial_over` in their placements, from one rule and
+# without naming any, and adds all of them up in one all-reduce at the end.
 
 # %%
 lab.show("course.parallel.tensor_parallel.sequence.mark_partial")

@@ -68,7 +68,7 @@ def kept_by_a_block(tokens: int, *overrides: str) -> int:
     training = assemble.assemble(settings, build_mesh(settings.parallel, parallel.join("cpu")))
     model = training.model
     batch = model.prepare(model.example(1, torch.device("cpu")), training.progress.step)
-    batch = model.tokens.cut(batch)
+    batch = training.layout.tokens.cut(batch)
     x = model.embed(batch)
     return tensor_memory.saved_for_backward(lambda: model.blocks["0"](x, batch), model.parameters())[1]
 

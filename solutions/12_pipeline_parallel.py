@@ -22,7 +22,7 @@
 # | you write | GPipe (1 line), 1F1B (4 lines) |
 # | you measure | the bubble and the activations that each rank keeps, predicted and seen |
 #
-# You should have done [lesson 01](01_baseline.ipynb) (micro-batches) and [lesson 10](10_tensor_parallel.ipynb) (`placement`).
+# You should have done [lesson 01](01_baseline.ipynb) (micro-batches) and [lesson 10](10_tensor_parallel.ipynb) (`Placement`).
 # Work in a copy: *File → Save Notebook As…*, `12_pipeline_parallel_mine.ipynb`.
 
 # %%
@@ -61,7 +61,8 @@ FIVE = ["model.depth=5", "model.grid=[16,32]", "train.device=cpu"]
 def stage() -> str:
     """What this rank keeps of the model."""
     c = config.load("vit-demo", [*FIVE, "parallel.pp=4"])
-    model = parallel.parallelize(models.build_model(c.model), parallel.build_mesh(c.parallel, parallel.join("cpu")), c.parallel)
+    model = models.build_model(c.model)
+    parallel.parallelize(model, parallel.build_mesh(c.parallel, parallel.join("cpu")), c.parallel)
     parts = [name for name in ("embed", "head") if getattr(model, name) is not None]
     return f"blocks {', '.join(model.blocks)}; {' and '.join(parts) or 'neither embedding nor head'}; " \
            f"{sum(p.numel() for p in model.parameters()):,} parameters"

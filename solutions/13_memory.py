@@ -34,7 +34,6 @@ import torch
 from torch import Tensor, nn
 
 from course import config, models, parallel
-from course.utils import random
 from course.training import verify
 from course.lab.figures import style, memory, widgets
 from course.lab import notebook as lab
@@ -69,8 +68,7 @@ cpu = torch.device("cpu")
 
 def new_model(how: str = "none") -> nn.Module:
     """The model of the preset with fresh weights; `how` it keeps activations is the second half of this lesson."""
-    model = parallel.place_serial(models.build_model(settings.model))
-    random.initialize(model, 0, cpu, torch.float32)
+    model = parallel.initialize_serial(models.build_model(settings.model), 0, cpu, torch.float32)
     return checkpoint_activations(model, how)
 
 
@@ -358,7 +356,7 @@ def states_and_parity() -> tuple[float, Any]:
     """Bytes of states for each parameter of the model, on this rank; and how far this training is from that of one process."""
     from course.training.assemble import assemble
 
-    c = config.load("vit-demo", ["parallel.zero=true", "parallel.bucket_mb=1", "data.source=mock", "train.device=cpu"])
+    c = config.load("vit-demo", ["parallel.zero=1", "parallel.bucket_mb=1", "data.source=mock", "train.device=cpu"])
     training = assemble(c, parallel.build_mesh(c.parallel, parallel.join("cpu")))
     training.step(training.model.example(2, torch.device("cpu")))
     training.gradients.wait_parameters()
@@ -366,7 +364,7 @@ def states_and_parity() -> tuple[float, Any]:
     return states / sum(p.numel() for p in training.model.parameters()), verify.compare(exact)
 
 
-exact = config.load("vit-demo", [*verify.DEFAULTS, "model.grid=[16,32]", "parallel.zero=true", "parallel.dp=2",
+exact = config.load("vit-demo", [*verify.DEFAULTS, "model.grid=[16,32]", "parallel.zero=1", "parallel.dp=2",
                                  "parallel.bucket_mb=0.5", "train.device=cpu"])
 (state_bytes, gaps), _ = ranks(2)(states_and_parity)
 lab.beside("bytes of states a parameter, on each of 2 ranks", my_state_bytes, state_bytes)

@@ -42,7 +42,6 @@ from torch.autograd import Function
 
 from course.lab.instruments import bytes_sent
 from course import config, models, parallel
-from course.utils import random
 from course.inference import sample_text
 from course.config import schema
 from course.training import trainer, verify
@@ -102,9 +101,7 @@ cpu = torch.device("cpu")
 
 def new_model(settings: config.Config) -> nn.Module:
     """The serial model of a configuration, with fresh weights."""
-    model = parallel.place_serial(models.build_model(settings.model))
-    random.initialize(model, settings.train.seed, cpu, torch.float32)
-    return model
+    return parallel.initialize_serial(models.build_model(settings.model), settings.train.seed, cpu, torch.float32)
 
 
 def loss_of(model: nn.Module, samples: int) -> float:

@@ -58,7 +58,7 @@ from course.lab.instruments.crash_disk import Disk
 from course.lab.instruments.tensor_memory import MemoryMeter
 from course.lab.notebook import check
 from course.ranks.notebook_ranks import ranks
-from course.parallel import Axis, World, build_mesh, join
+from course.parallel import World, build_mesh, join
 from course.parallel.placement import Box
 from course.checkpoint.shards import read_box
 from course.training.assemble import assemble
@@ -104,7 +104,7 @@ def go_on(training: Any, first: int, last: int) -> list[float]:
 training = new_training()
 before = go_on(training, 0, 200)
 progress = {**training.progress.state(), "samples": 8 * 200}
-saved = checkpoint.save(work / "first", training.optimizer, progress, schema.as_plain(training.config), Axis("all"))
+saved = checkpoint.save(work / "first", training.optimizer, progress, schema.as_plain(training.config), training.layout)
 after = go_on(training, 200, 240)
 print(f"loss at the start {before[0]:.3f}, at the checkpoint {before[-1]:.3f}, at the end {after[-1]:.3f}")
 print(*(f"{file.stat().st_size:>8,} bytes  {file.name}" for file in sorted(saved.iterdir())), sep="\n")
@@ -129,7 +129,7 @@ my_weights_alone = 0.1           # your prediction: the largest difference withi
 def restart(optimizer: bool, state: bool) -> list[float]:
     """The steps from 200 on of a new training that has got some of the checkpoint."""
     index, other = checkpoint.read_index(saved), new_training()
-    checkpoint.load(saved, index, other.model, other.optimizer if optimizer else None)
+    checkpoint.load(saved, index, other.model, other.layout, other.optimizer if optimizer else None)
     if state:
         other.progress.restore(index["state"])
     return go_on(other, 200, 240)
@@ -174,13 +174,14 @@ print("with everything, equal to the last bit:", ways["everything"] == after)
 def state_dict_here() -> dict[str, Tensor]:
     """What a tensor-parallel rank has of the model of step 200."""
     part = new_training("parallel.tp=2")
-    checkpoint.load(saved, checkpoint.read_index(saved), part.model)
+    checkpoint.load(saved, checkpoint.read_index(saved), part.model, part.layout)
     return {name: p.detach() for name, p in part.model.named_parameters()}
 
 
 rank0, rank1 = ranks(2)(state_dict_here)
-serial = new_training().model
-checkpoint.load(saved, checkpoint.read_index(saved), serial)
+alone = new_training()
+serial = alone.model
+checkpoint.load(saved, checkpoint.read_index(saved), serial, alone.layout)
 for name in ("blocks.0.norm1.weight", "blocks.0.attn.qkv.weight", "blocks.0.attn.out.weight", "blocks.0.mlp.up.weight"):
     one, half = tuple(serial.get_parameter(name).shape), tuple(rank0[name].shape)
     print(f"{name:26} one process {one!s:10} each of 2 ranks {half}")
@@ -254,15 +255,15 @@ def saved_by(*layout: str) -> Path:
     def on_ranks() -> Path:
         here = new_training(*layout)
         index = checkpoint.read_index(saved)
-        checkpoint.load(saved, index, here.model, here.optimizer)
+        checkpoint.load(saved, index, here.model, here.layout, here.optimizer)
         here.progress.restore(index["state"])
         state = {**here.progress.state(), "samples": 8 * 200}
-        return checkpoint.save(work / "-".join(layout), here.optimizer, state, schema.as_plain(here.config), here.mesh.all)
+        return checkpoint.save(work / "-".join(layout), here.optimizer, state, schema.as_plain(here.config), here.layout)
 
     return ranks(2)(on_ranks)[0]
 
 
-by_tp, by_zero = saved_by("parallel.tp=2"), saved_by("parallel.zero=true", "parallel.bucket_mb=0.01")
+by_tp, by_zero = saved_by("parallel.tp=2"), saved_by("parallel.zero=1", "parallel.bucket_mb=0.01")
 for folder in (by_tp, by_zero):
     entry = checkpoint.read_index(folder)["tensors"]["blocks.0.attn.qkv.weight"]
     print(f"\n{folder.parent.name}: blocks.0.attn.qkv.weight, shape {entry['shape']}, {entry['dtype']}")
@@ -342,7 +343,7 @@ check("put-together")
 #
 # ## The real thing
 #
-# `course reshard RUN parallel.tp=2 parallel.zero=true` does it for a whole run: for each rank of the new layout it builds the
+# `course reshard RUN parallel.tp=2 parallel.zero=1` does it for a whole run: for each rank of the new layout it builds the
 # model *without memory* (the `meta` device), reads off the placements which boxes that rank will own, and writes them to one
 # file. Any layout reads any checkpoint without this; but when a thousand ranks each need a corner of every file, it is better
 # to cut it up once.
@@ -362,7 +363,7 @@ home = work / "runs" / "gpt-demo"
 undisturbed = run_steps(5, "undisturbed")
 run_steps(2, "short")
 with lab.yours(overlap):
-    reshard.main(home / "short", ["parallel.tp=2", "parallel.zero=true", "parallel.dp=2"], "resharded")
+    reshard.main(home / "short", ["parallel.tp=2", "parallel.zero=1", "parallel.dp=2"], "resharded")
 
 
 def everything(run: Path) -> dict[str, Tensor]:
@@ -391,7 +392,7 @@ print(f"{len(old)} tensors;", sum(torch.equal(old[name], new[name]) for name in 
 my_digits = 6                    # your prediction
 
 # %%
-on_four, *_ = ranks(4)(run_steps, 5, "resharded", "parallel.tp=2", "parallel.zero=true", "parallel.dp=2")
+on_four, *_ = ranks(4)(run_steps, 5, "resharded", "parallel.tp=2", "parallel.zero=1", "parallel.dp=2")
 gap = max(abs(a / b - 1) for a, b in zip(on_four, undisturbed, strict=True))
 print("alone  ", *(f"{loss:.12f}" for loss in undisturbed))
 print("on four", *(f"{loss:.12f}" for loss in on_four))
@@ -418,7 +419,7 @@ larger = ["model.vocab=4096", "model.dim=256", "model.depth=4", "precision=fp32"
 c = config.load("gpt-demo", [*TINY, *larger, "train.steps=1"])
 fit(assemble(c, build_mesh(c.parallel, World())))
 with MemoryMeter() as meter:
-    reshard.main(home / "larger", ["parallel.dp=2", "parallel.zero=true"], "larger2", lambda text: None)
+    reshard.main(home / "larger", ["parallel.dp=2", "parallel.zero=1"], "larger2", lambda text: None)
 bytes_in_all = sum(file.stat().st_size for file in (home / "larger" / "checkpoints").rglob("*.safetensors"))
 print(f"on the disk {bytes_in_all / 1e6:.1f} MB")
 lab.beside("most MB alive at once", my_peak, meter.peak / 1e6, "MB")
@@ -721,8 +722,9 @@ my_lost_large = 0.5
 
 # %%
 seen: list[Tensor] = []
-model = new_training().model
-checkpoint.load(saved, checkpoint.read_index(saved), model)
+again = new_training()
+model = again.model
+checkpoint.load(saved, checkpoint.read_index(saved), model, again.layout)
 model.train().blocks["0"].attn.qkv.register_full_backward_hook(lambda module, inputs, outputs: seen.append(outputs[0]))
 batch = model.prepare(language(100), torch.zeros((), dtype=torch.int64))
 total, weight = model.loss(model(batch), batch)

@@ -47,10 +47,9 @@ from course.lab.grading import on_cluster
 from course.lab.grading.submissions import exercises_of_lesson
 from course.lab.slurm import lint, script_parser
 from course.models import DiTConfig, ViTConfig, build_model
-from course.parallel import Axis, World, place_serial
+from course.parallel import World, initialize_serial, serial_layout
 from course.planner import collectives, hardware, host_overhead, kernel_efficiency
 from course.training import run_log
-from course.utils import random
 from course.utils.atomic_files import sha256
 from course.utils.errors import CourseError
 
@@ -427,8 +426,8 @@ def test_what_is_said_of_latents(place, raw):
 
 def saved_model() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     """A small ViT and its optimizer, after a step."""
-    model = place_serial(build_model(ViTConfig(grid=(4, 4), channels=1, patch=2, dim=4, depth=1, heads=2)))
-    random.initialize(model, 0, torch.device("cpu"))
+    small = build_model(ViTConfig(grid=(4, 4), channels=1, patch=2, dim=4, depth=1, heads=2))
+    model = initialize_serial(small, 0, torch.device("cpu"))
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -440,7 +439,8 @@ def saved_model() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 def saved(place):
     """A checkpoint, and what it was of."""
     model, optimizer = saved_model()
-    return checkpoint.save(place / "whole", optimizer, {"step": 7, "samples": 28}, {"a": 1}, Axis("all")), model, optimizer
+    saved = checkpoint.save(place / "whole", optimizer, {"step": 7, "samples": 28}, {"a": 1}, serial_layout(model))
+    return saved, model, optimizer
 
 
 def header_of(whole: bytes) -> int:
@@ -473,7 +473,7 @@ def test_checkpoints(saved, data):
     with suppress(CourseError), mock.patch.object(checkpoint, "check_file", lambda *_: None):
         found, read = checkpoint.newest(folder.parent, lambda text: None)
         assert found == folder
-        checkpoint.load(folder, read, model, optimizer)
+        checkpoint.load(folder, read, model, serial_layout(model), optimizer)
         checkpoint.read_named(folder, read, list(read["tensors"]))
 
 
@@ -516,8 +516,7 @@ OF_WORDS = json.loads(WORDS_FILE)
 def hugging_face(place):
     """A GPT-2 as transformers writes it: the bytes of its weights and its config.json."""
     c = huggingface.config_of(GPT2)
-    model = place_serial(build_model(c))
-    random.initialize(model, 0, torch.device("cpu"))
+    model = initialize_serial(build_model(c), 0, torch.device("cpu"))
     huggingface.write(place / "gpt2", c, [(name, p.detach()) for name, p in huggingface.serial(model)])
     return {name: (place / "gpt2" / name).read_bytes() for name in ("model.safetensors", "config.json")}
 
@@ -603,8 +602,7 @@ def test_configurations_of_hugging_face(place, hugging_face, raw):
 def dit_state() -> dict[str, torch.Tensor]:
     """A small DiT by facebookresearch/DiT's names."""
     c = DiTConfig(latent=(1, 4, 4), patch=2, dim=8, depth=1, heads=2, mlp_ratio=2.0, classes=3)
-    model = place_serial(build_model(c))
-    random.initialize(model, 0, torch.device("cpu"))
+    model = initialize_serial(build_model(c), 0, torch.device("cpu"))
     return dit.to_theirs({name: p.detach() for name, p in model.named_parameters()}, c)
 
 

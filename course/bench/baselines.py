@@ -26,7 +26,7 @@ def dtensor(world: World, size: tuple[int, int, int], batch: dict[str, Tensor], 
     )
 
     grid = init_device_mesh(world.device.type, (world.size,))
-    model = stack(build_mesh(Parallel(dp=world.size), world), Parallel(), torch.bfloat16, size, causal=True, cut=False)
+    model, = stack(build_mesh(Parallel(dp=world.size), world), Parallel(), torch.bfloat16, size, causal=True, cut=False).stages
     whole: Row = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)}
     plan = {"norm1": SequenceParallel(), "norm2": SequenceParallel(), "attn": PrepareModuleInput(**whole),
             "mlp": PrepareModuleInput(**whole), "attn.qkv": ColwiseParallel(), "mlp.up": ColwiseParallel(),
@@ -81,7 +81,7 @@ def pipeline(world: World, size: tuple[int, int, int], batch: dict[str, Tensor],
     p, stages = world.size, world.size * chunks
     dim, depth, heads = size
     parts = [Part(list(stack(build_mesh(Parallel(dp=p), world), Parallel(), torch.bfloat16, (dim, depth // stages, heads), True,
-                             cut=False).blocks.values())) for _ in range(chunks)]
+                             cut=False).stages[0].blocks.values())) for _ in range(chunks)]
     made = [pipelining.PipelineStage(part, chunk * p + world.rank, stages, world.device) for chunk, part in enumerate(parts)]
 
     def loss(output: Tensor, target: Tensor) -> Tensor:

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from course.bench import timing
 from course.config import Config, Parallel, Train
-from course.models.layers import TENSOR_PLAN, TOKEN_PLAN, Block, GeluMLP, SumOverTokens, Tokens
-from course.parallel import Mesh, World, parallelize, place_serial
+from course.models.layers import MLP, TENSOR_PLAN, TOKEN_PLAN, Block, SumOverTokens
+from course.parallel import Layout, Mesh, World, parallelize, serial_layout
+from course.parallel.initialize import give_memory
 from course.training import fuse_blocks
 from course.training.step import Progress, build_compute
 
@@ -60,9 +61,9 @@ class Stack(nn.Module):
         self.blocks = nn.ModuleDict({str(i): Block(dim, heads, 4 * dim, f"blocks.{i}", causal=causal) for i in range(depth)})
         if tanh:
             for block in self.blocks.values():
-                block.mlp = GeluMLP(dim, 4 * dim, True, "tanh")
+                block.mlp = MLP(dim, 4 * dim, approximate="tanh")
         self.head: nn.Module | None = nn.Identity()
-        self.loss, self.tokens = MeanSquare(), Tokens()
+        self.loss = MeanSquare()
 
     def forward(self, batch: dict[str, Tensor], x: Tensor | None = None) -> Tensor:
         if self.embed is not None:
@@ -73,23 +74,17 @@ class Stack(nn.Module):
 
 
 def stack(mesh: Mesh, settings: Parallel, dtype: torch.dtype, size: tuple[int, int, int], causal: bool, cut: bool = True,
-          triton: bool = False) -> Any:
-    """A stack of (width, depth, heads) in a layout, with random weights. triton: by the kernels of kernels=triton, with GELU
-    through tanh, of which alone they have the gradient in a matmul."""
+          triton: bool = False) -> Layout:
+    """A stack of (width, depth, heads) in a layout, whose `stages` are the model, with random weights. triton: by the kernels of
+    kernels=triton, with GELU through tanh."""
     with torch.device("meta"):
         model: Any = Stack(*size, causal, triton)
-    model = randomize(parallelize(model, mesh, settings) if cut else place_serial(model), mesh.world.device, dtype)
-    return fuse_blocks.fuse_blocks(model) if triton else model
-
-
-def randomize(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """Give a model on the meta device random weights."""
-    for module in model.modules():
-        for name, old in list(module.named_parameters(recurse=False)):
-            new = nn.Parameter(torch.randn(old.shape, device=device, dtype=dtype) * 0.02)
-            new.placement = old.placement           # type: ignore[attr-defined]
-            setattr(module, name, new)
-    return model
+    layout = parallelize(model, mesh, settings) if cut else serial_layout(model, mesh.world)
+    for parameter in model.parameters():
+        give_memory(parameter, torch.randn(parameter.shape, device=mesh.world.device, dtype=dtype) * 0.02)
+    if triton:
+        fuse_blocks.fuse_blocks(model)
+    return layout
 
 
 def batch_of(samples: int, tokens: int, dim: int, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -99,16 +94,17 @@ def batch_of(samples: int, tokens: int, dim: int, device: torch.device, dtype: t
             "position": torch.arange(tokens, device=device).expand(samples, tokens)}
 
 
-def forward_backward(model: Any, mesh: Mesh, batch: dict[str, Tensor], micro: int = 0, settings: Parallel | None = None,
+def forward_backward(layout: Layout, batch: dict[str, Tensor], micro: int = 0, settings: Parallel | None = None,
                      precision: Any = "fp32") -> Callable[[], object]:
     """One call of the library's compute, forward and backward, with the gradients dropped at the end."""
     config = Config(train=Train(micro_batch=micro, global_batch=len(batch["sample"])), precision=precision,
                     parallel=settings or Parallel())
-    compute = build_compute(model, Progress.start(config, mesh.world.device), config, mesh)
+    compute = build_compute(layout.stages[-1], Progress.start(config, layout.mesh.world.device), config, layout)
 
     def run() -> None:
         compute(batch)
-        model.zero_grad()
+        for stage in layout.stages:
+            stage.zero_grad()
 
     return run
 

@@ -43,13 +43,14 @@ def tp(world: World, small: bool) -> Iterator[Row]:
                "symmetric": Parallel(tp=n, sp=True, overlap="symmetric")} if n > 1 else {"one GPU": Parallel()}
     for name, settings in layouts.items():
         mesh = build_mesh(settings, world)
-        model = stack(mesh, settings, dtype, size, causal=True)
-        yield measure(name, forward_backward(model, mesh, batch, settings=settings), world)
-        del model
+        layout = stack(mesh, settings, dtype, size, causal=True)
+        yield measure(name, forward_backward(layout, batch, settings=settings), world)
+        del layout
         if name != "plain":
-            model = compile_parts(stack(mesh, settings, dtype, size, causal=True))
-            yield measure(f"{name}, compiled", forward_backward(model, mesh, batch, settings=settings), world)
-            del model
+            layout = stack(mesh, settings, dtype, size, causal=True)
+            compile_parts(layout.stages)
+            yield measure(f"{name}, compiled", forward_backward(layout, batch, settings=settings), world)
+            del layout
             torch._dynamo.reset()
     if n > 1:
         for compiled in (False, True):
@@ -130,14 +131,15 @@ def dp(world: World, small: bool) -> Iterator[Row]:
                                 ("ddp", 100.0)) if world.size > 1 else (("none", 25.0),):
             settings = Parallel(dp=world.size, data=method, bucket_mb=size_mb)      # type: ignore[arg-type]
             mesh = build_mesh(settings, world)
-            model = stack(mesh, settings, torch.float32, size, causal=True)
+            layout = stack(mesh, settings, torch.float32, size, causal=True)
+            model, = layout.stages
             if compiled:
                 for block in model.blocks.values():
                     block.compile()
-            gradients = build_gradient_sync(model, mesh, settings)
+            gradients = build_gradient_sync(model, layout, settings)
             batch = batch_of(samples, tokens, size[0], world.device, torch.bfloat16)
             config = Config(train=Train(), precision="bf16", parallel=settings)
-            compute = build_compute(model, Progress.start(config, world.device), config, mesh)
+            compute = build_compute(gradients.trained(model), Progress.start(config, world.device), config, layout)
 
             def run(compute: Any = compute, gradients: Any = gradients, batch: Any = batch) -> None:
                 gradients.begin(1)
@@ -146,7 +148,7 @@ def dp(world: World, small: bool) -> Iterator[Row]:
                 gradients.clear()
 
             yield measure(method + ", compiled" * compiled, run, world, bucket_mb=size_mb)
-            del model, gradients, compute, run
+            del model, layout, gradients, compute, run
             torch._dynamo.reset()
 
 
@@ -157,14 +159,14 @@ def pp(world: World, small: bool) -> Iterator[Row]:
     batch = batch_of(micros, tokens, size[0], world.device, dtype)
     if p == 1:
         mesh = build_mesh(Parallel(), world)
-        yield measure("one GPU", forward_backward(stack(mesh, Parallel(), dtype, size, True), mesh, batch, 1), world, 5)
+        yield measure("one GPU", forward_backward(stack(mesh, Parallel(), dtype, size, True), batch, 1), world, 5)
         return
     for schedule, chunks in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2)):
         settings = Parallel(pp=p, schedule=schedule, chunks=chunks)     # type: ignore[arg-type]
         mesh = build_mesh(settings, world)
-        model = stack(mesh, settings, dtype, size, causal=True)
-        yield measure(schedule, forward_backward(model, mesh, batch, 1, settings), world, 5, chunks=chunks)
-        del model
+        layout = stack(mesh, settings, dtype, size, causal=True)
+        yield measure(schedule, forward_backward(layout, batch, 1, settings), world, 5, chunks=chunks)
+        del layout
     for schedule, chunks in (("GPipe", 1), ("1F1B", 1), ("Interleaved1F1B", 2)):
         theirs = baselines.pipeline(world, size, batch, micros, schedule, chunks)
         yield measure(f"PyTorch {schedule}", theirs, world, 5, chunks=chunks)
@@ -176,16 +178,17 @@ def zero(world: World, small: bool) -> Iterator[Row]:
     if world.size == 1:
         return
     for name, settings in (("bucketed", Parallel(dp=world.size)), ("ddp", Parallel(dp=world.size, data="ddp")),
-                           ("ZeRO-1", Parallel(dp=world.size, zero=True)),
-                           ("ZeRO-1, 16-bit copies", Parallel(dp=world.size, zero=True)),
+                           ("ZeRO-1", Parallel(dp=world.size, zero=1)),
+                           ("ZeRO-1, 16-bit copies", Parallel(dp=world.size, zero=1)),
                            ("ZeroRedundancyOptimizer", Parallel(dp=world.size, data="ddp"))):
         mesh = build_mesh(settings, world)
-        model = stack(mesh, settings, torch.float32, size, causal=True)
-        gradients = build_gradient_sync(model, mesh, settings, torch.bfloat16 if "copies" in name else None)
+        layout = stack(mesh, settings, torch.float32, size, causal=True)
+        model, = layout.stages
+        gradients = build_gradient_sync(model, layout, settings, torch.bfloat16 if "copies" in name else None)
         batch = batch_of(samples, tokens, size[0], world.device, torch.bfloat16)
         config = Config(train=Train(), precision="bf16", parallel=settings)
         progress = Progress.start(config, world.device)
-        compute = build_compute(model, progress, config, mesh)
+        compute = build_compute(gradients.trained(model), progress, config, layout)
         if name == "ZeroRedundancyOptimizer":
             from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -207,7 +210,7 @@ def zero(world: World, small: bool) -> Iterator[Row]:
         parameters = sum(p.numel() for p in model.parameters())
         yield measure(name, run, world, optimizer_gb=states / 1e9, theory_gb=8e-9 * parameters / (
             1 if name in ("bucketed", "ddp") else world.size))
-        del model, gradients, compute, run, optimizer, inner
+        del model, layout, gradients, compute, run, optimizer, inner
         if world.device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -144,10 +144,10 @@ def layers(case: Case, world: World, small: bool) -> Iterator[Row]:
     def ours(sp: bool, triton: bool = False) -> Any:
         settings = Parallel(tp=world.size, sp=sp)
         mesh = build_mesh(settings, world)
-        model: Any = stack(mesh, settings, torch.bfloat16, size, causal=True, triton=triton)
+        layout = stack(mesh, settings, torch.bfloat16, size, causal=True, triton=triton)
         if not small:
-            compile_parts(model)
-        return forward_backward(model, mesh, batch_of(samples, c.context, c.dim, device, torch.bfloat16), settings=settings)
+            compile_parts(layout.stages)
+        return forward_backward(layout, batch_of(samples, c.context, c.dim, device, torch.bfloat16), settings=settings)
 
     makers = {"course": partial(ours, False)}
     if world.size > 1:                               # as theirs with Transformer Engine

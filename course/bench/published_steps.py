@@ -114,14 +114,14 @@ def megatron(name: str, value: float, *settings: str) -> Published:
 
 H100 = [megatron("1.7B", 409, "model.dim=2048", "model.depth=24", "model.heads=16", "parallel.dp=8"),
         megatron("7.1B, tp 2", 466, "model.dim=4096", "model.depth=32", "model.heads=32", "parallel.tp=2", "parallel.sp=true",
-                 "parallel.zero=true"),
+                 "parallel.zero=1"),
         megatron("16B, tp 4", 489, "model.dim=6144", "model.depth=32", "model.heads=48", "parallel.tp=4", "parallel.sp=true",
-                 "parallel.zero=true")]
+                 "parallel.zero=1")]
 
 # PyTorch chose flash attention at the time
 LLAMA = (*FAST, "model.context=8192", "model.vocab=128256", "model.dim=4096", "model.depth=32", "model.heads=32",
          "model.kv_heads=8", "model.mlp=swiglu", "model.mlp_width=14336", "model.norm=rms", "model.position=rotary",
-         "model.bias=false", "model.tied=false", "parallel.zero=true", "train.global_batch=8", "train.micro_batch=1",
+         "model.bias=false", "model.tied=false", "parallel.zero=1", "train.global_batch=8", "train.micro_batch=1",
          "train.recompute=selective", "attention=flash")
 FSDP = ("FSDP gathers all weights twice a step, and its recomputation takes every second matmul, too: here stand ZeRO-1 and the "
         "recomputation of what is cheap. That is 0.1 s of the 0.24 that are missing compiled; the rest is not explained")

@@ -145,7 +145,7 @@ def data() -> Iterator[Step]:
 
 def zero() -> Iterator[Step]:
     """`course bench zero`: the same stack, whole steps."""
-    ways = {"bucketed": [], "ddp": ["parallel.data=ddp"], "ZeRO-1, 16-bit copies": ["parallel.zero=true"]}
+    ways = {"bucketed": [], "ddp": ["parallel.data=ddp"], "ZeRO-1, 16-bit copies": ["parallel.zero=1"]}
     for row in rows("zero_"):
         if row["case"] in ways:
             c = stack(1024, 24, 16, 1024, 16 * row["gpus"], f"parallel.dp={row['gpus']}", *ways[row["case"]])

@@ -32,13 +32,14 @@ from course.checkpoint.shards import (
     check_whole,
     merge_entries,
     read_box,
-    read_part,
+    read_placed,
     write_shards,
 )
 from course.ops.ema import moving_average
 from course.parallel.agree import run_on_all
+from course.parallel.layout import Layout
 from course.parallel.mesh import Axis
-from course.parallel.placement import Placement, placement
+from course.parallel.placement import Placement, Placements
 from course.utils.atomic_files import NotAnOrdinaryFile, atomic, flush, free_bytes, os_error_cure, read_file, remove, sha256
 from course.utils.errors import CourseError
 
@@ -57,7 +58,7 @@ class NotSaved(CourseError):
     """A checkpoint that could not be written; those before it are whole."""
 
 
-def save(folder: Path, optimizer: torch.optim.Optimizer, state: dict[str, Any], config: dict[str, Any], everyone: Axis,
+def save(folder: Path, optimizer: torch.optim.Optimizer, state: dict[str, Any], config: dict[str, Any], layout: Layout,
          more: Mapping[str, Tensor] | None = None) -> Path:
     """Write `folder/step_N` (N is state["step"]): the optimizer's parameters and states.
 
@@ -66,10 +67,10 @@ def save(folder: Path, optimizer: torch.optim.Optimizer, state: dict[str, Any], 
     Raises `NotSaved` on every rank if any of them cannot write, `Misplaced` if what they own is not all of every tensor once;
     nothing of it stays, earlier checkpoints are untouched.
     """
-    final = folder / f"step_{state['step']:06d}"
+    final, everyone = folder / f"step_{state['step']:06d}", layout.mesh.all
     shared = (more or {}) if everyone.rank == 0 else {}
     run_on_all(everyone, lambda: make_room(final) if everyone.rank == 0 else None)
-    mine = [*owned_tensors(optimizer), *whole_tensors(shared)]
+    mine = [*owned_tensors(optimizer, layout.placements), *whole_tensors(shared)]
     pieces = [Shard(name, where, tensor.dtype) for name, tensor, where in mine]
     sizes = run_on_all(everyone, lambda: sum(tensor.nbytes for _, tensor, _ in mine))
     try:
@@ -106,10 +107,10 @@ def parameter_states(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) 
     return dict(optimizer.state.get(parameter, {})) | ({"ema": average[parameter]} if average else {})
 
 
-def owned_tensors(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor, Placement]]:
+def owned_tensors(optimizer: torch.optim.Optimizer, placements: Placements) -> Iterator[tuple[str, Tensor, Placement]]:
     """(name, tensor here, place of the parameter) of every parameter and optimizer state that this rank owns."""
     for parameter in optimizer_parameters(optimizer):
-        where = placement(parameter)
+        where = placements[parameter]
         if where.owner:
             yield where.name, parameter.data, where
             for key, value in parameter_states(optimizer, parameter).items():
@@ -293,8 +294,8 @@ def newest(folder: Path, say: Callable[[str], None], everyone: Axis | None = Non
     return None
 
 
-def load(checkpoint: Path, index: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer | None = None,
-         average: bool = False) -> None:
+def load(checkpoint: Path, index: dict[str, Any], model: nn.Module, layout: Layout,
+         optimizer: torch.optim.Optimizer | None = None, average: bool = False) -> None:
     """Fill the model's parameters, and the optimizer's states, each rank reading only its boxes.
 
     average: give the model the moving average of the weights instead of the last ones. An optimizer's average of which the
@@ -302,32 +303,38 @@ def load(checkpoint: Path, index: dict[str, Any], model: nn.Module, optimizer: t
 
     Raises `CourseError` if the checkpoint is of another model, or has no average, before anything is changed.
     """
+    placements = layout.placements
     updates = optimizer_parameters(optimizer) if optimizer is not None else []
     parameters, kind = list(model.parameters()), ".ema" if average else ""
-    fits(checkpoint, index, parameters)
-    if average and any(placement(p).name + kind not in index["tensors"] for p in parameters):
+    fits(checkpoint, index, [placements[p] for p in parameters])
+    if average and any(placements[p].name + kind not in index["tensors"] for p in parameters):
         raise CourseError(f"{checkpoint} has no moving average of the weights: train with optim.ema=0.9999, say, or use the last "
                           "weights (--no-ema)")
+
+    def read(name: str, parameter: nn.Parameter) -> Tensor:
+        """The part of a global tensor that belongs to what is here of a parameter."""
+        return read_placed(checkpoint, index, name, placements[parameter]).view(parameter.shape)
+
     for parameter in dict.fromkeys([*parameters, *updates]):            # mostly the same
-        parameter.data.copy_(read_part(checkpoint, index, placement(parameter).name + kind, parameter))
+        parameter.data.copy_(read(placements[parameter].name + kind, parameter))
     for parameter, value in moving_average(optimizer).items():
-        name = placement(parameter).name
-        value.copy_(read_part(checkpoint, index, f"{name}.ema" if f"{name}.ema" in index["tensors"] else name, parameter))
+        name = placements[parameter].name
+        value.copy_(read(f"{name}.ema" if f"{name}.ema" in index["tensors"] else name, parameter))
     plain = {parameter for group in getattr(optimizer, "param_groups", ()) if not group.get("momentum", 1)
              for parameter in group["params"]}       # without momentum SGD would keep an old one for ever, and save it again
     for parameter in [] if other_optimizer(index, optimizer) else [p for p in updates if p not in plain]:
         for key, found in index["tensors"].items():
             stem, _, leaf = key.rpartition(".")
-            if stem == placement(parameter).name and leaf != "ema" and optimizer is not None:
+            if stem == placements[parameter].name and leaf != "ema" and optimizer is not None:
                 # in the parameter's format, as PyTorch wants it; a count of steps stays as it is
-                value = (read_part(checkpoint, index, key, parameter).to(parameter.dtype) if found["shape"]
+                value = (read(key, parameter).to(parameter.dtype) if found["shape"]
                          else read_box(checkpoint, index, key, ()))
                 optimizer.state[parameter][leaf] = value.to(parameter.device)
 
 
-def nothing_over(checkpoint: Path, index: dict[str, Any], model: nn.Module, stages: Axis) -> None:
+def nothing_over(checkpoint: Path, index: dict[str, Any], layout: Layout) -> None:
     """Raise `CourseError` if the checkpoint has a parameter that no stage has: one of a deeper model, say."""
-    known = set[str]().union(*run_on_all(stages, lambda: [placement(p).name for p in model.parameters()]))
+    known = set[str]().union(*run_on_all(layout.mesh.pp, lambda: [where.name for where in layout.placements.values()]))
     for name in index["tensors"]:
         stem, _, leaf = name.rpartition(".")
         if name not in known and stem not in known and leaf != "amax_history":          # neither a parameter's nor its state
@@ -347,10 +354,9 @@ def read_named(checkpoint: Path, index: dict[str, Any], names: Iterable[str]) ->
     return {name: read_box(checkpoint, index, name, tuple((0, n) for n in shape)) for name, shape in found.items()}
 
 
-def fits(checkpoint: Path, index: dict[str, Any], parameters: list[nn.Parameter]) -> None:
+def fits(checkpoint: Path, index: dict[str, Any], placements: list[Placement]) -> None:
     """Raise `CourseError` naming the first parameter that the checkpoint lacks or has in another shape."""
-    for parameter in parameters:
-        place = placement(parameter)
+    for place in placements:
         found = index["tensors"].get(place.name)
         shape = None if found is None else tuple(found["shape"])
         if shape != place.global_shape:

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from course.checkpoint.safetensors_writer import stream
-from course.parallel.placement import Box, Placement, box_shape, placement
+from course.parallel.placement import Box, Placement, box_shape
 from course.utils.atomic_files import atomic, os_error_cure, sha256
 from course.utils.errors import CourseError
 
@@ -101,11 +101,6 @@ def count(pieces: list[dict[str, Any]]) -> tuple[int, bool]:
     meet = any(all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(one, other, strict=False))
                for one, other in combinations(ranges, 2))
     return sum(end - first for parts in ranges.values() for first, end in parts), twice or meet
-
-
-def read_part(checkpoint: Path, index: dict[str, Any], name: str, parameter: Tensor) -> Tensor:
-    """The part of a global tensor that belongs to what is here of a parameter, in its shape."""
-    return read_placed(checkpoint, index, name, placement(parameter)).view(parameter.shape)
 
 
 def read_placed(checkpoint: Path, index: dict[str, Any], name: str, where: Placement) -> Tensor:

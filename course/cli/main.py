@@ -148,7 +148,7 @@ def sample(run: Annotated[Path, typer.Argument(help="the folder of a GPT's run, 
 @app.command(no_args_is_help=True)
 def reshard(run: Annotated[Path, typer.Argument(help="the folder of a run, such as runs/vit-demo/default")],
             settings: Annotated[list[str] | None, typer.Argument(metavar=KEYS, help="the layout: keys of parallel, such as "
-                                                                 "parallel.tp=4 parallel.dp=2 parallel.zero=true")] = None,
+                                                                 "parallel.tp=4 parallel.dp=2 parallel.zero=1")] = None,
             name: Annotated[str, typer.Option(help="of the new run, beside the old one")] = "resharded") -> None:
     """Write a run's newest checkpoint again, cut up for another layout: each rank will find its part in one file.
 

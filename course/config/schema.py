@@ -72,7 +72,7 @@ def parse(overrides: Iterable[str]) -> dict[str, Any]:
         for part in reversed(key.split(".")):
             value = {part: value}
         values = merge(values, value)
-    return reading(values)
+    return reading(current(values))
 
 
 def as_typed(text: str) -> Any:
@@ -97,7 +97,9 @@ def reading(values: dict[str, Any]) -> dict[str, Any]:
     return merge(values, {"data": {"source": "files"}}) if named else values
 
 
-RENAMED = {("kernels", "hand"): "triton", ("by", "hand"): "native"}           # values in files of runs from before a renaming
+# values of runs from before a renaming
+RENAMED: dict[tuple[str, str], Any] = {("kernels", "hand"): "triton", ("by", "hand"): "native", ("zero", "true"): 1,
+                                       ("zero", "false"): 0}
 
 
 def current(values: Any) -> Any:

@@ -94,7 +94,7 @@ class Parallel:
     schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"      # of a pipeline's passes
     data: Literal["naive", "bucketed", "ddp", "none"] = "bucketed"      # how gradients are averaged; none: not at all
     bucket_mb: float = 25.0                         # of gradients in one collective
-    zero: bool = False                              # ZeRO-1: optimizer states cut over dp x cp
+    zero: int = 0                                   # stage of ZeRO; 1: optimizer states cut over dp x cp
     chunks: int = 1                                 # of blocks on each pipeline rank; interleaved needs 2 or more
 
     @property

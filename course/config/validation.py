@@ -54,11 +54,14 @@ def check(config: "Config") -> "Config":
     if (p.chunks > 1) != (p.schedule == "interleaved" and p.pp > 1):
         raise CourseError(f"parallel.chunks={p.chunks} with parallel.schedule={p.schedule} and parallel.pp={p.pp}: interleaved "
                           "needs at least 2 chunks on each of several pipeline ranks, the other schedules 1")
+    if p.zero not in (0, 1):
+        raise CourseError(f"parallel.zero={p.zero}: of ZeRO there are stage 0, nothing is cut, and stage 1, the optimizer's "
+                          "states are: use 0 or 1")
     if p.data == "ddp" and (p.pp > 1 or p.zero):
         raise CourseError("parallel.data=ddp wraps a whole model and keeps whole optimizer states: with parallel.pp > 1 or "
-                          "parallel.zero=true use parallel.data=bucketed")
+                          "parallel.zero=1 use parallel.data=bucketed")
     if p.data != "bucketed" and p.zero:
-        raise CourseError(f"parallel.zero=true has buckets of its own: use parallel.data=bucketed, not {p.data}")
+        raise CourseError(f"parallel.zero=1 has buckets of its own: use parallel.data=bucketed, not {p.data}")
     if config.model.kind == "gpt":
         check_groups(config.model, p)
         check_efficient(config.model, config)

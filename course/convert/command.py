@@ -41,7 +41,7 @@ from course.inference import sample_text
 from course.inference.forecast_scores import read_config
 from course.models import build_model
 from course.ops.number_formats import parameter_dtype
-from course.parallel import Axis, Mesh, Placement, World, build_mesh, join, joined, place_serial
+from course.parallel import Axis, Mesh, Placement, World, build_mesh, join, joined, serial_placements
 from course.parallel.agree import run_on_all
 from course.training.assemble import assemble
 from course.training.step import Progress
@@ -249,7 +249,7 @@ def other_kind(path: Path, like: str, theirs: str, ours: str) -> CourseError:
 
 def serial(settings: Config) -> list[Placement]:
     """The places of all parameters of the serial model."""
-    return [parameter.placement for parameter in place_serial(build_model(settings.model)).parameters()]   # type: ignore[attr-defined]
+    return list(serial_placements(build_model(settings.model)).values())
 
 
 def pieces(settings: Config, owned: list[Placement], more: dict[str, Tensor]) -> list[Shard]:
@@ -271,14 +271,14 @@ def rebuild(settings: Config, source: Source, everyone: Axis) -> dict[str, Tenso
     where that is not there. As in every first step, what has no scale yet multiplies in bf16: so what is noted is exact.
     """
     alone = everyone.size == 1
-    layout = replace(settings.parallel, pp=1, dp=1, cp=1, tp=1, sp=False, zero=False, chunks=1, schedule="1f1b") if alone else \
+    layout = replace(settings.parallel, pp=1, dp=1, cp=1, tp=1, sp=False, zero=0, chunks=1, schedule="1f1b") if alone else \
         settings.parallel
     settings = replace(settings, parallel=layout, compile=False, graphs=False, kernels="pytorch", attention="default",
                        train=replace(settings.train, device="cpu"))     # without what is written for GPUs
     mesh = build_mesh(settings.parallel, join("cpu"))
     training = assemble(settings, mesh)
-    fill([*training.model.parameters(), *training.gradients.optimizer_parameters], source)
-    batch = training.model.prepare(first_batch(training.model, settings, mesh), training.progress.step)     # type: ignore[operator]
+    fill([*training.model.parameters(), *training.gradients.optimizer_parameters], training.layout.placements, source)
+    batch = training.model.prepare(first_batch(training.model, settings, mesh), training.progress.step)
     compute_once(training, batch)
     return training.scaling.state()
 
@@ -289,7 +289,7 @@ def compute_once(training: Any, batch: dict[str, Tensor]) -> None:
 
     micro = training.config.train.micro_batch or len(batch["sample"])
     training.gradients.begin(-(-len(batch["sample"]) // micro))
-    build_compute(training.model, training.progress, training.config, training.mesh)(batch)
+    build_compute(training.model, training.progress, training.config, training.layout)(batch)
     training.gradients.finish()
     training.gradients.clear()
     training.scaling.update(torch.zeros(()))

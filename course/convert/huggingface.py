@@ -29,8 +29,8 @@ from course.convert import weight_files
 from course.convert.rules import SAME, Layout, Parts, Rule, Source, Table, both, entries, fill, look_up, same
 from course.data.text import end_tokens
 from course.models import GPTConfig, build_model
-from course.parallel.placement import place_serial, placement
-from course.utils import random
+from course.parallel.initialize import give_memory
+from course.parallel.placement import serial_placements
 from course.utils.atomic_files import atomic
 from course.utils.errors import CourseError
 
@@ -285,12 +285,12 @@ def source(folder: Path | str, like: GPTConfig | None = None) -> Source:
 def read(folder: Path | str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
     """A serial GPT with the configuration and weights of a Hugging Face folder, in evaluation mode."""
     found = source(folder)
-    model = place_serial(build_model(found.c))
-    found.check(placement(parameter).name for parameter in model.parameters())
-    model.init_plan = lambda: {"*": "zeros"}        # type: ignore[assignment] # drawing what is read over takes long
-    random.initialize(model, 0, torch.device(device), dtype)
-    del model.init_plan
-    fill(model.parameters(), found)
+    model = build_model(found.c)
+    placements = serial_placements(model)
+    found.check(where.name for where in placements.values())
+    for parameter in model.parameters():
+        give_memory(parameter, torch.empty(parameter.shape, device=device, dtype=dtype))
+    fill(model.parameters(), placements, found)
     return model.eval()
 
 
@@ -327,5 +327,4 @@ def beside(c: GPTConfig, dtype: torch.dtype, files: Mapping[str, list[weight_fil
 
 def serial(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The parameters of a serial model as `write` takes them."""
-    for parameter in model.parameters():
-        yield placement(parameter).name, parameter.detach()
+    yield from ((where.name, parameter.detach()) for parameter, where in serial_placements(model).items())

@@ -29,7 +29,7 @@ from course.data.text import end_tokens
 from course.inference.forecast_scores import read_config
 from course.models import build_model
 from course.ops.number_formats import working_dtype
-from course.parallel import Mesh, Placement, World, build_gradient_sync, build_mesh, parallelize, placement
+from course.parallel import Mesh, Placement, World, build_gradient_sync, build_mesh, parallelize
 from course.training.trainer import run_folder
 from course.utils.atomic_files import atomic
 from course.utils.errors import CourseError
@@ -154,9 +154,9 @@ def owned(settings: Config, rank: int, size: int) -> list[Placement]:
 
 def owned_in(settings: Config, mesh: Mesh) -> list[Placement]:
     """The same of this rank of a mesh. The model is built without memory."""
-    model = parallelize(build_model(settings.model), mesh, settings.parallel)
-    gradients = build_gradient_sync(model, mesh, settings.parallel, working_dtype(settings.precision))
-    return [placement(p) for p in gradients.optimizer_parameters if placement(p).owner]
+    layout = parallelize(model := build_model(settings.model), mesh, settings.parallel)
+    gradients = build_gradient_sync(model, layout, settings.parallel, working_dtype(settings.precision))
+    return [where for p in gradients.optimizer_parameters if (where := layout.placements[p]).owner]
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from course.convert.weight_files import Entry
-from course.parallel.placement import Placement, placement
+from course.parallel.placement import Placement, Placements
 from course.utils.errors import CourseError
 
 Parts = tuple[Tensor, ...]
@@ -119,13 +119,13 @@ class Source:
 
 
 @torch.no_grad()
-def fill(parameters: Iterable[nn.Parameter], source: Source) -> None:
+def fill(parameters: Iterable[nn.Parameter], placements: Placements, source: Source) -> None:
     """Give parameters their values, in whatever layout they are: each rank takes its boxes.
 
     Raises `CourseError` where a tensor is missing or of another shape.
     """
     for parameter in parameters:
-        where = placement(parameter)
+        where = placements[parameter]
         parameter.copy_(source.part(where.name, where).reshape(parameter.shape))
 
 

@@ -41,6 +41,7 @@ As with the emulation, the result is then rounded to its format, 2^-9 relative f
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,8 +50,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from course.models.layers import Linear
 from course.ops.custom_op import register_operator
+from course.ops.linear_op import Later, Product
 from course.ops.number_formats import check_capability, matmul_dtype
+from course.parallel.layout import Layout
 from course.parallel.mesh import Axis, Mesh
 from course.utils.errors import CourseError
 
@@ -145,9 +149,10 @@ class CastSpec:
     backward: bool                                  # whether there will be one, which needs the transposes
     note: bool                                      # whether this pass is training, of which the amax counts
     axis: Axis | None                               # current recipe: over which ranks a tensor has one scale
+    later: Later | None                             # where the weight's gradient is left; None: it is computed at once
 
 
-class Product(Function):
+class FP8Linear(Function):
     """x W' + b in FP8: (M, K), (N, K), (N,) -> (M, N). The slots, scale, inverse and amax of each role, are None if current."""
 
     @staticmethod
@@ -165,7 +170,10 @@ class Product(Function):
         to_x, to_weight, to_bias = ctx.dtypes
         g8, g8t, inverse_g = cast(grad.contiguous(), ctx.spec.gradients, ctx.spec, True, *ctx.slot)     # (M, N), (N, M16)
         dx = multiply(g8, w8t.t(), inverse_g, inverse_w, to_x) if ctx.needs_input_grad[0] else None # (M, K)
-        dw = multiply(g8t, x8t.t(), inverse_g, inverse_x, to_weight) if ctx.needs_input_grad[1] else None   # (N, K)
+        compute = partial(multiply, g8t, x8t.t(), inverse_g, inverse_x, to_weight)          # (N, K)
+        dw = compute() if ctx.needs_input_grad[1] else None
+        if ctx.spec.later is not None:
+            ctx.spec.later(compute)
         db = grad.sum(0, dtype=to_bias) if ctx.needs_input_grad[2] else None                        # (N,)
         return dx, dw, db, None, *[None] * 9
 
@@ -201,15 +209,16 @@ def largest_over(amax: Tensor, axis: Axis | None) -> Tensor:
     return amax
 
 
-class Matmul(nn.Module):
-    """Takes the place of F.linear in a linear, `Linear.matmul`: the same product in FP8, (..., K) -> (..., N).
+class Matmul(Product):
+    """A linear's product in FP8, (..., K) -> (..., N).
 
     With the delayed recipe it has for each role a scale, its inverse and the amax of this step so far: plain tensors,
     each of its own, at fixed addresses. `Scaling` changes them between steps.
     """
 
+    plain = False
+
     def __init__(self, name: str, settings: "FP8", device: torch.device):
-        super().__init__()
         self.name, self.margin, self.gradients = name, settings.margin, FORMATS[settings.gradients]
         self.training_pass = True                   # whether passes with gradients are noted
         self.known = settings.recipe == "current"   # whether there are scales: delayed ones after the first step
@@ -223,18 +232,29 @@ class Matmul(nn.Module):
         """The format of each role."""
         return E4M3, E4M3, self.gradients
 
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # (..., K), (N, K), (N,) -> (..., N)
+    def split_over(self, axis: Axis) -> None:
+        self.axis = axis
+
+    def check(self, weight: Tensor) -> None:
+        if any(side % MULTIPLE for side in weight.shape):
+            rows, columns = weight.shape
+            raise CourseError(f"precision=fp8 needs widths divisible by {MULTIPLE}, and {self.name} maps {columns} features to "
+                              f"{rows} on each rank: change model.dim, model.mlp_ratio or parallel.tp, or leave it in bf16 by "
+                              "adding it to fp8.keep")
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:    # (..., K), (N, K), (N,) -> (..., N)
         if not self.known:
             return self.observe(x, weight, bias)
         backward = torch.is_grad_enabled()
-        spec = CastSpec(self.margin, self.gradients, matmul_dtype(x), backward, self.training_pass and backward, self.axis)
+        spec = CastSpec(self.margin, self.gradients, matmul_dtype(x), backward, self.training_pass and backward, self.axis,
+                        self.later)
         slots: list[Any] = [slot for three in zip(self.scales, self.inverses, self.amaxes, strict=True) for slot in three]
         rows = x.reshape(-1, x.shape[-1])                                   # (M, K)
-        return Product.apply(rows, weight, bias, spec, *(slots or [None] * 9)).view(*x.shape[:-1], len(weight))
+        return FP8Linear.apply(rows, weight, bias, spec, *(slots or [None] * 9)).view(*x.shape[:-1], len(weight))
 
     def observe(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The product in the format around it; the amaxes are noted."""
-        y = F.linear(x, weight, bias)
+        y = super().__call__(x, weight, bias)
         if not (self.training_pass and torch.is_grad_enabled()):
             return y
         for amax, operand in zip(self.amaxes, (x, weight), strict=False):
@@ -322,10 +342,8 @@ def convert(model: nn.Module, config: "Config", mesh: Mesh) -> Scaling:
     if config.precision == "fp8" and config.fp8.by == "native":
         check_device(mesh.world.device)
         for name, module in model.named_modules():
-            if hasattr(module, "matmul") and not config.fp8.keeps(name):
-                matmuls[name] = Matmul(name, config.fp8, mesh.world.device)
-    for name, matmul in matmuls.items():
-        model.get_submodule(name).matmul = matmul
+            if isinstance(module, Linear) and not config.fp8.keeps(name):
+                module.product = matmuls[name] = Matmul(name, config.fp8, mesh.world.device)
     return Scaling(matmuls, config.fp8, mesh)
 
 
@@ -334,18 +352,13 @@ def check_device(device: torch.device) -> None:
     check_capability(device, LEAST, "precision=fp8", "Ada, Hopper, Blackwell", "use precision=bf16")
 
 
-def prepare(model: nn.Module, scaling: Scaling) -> nn.Module:
+def prepare(model: nn.Module, layout: Layout, scaling: Scaling) -> None:
     """After the model is cut: passes by which the stages of a pipeline get to know each other are no training.
 
     Raises `CourseError` if a linear, as tp has cut it, has a width that cuBLAS does not take.
     """
-    if hasattr(model, "pipeline"):
-        model.pipeline.rehearsal = scaling.rehearsal                        # type: ignore[union-attr]
+    if layout.pipeline is not None:
+        layout.pipeline.rehearsal = scaling.rehearsal
     for module in model.modules():
-        matmul = getattr(module, "matmul", None)
-        if isinstance(matmul, Matmul) and any(side % MULTIPLE for side in module.weight.shape):     # type: ignore[union-attr]
-            rows, columns = module.weight.shape     # type: ignore[misc]
-            raise CourseError(f"precision=fp8 needs widths divisible by {MULTIPLE}, and {matmul.name} maps {columns} features to "
-                              f"{rows} on each rank: change model.dim, model.mlp_ratio or parallel.tp, or leave it in bf16 by "
-                              "adding it to fp8.keep")
-    return model
+        if isinstance(module, Linear):
+            module.product.check(module.weight)

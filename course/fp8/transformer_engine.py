@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from course.models.layers import Attend
-from course.parallel import Axis, Mesh
-from course.parallel.tensor_parallel.linear import ColumnLinear, RowLinear
+from course.parallel import Mesh
 from course.utils.errors import CourseError
 
 if TYPE_CHECKING:
@@ -83,13 +82,14 @@ def recipe_of(settings: "FP8") -> Any:
 
 def inside(model: Any, te: Any, recipe: Any, enabled: bool) -> None:
     """Let the model's forward pass run with the recipe. Around all of it: the histories move on when it is left."""
-    forward = model.forward
+    entered: list[Any] = []
 
-    def run(*inputs: Any) -> Any:
-        with te.autocast(enabled=enabled, recipe=recipe):                   # amaxes are reduced over all ranks
-            return forward(*inputs)
+    def enter(*_: Any) -> None:
+        entered.append(te.autocast(enabled=enabled, recipe=recipe))         # amaxes are reduced over all ranks
+        entered[-1].__enter__()
 
-    model.forward = run
+    model.register_forward_pre_hook(enter)
+    model.register_forward_hook(lambda *_: entered.pop().__exit__(None, None, None), always_call=True)
 
 
 def convert_block(te: Any, block: Any, wanted: Callable[[str], bool]) -> None:
@@ -110,7 +110,7 @@ def convert_block(te: Any, block: Any, wanted: Callable[[str], bool]) -> None:
 
 def linear(te: Any, old: Any, norm: Any = None) -> nn.Module:
     """te.Linear or te.LayerNormLinear with the parameters of a linear, whole or cut."""
-    style, axis = style_of(old)
+    style, axis = old.communication.mode, old.communication.axis
     rows, columns = old.weight.shape
     sizes = {"in_features": columns * (axis.size if style == "row" else 1),             # of all ranks together
              "out_features": rows * (axis.size if style == "column" else 1)}
@@ -124,7 +124,7 @@ def linear(te: Any, old: Any, norm: Any = None) -> nn.Module:
 
 def mlp(te: Any, norm: Any, up: Any, down: Any) -> nn.Module:
     """te.LayerNormMLP with the parameters of a norm and two linears."""
-    style, axis = style_of(up)
+    style, axis = up.communication.mode, up.communication.axis
     rows, columns = up.weight.shape
     made = te.LayerNormMLP(hidden_size=columns, ffn_hidden_size=rows * axis.size, eps=norm.eps, activation="gelu",
                            set_parallel_mode=style is not None, tp_group=axis.group, tp_size=axis.size, device="meta",
@@ -133,11 +133,6 @@ def mlp(te: Any, norm: Any, up: Any, down: Any) -> nn.Module:
                 fc2_weight=down.weight, fc2_bias=down.bias)
 
 
-def style_of(old: nn.Module) -> tuple[str | None, Axis]:
-    """How tp has cut a linear, and over which ranks."""
-    if isinstance(old, ColumnLinear | RowLinear):
-        return "column" if isinstance(old, ColumnLinear) else "row", old.axis
-    return None, Axis("tp")
 
 
 def take(made: nn.Module, **parameters: nn.Parameter | None) -> nn.Module:

@@ -22,10 +22,10 @@ from course.data.weather.baselines import Regression
 from course.data.weather.metrics import squared_error
 from course.models import ViTConfig, build_model
 from course.ops.number_formats import parameter_dtype, set_matmul_precision
-from course.parallel import place_serial
+from course.parallel import initialize, serial_layout
 from course.planner import memory_check
 from course.training.validation import forward_only, headline, row_weights
-from course.utils import plots, random
+from course.utils import plots
 from course.utils.atomic_files import atomic
 from course.utils.errors import CourseError, closest_match
 
@@ -114,16 +114,17 @@ def load_model(run: Path, settings: Config, device: torch.device, average: bool 
         raise CourseError(f"{run} has no checkpoint yet: let it train to its first one, or lower checkpoint.every")
     memory_check.check_weights(settings, device)
     set_matmul_precision(settings.precision)
-    model = place_serial(build_model(settings.model, settings.train.seed))
-    random.initialize(model, settings.train.seed, device, parameter_dtype(settings.precision))
+    model = build_model(settings.model, settings.train.seed)
+    layout = serial_layout(model)
+    initialize(model, layout.placements, settings.train.seed, device, parameter_dtype(settings.precision))
     averaged = any(name.endswith(".ema") for name in found[1]["tensors"])
-    checkpoint.load(*found, model, average=averaged if average is None else average)
+    checkpoint.load(*found, model, layout, average=averaged if average is None else average)
     return model, int(found[1]["state"]["step"])
 
 
 def state_to_state(model: nn.Module, settings: Config) -> State:
     """The model as a function of the normalised state alone, (B, C, H, W)."""
-    forward = forward_only(model, settings.precision)
+    forward = forward_only(model, serial_layout(model), settings.precision)
     dtype = parameter_dtype(settings.precision)
 
     def one_step(x: Tensor) -> Tensor:

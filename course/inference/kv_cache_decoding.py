@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from course.models.layers import Linear
 from course.ops.attention import attend
 from course.ops.number_formats import autocast, precision_of_weights
 from course.utils import random
@@ -83,9 +84,9 @@ def generate(model: Any, tokens: Tensor, count: int, temperature: float = 1.0, t
 
 def check(model: Any, length: int, count: int, temperature: float, top_k: int) -> None:
     """Refuse what cannot be sampled."""
-    if hasattr(model, "pipeline"):
+    if model.embed is None or model.head is None:
         raise CourseError("generating needs a whole model, not a stage of a pipeline: load the checkpoint with parallel.pp=1")
-    if any(place.axis for p in model.parameters() if (place := getattr(p, "placement", None))):
+    if any(isinstance(module, Linear) and module.communication.mode for module in model.modules()):
         raise CourseError("generating needs a whole model, not one that tensor parallelism has cut: load the checkpoint with "
                           "parallel.tp=1")
     if length < 1 or count < 0:

@@ -19,8 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from course.models import diffusion, layers
+from course.models import diffusion
 from course.models.layers import (
+    MLP,
     TENSOR_PLAN,
     TOKEN_PLAN,
     Attention,
@@ -28,7 +29,6 @@ from course.models.layers import (
     Linear,
     PatchShape,
     SumOverTokens,
-    Tokens,
     to_fields,
     to_patches,
 )
@@ -114,13 +114,6 @@ def plain_norm(dim: int) -> nn.LayerNorm:
     return nn.LayerNorm(dim, eps=1e-6, elementwise_affine=False)
 
 
-class MLP(layers.MLP):
-    """The same with GELU as released DiT checkpoints have it: through tanh (Hendrycks and Gimpel 2016, arXiv:1606.08415)."""
-
-    def forward(self, x: Tensor) -> Tensor:                             # (B, T, D)
-        return self.down(F.gelu(self.up(x), approximate="tanh"))        # (B, T, D)
-
-
 class AdaLNBlock(nn.Module):
     """A transformer block whose norms and residual branches the condition modulates (adaLN-Zero)."""
 
@@ -129,7 +122,7 @@ class AdaLNBlock(nn.Module):
         self.norm1 = plain_norm(dim)
         self.attn = Attention(dim, heads)
         self.norm2 = plain_norm(dim)
-        self.mlp = MLP(dim, hidden)
+        self.mlp = MLP(dim, hidden, approximate="tanh")             # as released checkpoints have it
         self.ada = Linear(dim, 6 * dim)
 
     def forward(self, x: Tensor, c: Tensor) -> Tensor:                  # (B, T, D), (B, D)
@@ -193,7 +186,6 @@ class DiT(nn.Module):
         self.blocks = nn.ModuleDict({str(i): AdaLNBlock(c.dim, c.heads, c.hidden) for i in range(c.depth)})
         self.head = Head(c)
         self.loss = MeanSquare(math.prod(c.latent))
-        self.tokens = Tokens()
 
     def init_plan(self) -> dict[str, float | str]:
         """Pattern of serial names -> standard deviation, "ones" or "zeros"; the first that fits counts.

@@ -16,17 +16,16 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from course.models.layers import (
+    MLP,
     TENSOR_PLAN,
     Batch,
     Dropout,
-    GeluMLP,
     GroupedAttention,
     Linear,
     RMSNorm,
     RopeScaling,
     SumOverTokens,
     SwiGLU,
-    Tokens,
     rope_cos_sin,
 )
 from course.ops.number_formats import matmul_dtype
@@ -122,7 +121,7 @@ class Block(nn.Module):
         self.drop1 = Dropout(c.dropout, f"{name}.drop1")
         self.norm2 = norm(c)
         self.mlp = (SwiGLU(c.dim, c.hidden, c.bias) if c.mlp == "swiglu" else
-                    GeluMLP(c.dim, c.hidden, c.bias, "tanh" if c.mlp == "gelu_tanh" else "none"))
+                    MLP(c.dim, c.hidden, c.bias, "tanh" if c.mlp == "gelu_tanh" else "none"))
         self.drop2 = Dropout(c.dropout, f"{name}.drop2")
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:               # (B, T, D)
@@ -269,7 +268,7 @@ class Head(nn.Module):
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:               # (B, T, D)
         x = self.enter(self.norm(x))                                    # (B, T, D)
-        if not ((self.training or self.loss_alone) and self.chunk and self.proj.matmul is F.linear):
+        if not ((self.training or self.loss_alone) and self.chunk and self.proj.product.plain):
             return self.proj(x)                                         # (B, T, V)
         target, weights = batch["target"].clamp(min=0), token_weights(batch)            # 2 x (B, T)
         return chunked_loss(x.flatten(0, 1), self.proj.weight, target.flatten(), weights.flatten(), self.cross_entropy,
@@ -325,7 +324,6 @@ class GPT(nn.Module):
             self.head.proj.weight = self.embed.token.weight
         self.sums = ("head.proj.weight",) if c.loss_chunk else ()       # of ChunkedLoss: gradients added up in float32
         self.loss = NextToken()
-        self.tokens = Tokens()
 
     def init_plan(self) -> dict[str, float | str]:
         """Pattern of serial names -> standard deviation, "ones" or "zeros"; the first that fits counts.

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from course.ops.attention import attend
+from course.ops.linear_op import Communication, Product, WeightGradients
 from course.utils import random
 
 Batch = dict[str, Tensor]
@@ -78,16 +79,37 @@ class Attend(nn.Module):
 class Linear(nn.Linear):
     """A linear map whose output features are laid out as `rows`, such as (3, heads, head_dim), where they have a layout.
 
-    `matmul` is the seam where another number format puts its own product of input, weight and bias.
+    How it computes is in slots that surgery fills: number formats, tensor parallelism, fused operators and schedules each have
+    one (`course/ops/linear_op.py`).
     """
 
     def __init__(self, inputs: int, *rows: int, bias: bool = True):
         super().__init__(inputs, math.prod(rows), bias)
         self.rows = rows
-        self.matmul = F.linear
+        self.product, self.communication = Product(), Communication()
+        self.deferred_bias = False
+        self.weight_gradients: WeightGradients | None = None
 
     def forward(self, x: Tensor) -> Tensor:                             # (..., K) -> (..., N)
-        return self.matmul(x, self.weight, self.bias)
+        product, weight = self.product, self.weight
+        bias: Tensor | None = self.bias
+        if bias is not None and self.deferred_bias:
+            bias = bias.detach()
+        if self.weight_gradients is not None and weight.requires_grad:
+            product = product.put_off(self.weight_gradients.of(weight))
+            weight = weight.detach()                # or autograd would tell its hooks of a gradient that is not there yet
+            x = x if x.requires_grad else x.detach().requires_grad_()               # so that there is a backward pass
+        return self.communication(product, x, weight, bias)
+
+
+def as_linear(linear: nn.Linear) -> Linear:
+    """A linear with slots: itself, or, of PyTorch's own, one with its parameters."""
+    if isinstance(linear, Linear):
+        return linear
+    with torch.device("meta"):
+        made = Linear(linear.in_features, linear.out_features, bias=linear.bias is not None)
+    made.weight, made.bias = linear.weight, linear.bias
+    return made
 
 
 class Attention(nn.Module):
@@ -108,15 +130,16 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linear maps with GELU between them."""
+    """Two linear maps with GELU between them: exact, or its tanh approximation (Hendrycks and Gimpel 2016, arXiv:1606.08415)."""
 
-    def __init__(self, dim: int, hidden: int):
+    def __init__(self, dim: int, hidden: int, bias: bool = True, approximate: str = "none"):
         super().__init__()
-        self.up = Linear(dim, hidden)
-        self.down = Linear(hidden, dim)
+        self.up = Linear(dim, hidden, bias=bias)
+        self.down = Linear(hidden, dim, bias=bias)
+        self.approximate = approximate
 
     def forward(self, x: Tensor) -> Tensor:                             # (B, T, D)
-        return self.down(F.gelu(self.up(x)))                            # (B, T, D)
+        return self.down(F.gelu(self.up(x), approximate=self.approximate))              # (B, T, D)
 
 
 class RMSNorm(nn.RMSNorm):
@@ -189,19 +212,6 @@ def apply_rope(x: Tensor, cos_sin: Tensor) -> Tensor:                   # (B, h,
     a, b = x.chunk(2, -1)                                               # 2 x (B, h, T, d / 2)
     cos, sin = cos_sin
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
-
-
-class GeluMLP(nn.Module):
-    """`MLP` with a choice: exact GELU or its tanh approximation (GPT-2's), with biases or without."""
-
-    def __init__(self, dim: int, hidden: int, bias: bool, approximate: str):
-        super().__init__()
-        self.up = Linear(dim, hidden, bias=bias)
-        self.down = Linear(hidden, dim, bias=bias)
-        self.approximate = approximate
-
-    def forward(self, x: Tensor) -> Tensor:                             # (B, T, D)
-        return self.down(F.gelu(self.up(x), approximate=self.approximate))              # (B, T, D)
 
 
 class SwiGLU(nn.Module):
@@ -282,17 +292,3 @@ class SampleNorm(nn.Module):
         squares = self.sum_over_tokens(x.square().flatten(1).sum(1))    # (B,)
         zero = squares == 0                                             # there sqrt has no slope
         return squares.where(~zero, 1.0).sqrt().where(~zero, 0.0)       # (B,)
-
-
-class Tokens(nn.Module):
-    """Which tokens of a sample are here: all. Surgery puts a module in its place that cuts samples into pieces of tokens."""
-
-    seam = "tokens"
-
-    def cut(self, batch: Batch) -> Batch:
-        """A prepared batch, of which what has tokens keeps those that are here."""
-        return batch
-
-    def whole(self, output: Tensor) -> Tensor:
-        """The output for all tokens, (B, T, ...), from that for those that are here."""
-        return output

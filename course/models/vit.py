@@ -19,7 +19,6 @@ from course.models.layers import (
     Linear,
     PatchShape,
     SampleNorm,
-    Tokens,
     to_fields,
     to_patches,
 )
@@ -120,7 +119,6 @@ class ViT(nn.Module):
             for i in range(c.depth)})
         self.head = Head(c)
         self.loss = RelativeL2()
-        self.tokens = Tokens()
 
     def init_plan(self) -> dict[str, float | str | random.Uniform]:
         """Pattern of serial names -> standard deviation, "ones", "zeros" or a range; the first that fits counts."""

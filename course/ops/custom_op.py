@@ -1,11 +1,11 @@
-"""What Triton kernels have in common: operators with a formula and a kernel, and biases whose gradient is computed elsewhere."""
+"""Operators that are a formula on a CPU and a Triton kernel on a GPU."""
 
 import importlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
 def register_operator(name: str, schema: str, plain: Callable[..., Any], module: str,
@@ -30,19 +30,3 @@ def with_kernel(name: str, plain: Callable[..., Any], module: str) -> Callable[.
         return getattr(importlib.import_module(f"course.{module}"), name)(*given)
 
     return run
-
-
-class DeferredBias(nn.Module):
-    """The product of a linear, `matmul`; the gradient of its bias is computed elsewhere."""
-
-    def __init__(self, matmul: Callable[..., Tensor]):
-        super().__init__()
-        self.matmul = matmul
-
-    def forward(self, x: Any, weight: Tensor, bias: Tensor | None = None) -> Tensor:                    # (..., K) -> (..., N)
-        return self.matmul(x, weight, None if bias is None else bias.detach())
-
-
-def deferred_bias(linear: Any) -> Tensor | None:
-    """The bias of a linear whose gradient is computed elsewhere."""
-    return linear.bias if isinstance(linear.matmul, DeferredBias) else None

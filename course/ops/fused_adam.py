@@ -5,6 +5,8 @@ has their states, so that checkpoints of either go on with the other. Large floa
 own, `fused_adam_triton.py`; the rest, many and short, are PyTorch's, in a few kernels for all.
 """
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,12 +20,14 @@ class Adam(torch.optim.Adam):
     """PyTorch's fused Adam; of the parameters that are `has_own_kernel` it takes the average along. Gradients may be in 16 bits.
 
     The step sets `grad_scale` and `found_inf`, on the device, as for PyTorch's. values, follow: the average of each parameter
-    and the share of the way to the weights that it goes (`MovingAverage` sets them).
+    and the share of the way to the weights that it goes (`MovingAverage` sets them). copies: what the model computes with in the
+    place of a parameter, in 16 bits, if it does (`course/parallel/data_parallel/master_weights.py`).
     """
 
     grad_scale: Tensor
     found_inf: Tensor
     values: dict[nn.Parameter, Tensor] | None = None
+    copies: Mapping[nn.Parameter, Tensor] = MappingProxyType({})
     follow = 0.0
 
     @torch.no_grad()
@@ -56,7 +60,7 @@ class Adam(torch.optim.Adam):
         for p in parameters:
             own = self.state[p]
             fused_adam_triton.update(p, p.grad.contiguous(), own["exp_avg"], own["exp_avg_sq"],               # type: ignore[union-attr]
-                               self.values[p] if self.values else None, low_precision_copy(p), own["step"], group["lr"],
+                               self.values[p] if self.values else None, self.copies.get(p), own["step"], group["lr"],
                                self.grad_scale,
                                self.found_inf, group["betas"], group["eps"], group["weight_decay"], self.follow)
         torch._foreach_sub_(steps, [self.found_inf] * len(steps))       # a list: one tensor would be read on the host
@@ -69,9 +73,9 @@ class Adam(torch.optim.Adam):
             adam([*parameters], cast_gradients(parameters), first, second, [], steps, fused=True, grad_scale=self.grad_scale,
                  found_inf=self.found_inf, amsgrad=False, beta1=group["betas"][0], beta2=group["betas"][1], lr=group["lr"],
                  weight_decay=group["weight_decay"], eps=group["eps"], maximize=False)
-        copies = {p: copy for p in parameters if (copy := low_precision_copy(p)) is not None}
-        if copies:
-            torch._foreach_copy_([*copies.values()], [*copies])
+        masters = [p for p in parameters if p in self.copies]
+        if masters:
+            torch._foreach_copy_([self.copies[p] for p in masters], [*masters])
 
 
 def cast_gradients(parameters: list[nn.Parameter]) -> list[Tensor]:
@@ -84,12 +88,6 @@ def cast_gradients(parameters: list[nn.Parameter]) -> list[Tensor]:
         for i, gradient in zip(narrow, wide, strict=True):
             found[i] = gradient
     return found
-
-
-def low_precision_copy(p: nn.Parameter) -> Tensor | None:
-    """What the model computes with in the place of a parameter, in 16 bits
-    (`course/parallel/data_parallel/master_weights.py`)."""
-    return getattr(p, "copy", None)
 
 
 def has_own_kernel(p: Tensor) -> bool:

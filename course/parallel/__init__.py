@@ -1,19 +1,18 @@
-"""Parallelism as surgery on a serial model: `parallelize(model, mesh, settings)` and the mesh it works on."""
+"""Parallelism as surgery on a serial model: `parallelize(model, mesh, settings)`, the mesh it works on, the layout it returns."""
 
 from typing import TYPE_CHECKING
 
-import torch
 from torch import nn
 
 from course.parallel.context_parallel.attention import apply_context_parallel, check_attention, needs_zigzag
-from course.parallel.data_parallel.gradients import METHODS, GradientSync
-from course.parallel.data_parallel.master_weights import MasterWeights
-from course.parallel.data_parallel.zero1 import ZeRO1
+from course.parallel.data_parallel import build_gradient_sync
+from course.parallel.initialize import initialize, initialize_serial
+from course.parallel.layout import Layout, serial_layout
 from course.parallel.mesh import Axis, Mesh, World, abandon, build_mesh, join, joined, leave
-from course.parallel.pipeline_parallel.runtime import split_stages
-from course.parallel.placement import Placement, place_serial, placement
+from course.parallel.pipeline_parallel.runtime import Pipeline, split_stages
+from course.parallel.placement import Placement, Placements, serial_placements
 from course.parallel.tensor_parallel.linear import apply_tensor_parallel
-from course.parallel.tensor_parallel.sequence import mark_partial, require_seam, split_tokens
+from course.parallel.tensor_parallel.sequence import SplitTokens, WholeTokens, mark_partial, require_seam, split_tokens
 from course.utils.errors import CourseError
 
 if TYPE_CHECKING:
@@ -21,57 +20,50 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Axis",
+    "Layout",
     "Mesh",
     "Placement",
+    "Placements",
     "World",
     "abandon",
     "build_gradient_sync",
     "build_mesh",
+    "initialize",
+    "initialize_serial",
     "join",
     "joined",
     "leave",
     "parallelize",
-    "place_serial",
-    "placement",
+    "serial_layout",
+    "serial_placements",
 ]
 
 
-def build_gradient_sync(model: nn.Module, mesh: Mesh, settings: "Parallel", low: torch.dtype | None = None,
-                  masters: bool = False) -> GradientSync:
-    """The gradient synchronization of a model over dp x cp. Comes after the parameters have got their values.
-
-    low: the 16 bits of the matmuls, if they have fewer than the parameters: ZeRO-1 then computes with copies in these. masters:
-    one rank alone does, too, with an optimizer that writes the copies (`Config.masters`).
-    """
-    if mesh.dp_cp.size == 1:
-        return MasterWeights(model, mesh.dp_cp, low) if low and masters else GradientSync(model, mesh.dp_cp)
-    if settings.zero:
-        return ZeRO1(model, mesh.dp_cp, settings.bucket_mb, low)
-    return METHODS[settings.data](model, mesh.dp_cp, settings.bucket_mb)
-
-
-def parallelize(model: nn.Module, mesh: Mesh, settings: "Parallel") -> nn.Module:
-    """Cut a serial model, on the meta device, along the axes of the mesh, and name each parameter's place in it.
+def parallelize(model: nn.Module, mesh: Mesh, settings: "Parallel") -> Layout:
+    """Cut a serial model, on the meta device, along the axes of the mesh. Returns what has been decided.
 
     The data-parallel axis needs no surgery: gradients are averaged over it (`build_gradient_sync`). Raises `CourseError` if a
     parameter has a value, and where a seam is missing without which ranks would compute something else than one process does.
     """
     check_meta(model)
-    model = place_serial(model, owner=settings.zero or mesh.dp_cp.rank == 0)             # with ZeRO each rank owns its segments
-    tokens = None
+    # with ZeRO each rank owns its segments
+    placements = serial_placements(model, settings.zero > 0 or mesh.dp_cp.rank == 0, mesh.dp_cp)
+    tokens: WholeTokens | SplitTokens = WholeTokens()
     sp = mesh.tp if settings.sp else Axis("tp")
+    split = None
     if mesh.cp.size * sp.size > 1:
         check_seams(model, mesh.cp, sp)
         zigzag = mesh.cp.size > 1 and needs_zigzag(model, settings.context)
-        tokens = split_tokens(model, mesh.cp, sp, zigzag, settings.overlap)
-    model = apply_tensor_parallel(model, mesh.tp, tokens if sp.size > 1 else None)
+        tokens = split = split_tokens(model, mesh.cp, sp, zigzag, settings.overlap)
+    apply_tensor_parallel(model, placements, mesh.tp, split if sp.size > 1 else None)
     if sp.size > 1:
-        mark_partial(model, sp)
-    if tokens is not None:
-        model = apply_context_parallel(model, tokens, settings.context)
-    if mesh.pp.size > 1:
-        model = split_stages(model, mesh, settings.schedule, settings.chunks)
-    return model
+        mark_partial(placements, sp)
+    if split is not None:
+        apply_context_parallel(model, placements, split, settings.context)
+    if mesh.pp.size == 1:
+        return Layout(mesh, placements, tokens, (model,))
+    stages = split_stages(model, placements, mesh, settings.chunks)
+    return Layout(mesh, placements, tokens, stages, Pipeline(mesh, settings.schedule, settings.chunks))
 
 
 def check_meta(model: nn.Module) -> None:

@@ -307,7 +307,7 @@ def build_mesh(parallel: "Parallel", world: World) -> Mesh:
         raise CourseError(f"parallel: {arithmetic} = {product}, but {there}: start {product} with torchrun (`torchrun "
                           f"--standalone --nproc-per-node={product} -m course.cli train ...`) or srun, or change an axis")
     if world.size == 1:
-        return Mesh(world, torch.zeros(1, 1, 1, 1, dtype=torch.long), *(Axis(name) for name in (*AXES, "dp_cp", "all")))
+        return single(world)
     ranks = lay_out(sizes, parallel.order)
     if parallel.symmetric and world.device.type == "cuda":           # elsewhere it is done otherwise
         check_nodes(groups(ranks, AXES.index("tp")).tolist(), nodes(world.size), parallel.order)
@@ -316,6 +316,11 @@ def build_mesh(parallel: "Parallel", world: World) -> Mesh:
     whole = Axis("all", world.size, world.rank, tuple(range(world.size)), dist.group.WORLD)
     pp, dp, cp, tp = (_axis(name, grid[name]) for name in AXES)
     return Mesh(world, ranks, pp, dp, cp, tp, _axis("dp_cp", joint), whole)
+
+
+def single(world: World) -> Mesh:
+    """The mesh of one process."""
+    return Mesh(world, torch.zeros([1] * len(AXES), dtype=torch.long), *(Axis(name) for name in (*AXES, "dp_cp", "all")))
 
 
 def nodes(size: int) -> list[str]:

@@ -1,5 +1,6 @@
-"""What a rank holds of a parameter. Clipping, checkpoints and `verify` read this and guess nothing from shapes."""
+"""What a rank holds of each parameter. Clipping, checkpoints and `verify` read this and guess nothing from shapes."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
@@ -18,9 +19,10 @@ class Placement:
     name: its name in the serial model. global_shape: its logical shape there, (3, heads, head_dim, dim) for a
     fused QKV weight, so that a part of its heads is a box. box: which part of it is here; the tensor
     itself has the box's elements in order. axis: the mesh axis along which it is sharded, None where it is
-    whole. partial_over: the axis over which its gradient is a partial sum. owner: whether this rank speaks
-    for it where several hold the same box (in the gradient norm and in checkpoints). flat: with ZeRO-1, first and one past
-    the last of the box's elements, in order, that this tensor has; None for all of them.
+    whole. partial_over: the axis over which its gradient is a partial sum. average_over: the axis over which its gradient is
+    averaged; None: not at all. owner: whether this rank speaks for it where several hold the same box (in the gradient norm and
+    in checkpoints). flat: with ZeRO-1, first and one past the last of the box's elements, in order, that this tensor has; None
+    for all of them.
     """
 
     name: str
@@ -28,24 +30,24 @@ class Placement:
     box: Box
     axis: Axis | None = None
     partial_over: Axis | None = None
+    average_over: Axis | None = None
     owner: bool = True
     flat: tuple[int, int] | None = None
 
 
-def place_serial(model: nn.Module, owner: bool = True) -> nn.Module:
-    """Attach to every parameter the placement of a whole, unsharded tensor; surgery then changes what it splits."""
+Placements = dict[Tensor, Placement]               # of a rank's model, and of what its optimizer has in the place of parameters
+
+
+def serial_placements(model: nn.Module, owner: bool = True, average_over: Axis | None = None) -> Placements:
+    """The placement of every parameter of a serial model, whole and unsharded; surgery then changes those of what it cuts."""
+    placements: Placements = {}
     for name, parameter in model.named_parameters():                    # a tied one once, by its first name
         module = model.get_submodule(name.rpartition(".")[0])
         rows = getattr(module, "rows", tuple(parameter.shape[:1]))
         shape = (*rows, *parameter.shape[1:])
-        place(parameter, Placement(name, shape, tuple((0, n) for n in shape), owner=owner))
-    return model
-
-
-def place(parameter: nn.Parameter, where: Placement) -> nn.Parameter:
-    """Attach a placement to a parameter."""
-    parameter.placement = where                    # type: ignore[attr-defined]
-    return parameter
+        box = tuple((0, n) for n in shape)
+        placements[parameter] = Placement(name, shape, box, average_over=average_over, owner=owner)
+    return placements
 
 
 def box_shape(box: Box) -> tuple[int, ...]:
@@ -53,19 +55,38 @@ def box_shape(box: Box) -> tuple[int, ...]:
     return tuple(stop - start for start, stop in box)
 
 
-def placement(parameter: Tensor) -> Placement:
-    """The placement attached to a parameter."""
-    return parameter.placement                     # type: ignore[attr-defined]
+def cut(placements: Placements, parameter: Tensor, dim: int, axis: Axis) -> None:
+    """Leave this rank's part of a parameter on the meta device: along a dim of its logical shape, counted from either end.
 
-
-def cut(parameter: Tensor, dim: int, axis: Axis) -> nn.Parameter:
-    """This rank's part of a parameter along a dim of its logical shape, which the axis must divide (`CourseError`)."""
-    where = placement(parameter)
+    One that has been cut so already, for another use of a tied weight, stays as it is. Raises `CourseError` where the axis does
+    not divide the dim, and where two uses of a weight need different parts of it.
+    """
+    where = placements[parameter]
+    dim %= len(where.global_shape)
     size = where.global_shape[dim]
     if size % axis.size:
         raise CourseError(f"parallel.{axis.name}={axis.size} does not divide the {size} heads or features of {where.name}: "
                           f"choose a divisor of {size}")
-    box = tuple(mappings.bounds(size, axis.size, axis.rank) if d == dim else side for d, side in enumerate(where.box))
+    part = mappings.bounds(size, axis.size, axis.rank)
+    if where.axis is not None:
+        if where.box[dim] != part:
+            raise two_parts(where.name)
+        return
+    box = tuple(part if d == dim else side for d, side in enumerate(where.box))
     shape = box_shape(box)
-    part = parameter.new_empty(shape).reshape(-1, *shape[len(shape) + 1 - parameter.dim():])        # rows are one dim of it
-    return place(nn.Parameter(part, parameter.requires_grad), replace(where, box=box, axis=axis))
+    parameter.data = parameter.new_empty(shape).reshape(-1, *shape[len(shape) + 1 - parameter.dim():])  # rows are one dim of it
+    placements[parameter] = replace(where, box=box, axis=axis)
+
+
+def owned_by_first(placements: Placements, parameters: Iterable[Tensor], axis: Axis) -> None:
+    """Of parameters that all ranks of an axis have alike, the first speaks for them."""
+    for parameter in parameters:
+        where = placements[parameter]
+        if where.axis is None:
+            placements[parameter] = replace(where, owner=where.owner and axis.rank == 0)
+
+
+def two_parts(name: str) -> CourseError:
+    """What to say of a weight whose uses need different parts of it."""
+    return CourseError(f"{name} has several uses that need different parts of it: give all of them the same style in the model's "
+                       "tensor_plan, or use parallel.tp=1")

@@ -71,7 +71,7 @@ SETTINGS = {
     "swiglu": Setting("gpt", ("model.mlp=swiglu",)),
     "rms": Setting("gpt", ("model.norm=rms",)),
     "dp": Setting("gpt", ("parallel.dp=2",), gpus=2),
-    "zero": Setting("gpt", ("parallel.dp=2", "parallel.zero=true"), gpus=2),
+    "zero": Setting("gpt", ("parallel.dp=2", "parallel.zero=1"), gpus=2),
     "pp": Setting("gpt", ("parallel.pp=2", "parallel.schedule=1f1b"), gpus=2),
     "tp": Setting("gpt", ("parallel.tp=2", "parallel.sp=false"), compiled=PLAIN, gpus=2),
     "sp": Setting("gpt", ("parallel.tp=2", "parallel.sp=true", "parallel.overlap=none"), gpus=2),

@@ -121,7 +121,7 @@ def beginning(rank: Rank) -> Iterator[Memory]:
     c = rank.config
     if c.precision == "fp8" and c.fp8.by == "native" and c.fp8.recipe == "delayed":
         # without ZeRO-1 and Adam, which in bf16 would keep 16-bit copies of the weights; there are no states yet anyway
-        plain = replace(rank, config=replace(c, precision="bf16", parallel=replace(c.parallel, zero=False),
+        plain = replace(rank, config=replace(c, precision="bf16", parallel=replace(c.parallel, zero=0),
                                              optim=replace(c.optim, name="sgd")))
         yield from (first(memory_at(moment, plain), rank) for moment in ("loss", "backward"))
     if c.parallel.pp > 1:

@@ -188,7 +188,7 @@ def other_choices(asked: SearchRequest, config: Config) -> list[Choice]:
     Symmetric memory is for tp ranks of one node. Keys that mean nothing to a layout stay as they are.
     """
     p = config.parallel
-    zeros = asked.values("parallel.zero", [True, False]) if p.dp * p.cp > 1 else [p.zero]
+    zeros = asked.values("parallel.zero", [1, 0]) if p.dp * p.cp > 1 else [p.zero]
     return [{**way, "parallel.context": context, "parallel.zero": zero}
             for way, context, zero in product(tensor_parallel_choices(asked, config), context_choices(asked, config), zeros)]
 

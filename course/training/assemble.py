@@ -1,9 +1,9 @@
 """A run's model, optimizer and step from its configuration: the ordered list of surgeries on the serial model."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
 
 from course.config import Config
 from course.fp8 import native, transformer_engine
@@ -11,7 +11,7 @@ from course.models import build_model
 from course.ops import attention
 from course.ops.number_formats import cast_residual_stream, parameter_dtype, set_matmul_precision, working_dtype
 from course.ops.packed_attention import supports_precision
-from course.parallel import Mesh, build_gradient_sync, parallelize
+from course.parallel import Layout, Mesh, build_gradient_sync, initialize, parallelize
 from course.parallel.data_parallel.gradients import GradientSync
 from course.training import fuse_blocks
 from course.training.activation_checkpointing import checkpoint_activations
@@ -19,7 +19,6 @@ from course.training.compile import compile_parts, compile_within, compiled_insi
 from course.training.cuda_graph import graphed
 from course.training.optimizer import build_optimizer
 from course.training.step import Progress, Step, build_compute, train_step
-from course.utils import random
 
 
 @dataclass(frozen=True)
@@ -27,13 +26,18 @@ class Training:
     """A model in its layout, and what trains it."""
 
     config: Config
-    mesh: Mesh
-    model: nn.Module
+    layout: Layout
+    model: Any                                          # what `course/models/interface.py` describes
     gradients: GradientSync
     optimizer: torch.optim.Optimizer
     progress: Progress
     step: Step
     scaling: native.Scaling                             # of native FP8; without it, of nothing
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of the layout."""
+        return self.layout.mesh
 
 
 def assemble(config: Config, mesh: Mesh, noise: float = 0.0) -> Training:
@@ -45,8 +49,9 @@ def assemble(config: Config, mesh: Mesh, noise: float = 0.0) -> Training:
     attention.set_attention_backend(config.attention, config.model.dim // config.model.heads, config.precision, mesh.world.device)
     model = build_model(config.model, config.train.seed)
     scaling = native.convert(model, config, mesh)
-    model = native.prepare(parallelize(model, mesh, config.parallel), scaling)
-    random.initialize(model, config.train.seed, mesh.world.device, parameter_dtype(config.precision), noise)
+    layout = parallelize(model, mesh, config.parallel)
+    native.prepare(model, layout, scaling)
+    initialize(model, layout.placements, config.train.seed, mesh.world.device, parameter_dtype(config.precision), noise)
     transformer_engine.convert(model, config, mesh)
     if config.stream == "narrow":
         cast_residual_stream(model, config.precision)
@@ -58,12 +63,12 @@ def assemble(config: Config, mesh: Mesh, noise: float = 0.0) -> Training:
         compile_within(model)
     checkpoint_activations(model, config.train.recompute)
     if config.compile:
-        compile_parts(model, config.attention, not within)
+        compile_parts(layout.stages, config.attention, not within)
     progress = Progress.start(config, mesh.world.device)
-    gradients = build_gradient_sync(model, mesh, config.parallel, working_dtype(config.precision), config.masters)
-    optimizer = build_optimizer(gradients.optimizer_parameters, progress.lr, config)
-    compute = build_compute(model, progress, config, mesh)
-    step = train_step(compute, model, gradients, optimizer, progress, config, mesh, scaling)
+    gradients = build_gradient_sync(model, layout, config.parallel, working_dtype(config.precision), config.masters)
+    optimizer = build_optimizer(gradients.optimizer_parameters, progress.lr, config, gradients.copies)
+    compute = build_compute(gradients.trained(model), progress, config, layout)
+    step = train_step(compute, model, gradients, optimizer, progress, config, layout, scaling)
     if config.graphs:
         step = graphed(step, gradients, mesh)
-    return Training(config, mesh, model, gradients, optimizer, progress, step, scaling)
+    return Training(config, layout, model, gradients, optimizer, progress, step, scaling)

@@ -5,14 +5,15 @@ as one graph the reference model is as fast and starts after 29 s instead of 11 
 constants differ from block to block; with them each block is compiled for itself.
 """
 
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
 import torch
-from torch import nn
 
 from course.config import Config
 from course.config.validation import attention_leaves_graph
+from course.training.activation_checkpointing import wrap_forward
 
 KINDS = 16                                          # versions of a block for other reasons, such as evaluation
 
@@ -28,21 +29,19 @@ def compiled_inside(config: Config) -> bool:
 def compile_within(model: Any) -> None:
     """Compile what blocks compute, before `checkpoint_activations` is put around it. torch.compile takes a checkpoint as one
     operator, within which it cannot leave its graph: a block that must would silently run uncompiled, the whole of it."""
-    for block in model.blocks.values():
-        block.forward = torch.compile(block.forward)
+    wrap_forward(model.blocks.values(), torch.compile)
 
 
-def compile_parts(model: Any, attention: str = "default", blocks: bool = True) -> nn.Module:
-    """Compile a model in place, after it is cut. `attention` is the chosen backend; blocks: not if they are `compile_within`."""
-    chunks = getattr(model, "chunks", [model])      # of a pipeline, stage by stage
+def compile_parts(stages: Sequence[Any], attention: str = "default", blocks: bool = True) -> None:
+    """Compile a model, or a pipeline's stages of one, in place, after it is cut. `attention` is the chosen backend; blocks: not
+    if they are `compile_within`."""
     # blocks that differ are versions of one function to the compiler: past its limit it would silently stop compiling
-    limit = KINDS + 2 * max(len(chunk.blocks) for chunk in chunks)
+    limit = KINDS + 2 * max(len(stage.blocks) for stage in stages)
     torch._dynamo.config.recompile_limit = max(limit, torch._dynamo.config.recompile_limit)
     if attention != "default":                      # its cache on disk takes graphs of another backend for the same
         torch._functorch.config.enable_autograd_cache = False
-    inner = [getattr(chunk.head, "of_chunk", None) for chunk in chunks]             # the head leaves the compiler between these
-    outer = chain(*((chunk.embed, chunk.head) for chunk in chunks), inner, [model.loss])
-    for part in chain(*(chunk.blocks.values() for chunk in chunks if blocks), outer):
+    inner = [getattr(stage.head, "of_chunk", None) for stage in stages]             # the head leaves the compiler between these
+    outer = chain(*((stage.embed, stage.head) for stage in stages), inner, [stages[-1].loss])
+    for part in chain(*(stage.blocks.values() for stage in stages if blocks), outer):
         if part is not None:
             part.compile()
-    return model

@@ -1,7 +1,7 @@
 """The optimizer of a run, its learning rate over the steps, and the norm by which gradients are clipped."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from course.config import Config
 from course.ops import fused_adam
 from course.ops.ema import MovingAverage
-from course.parallel import Mesh, placement
+from course.parallel import Layout
 
 
 def learning_rate(step: Tensor, config: Config) -> Tensor:
@@ -25,8 +25,12 @@ def learning_rate(step: Tensor, config: Config) -> Tensor:
     return torch.minimum(rate, o.lr * (step + 1) / o.warmup) if o.warmup else rate
 
 
-def build_optimizer(parameters: Sequence[nn.Parameter], lr: Tensor, config: Config) -> torch.optim.Optimizer:
-    """PyTorch's fused optimizer with the learning rate, (), as a tensor, which the step sets, and what averages its weights."""
+def build_optimizer(parameters: Sequence[nn.Parameter], lr: Tensor, config: Config,
+                    copies: Mapping[nn.Parameter, Tensor] | None = None) -> torch.optim.Optimizer:
+    """PyTorch's fused optimizer with the learning rate, (), as a tensor, which the step sets, and what averages its weights.
+
+    copies: what the model computes with, in 16 bits, in the place of parameters; only Adam of kernels=triton keeps them equal.
+    """
     o = config.optim
     optimizer: Any
     if o.name == "sgd":
@@ -38,14 +42,17 @@ def build_optimizer(parameters: Sequence[nn.Parameter], lr: Tensor, config: Conf
     else:
         kind = fused_adam.Adam if config.kernels == "triton" else torch.optim.Adam
         optimizer = kind(parameters, lr, o.betas, o.eps, o.weight_decay, fused=True, capturable=config.graphs)
+        if copies:
+            optimizer.copies = copies
     if o.ema:
         optimizer.average = MovingAverage(optimizer, o.ema)
     return optimizer
 
 
-def gradient_norm(parameters: Sequence[nn.Parameter], mesh: Mesh) -> Tensor:
+def gradient_norm(parameters: Sequence[nn.Parameter], layout: Layout) -> Tensor:
     """The 2-norm of all gradients, each logical element counted once, on the rank that owns it."""
-    owned = [p.grad for p in parameters if p.grad is not None and (mesh.all.size == 1 or placement(p).owner)]
+    mesh = layout.mesh
+    owned = [p.grad for p in parameters if p.grad is not None and layout.placements[p].owner]
     norm = torch.linalg.vector_norm(tensor_norms(owned)) if owned else torch.zeros((), device=mesh.world.device)
     if mesh.all.size > 1:
         squares = norm.double() ** 2

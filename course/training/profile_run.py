@@ -30,7 +30,7 @@ def record(config: Config) -> Path:
     mesh = build_mesh(config.parallel, join(config.train.device))
     memory_check.check(config, mesh)
     training = assemble(config, mesh)
-    batches = train_loader(config, mesh.dp, mesh.world.device, 0, training.model.example)      # type: ignore[arg-type]
+    batches = train_loader(config, mesh.dp, mesh.world.device, 0, training.model.example)
     try:
         for _ in range(config.profile.after):
             training.step(next(batches))

@@ -11,15 +11,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from course.config import Config
 from course.config.validation import num_microbatches
 from course.data import Batch
 from course.fp8.native import Scaling
 from course.ops.number_formats import FIRST_SCALE, autocast, next_scale
-from course.parallel import Axis, Mesh
+from course.parallel import Axis, Layout
 from course.parallel.data_parallel.gradients import GradientSync
+from course.parallel.pipeline_parallel.runtime import Pipeline
 from course.training.optimizer import clip_factor, gradient_norm, learning_rate
 from course.training.profiler import part
 
@@ -65,20 +66,22 @@ class Progress:
         self.longest_streak.zero_()
 
 
-def eager(model: nn.Module, progress: Progress, config: Config, mesh: Mesh) -> Compute:
+def eager(model: Any, progress: Progress, config: Config, layout: Layout) -> Compute:
     """Forward and backward through the whole model on this rank, one micro-batch after another.
 
     The loss of the global batch is sum / W over all its samples. Each rank back-propagates its own
     sum times dp / W, so that the average over the data-parallel ranks is the gradient of that mean.
     """
+    mesh = layout.mesh
+
     def compute(batch: Batch) -> Tensor:
         weight = global_weight(model, batch, mesh.dp)
         loss = torch.zeros((), device=weight.device, dtype=weight.dtype)
         for micro in split_microbatches(batch, config.train.micro_batch):
-            micro = model.tokens.cut(micro)           # type: ignore[union-attr, operator]
+            micro = layout.tokens.cut(micro)
             with autocast(config.precision, weight.device):
                 output = model(micro)
-            total, _ = model.loss(output, micro)      # type: ignore[operator]
+            total, _ = model.loss(output, micro)
             (total * (mesh.dp.size / weight) * progress.loss_scale).backward()
             loss += total.detach() / weight
         return loss                                   # this rank's share of the global mean
@@ -86,37 +89,40 @@ def eager(model: nn.Module, progress: Progress, config: Config, mesh: Mesh) -> C
     return compute
 
 
-def build_compute(model: nn.Module, progress: Progress, config: Config, mesh: Mesh) -> Compute:
+def build_compute(model: Any, progress: Progress, config: Config, layout: Layout) -> Compute:
     """How this layout does forward and backward."""
-    return (pipelined if mesh.pp.size > 1 else eager)(model, progress, config, mesh)
+    if layout.pipeline is None:
+        return eager(model, progress, config, layout)
+    return pipelined(model, layout.pipeline, progress, config, layout)
 
 
-def pipelined(model: Any, progress: Progress, config: Config, mesh: Mesh) -> Compute:
+def pipelined(model: Any, pipeline: Pipeline, progress: Progress, config: Config, layout: Layout) -> Compute:
     """The same as `eager`, with the model's stages on the ranks along pp and micro-batches on their way between them."""
+    mesh = layout.mesh
     last = config.parallel.chunks - 1 if mesh.pp.rank == mesh.pp.size - 1 else None         # the chunk that ends in the loss
 
     def compute(batch: Batch) -> Tensor:
-        micros = [model.tokens.cut(micro) for micro in split_microbatches(batch, config.train.micro_batch)]
+        micros = [layout.tokens.cut(micro) for micro in split_microbatches(batch, config.train.micro_batch)]
         weight = global_weight(model, batch, mesh.dp)
 
         def forward(chunk: int, micro: int, x: Any) -> Any:
             with autocast(config.precision, weight.device):
-                output = model.chunks[chunk](micros[micro], x)
+                output = layout.stages[chunk](micros[micro], x)
             if chunk != last:
                 return output
             total, _ = model.loss(output, micros[micro])
             return total * (mesh.dp.size / weight) * progress.loss_scale
 
-        losses = model.pipeline.train(forward, [len(micro["sample"]) for micro in micros])
+        losses = pipeline.train(forward, [len(micro["sample"]) for micro in micros])
         total = torch.stack(losses).sum() if losses else torch.zeros_like(weight)
         return total / (mesh.dp.size * progress.loss_scale)             # of the global mean, on the last stage; 0 on the others
 
     return compute
 
 
-def global_weight(model: nn.Module, batch: Batch, dp: Axis) -> Tensor:
+def global_weight(model: Any, batch: Batch, dp: Axis) -> Tensor:
     """W: what the samples of the global batch weigh together."""
-    weight = model.loss.weight(batch).sum()           # type: ignore[operator, union-attr]
+    weight: Tensor = model.loss.weight(batch).sum()
     if dp.size > 1:
         dist.all_reduce(weight, group=dp.group)
     return weight
@@ -129,8 +135,8 @@ def split_microbatches(batch: Batch, size: int) -> Iterator[Batch]:
         yield {name: tensor[start:start + (size or samples)] for name, tensor in batch.items()}
 
 
-def train_step(compute: Compute, model: nn.Module, gradients: GradientSync, optimizer: torch.optim.Optimizer, progress: Progress,
-               config: Config, mesh: Mesh, scaling: Scaling | None = None) -> Step:
+def train_step(compute: Compute, model: Any, gradients: GradientSync, optimizer: torch.optim.Optimizer, progress: Progress,
+               config: Config, layout: Layout, scaling: Scaling | None = None) -> Step:
     """compute, finish the gradients, clip, update: no decision is taken on the host, nothing waits for the device.
 
     A loss or gradient that is not finite on any rank makes every rank keep its old state: the fused
@@ -138,14 +144,14 @@ def train_step(compute: Compute, model: nn.Module, gradients: GradientSync, opti
     same pass over the gradients. scaling: what FP8's matmuls noted in this step sets their scales for the next.
     """
     def step(batch: Batch) -> tuple[Tensor, Tensor]:
-        batch = model.prepare(batch, progress.step)   # type: ignore[operator]
+        batch = model.prepare(batch, progress.step)
         gradients.begin(num_microbatches(len(batch["sample"]), config.train.micro_batch))
         with part("compute"):
             loss = compute(batch)
         with part("gradients"):
             gradients.finish()
-        norm = gradient_norm(gradients.optimizer_parameters, mesh) / progress.loss_scale
-        bad, nan = any_rank(torch.stack([~(loss.isfinite() & norm.isfinite()), ~loss.isfinite()]), mesh.all)
+        norm = gradient_norm(gradients.optimizer_parameters, layout) / progress.loss_scale
+        bad, nan = any_rank(torch.stack([~(loss.isfinite() & norm.isfinite()), ~loss.isfinite()]), layout.mesh.all)
         progress.lr.copy_(learning_rate(progress.step, config))
         optimizer.grad_scale = progress.loss_scale / clip_factor(norm, config.optim.clip)    # type: ignore[attr-defined]
         optimizer.found_inf = bad                     # type: ignore[attr-defined]

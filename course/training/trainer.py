@@ -86,8 +86,8 @@ def fit(training: Training, watchdog: Watchdog | None = None) -> bool:
     # as they are now: a checkpoint says of which files its samples' numbers are, whatever is written over them meanwhile
     files = agree.run_on_all(mesh.all, lambda: data_files(config) if mesh.world.rank == 0 else {})[0]
     watched = agree.run_on_all(mesh.all, lambda: DataFileWatch(config) if mesh.world.rank == 0 else None)[0]
-    batches = train_loader(config, mesh.dp, mesh.world.device, samples, model.example)   # type: ignore[arg-type]
-    validation = Validation.of(config, mesh)
+    batches = train_loader(config, mesh.dp, mesh.world.device, samples, model.example)
+    validation = Validation.of(config, training.layout)
     watch, pace = Stopwatch(mesh.world.device), LaunchThrottle(mesh.world.device)
     look = ProfileWindow(config.profile, start, run / "profile", mesh.world.rank, mesh.world.device)
     with (RunLog(run, t.steps, start, mesh.world.rank == 0, config.log.tensorboard, config.log.every,
@@ -160,7 +160,7 @@ def save(training: Training, samples: int, files: dict[str, int], must: bool, re
     config, mesh, folder = training.config, training.mesh, run_folder(training.config) / "checkpoints"
     state = {**training.progress.state(), "samples": samples, "files": files}
     try:
-        saved = checkpoint.save(folder, training.optimizer, state, schema.as_plain(config), mesh.all,
+        saved = checkpoint.save(folder, training.optimizer, state, schema.as_plain(config), training.layout,
                                 training.scaling.state())
     except checkpoint.NotSaved as error:
         if must:
@@ -209,8 +209,8 @@ def resume(run: Path, training: Training) -> tuple[int, int]:
         raise CourseError(f"{run} exists and checkpoint.resume=false: choose another log.name, or move the folder away")
     if found:
         check_state(*found, training.progress)
-        checkpoint.nothing_over(*found, training.model, mesh.pp)
-        checkpoint.load(*found, training.model, training.optimizer)
+        checkpoint.nothing_over(*found, training.layout)
+        checkpoint.load(*found, training.model, training.layout, training.optimizer)
         training.scaling.restore(checkpoint.read_named(*found, training.scaling.state()))
     if not found:
         return 0, 0

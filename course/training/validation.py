@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from course.data import Batch, Pairs, eval_loader, has_validation, open_data
-from course.data.weather import layout
+from course.data.weather import layout as files
 from course.data.weather.metrics import latitude_weights, squared_error
 from course.ops.number_formats import autocast
-from course.parallel.mesh import Mesh
+from course.parallel import Layout
 from course.training.run_log import RunLog
 from course.training.step import split_microbatches
 
@@ -30,13 +30,14 @@ def headline(channels: list[str]) -> str:
 
 def row_weights(pairs: Pairs, device: torch.device) -> Tensor:
     """The latitude weights of a data set's grid, (H,)."""
-    return latitude_weights(torch.from_numpy(layout.grid_latitudes(pairs.years[0])).float()).to(device)
+    return latitude_weights(torch.from_numpy(files.grid_latitudes(pairs.years[0])).float()).to(device)
 
 
-def forward_only(model: nn.Module, precision: str, loss_alone: bool = False) -> Callable[[Batch], tuple[Tensor | None, Batch]]:
+def forward_only(model: Any, layout: Layout, precision: str,
+                 loss_alone: bool = False) -> Callable[[Batch], tuple[Tensor | None, Batch]]:
     """The model's output, without gradients or dropout, in float32 or float64, and the prepared batch, of which it is.
 
-    In a layout that cuts samples both are of this rank's tokens; `model.tokens.whole` puts the output together. In a
+    In a layout that cuts samples both are of this rank's tokens; `layout.tokens.whole` puts the output together. In a
     pipeline the last stage has the output, the others None. loss_alone: the output is for `model.loss` and nothing else, so that
     a model that computes its loss piece by piece need not have all of it.
     """
@@ -44,32 +45,31 @@ def forward_only(model: nn.Module, precision: str, loss_alone: bool = False) -> 
     def forward(batch: Batch) -> tuple[Tensor | None, Batch]:
         device = batch["sample"].device
         with evaluating(model, loss_alone):
-            batch = model.prepare(batch, torch.zeros((), dtype=torch.int64, device=device))   # type: ignore[operator]
-            batch = model.tokens.cut(batch)           # type: ignore[union-attr, operator]
+            batch = model.prepare(batch, torch.zeros((), dtype=torch.int64, device=device))
+            batch = layout.tokens.cut(batch)
             with autocast(precision, device):
-                if hasattr(model, "pipeline"):
-                    stages: Any = model
-                    output = stages.pipeline.infer(lambda chunk, _, x: stages.chunks[chunk](batch, x), len(batch["sample"]))
-                else:
+                if layout.pipeline is None:
                     output = model(batch)
+                else:
+                    output = layout.pipeline.infer(lambda chunk, _, x: layout.stages[chunk](batch, x), len(batch["sample"]))
         return (output if output is None else output.to(torch.promote_types(output.dtype, torch.float32))), batch
 
     return forward
 
 
 @contextmanager
-def evaluating(model: nn.Module, loss_alone: bool) -> Iterator[None]:
+def evaluating(model: Any, loss_alone: bool) -> Iterator[None]:
     """Inside the block the model does not train, and a head that has a `loss_alone` knows whether anybody wants logits."""
     was_training, heads = model.training, [module for module in model.modules() if hasattr(module, "loss_alone")]
     model.eval()
     for head in heads:
-        head.loss_alone = loss_alone                  # type: ignore[assignment]
+        head.loss_alone = loss_alone
     try:
         yield
     finally:
         model.train(was_training)
         for head in heads:
-            head.loss_alone = False                   # type: ignore[assignment]
+            head.loss_alone = False
 
 
 @dataclass(frozen=True)
@@ -77,28 +77,29 @@ class Validation:
     """One pass over the validation samples: the loss, and of weather the RMSE per channel, in units of its standard deviation."""
 
     config: "Config"
-    mesh: Mesh
+    layout: Layout
     pairs: Any                                       # a data set of `open_data`
     channels: list[str]                              # of weather; of other data none
     weights: Tensor                                  # of the latitudes, (H,)
 
     @classmethod
-    def of(cls, config: "Config", mesh: Mesh) -> "Validation | None":
+    def of(cls, config: "Config", layout: Layout) -> "Validation | None":
         """The validation that a run needs; None with mock data, where there is nothing to forecast, or data made with valid=0."""
         if not has_validation(config):
-            if config.data.source == "files" and mesh.world.rank == 0:
+            if config.data.source == "files" and layout.mesh.world.rank == 0:
                 print(f"{config.data.path} has no validation data: this run trains without validation", flush=True)
             return None
         pairs = open_data(config, "valid")
         if not isinstance(pairs, Pairs):
-            return cls(config, mesh, pairs, [], torch.empty(0))
-        return cls(config, mesh, pairs, layout.channel_names(pairs.years[0]), row_weights(pairs, mesh.world.device))
+            return cls(config, layout, pairs, [], torch.empty(0))
+        return cls(config, layout, pairs, files.channel_names(pairs.years[0]), row_weights(pairs, layout.mesh.world.device))
 
-    def run(self, model: nn.Module, report: RunLog, step: int) -> dict[str, Any]:
+    def run(self, model: Any, report: RunLog, step: int) -> dict[str, Any]:
         """`valid_loss` over all samples and ranks; of weather `valid_rmse`, and a picture of the first forecast to the report."""
-        device, mesh = self.mesh.world.device, self.mesh
+        mesh = self.layout.mesh
+        device = mesh.world.device
         one_of_many = mesh.cp.rank == mesh.tp.rank == 0                                    # the ranks that have the same samples
-        forward = forward_only(model, self.config.precision, loss_alone=not self.channels)
+        forward = forward_only(model, self.layout, self.config.precision, loss_alone=not self.channels)
         sums = torch.zeros(2 + len(self.channels), dtype=torch.float64, device=device)     # loss, weight, squared errors
         for number, batch in enumerate(self._micro_batches()):
             output, ready = forward(batch)
@@ -106,10 +107,10 @@ class Validation:
                 self._picture(model, batch, output, report, step)
             if output is None:
                 continue
-            loss, weight = model.loss(output, ready)                                       # type: ignore[operator]
+            loss, weight = model.loss(output, ready)
             sums[:2] += torch.stack([loss, weight]) * one_of_many
             if self.channels:
-                output = model.fields(model.tokens.whole(output))                          # type: ignore[union-attr, operator]
+                output = model.fields(self.layout.tokens.whole(output))
                 real = (batch["sample"] >= 0)[:, None]                                     # (B, 1)
                 errors = squared_error(output, batch["target"], self.weights).where(real, 0)    # (B, C)
                 sums[2:] += (errors.sqrt() if self._mean_of_roots else errors).sum(0) * one_of_many
@@ -124,7 +125,7 @@ class Validation:
 
     def _micro_batches(self) -> Iterator[Batch]:
         """This rank's samples, no more of them at a time than in a forward pass of training."""
-        for batch in eval_loader(self.config, self.mesh.dp, self.mesh.world.device, self.pairs):
+        for batch in eval_loader(self.config, self.layout.mesh.dp, self.layout.mesh.world.device, self.pairs):
             yield from split_microbatches(batch, self.config.train.micro_batch)
 
     @property
@@ -135,12 +136,13 @@ class Validation:
     def _name(self) -> str:
         return headline(self.channels)
 
-    def _picture(self, model: nn.Module, batch: Batch, output: Tensor | None, report: RunLog, step: int) -> None:
+    def _picture(self, model: Any, batch: Batch, output: Tensor | None, report: RunLog, step: int) -> None:
         """Give the report a picture of the first sample; in a pipeline only the last stage has its forecast."""
         number, truth = self.channels.index(self._name), batch["target"][0]
-        forecast = torch.empty_like(truth) if output is None else model.fields(model.tokens.whole(output))[0].contiguous()   # type: ignore
-        if self.mesh.pp.size > 1:
-            dist.broadcast(forecast, self.mesh.pp.ranks[-1], group=self.mesh.pp.group)
+        forecast = torch.empty_like(truth) if output is None else model.fields(self.layout.tokens.whole(output))[0].contiguous()
+        pp = self.layout.mesh.pp
+        if pp.size > 1:
+            dist.broadcast(forecast, pp.ranks[-1], group=pp.group)
         if report.speaks:
             from course.utils import plots  # imports matplotlib, which the other ranks need not
 

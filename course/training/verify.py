@@ -29,7 +29,7 @@ from course.data import Batch, order
 from course.models import build_model
 from course.ops.ema import moving_average
 from course.ops.number_formats import FIRST_SCALE, parameter_dtype
-from course.parallel import Axis, Mesh, World, build_mesh, joined, placement
+from course.parallel import Axis, Mesh, World, build_mesh, joined
 from course.parallel.mesh import launched, world_size
 from course.parallel.placement import Placement
 from course.ranks.notebook_ranks import RankError, ranks
@@ -359,8 +359,9 @@ def scalars(values: dict[str, Tensor]) -> Held:
 def held_tensors(training: Training) -> Held:
     """This rank's parameters, in float32 where the model's own have 16 bits, and moving averages."""
     masters = training.gradients.full_master_weights()
-    mine = [(placement(p).name, masters.get(p, p), placement(p)) for p in training.model.parameters()]
-    mine += [(f"{placement(p).name}.ema", value, placement(p)) for p, value in moving_average(training.optimizer).items()]
+    at = training.layout.placements
+    mine = [(at[p].name, masters.get(p, p), at[p]) for p in training.model.parameters()]
+    mine += [(f"{at[p].name}.ema", value, at[p]) for p, value in moving_average(training.optimizer).items()]
     found: Held = {}
     for name, value, where in mine:
         found.setdefault(name, []).append((value.detach(), where))
@@ -373,7 +374,7 @@ def batch_of(training: Training, number: int, thorough: bool) -> Batch:
     t, mesh = training.config.train, training.mesh
     mine = order.my_slice(t.global_batch, mesh.dp.size, mesh.dp.rank)
     dtype = parameter_dtype(training.config.precision)
-    batch = training.model.example(mine.stop - mine.start, mesh.world.device, number * t.global_batch + mine.start)  # type: ignore[operator]
+    batch = training.model.example(mine.stop - mine.start, mesh.world.device, number * t.global_batch + mine.start)
     batch = {name: x.to(dtype) if x.is_floating_point() else x for name, x in batch.items()}
     if thorough:
         sample = batch["sample"]
@@ -395,12 +396,12 @@ def one_step(training: Training, number: int) -> Tensor:
 def evaluate(training: Training) -> Tensor:
     """The mean loss of one more batch, (), in evaluation."""
     c, mesh = training.config, training.mesh
-    forward = forward_only(training.model, c.precision, loss_alone=True)
+    forward = forward_only(training.model, training.layout, c.precision, loss_alone=True)
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.world.device)                    # loss, weight
     for micro in split_microbatches(batch_of(training, c.train.steps + 2, True), c.train.micro_batch):
         output, ready = forward(micro)
         if output is not None:                      # a pipeline's last stage has it
-            sums += torch.stack([x.double() for x in training.model.loss(output, ready)])   # type: ignore[operator]
+            sums += torch.stack([x.double() for x in training.model.loss(output, ready)])
     for axis in (mesh.dp, mesh.pp):
         if axis.size > 1:
             dist.all_reduce(sums, group=axis.group)

@@ -13,14 +13,11 @@ run needs no generator state.
 """
 
 import hashlib
-from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-
-from course.utils.errors import CourseError
+from torch import Tensor
 
 GOLDEN = 0x9E3779B97F4A7C15 - 2**64                # 64-bit constants as the signed integers torch computes with
 MIX1 = 0xBF58476D1CE4E5B9 - 2**64
@@ -66,62 +63,30 @@ def sample_keys(seed: int, step: Tensor, sample: Tensor) -> Tensor:
     return fold(fold(key(seed, "step"), step), sample)
 
 
-def element_index(shape: tuple[int, ...], box: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
-    """The row-major index in a tensor of `shape` of each element of a box of it.
+def element_index(shape: tuple[int, ...], box: tuple[tuple[int, int], ...], device: torch.device,
+                  flat: tuple[int, int] | None = None) -> Tensor:
+    """The row-major index in a tensor of `shape` of each element of a box of it; flat: of a range of them, in the box's order.
 
     >>> element_index((4, 3), ((1, 3), (0, 2)), torch.device("cpu")).tolist()
     [[3, 4], [6, 7]]
+    >>> element_index((4, 3), ((1, 3), (0, 2)), torch.device("cpu"), (1, 3)).tolist()
+    [4, 6]
     """
+    if flat is not None:
+        places = torch.unravel_index(torch.arange(*flat, device=device), [stop - start for start, stop in box])
     index = torch.zeros((), dtype=torch.int64, device=device)
-    for size, (start, stop) in zip(shape, box, strict=True):
-        index = index.unsqueeze(-1) * size + torch.arange(start, stop, device=device)
+    for dim, (size, (start, stop)) in enumerate(zip(shape, box, strict=True)):
+        if flat is None:
+            index = index.unsqueeze(-1) * size + torch.arange(start, stop, device=device)
+        else:
+            index = index * size + start + places[dim]
     return index
-
-
-def initialize(model: nn.Module, seed: int, device: torch.device, dtype: torch.dtype = torch.float32,
-               noise: float = 0.0) -> nn.Module:
-    """Give every parameter of a model built on the meta device its memory and its first value.
-
-    The model's `init_plan()` maps patterns of serial names to a standard deviation, "ones", "zeros" or `Uniform`;
-    the first pattern that fits counts. noise: a standard deviation in the place of "zeros". A parameter's `placement` says which
-    box of it is here. Raises `CourseError` for a parameter without a rule, and for buffers, which no layout and no checkpoint
-    knows.
-    """
-    for name, _ in model.named_buffers():
-        raise CourseError(f"{type(model).__name__} has a buffer, {name}, and layouts know parameters alone: compute it in "
-                          "forward, or make it a parameter with requires_grad_(False)")
-    plan = model.init_plan()                       # type: ignore[operator]
-    made: dict[nn.Parameter, nn.Parameter] = {}    # tied weights stay one
-    for module in model.modules():
-        for leaf, old in list(module.named_parameters(recurse=False)):
-            if old not in made:
-                place = old.placement              # type: ignore[attr-defined]
-                rule = next((rule for pattern, rule in plan.items() if fnmatchcase(place.name, pattern)), None)
-                if rule is None:
-                    raise CourseError(f"no rule in {type(model).__name__}.init_plan() fits parameter {place.name}: add one, "
-                                      f"such as '{place.name}': 0.02")
-                rule = noise if noise and rule == "zeros" else rule
-                value = _first_value(rule, key(seed, "weights", place.name), place, device)
-                made[old] = nn.Parameter(value.view(old.shape).to(dtype), old.requires_grad)
-                made[old].placement = place        # type: ignore[attr-defined]
-            setattr(module, leaf, made[old])
-    return model
 
 
 class Uniform(NamedTuple):
     """A rule of an `init_plan()`: evenly from -bound to bound."""
 
     bound: float
-
-
-def _first_value(rule: float | str | Uniform, key: int, place: Any, device: torch.device) -> Tensor:
-    shape = [stop - start for start, stop in place.box]
-    if isinstance(rule, str):
-        return torch.full(shape, {"zeros": 0.0, "ones": 1.0}[rule], dtype=torch.float64, device=device)
-    element = element_index(place.global_shape, place.box, device)
-    if isinstance(rule, Uniform):
-        return rule.bound * (2 * uniform(key, element, torch.float64) - 1)
-    return rule * normal(key, element, torch.float64)
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:

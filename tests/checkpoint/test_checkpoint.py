@@ -2,6 +2,7 @@ import errno
 import json
 import os
 import random as random_numbers
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,9 +13,8 @@ from course.checkpoint import checkpoint
 from course.checkpoint.shards import Damaged, Misplaced, Shard, boxes_of, read_box, write_shards
 from course.lab.instruments.tensor_memory import MemoryMeter
 from course.models import ViTConfig, build_model
-from course.parallel import Axis, Placement, agree, place_serial
+from course.parallel import Axis, Placement, agree, initialize_serial, serial_layout
 from course.ranks.notebook_ranks import ranks
-from course.utils import random
 from course.utils.errors import CourseError
 
 ALONE = Axis("all")
@@ -23,8 +23,7 @@ STATE = {"step": 7, "samples": 28}
 
 def make(seed=0, **changes):
     small = {"grid": (8, 16), "channels": 3, "patch": 2, "dim": 16, "depth": 2, "heads": 2}
-    model = place_serial(build_model(ViTConfig(**{**small, **changes})))
-    random.initialize(model, seed, torch.device("cpu"))
+    model = initialize_serial(build_model(ViTConfig(**{**small, **changes})), seed, torch.device("cpu"))
     optimizer = torch.optim.Adam(model.parameters(), torch.tensor(1e-3), fused=True)
     for p in model.parameters():
         p.grad = torch.full_like(p, 0.1 * (seed + 1))
@@ -34,7 +33,7 @@ def make(seed=0, **changes):
 
 def save(folder, step=7, seed=0):
     model, optimizer = make(seed)
-    return checkpoint.save(folder, optimizer, STATE | {"step": step}, {"a": 1}, ALONE), model, optimizer
+    return checkpoint.save(folder, optimizer, STATE | {"step": step}, {"a": 1}, serial_layout(model)), model, optimizer
 
 
 def everyone():
@@ -47,7 +46,7 @@ def test_what_is_loaded_is_what_was_saved(tmp_path):
     path, model, optimizer = save(tmp_path)
     other, other_optimizer = make(seed=1)
     index = checkpoint.read_index(path)
-    checkpoint.load(path, index, other, other_optimizer)
+    checkpoint.load(path, index, other, serial_layout(other), other_optimizer)
     for a, b in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b)
         for key in ("exp_avg", "exp_avg_sq", "step"):
@@ -201,7 +200,7 @@ def test_of_an_older_index_and_of_a_pieces_header_nothing_comes_but_a_sentence(t
     good, piece, chance, damaged = without_checksum(path), path / "rank00000.safetensors", random_numbers.Random(10), 0
     data = piece.read_bytes()
     header = 8 + int.from_bytes(data[:8], "little")
-    checkpoint.load(path, checkpoint.read_index(path), model, optimizer)
+    checkpoint.load(path, checkpoint.read_index(path), model, serial_layout(model), optimizer)
     for number in range(60):
         index = json.loads(json.dumps(good))
         if number % 2:
@@ -209,7 +208,7 @@ def test_of_an_older_index_and_of_a_pieces_header_nothing_comes_but_a_sentence(t
         (path / "index.json").write_text(json.dumps(index))
         piece.write_bytes(data if number % 2 else change_bytes(data[:header], chance) + data[header:])
         try:
-            checkpoint.load(path, checkpoint.read_index(path), model, optimizer)
+            checkpoint.load(path, checkpoint.read_index(path), model, serial_layout(model), optimizer)
         except CourseError:
             damaged += 1
     assert damaged > 30
@@ -301,24 +300,24 @@ def test_a_checkpoint_of_another_model_is_refused_and_nothing_changed(tmp_path, 
     model, optimizer = make(seed=1, **changes)
     before = [p.clone() for p in model.parameters()]
     with pytest.raises(CourseError) as caught:
-        checkpoint.load(path, checkpoint.read_index(path), model, optimizer)
+        checkpoint.load(path, checkpoint.read_index(path), model, serial_layout(model), optimizer)
     assert all(word in str(caught.value) for word in words)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("where", ["course.checkpoint.shards.stream", "course.utils.atomic_files.flush"])
 def test_a_full_disk_loses_nothing(tmp_path, monkeypatch, where):
-    old, _, optimizer = save(tmp_path, 5)
+    old, model, optimizer = save(tmp_path, 5)
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(where, full)
     with pytest.raises(CourseError, match="disk is full"):
-        checkpoint.save(tmp_path, optimizer, STATE | {"step": 10}, {}, ALONE)
+        checkpoint.save(tmp_path, optimizer, STATE | {"step": 10}, {}, serial_layout(model))
     monkeypatch.undo()
     assert checkpoint.newest(tmp_path, print)[0] == old
-    checkpoint.save(tmp_path, optimizer, STATE | {"step": 10}, {}, ALONE)   # with space again it works
+    checkpoint.save(tmp_path, optimizer, STATE | {"step": 10}, {}, serial_layout(model))   # with space again it works
     assert [p.name for p in checkpoint.steps(tmp_path)] == ["step_000005", "step_000010"]
 
 
@@ -367,9 +366,10 @@ def test_a_run_that_cannot_save_stops_at_once_and_leaves_nothing(tmp_path):
     old, *_ = save(tmp_path, 5)
     model, optimizer = make()
     a, b = model.blocks["0"].norm1.weight, model.blocks["1"].norm1.weight
-    b.placement = a.placement                        # two parameters of one name: the second's numbers would be lost
+    layout = serial_layout(model)
+    layout.placements[b] = layout.placements[a]      # two parameters of one name: the second's numbers would be lost
     with pytest.raises(Misplaced, match=r"step_000010 was not .* 32 numbers of blocks.0.norm1.weight, which has 16, some"):
-        checkpoint.save(tmp_path, optimizer, STATE | {"step": 10}, {}, ALONE)
+        checkpoint.save(tmp_path, optimizer, STATE | {"step": 10}, {}, layout)
     assert list(tmp_path.iterdir()) == [old]
 
 
@@ -378,7 +378,9 @@ def saved_by_all(folder):
     looked, look = [], checkpoint.check_whole
     checkpoint.check_whole = lambda tensors: (looked.append(1), look(tensors))
     try:
-        checkpoint.save(folder, make()[1], STATE, {}, everyone())
+        model, optimizer = make()
+        serial = serial_layout(model)
+        checkpoint.save(folder, optimizer, STATE, {}, replace(serial, mesh=replace(serial.mesh, all=everyone())))
     except CourseError as error:
         return type(error).__name__, str(error), len(looked)
     finally:
@@ -402,10 +404,10 @@ def test_an_error_without_words_is_an_error(tmp_path):
 
 def test_saving_copies_one_tensor_at_a_time_to_the_host(tmp_path, monkeypatch):
     """A GPU's tensors are copies once they are on the host; here, where all are on it, every one is copied to see that."""
-    _, optimizer = make()
+    model, optimizer = make()
     monkeypatch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)
     with MemoryMeter() as meter:
-        checkpoint.save(tmp_path, optimizer, STATE, {}, ALONE)
+        checkpoint.save(tmp_path, optimizer, STATE, {}, serial_layout(model))
     largest = max(p.nbytes for group in optimizer.param_groups for p in group["params"])
     assert largest <= meter.peak <= 2 * largest     # one is made while the one before is let go of
 
@@ -418,7 +420,7 @@ def test_nothing_is_pickled(tmp_path, monkeypatch):
 
     for name in ("pickle.load", "pickle.loads", "torch.load"):
         monkeypatch.setattr(name, refuse)
-    checkpoint.load(path, checkpoint.read_index(path), model, optimizer)
+    checkpoint.load(path, checkpoint.read_index(path), model, serial_layout(model), optimizer)
     assert all(np.frombuffer(file.read_bytes()[:2], "uint8").tolist() != [0x80, 4] for file in path.iterdir())
 
 

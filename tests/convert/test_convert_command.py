@@ -22,9 +22,8 @@ from course.fp8 import native
 from course.inference.forecast_scores import load_model, read_config
 from course.inference.kv_cache_decoding import generate
 from course.models import GPTConfig, ViTConfig, build_model
-from course.parallel import World, join, place_serial
+from course.parallel import World, initialize_serial, join, serial_layout
 from course.ranks.notebook_ranks import ranks
-from course.utils import random
 from course.utils.errors import CourseError
 from tests.convert import test_convert_dit as dit_reference
 from tests.convert import test_huggingface as hf
@@ -89,8 +88,9 @@ def on_ranks(run, overrides):
     from course.training.assemble import assemble
 
     settings = config.load(str(run / "config.yaml"), ["precision=fp32", "train.device=cpu", "data.source=mock", *overrides])
-    model = assemble(settings, build_mesh(settings.parallel, join("cpu"))).model.eval()
-    checkpoint.load(*index_of(run), model)
+    training = assemble(settings, build_mesh(settings.parallel, join("cpu")))
+    model = training.model.eval()
+    checkpoint.load(*index_of(run), model, training.layout)
     batch = model.prepare({"tokens": hf.TOKENS, "sample": torch.arange(2)}, torch.zeros((), dtype=torch.long))
     with torch.no_grad():
         output = model(batch)
@@ -523,13 +523,14 @@ def fresh(tmp_path, name, *more):
 
 def fresh_run(run, made):
     """The same of any configuration."""
-    model = random.initialize(place_serial(build_model(made.model)), 0, CPU)
+    model = initialize_serial(build_model(made.model), 0, CPU)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for p in model.parameters():
             p += 0.3 * torch.randn(p.shape, generator=generator)
     state = {**command.Progress.start(made, CPU).state(), "samples": 0}
-    checkpoint.save(run / "checkpoints", torch.optim.SGD(model.parameters()), state, schema.as_plain(made), command.Axis("all"))
+    checkpoint.save(run / "checkpoints", torch.optim.SGD(model.parameters()), state, schema.as_plain(made),
+                    serial_layout(model))
     config.save(made, run / "config.yaml")
     return run
 
@@ -645,7 +646,7 @@ def test_scales_are_those_that_a_first_step_notes_and_near_those_that_training_h
     from course.training.assemble import assemble
 
     other = assemble(settings, build_mesh(settings.parallel, World()))
-    checkpoint.load(*index_of(tmp_path / "runs" / "x" / "rebuilt"), other.model)
+    checkpoint.load(*index_of(tmp_path / "runs" / "x" / "rebuilt"), other.model, other.layout)
     batch = other.model.example(4, CPU)
     other.step(batch)
     assert all(torch.equal(rebuilt[name], part) for name, part in other.scaling.state().items())

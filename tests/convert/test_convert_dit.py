@@ -9,8 +9,7 @@ import torch.nn.functional as F
 
 from course.convert import dit
 from course.models import DiTConfig, build_model
-from course.parallel import place_serial
-from course.utils import random
+from course.parallel import initialize_serial
 from course.utils.errors import CourseError
 
 CONFIG = DiTConfig(latent=(3, 8, 8), patch=2, dim=24, depth=2, heads=3, mlp_ratio=2.0, classes=5)
@@ -76,7 +75,7 @@ def theirs(w: dict[str, torch.Tensor], x: torch.Tensor, time: torch.Tensor, labe
 
 
 def ours(parameters: dict[str, torch.Tensor], x, time, label, c: DiTConfig = CONFIG):
-    model = random.initialize(place_serial(build_model(c)), 0, torch.device("cpu"), torch.float64)
+    model = initialize_serial(build_model(c), 0, torch.device("cpu"), torch.float64)
     model.load_state_dict(parameters)
     return model.fields(model(model.inputs(x, time, label))).detach()
 

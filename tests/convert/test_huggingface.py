@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from course.convert import huggingface, weight_files
 from course.models import GPTConfig
+from course.parallel import serial_placements
 from course.ranks.notebook_ranks import ranks
 from course.utils.errors import CourseError
 
@@ -127,25 +128,26 @@ def in_layout(folder, overrides):
     """A rank's pieces of a folder's weights."""
     from course import config
     from course.models import build_model
-    from course.parallel import build_mesh, join, parallelize, placement
-    from course.utils import random
+    from course.parallel import build_mesh, initialize, join, parallelize
 
     source = huggingface.source(folder)
     c = config.load("gpt-demo", overrides)
-    model = parallelize(build_model(source.c), build_mesh(c.parallel, join("cpu")), c.parallel)
-    random.initialize(model, 0, torch.device("cpu"))
-    huggingface.fill(model.parameters(), source)
-    return [(placement(p).name, placement(p).box, p.detach()) for p in model.parameters()]
+    model = build_model(source.c)
+    at = parallelize(model, build_mesh(c.parallel, join("cpu")), c.parallel).placements
+    initialize(model, at, 0, torch.device("cpu"))
+    huggingface.fill(model.parameters(), at, source)
+    return [(at[p].name, at[p].box, p.detach()) for p in model.parameters()]
 
 
 @pytest.mark.parametrize("layout", ["parallel.tp=2", "parallel.pp=2"])
 def test_each_rank_takes_its_boxes(layout, tmp_path):
     theirs("llama").save_pretrained(tmp_path)
-    whole = {huggingface.placement(p).name: p for p in huggingface.read(tmp_path).parameters()}
+    whole = {where.name: (p, where) for p, where in serial_placements(huggingface.read(tmp_path)).items()}
     seen = set()
     for pieces in ranks(2)(in_layout, tmp_path, [layout]):
         for name, box, piece in pieces:
-            part = whole[name].detach().view(huggingface.placement(whole[name]).global_shape)[tuple(slice(*side) for side in box)]
+            parameter, where = whole[name]
+            part = parameter.detach().view(where.global_shape)[tuple(slice(*side) for side in box)]
             assert torch.equal(piece, part.reshape(piece.shape))
             seen.add(name)
     assert seen == set(whole)

@@ -65,16 +65,15 @@ def test_what_chooses_nothing_is_refused_before_everything_is_run(argument, sent
 def test_all_runs_are_configurations_from_the_same_weights():
     from course import config
     from course.models import build_model
-    from course.parallel import place_serial
-    from course.utils import random
+    from course.parallel import initialize_serial
 
     for model in loss_alignment.MODELS:
         for name in loss_alignment.RUNS:
             assert loss_alignment.settings(model, name, False).train.steps == loss_alignment.STEPS
     small = config.load("dit-demo", ["model.depth=1"])
-    model = random.initialize(place_serial(build_model(small.model, 7)), 7, torch.device("cpu"))
+    model = initialize_serial(build_model(small.model, 7), 7, torch.device("cpu"))
     loss_alignment.same_weights(model, small, torch.device("cpu"))
-    fresh = random.initialize(place_serial(build_model(small.model)), 0, torch.device("cpu"))
+    fresh = initialize_serial(build_model(small.model), 0, torch.device("cpu"))
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), fresh.parameters(), strict=True))
 
 

@@ -213,7 +213,7 @@ def test_which_linears_stay_in_bf16_is_data():
 def test_evaluation_notes_nothing():
     training = assemble()
     steps(training, 2)
-    output, _ = forward_only(training.model, "fp8")(training.model.example(4, CPU))
+    output, _ = forward_only(training.model, training.layout, "fp8")(training.model.example(4, CPU))
     assert output is not None and output.isfinite().all()
     assert not torch.stack(training.scaling.amaxes).any()
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from course import config
 from course.fp8 import transformer_engine
-from course.parallel import World, build_mesh, placement
+from course.parallel import World, build_mesh
 from course.training.assemble import assemble as assemble_training
 from course.utils.errors import CourseError
 
@@ -121,7 +121,7 @@ def test_the_same_weights_train_the_same(stand_in, preset):
     batch = plain.model.example(4, torch.device("cpu"))
     for _ in range(3):
         assert other.step(batch)[0].item() == pytest.approx(plain.step(batch)[0].item(), rel=1e-3)
-    mine, theirs = ({placement(p).name: p for p in training.model.parameters()} for training in (plain, other))
+    mine, theirs = ({training.layout.placements[p].name: p for p in training.model.parameters()} for training in (plain, other))
     assert mine.keys() == theirs.keys()
     for name, parameter in mine.items():
         assert (parameter - theirs[name]).norm() <= 0.02 * parameter.norm() + 1e-3, name

@@ -17,8 +17,7 @@ from course.convert import command, transformer_engine
 from course.inference.forecast_scores import load_model
 from course.models import build_model
 from course.models.layers import rope_cos_sin
-from course.parallel import Axis, World, place_serial
-from course.utils import random
+from course.parallel import World, initialize_serial, serial_layout
 
 HAS = torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
 pytestmark = pytest.mark.skipif(not HAS, reason="needs a GPU and Transformer Engine")
@@ -74,13 +73,14 @@ def through_ours(run, x):
 def fresh(folder, name):
     """A run at step 0 of weights none of which is trivial."""
     made = config.load("gpt-demo", [*MODELS[name], "train.device=cpu"])
-    model = random.initialize(place_serial(build_model(made.model)), 0, torch.device("cpu"))
+    model = initialize_serial(build_model(made.model), 0, torch.device("cpu"))
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for p in model.parameters():
             p += 0.05 * torch.randn(p.shape, generator=generator)
     state = {**command.Progress.start(made, torch.device("cpu")).state(), "samples": 0}
-    checkpoint.save(folder / "checkpoints", torch.optim.SGD(model.parameters()), state, schema.as_plain(made), Axis("all"))
+    checkpoint.save(folder / "checkpoints", torch.optim.SGD(model.parameters()), state, schema.as_plain(made),
+                    serial_layout(model))
     config.save(made, folder / "config.yaml")
     return folder, made
 

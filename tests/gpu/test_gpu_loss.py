@@ -52,7 +52,7 @@ def test_chunks_on_a_gpu_are_the_loss_on_a_cpu_in_float64(tied, compiled):
         b["sample"][2] = -1
         model = model.to(device) if device == "cpu" else model.float().to(device)
         if compiled and device == "cuda":
-            compile_parts(model)
+            compile_parts([model])
         ready = {key: value.to(device) for key, value in prepared(model, b).items()}
         total, weight = model.loss(model(ready), ready)
         (total / weight).backward()

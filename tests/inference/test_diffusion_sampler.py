@@ -9,8 +9,7 @@ import torch
 from course.inference import diffusion_sampler
 from course.inference.diffusion_sampler import SamplerSettings, ddim, euler, guided, sample_latents
 from course.models import DiTConfig, build_model, diffusion
-from course.parallel import place_serial
-from course.utils import random
+from course.parallel import initialize_serial
 from course.utils.errors import CourseError
 
 MEAN, SPREAD = 2.0, 0.5                             # of the data, Gaussian
@@ -70,8 +69,7 @@ def test_fresh_noise_keeps_the_distribution(eta, start):
 
 def make(**changes):
     """A model in which no weight is trivial."""
-    model = place_serial(build_model(dataclasses.replace(CONFIG, **changes)))
-    model = random.initialize(model, 1, torch.device("cpu"), torch.float64)
+    model = initialize_serial(build_model(dataclasses.replace(CONFIG, **changes)), 1, torch.device("cpu"), torch.float64)
     with torch.no_grad():
         for p in model.parameters():
             p += 0.2 * torch.randn(p.shape, dtype=p.dtype, generator=torch.Generator().manual_seed(p.numel()))

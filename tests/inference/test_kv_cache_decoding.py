@@ -8,10 +8,9 @@ import torch
 from course import config
 from course.inference import kv_cache_decoding
 from course.models import GPTConfig, build_model
-from course.parallel import build_mesh, join, place_serial
+from course.parallel import build_mesh, initialize_serial, join
 from course.ranks.notebook_ranks import ranks
 from course.training.assemble import assemble
-from course.utils import random
 from course.utils.errors import CourseError
 
 KINDS = {"gpt2": {}, "llama": {"kv_heads": 2, "norm": "rms", "mlp": "swiglu", "position": "rotary", "bias": False, "tied": False}}
@@ -19,7 +18,7 @@ KINDS = {"gpt2": {}, "llama": {"kv_heads": 2, "norm": "rms", "mlp": "swiglu", "p
 
 def make(kind="gpt2"):
     c = GPTConfig(vocab=50, context=24, dim=32, depth=2, heads=4, dropout=0.1, **KINDS[kind])
-    model = random.initialize(place_serial(build_model(c)), 0, torch.device("cpu"), torch.float64)
+    model = initialize_serial(build_model(c), 0, torch.device("cpu"), torch.float64)
     with torch.no_grad():
         for p in model.parameters():
             p *= 8 if p.dim() > 1 else 1            # far from uniform, so that every position and key matters

@@ -74,8 +74,8 @@ def test_validation_is_the_same_mean_over_every_sample_in_any_layout(run):
         c = config.load("dit-digits", [*TINY, "precision=fp64", "model.depth=2", f"data.path={run.parents[2]}/data", *overrides])
         mesh = build_mesh(c.parallel, join("cpu"))
         with mock.patch("course.models.DiT.init_plan", lambda model: {"*": 0.2}):       # without zeros
-            model = assemble(c, mesh).model
-        found = Validation.of(c, mesh).run(model, None, 0)
+            training = assemble(c, mesh)
+        found = Validation.of(c, training.layout).run(training.model, None, 0)
         assert found.keys() == {"valid_loss"}
         return found["valid_loss"]
 

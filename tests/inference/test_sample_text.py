@@ -14,11 +14,10 @@ from course.data.text import bpe, end_tokens, jsonl, python_corpus
 from course.inference import forecast_scores, sample_text
 from course.inference.kv_cache_decoding import generate
 from course.models import GPTConfig, build_model
-from course.parallel import World, place_serial
+from course.parallel import World, initialize_serial
 from course.ranks.notebook_ranks import ranks
 from course.training import trainer
 from course.training.run_log import read_metrics
-from course.utils import random
 from course.utils.errors import CourseError
 
 SMALL = ["model.vocab=300", "model.context=32", "model.dim=32", "model.depth=2", "model.heads=2", "train.global_batch=4",
@@ -168,7 +167,7 @@ def test_the_end_tokens_of_a_hugging_face_folder_go_there_and_back(files, expect
     from course.convert import huggingface
 
     c = GPTConfig(vocab=8, context=8, dim=8, depth=1, heads=1)
-    model = random.initialize(place_serial(build_model(c)), 0, torch.device("cpu"))
+    model = initialize_serial(build_model(c), 0, torch.device("cpu"))
     huggingface.write(tmp_path / "in", c, huggingface.serial(model))
     known = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "stop": 2, "</s>": 3, "<|eot_id|>": 4}, "a"))
     known.save(str(tmp_path / "in" / "tokenizer.json"))

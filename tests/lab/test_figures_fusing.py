@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from course import config, models, parallel
 from course.lab.figures import fusion
 from course.lab.instruments import kernel_counter
-from course.utils import random
 
 
 def test_every_trip_is_an_arrow():
@@ -49,8 +48,7 @@ def test_modules_stay_as_they_were_where_a_call_fails():
 @pytest.mark.slow
 def test_blocks_share_one_graph_and_stay_as_they_were():
     c = config.load("vit-demo", ["model.depth=5"])
-    model = parallel.place_serial(models.build_model(c.model))
-    random.initialize(model, 0, torch.device("cpu"), torch.float32)
+    model = parallel.initialize_serial(models.build_model(c.model), 0, torch.device("cpu"), torch.float32)
     batch = model.prepare(model.example(2, torch.device("cpu")), torch.zeros((), dtype=torch.int64))
     with torch.no_grad():
         assert len(kernel_counter.graphs(lambda: model(batch), modules=list(model.blocks.values()))) == 1

@@ -8,7 +8,6 @@ from course.lab.exercises.lesson13_memory import training_bytes
 from course.lab.figures import memory
 from course.lab.instruments.tensor_memory import MemoryMeter
 from course.training.activation_checkpointing import checkpoint_activations
-from course.utils import random
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -26,8 +25,7 @@ def test_what_a_block_keeps(how):
     """In units of (B, T, D): the difference between five blocks and four."""
     def kept(depth: int) -> float:
         c = config.load("vit-demo", [f"model.depth={depth}"])
-        model = parallel.place_serial(models.build_model(c.model))
-        random.initialize(model, 0, torch.device("cpu"), torch.float32)
+        model = parallel.initialize_serial(models.build_model(c.model), 0, torch.device("cpu"), torch.float32)
         checkpoint_activations(model, how)
         batch = model.prepare(model.example(2, torch.device("cpu")), torch.zeros((), dtype=torch.int64))
         with MemoryMeter() as meter:

@@ -8,11 +8,10 @@ from course.lab.instruments import emulated_context_parallel as emulated
 from course.models import build_model
 from course.ranks.notebook_ranks import ranks
 from course.training import assemble
-from course.utils import random
 
 
 def serial_gradients() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    model = random.initialize(parallel.place_serial(build_model(emulated.MODEL)), 0,
+    model = parallel.initialize_serial(build_model(emulated.MODEL), 0,
                               emulated.CPU, torch.float64)
     batch = {name: x.double() if x.is_floating_point() else x for name, x in next(emulated.waves(1)).items()}
     ready = model.prepare(batch, torch.tensor(3))
@@ -83,9 +82,10 @@ def two_ranks(bug: str) -> torch.Tensor:
         f"train.global_batch={emulated.SAMPLES}", "train.device=cpu", "parallel.context=gather",
         f"parallel.data={'none' if bug == emulated.NOT_AVERAGED else 'naive'}"])
     training = assemble.assemble(c, parallel.build_mesh(c.parallel, parallel.join("cpu")))
-    model, cut = training.model, training.model.tokens.cut
+    model, tokens = training.model, training.layout.tokens
+    cut = tokens.cut
     if bug == emulated.POSITIONS:
-        model.tokens.cut = lambda batch: (b := cut(batch)) | {"position": b["position"] - b["position"][:, :1]}
+        tokens.cut = lambda batch: (b := cut(batch)) | {"position": b["position"] - b["position"][:, :1]}
     if bug == emulated.OWN_HALF:
         for block in model.blocks.values():
             block.attn.core = layers.Attend()

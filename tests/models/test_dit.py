@@ -7,15 +7,13 @@ import torch.nn.functional as F
 
 from course import config
 from course.models import DiTConfig, build_model, diffusion
-from course.parallel import place_serial
-from course.utils import random
+from course.parallel import initialize_serial
 
 CONFIG = DiTConfig(latent=(3, 8, 4), patch=2, dim=24, depth=2, heads=3, mlp_ratio=2.0, classes=5)
 
 
 def make(**changes):
-    model = place_serial(build_model(dataclasses.replace(CONFIG, **changes), 1))
-    return random.initialize(model, 1, torch.device("cpu"), torch.float64)
+    return initialize_serial(build_model(dataclasses.replace(CONFIG, **changes), 1), 1, torch.device("cpu"), torch.float64)
 
 
 def shaken(**changes):

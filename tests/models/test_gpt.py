@@ -11,8 +11,7 @@ from torch.utils._pytree import tree_leaves
 from course import config
 from course.models import GPTConfig, build_model, gpt
 from course.models.layers import apply_rope, rope_cos_sin
-from course.parallel import place_serial
-from course.utils import random
+from course.parallel import initialize_serial, serial_placements
 from course.utils.errors import CourseError
 
 CONFIG = GPTConfig(vocab=37, context=11, dim=24, depth=2, heads=3, mlp_ratio=2.0)
@@ -42,8 +41,7 @@ class Alive(TorchDispatchMode):
 
 
 def make(**changes):
-    model = place_serial(build_model(dataclasses.replace(CONFIG, **changes), 1))
-    return random.initialize(model, 1, torch.device("cpu"), torch.float64)
+    return initialize_serial(build_model(dataclasses.replace(CONFIG, **changes), 1), 1, torch.device("cpu"), torch.float64)
 
 
 def batch(n=2, length=12):
@@ -242,7 +240,7 @@ def test_a_compiled_head_saves_no_logits_either():
 def test_a_tied_weight_is_one_parameter_with_both_gradients():
     model, b = shaken(), batch()
     weight = model.embed.token.weight
-    assert weight is model.head.proj.weight and weight.placement.name == "embed.token.weight"
+    assert weight is model.head.proj.weight and serial_placements(model)[weight].name == "embed.token.weight"
     assert sum(p is weight for p in model.parameters()) == 1
     model.loss(model(prepared(model, b)), prepared(model, b))[0].backward()
     used = torch.zeros(37, dtype=torch.bool).index_fill(0, b["tokens"][:, :-1].flatten(), True)

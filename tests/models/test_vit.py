@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from course import config
 from course.models import ViTConfig, build_model
-from course.parallel import place_serial
+from course.parallel import initialize_serial
 from course.utils import random
 
 CONFIG = ViTConfig(grid=(8, 16), channels=3, patch=2, dim=24, depth=2, heads=3, mlp_ratio=2.0)
@@ -15,8 +15,7 @@ CONFIG = ViTConfig(grid=(8, 16), channels=3, patch=2, dim=24, depth=2, heads=3, 
 def make(**changes):
     import dataclasses
 
-    model = place_serial(build_model(dataclasses.replace(CONFIG, **changes)))
-    return random.initialize(model, 1, torch.device("cpu"), torch.float64)
+    return initialize_serial(build_model(dataclasses.replace(CONFIG, **changes)), 1, torch.device("cpu"), torch.float64)
 
 
 def batch(n=2):
@@ -139,7 +138,7 @@ def reference_output(w, x, c):
 
 def test_the_reference_preset_equals_the_reference_with_its_weights():
     c = config.load("vit-reference", REFERENCE).model
-    model = random.initialize(place_serial(build_model(c)), 1, torch.device("cpu"), torch.float64)
+    model = initialize_serial(build_model(c), 1, torch.device("cpu"), torch.float64)
     with torch.no_grad():
         for p in model.parameters():
             p += 0.3 * torch.randn(p.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(p.numel()))
@@ -148,7 +147,7 @@ def test_the_reference_preset_equals_the_reference_with_its_weights():
         found = fields(model, {**batch(), "input": x})
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
         plain = config.load("vit-base", REFERENCE).model
-        other = random.initialize(place_serial(build_model(plain)), 1, torch.device("cpu"), torch.float64)
+        other = initialize_serial(build_model(plain), 1, torch.device("cpu"), torch.float64)
         other.load_state_dict({**model.state_dict(), "head.proj.bias": torch.zeros_like(other.head.proj.bias)})
         assert (fields(other, {**batch(), "input": x}) - expected).abs().max() > 1e-3
 
@@ -157,7 +156,7 @@ def test_the_reference_preset_starts_and_trains_as_the_reference():
     c = config.load("vit-reference")
     assert (c.optim.betas, c.train.steps, c.train.rmse, c.data.pairs) == ((0.9, 0.95), 30_000, "mean_of_roots", "reference")
     c = config.load("vit-reference", [*REFERENCE, "model.dim=96"]).model
-    model = random.initialize(place_serial(build_model(c)), 1, torch.device("cpu"), torch.float64)
+    model = initialize_serial(build_model(c), 1, torch.device("cpu"), torch.float64)
     bound = 1 / math.sqrt(3 * 2 * 2)                 # what nn.Conv2d draws from
     for x in (model.embed.proj.weight, model.embed.proj.bias):
         assert x.abs().max() < bound and x.abs().max() > 0.95 * bound

@@ -10,7 +10,7 @@ from course import config
 from course.checkpoint import checkpoint
 from course.inference.forecast_scores import load_model
 from course.ops.ema import moving_average
-from course.parallel import build_mesh, join, placement
+from course.parallel import build_mesh, join, serial_placements
 from course.ranks.notebook_ranks import ranks
 from course.training.assemble import assemble
 from course.utils.errors import CourseError
@@ -71,12 +71,12 @@ def train_and_save(folder: str, overrides: list[str], steps: int = 3) -> None:
     found = checkpoint.newest(Path(folder), print)
     start = 0
     if found:
-        checkpoint.load(*found, training.model, training.optimizer)
+        checkpoint.load(*found, training.model, training.layout, training.optimizer)
         training.progress.restore(found[1]["state"])
         start = found[1]["state"]["step"]
     for number in range(start, start + steps):
         one_step(training, number)
-    checkpoint.save(Path(folder), training.optimizer, training.progress.state() | {"samples": 0}, {}, training.mesh.all)
+    checkpoint.save(Path(folder), training.optimizer, training.progress.state() | {"samples": 0}, {}, training.layout)
 
 
 def saved(folder: Path, steps: int) -> dict[str, torch.Tensor]:
@@ -133,19 +133,19 @@ def test_a_run_resumes_its_average_and_is_evaluated_with_it(tmp_path):
     settings = config.load(str(folder / "config.yaml"))
     last, average = (load_model(folder, settings, torch.device("cpu"), average)[0] for average in (False, True))
     for p, q in zip(last.parameters(), average.parameters(), strict=True):
-        name = f"{placement(q).name}.ema"
+        name = f"{serial_placements(average)[q].name}.ema"
         assert torch.equal(q.reshape(whole[name].shape), whole[name]) and not torch.equal(p, q)
 
 
 def test_what_a_checkpoint_lacks_is_a_sentence_or_starts_at_the_weights(tmp_path):
     without = build("optim.ema=0")
     one_step(without, 0)
-    path = checkpoint.save(tmp_path, without.optimizer, {**without.progress.state(), "samples": 8}, {}, without.mesh.all)
+    path = checkpoint.save(tmp_path, without.optimizer, {**without.progress.state(), "samples": 8}, {}, without.layout)
     index = checkpoint.read_index(path)
     with pytest.raises(CourseError, match=r"has no moving average of the weights: train with optim.ema"):
-        checkpoint.load(path, index, without.model, average=True)
+        checkpoint.load(path, index, without.model, without.layout, average=True)
     follower = build()
-    checkpoint.load(path, index, follower.model, follower.optimizer)
+    checkpoint.load(path, index, follower.model, follower.layout, follower.optimizer)
     assert all(torch.equal(p, value) for p, value in moving_average(follower.optimizer).items())
 
 
@@ -153,8 +153,8 @@ def test_an_average_nobody_follows_is_not_carried_on(tmp_path):
     """A run that goes on without optim.ema does not save an old average as if it were its own."""
     with_it = build()
     one_step(with_it, 0)
-    path = checkpoint.save(tmp_path / "a", with_it.optimizer, {**with_it.progress.state(), "samples": 8}, {}, with_it.mesh.all)
+    path = checkpoint.save(tmp_path / "a", with_it.optimizer, {**with_it.progress.state(), "samples": 8}, {}, with_it.layout)
     without = build("optim.ema=0")
-    checkpoint.load(path, checkpoint.read_index(path), without.model, without.optimizer)
-    again = checkpoint.save(tmp_path / "b", without.optimizer, {**without.progress.state(), "samples": 8}, {}, without.mesh.all)
+    checkpoint.load(path, checkpoint.read_index(path), without.model, without.layout, without.optimizer)
+    again = checkpoint.save(tmp_path / "b", without.optimizer, {**without.progress.state(), "samples": 8}, {}, without.layout)
     assert not [name for name in checkpoint.read_index(again)["tensors"] if name.endswith(".ema")]

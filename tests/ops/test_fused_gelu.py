@@ -28,8 +28,8 @@ class Apart(nn.Module):
 
 def two_ways(bias=True):
     torch.manual_seed(0)
-    mlp = layers.GeluMLP(8, 24, bias, "tanh").double()
-    apart = Apart(layers.GeluMLP(8, 24, bias, "tanh").double())
+    mlp = layers.MLP(8, 24, bias, "tanh").double()
+    apart = Apart(layers.MLP(8, 24, bias, "tanh").double())
     apart.mlp.load_state_dict(mlp.state_dict())
     return mlp, apart
 
@@ -60,7 +60,7 @@ def test_a_gradient_of_a_gradient_is_an_error():
 
 
 def test_under_autocast_formats_are_those_of_linears():
-    mlp = layers.GeluMLP(8, 24, True, "tanh")
+    mlp = layers.MLP(8, 24, True, "tanh")
     fuse_blocks.fuse_mlp(mlp)
     x = torch.randn(2, 5, 8, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):

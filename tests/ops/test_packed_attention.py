@@ -5,7 +5,6 @@ import torch
 from torch.nn import functional as F
 
 from course import config, models
-from course.ops import custom_op
 from course.ops.packed_attention import packed_attention, supports_precision
 from course.parallel import build_mesh, join
 from course.training import fuse_blocks
@@ -82,10 +81,15 @@ def test_shapes_alone_are_known_on_the_meta_device():
     assert packed_attention(qkv, None, True).shape == (2, 16, 2, 8)
 
 
+def is_packed(attn):
+    """Whether attention computes over what the linear before it puts out."""
+    return isinstance(attn, fuse_blocks.PackedAttention | fuse_blocks.PackedGroupedAttention)
+
+
 def packed(preset, *settings):
     """Whether the attention of the first block is."""
     block = fuse_blocks.fuse_blocks(models.build_model(config.load(preset, settings).model)).blocks["0"]
-    return "forward" in vars(block.attn)
+    return is_packed(block.attn)
 
 
 @pytest.mark.parametrize("kind", SMALL)
@@ -103,15 +107,15 @@ def test_a_bias_of_attention_that_stays_keeps_its_gradient():
     preset, *settings = SMALL["gpt"]
     attn = fuse_blocks.fuse_blocks(models.build_model(config.load(preset,
                                                                   [*settings, "model.position=rotary"]).model)).blocks["0"].attn
-    assert custom_op.deferred_bias(attn.qkv) is None
+    assert fuse_blocks.deferred_bias(attn.qkv) is None
 
 
-@pytest.mark.parametrize(("settings", "is_packed"), [((), True), (("attention=math",), False), (("kernels=pytorch",), False)])
-def test_a_backend_that_is_named_is_taken(settings, is_packed):
+@pytest.mark.parametrize(("settings", "wanted"), [((), True), (("attention=math",), False), (("kernels=pytorch",), False)])
+def test_a_backend_that_is_named_is_taken(settings, wanted):
     preset, *small = SMALL["dit"]
     c = config.load(preset, [*small, "kernels=triton", "train.device=cpu", "precision=fp32", *settings])
     attn = assemble(c, build_mesh(c.parallel, join("cpu"))).model.blocks["0"].attn
-    assert ("forward" in vars(attn)) == is_packed
+    assert is_packed(attn) == wanted
 
 
 @pytest.mark.parametrize(("precision", "capability", "can"), [

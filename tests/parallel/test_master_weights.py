@@ -12,8 +12,8 @@ from course.checkpoint import checkpoint
 from course.inference.diffusion_sampler import SamplerSettings, sample_latents
 from course.inference.forecast_scores import load_model
 from course.ops.ema import moving_average
-from course.parallel import build_mesh, join, placement
-from course.parallel.data_parallel.gradients import GradientSync
+from course.parallel import build_mesh, join
+from course.parallel.data_parallel.gradients import NoSync
 from course.parallel.data_parallel.master_weights import MasterWeights
 from course.ranks.notebook_ranks import ranks
 from course.training import trainer
@@ -55,11 +55,12 @@ def everything(training):
     """All that a checkpoint would have of a run, by name, and what it computes with."""
     training.gradients.wait_parameters()            # ZeRO's weights may still be under way
     average, masters = moving_average(training.optimizer), training.gradients.full_master_weights()
-    found = {f"{placement(p).name} computed": p.detach().float() for p in training.model.parameters()}
+    at = training.layout.placements
+    found = {f"{at[p].name} computed": p.detach().float() for p in training.model.parameters()}
     for p in training.gradients.optimizer_parameters:
-        found |= {placement(p).name: p.detach(), f"{placement(p).name} ema": average.get(p, torch.zeros(0))}
-        found |= {f"{placement(p).name} {key}": value for key, value in training.optimizer.state[p].items()}
-    found |= {f"{placement(p).name} value": masters.get(p, p).detach() for p in training.model.parameters()}
+        found |= {at[p].name: p.detach(), f"{at[p].name} ema": average.get(p, torch.zeros(0))}
+        found |= {f"{at[p].name} {key}": value for key, value in training.optimizer.state[p].items()}
+    found |= {f"{at[p].name} value": masters.get(p, p).detach() for p in training.model.parameters()}
     return {name: value.clone() for name, value in found.items()}
 
 
@@ -84,12 +85,12 @@ def test_training_is_the_same_to_the_bit(kind, more, large, monkeypatch):
     monkeypatch.setattr("course.ops.fused_adam.has_own_kernel", lambda p: large and p.numel() > 500)
     c = settings(kind, *more)
     mine, other = assemble(c), assemble(c, masters=False)
-    assert type(mine.gradients) is MasterWeights and type(other.gradients) is GradientSync
+    assert type(mine.gradients) is MasterWeights and type(other.gradients) is NoSync
     for number in range(10):
         assert step(mine, number) == step(other, number)
     assert_same(everything(mine), everything(other))
     assert_rounded(mine, torch.float16 if "precision=fp16" in more else torch.bfloat16)
-    linear = {placement(p).name for p in mine.gradients.full_master_weights()}
+    linear = {mine.layout.placements[p].name for p in mine.gradients.full_master_weights()}
     assert {"blocks.0.attn.qkv.weight", "blocks.1.mlp.down.weight"} <= linear
     assert not any(name.endswith(("bias", "norm1.weight")) or "embed.token" in name for name in linear)
     if kind == "gpt":                               # a chunked loss adds the head's gradient up in float32
@@ -118,7 +119,7 @@ def test_a_gradient_is_not_copied_and_stays_in_16_bits():
     weight = model.blocks["0"].mlp.up.weight
     weight.grad = given = torch.ones_like(weight)
     gradients.finish()
-    master = next(p for p in gradients.optimizer_parameters if placement(p).name == "blocks.0.mlp.up.weight")
+    master = next(p for p in gradients.optimizer_parameters if training.layout.placements[p].name == "blocks.0.mlp.up.weight")
     assert master.grad.dtype == torch.bfloat16 and master.grad.data_ptr() == given.data_ptr() and weight.grad is None
 
 
@@ -135,7 +136,7 @@ def test_without_pytorchs_gradients_in_other_formats_they_are_cast(monkeypatch):
                                   ["precision=fp8", "fp8.recipe=current"]])
 def test_other_runs_keep_float32_weights(more):
     training = assemble(settings("vit", *more))
-    assert type(training.gradients) is GradientSync and not training.gradients.full_master_weights()
+    assert type(training.gradients) is NoSync and not training.gradients.full_master_weights()
     assert {p.dtype for p in training.model.parameters()} == {torch.float32}
 
 
@@ -148,7 +149,7 @@ def test_several_passes_add_up_in_float32():
         (block.mlp.up.weight.float() * value).sum().backward()
         assert block.mlp.up.weight.grad is None
     gradients.finish()
-    found = {placement(p).name: p.grad for p in gradients.optimizer_parameters}
+    found = {training.layout.placements[p].name: p.grad for p in gradients.optimizer_parameters}
     assert found["blocks.0.mlp.up.weight"].dtype == torch.float32 and (found["blocks.0.mlp.up.weight"] == 3 + 2**-9).all()
     assert not found["blocks.0.mlp.down.weight"].any()
     gradients.clear()
@@ -208,7 +209,7 @@ def test_with_other_axes_it_is_the_same_to_the_bit(kind, more):
 
 
 def saved(training, folder):
-    path = checkpoint.save(folder, training.optimizer, {**training.progress.state(), "samples": 0}, {}, training.mesh.all)
+    path = checkpoint.save(folder, training.optimizer, {**training.progress.state(), "samples": 0}, {}, training.layout)
     return path, checkpoint.read_index(path)
 
 
@@ -225,7 +226,7 @@ def test_either_kind_of_run_goes_on_with_a_checkpoint_of_either(first, then, tmp
     path, index = saved(begun, tmp_path)
     assert {found["dtype"] for found in index["tensors"].values()} == {"float32"}
     resumed = assemble(c, then)
-    checkpoint.load(path, index, resumed.model, resumed.optimizer)
+    checkpoint.load(path, index, resumed.model, resumed.layout, resumed.optimizer)
     resumed.progress.restore(index["state"])
     if then:
         assert_rounded(resumed, torch.bfloat16)
@@ -254,7 +255,7 @@ def test_a_checkpoint_of_a_pipeline_with_masters_goes_on_in_one_process(tmp_path
         step(straight, number)
     path = checkpoint.steps(tmp_path)[-1]
     index = checkpoint.read_index(path)
-    checkpoint.load(path, index, resumed.model, resumed.optimizer)
+    checkpoint.load(path, index, resumed.model, resumed.layout, resumed.optimizer)
     resumed.progress.restore(index["state"])
     assert_rounded(resumed, torch.bfloat16)
     for number in range(3, 6):

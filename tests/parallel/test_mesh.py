@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from course.config import Parallel
 from course.models import ViTConfig, build_model
-from course.parallel import Axis, World, build_mesh, join, parallelize, placement
+from course.parallel import Axis, World, build_mesh, join, parallelize
 from course.parallel.mesh import check_nodes, groups, lay_out, nodes
 from course.parallel.placement import box_shape
 from course.ranks.notebook_ranks import ranks
@@ -117,12 +117,13 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
 
 
 def test_every_parameter_knows_its_place():
-    model = parallelize(build_model(ViTConfig()), build_mesh(Parallel(), World()), Parallel())
+    model = build_model(ViTConfig())
+    placements = parallelize(model, build_mesh(Parallel(), World()), Parallel()).placements
     for name, parameter in model.named_parameters():
-        place = placement(parameter)
+        place = placements[parameter]
         assert place.name == name and math.prod(place.global_shape) == parameter.numel() and place.owner
         assert box_shape(place.box) == place.global_shape
-    assert placement(model.blocks["0"].attn.qkv.weight).global_shape == (3, 8, 48, 384)         # heads can be cut
+    assert placements[model.blocks["0"].attn.qkv.weight].global_shape == (3, 8, 48, 384)         # heads can be cut
 
 
 @pytest.mark.parametrize(("order", "tp", "pp"), [

@@ -1,5 +1,6 @@
 """Linears with communication beside them: the numbers of the plain ones, for any number of tokens, samples and ranks."""
 
+import copy
 import json
 import os
 import sys
@@ -15,11 +16,11 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import CheckpointPolicy
 
 from course.fp8 import native  # noqa: F401   its operator is asked for below
+from course.models.layers import Linear
 from course.parallel import mappings
 from course.parallel.mesh import Axis
-from course.parallel.placement import place_serial
 from course.parallel.tensor_parallel import overlapped_linear, symmetric_memory
-from course.parallel.tensor_parallel.linear import OverlappedRowLinear, RowLinear
+from course.parallel.tensor_parallel.linear import OverlappedRow, RowParallel
 from course.parallel.tensor_parallel.sequence import SplitTokens
 from course.ranks.collective_mismatch import trace_file
 from course.ranks.collective_trace import Trace
@@ -161,16 +162,17 @@ def rows_in_16_bits():
     """Under autocast, of a linear, a row linear and an overlapped one: formats of output and gradients; differences."""
     size, rank = dist.get_world_size(), dist.get_rank()
     axis, random = everyone(), torch.Generator().manual_seed(0)
-    whole = place_serial(torch.nn.Sequential(torch.nn.Linear(64, 5)))[0]
+    whole = Linear(64, 5)
     values = torch.randn(5, 64, generator=random)
     torch.nn.init.constant_(whole.bias, 0.7)
     tokens = SplitTokens({}, Axis("cp"), axis, zigzag=False, overlap="nccl")
     x, formats, found = torch.randn(3, 4, 64, generator=random), [], []
-    for linear in (whole, RowLinear(whole, axis), OverlappedRowLinear(whole, axis, tokens)):
-        linear.weight.data.copy_(values if linear is whole else values.tensor_split(size, 1)[rank])
-        linear.zero_grad()
+    for kind in (None, RowParallel(axis), OverlappedRow(axis, tokens)):
+        linear = copy.deepcopy(whole)
+        linear.communication = kind or linear.communication
+        linear.weight.data = values.tensor_split(size, 1)[rank].clone() if kind else values.clone()
         with torch.autocast("cpu", torch.bfloat16):
-            y = linear(x if linear is whole else x.tensor_split(size, 2)[rank])
+            y = linear(x.tensor_split(size, 2)[rank] if kind else x)
         y.float().sum().backward()
         formats.append((y.dtype, linear.weight.grad.dtype, linear.bias.grad.dtype))
         found.append(y.tensor_split(size, 1)[rank] if len(y[0]) == 4 else y)
@@ -194,10 +196,16 @@ def collectives(folder, samples, small):
 def selective(folder):
     """The collectives of a linear within selective recomputation."""
     rank, axis = dist.get_rank(), everyone()
-    block = torch.nn.Module()
-    block.weight = torch.nn.Parameter(torch.ones(7, 5))
-    block.forward = lambda x: overlapped_linear.gather_linear(x.sin(), block.weight, None, axis,
-                                                              SimpleNamespace(local_len=6)).tanh()
+
+    class Block(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(7, 5))
+
+        def forward(self, x):
+            return overlapped_linear.gather_linear(x.sin(), self.weight, None, axis, SimpleNamespace(local_len=6)).tanh()
+
+    block = Block()
     model = torch.nn.Module()
     model.blocks = {"0": block}
     checkpoint_activations(model, "selective")

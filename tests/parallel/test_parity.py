@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from course.parallel import placement
 from course.parallel.placement import Box
 from course.ranks.notebook_ranks import ranks
 
@@ -65,7 +64,7 @@ def train(overrides: list[str], kind: str = "vit") -> tuple[list[float], list[fl
     training.gradients.wait_parameters()
     pieces: Pieces = {}
     for p in training.model.parameters():
-        where = placement(p)
+        where = training.layout.placements[p]
         pieces.setdefault(where.name, []).append((where.box, p.detach().reshape([b - a for a, b in where.box])))
     return losses, norms, pieces
 
@@ -184,11 +183,13 @@ def swapped(tokens: Any, device: torch.device) -> tuple[torch.Tensor, ...]:
     return tuple(torch.cat([pieces[-1 - rank], pieces[rank]]) for rank in range(tokens.cp.size))
 
 
-def average_over_dp_alone(model: Any, mesh: Any, *settings: Any) -> Any:
+def average_over_dp_alone(model: Any, layout: Any, *settings: Any) -> Any:
     """What averages gradients, with context parallelism forgotten."""
     from course.parallel import build_gradient_sync
 
-    return build_gradient_sync(model, dataclasses.replace(mesh, dp_cp=mesh.dp), *settings)
+    for parameter, where in layout.placements.items():
+        layout.placements[parameter] = dataclasses.replace(where, average_over=layout.mesh.dp)
+    return build_gradient_sync(model, layout, *settings)
 
 
 # what is broken, by what, and a layout that must notice
@@ -203,11 +204,11 @@ MUTATIONS = {
     "cp forgotten in a pipeline's average": ("course.training.assemble.build_gradient_sync", average_over_dp_alone,
                                              "pp=2 cp=2 micro=2",
                                              "vit"),
-    "norms see their own tokens alone": ("course.parallel.data_parallel.gradients.add_partial_gradients", lambda parameters: None,
+    "norms see their own tokens alone": ("course.parallel.data_parallel.gradients.add_partial_gradients", lambda *_: None,
                                          "tp=2 sp=true",
                                          "vit"),
     "tied weights of two stages not added": ("course.parallel.data_parallel.gradients.add_partial_gradients",
-                                             lambda parameters: None,
+                                             lambda *_: None,
                                              "pp=2 micro=2", "gpt"),
     "norms see their own tokens alone, in buckets": ("course.parallel.data_parallel.gradients.reduce_partial", lambda bucket,
                                                      parts: None,

@@ -18,8 +18,9 @@ def cut(change, **settings):
     model = build_model(ViTConfig(grid=(8, 16), channels=3, patch=4, dim=16, depth=5, heads=4))
     change(model)
     with pretended(0, 2):
-        layout = Parallel(pp=2, dp=1, **settings)
-        return parallelize(model, build_mesh(layout, World(0, 2, torch.device("cpu"))), layout)
+        settings = Parallel(pp=2, dp=1, **settings)
+        parallelize(model, build_mesh(settings, World(0, 2, torch.device("cpu"))), settings)
+        return model
 
 
 def a_norm_beside(model):

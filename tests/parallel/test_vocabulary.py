@@ -141,25 +141,26 @@ def cut_model(overrides):
     """What a rank holds of GPT's token embedding and head, what its optimizer has, and the norm of gradients that are 1."""
     from course import config
     from course.models import build_model
-    from course.parallel import build_mesh, join, parallelize, placement
+    from course.parallel import build_mesh, initialize, join, parallelize
     from course.training import step
-    from course.utils import random
 
     c = config.load("gpt-demo", [f"model.vocab={VOCAB}", "model.context=5", "model.dim=8", "model.heads=2", "precision=fp64",
                                  *overrides])
     mesh = build_mesh(c.parallel, join("cpu"))
-    model = parallelize(build_model(c.model), mesh, c.parallel)
+    model = build_model(c.model)
+    layout = parallelize(model, mesh, c.parallel)
+    placements = layout.placements
     one = model.embed.token.weight is model.head.proj.weight
-    random.initialize(model, 0, torch.device("cpu"), torch.float64)
+    initialize(model, placements, 0, torch.device("cpu"), torch.float64)
     embedding, head = model.embed.token.weight, model.head.proj.weight
     optimizer = build_optimizer(list(model.parameters()), step.Progress.start(c, torch.device("cpu")).lr, c)
     for p in model.parameters():
         p.grad = torch.ones_like(p)
-    norm = gradient_norm(list(model.parameters()), mesh).item()
+    norm = gradient_norm(list(model.parameters()), layout).item()
     held = [p for group in optimizer.param_groups for p in group["params"]]
-    return {"one": one and embedding is head, "box": placement(embedding).box, "name": placement(head).name, "norm": norm**2,
+    return {"one": one and embedding is head, "box": placements[embedding].box, "name": placements[head].name, "norm": norm**2,
             "weight": embedding.detach(), "head": head.detach(),
-            "in optimizer": sum(p is embedding for p in held), "partial": placement(embedding).partial_over is not None}
+            "in optimizer": sum(p is embedding for p in held), "partial": placements[embedding].partial_over is not None}
 
 
 @pytest.mark.parametrize("sp", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -190,16 +191,16 @@ def evaluated(overrides):
     """The loss and weight of a batch with padding in evaluation, as each rank reports it."""
     from course import config
     from course.models import build_model
-    from course.parallel import build_mesh, join, parallelize
+    from course.parallel import build_mesh, initialize, join, parallelize
     from course.training.validation import forward_only
-    from course.utils import random
 
     c = config.load("gpt-demo", [f"model.vocab={VOCAB}", "model.context=7", "model.dim=8", "model.heads=2", "precision=fp64",
                                  *overrides])
-    model = parallelize(build_model(c.model), build_mesh(c.parallel, join("cpu")), c.parallel)
-    random.initialize(model, 0, torch.device("cpu"), torch.float64)
+    model = build_model(c.model)
+    layout = parallelize(model, build_mesh(c.parallel, join("cpu")), c.parallel)
+    initialize(model, layout.placements, 0, torch.device("cpu"), torch.float64)
     tokens = torch.randint(VOCAB, (3, 8), generator=torch.Generator().manual_seed(1))
-    output, batch = forward_only(model, "fp64")({"tokens": tokens, "sample": torch.tensor([4, 5, -1])})
+    output, batch = forward_only(model, layout, "fp64")({"tokens": tokens, "sample": torch.tensor([4, 5, -1])})
     loss, weight = model.loss(output, batch)
     return loss.item(), weight.item()
 

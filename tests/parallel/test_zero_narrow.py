@@ -24,7 +24,7 @@ def train(settings: list[str], narrow: bool, folder: str = "", preset: str = "vi
 
     from course import config
     from course.checkpoint import checkpoint
-    from course.parallel import build_mesh, join, placement
+    from course.parallel import build_mesh, join
     from course.training import assemble as training_module
 
     small = [key for key in SMALL if preset == "vit-demo" or not key.startswith(("model.grid", "model.residual"))]
@@ -37,19 +37,20 @@ def train(settings: list[str], narrow: bool, folder: str = "", preset: str = "vi
     found: dict[str, Any] = {"losses": []}
     if folder:
         at = checkpoint.steps(Path(folder))[-1]
-        checkpoint.load(at, checkpoint.read_index(at), training.model, training.optimizer)
+        checkpoint.load(at, checkpoint.read_index(at), training.model, training.layout, training.optimizer)
     for number in range(4):
         batch = training.model.example(here, torch.device("cpu"), 8 * number + here * mesh.dp.rank)      # type: ignore[operator]
         found["losses"].append(training.step(batch)[0].item())
         training.gradients.wait_parameters()
     masters = training.gradients.full_master_weights()
-    found["values"] = {placement(p).name: masters.get(p, p).detach().clone() for p in training.model.parameters()}
-    found["formats"] = {placement(p).name: p.dtype for p in training.model.parameters()}
+    at = training.layout.placements
+    found["values"] = {at[p].name: masters.get(p, p).detach().clone() for p in training.model.parameters()}
+    found["formats"] = {at[p].name: p.dtype for p in training.model.parameters()}
     found["updated"] = {p.dtype for p in training.gradients.optimizer_parameters}
     found["bytes"] = sum(p.nbytes for p in training.model.parameters())
     if not folder:
         found["folder"] = Path(c.log.dir) / "checkpoints"
-        checkpoint.save(found["folder"], training.optimizer, {**training.progress.state(), "samples": 0}, {}, mesh.all)
+        checkpoint.save(found["folder"], training.optimizer, {**training.progress.state(), "samples": 0}, {}, training.layout)
     return found
 
 

@@ -6,11 +6,10 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from course import config
 from course.config import Config, Train
 from course.models import DiTConfig, GPTConfig, ViTConfig, build_model
-from course.parallel import World, build_mesh, place_serial
+from course.parallel import World, build_mesh, initialize_serial
 from course.planner import flops
 from course.training import assemble
 from course.training.activation_checkpointing import checkpoint_activations
-from course.utils import random
 
 MODELS = [
     ViTConfig(grid=(8, 16), channels=3, patch=2, dim=24, depth=2, heads=3, mlp_ratio=2.0),
@@ -35,7 +34,7 @@ CPU_ATTENTION = {
 
 def counted(config, samples: int, how: str = "none", fused: bool = False) -> FlopCounterMode:
     """PyTorch's counter, after one training step of `samples` samples."""
-    model = random.initialize(place_serial(build_model(config)), 0, torch.device("cpu"))
+    model = initialize_serial(build_model(config), 0, torch.device("cpu"))
     batch = model.prepare(model.example(samples, torch.device("cpu")), torch.tensor(0))
     checkpoint_activations(model, how)
     with (FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION) as counter,

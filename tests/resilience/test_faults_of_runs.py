@@ -5,13 +5,14 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from course import config
 from course.checkpoint import checkpoint, shards
-from course.parallel import Axis
+from course.parallel import Axis, serial_layout
 from course.ranks.notebook_ranks import close, ranks
 from course.training import trainer
 from course.training.run_log import read_metrics
@@ -78,12 +79,13 @@ def save_on_a_full_disk(folder):
     from tests.checkpoint.test_checkpoint import STATE, make
 
     axis = Axis("all", 2, dist.get_rank(), (0, 1), dist.group.WORLD)
-    _, optimizer = make()
+    model, optimizer = make()
+    serial = serial_layout(model)
     if axis.rank == 1:
         shards.stream = full
     told = ""
     try:
-        checkpoint.save(folder, optimizer, STATE, {}, axis)
+        checkpoint.save(folder, optimizer, STATE, {}, replace(serial, mesh=replace(serial.mesh, all=axis)))
     except checkpoint.NotSaved as error:
         told = str(error)
     dist.all_reduce(torch.ones(1))                   # the ranks are together

@@ -7,11 +7,10 @@ import torch
 
 from course import config
 from course.models import build_model
-from course.parallel import Mesh, World, build_gradient_sync, build_mesh, parallelize
+from course.parallel import Mesh, World, build_gradient_sync, build_mesh, initialize, parallelize
 from course.training import step as stepping
 from course.training.optimizer import build_optimizer, learning_rate
 from course.training.step import Progress, eager, train_step
-from course.utils import random
 
 CPU = torch.device("cpu")
 SMALL = ["model.grid=[8,16]", "model.dim=16", "model.depth=2", "model.heads=2", "model.channels=3", "train.global_batch=4",
@@ -22,14 +21,15 @@ SMALL = ["model.grid=[8,16]", "model.dim=16", "model.depth=2", "model.heads=2", 
 def assemble(*overrides, device=CPU):
     settings = config.load("vit-demo", [*SMALL, *overrides])
     mesh: Mesh = build_mesh(settings.parallel, World())
-    model = parallelize(build_model(settings.model, settings.train.seed), mesh, settings.parallel)
+    model = build_model(settings.model, settings.train.seed)
+    layout = parallelize(model, mesh, settings.parallel)
     dtype = torch.float64 if settings.precision == "fp64" else torch.float32
-    random.initialize(model, settings.train.seed, device, dtype)
+    initialize(model, layout.placements, settings.train.seed, device, dtype)
     progress = Progress.start(settings, device)
-    gradients = build_gradient_sync(model, mesh, settings.parallel)
+    gradients = build_gradient_sync(model, layout, settings.parallel)
     optimizer = build_optimizer(gradients.optimizer_parameters, progress.lr, settings)
-    compute = eager(model, progress, settings, mesh)
-    return settings, model, progress, optimizer, train_step(compute, model, gradients, optimizer, progress, settings, mesh)
+    compute = eager(model, progress, settings, layout)
+    return settings, model, progress, optimizer, train_step(compute, model, gradients, optimizer, progress, settings, layout)
 
 
 def batches(count, dtype=torch.float64):

@@ -36,9 +36,10 @@ def test_no_more_than_a_chunks_logits_of_a_micro_batch_are_in_memory():
     c = config.load("gpt-demo", ["model.vocab=2000", "model.depth=1", "model.dim=16", "model.loss_chunk=32", "data.workers=0",
                                  "train.device=cpu", "train.global_batch=32", "train.micro_batch=2"])
     mesh = build_mesh(c.parallel, World(0, 1, torch.device("cpu")))
-    model, texts = assemble(c, mesh).model, Texts(32, 65, 2000)
+    training, texts = assemble(c, mesh), Texts(32, 65, 2000)
+    model = training.model
     with Alive() as alive:
-        Validation(c, mesh, texts, [], torch.empty(0)).run(model, None, 0)
+        Validation(c, training.layout, texts, [], torch.empty(0)).run(model, None, 0)
     logits = 4 * 2000 * 32
     assert 2 * logits <= alive.peak <= 2 * logits + 2**20 / 2           # the rest: activations of 2 samples, 65 KB a tensor
 
@@ -47,10 +48,11 @@ def test_validation_goes_through_micro_batches_of_training(monkeypatch):
     """Ten samples in two batches of eight: the second is padded."""
     c = config.load("gpt-demo", [*SMALL, "train.micro_batch=3"])
     mesh = build_mesh(c.parallel, World(0, 1, torch.device("cpu")))
-    model, seen = assemble(c, mesh).model, []
+    training, seen = assemble(c, mesh), []
+    model = training.model
     prepare = model.prepare
     monkeypatch.setattr(model, "prepare", lambda batch, step: seen.append(batch["sample"].tolist()) or prepare(batch, step))
-    Validation(c, mesh, Texts(10, 12, 24), [], torch.empty(0)).run(model, None, 0)
+    Validation(c, training.layout, Texts(10, 12, 24), [], torch.empty(0)).run(model, None, 0)
     assert seen == [[0, 1, 2], [3, 4, 5], [6, 7], [8, 9, -1], [-1] * 3, [-1] * 2]
 
 
@@ -59,11 +61,12 @@ def test_who_wants_logits_has_them(chunk):
     """Also after a validation, and after one that failed."""
     c = config.load("gpt-demo", [*SMALL, f"model.loss_chunk={chunk}"])
     mesh = build_mesh(c.parallel, World(0, 1, torch.device("cpu")))
-    model, batch = assemble(c, mesh).model.train(), Texts(2, 12, 24).__getitems__([0, 1])
+    training = assemble(c, mesh)
+    model, layout, batch = training.model.train(), training.layout, Texts(2, 12, 24).__getitems__([0, 1])
     for wanted in (True, False):
-        assert forward_only(model, "fp64", loss_alone=wanted)(batch)[0].shape == (() if chunk and wanted else (2, 11, 24))
+        assert forward_only(model, layout, "fp64", loss_alone=wanted)(batch)[0].shape == (() if chunk and wanted else (2, 11, 24))
     with pytest.raises(KeyError):
-        forward_only(model, "fp64", loss_alone=True)({"sample": batch["sample"]})
+        forward_only(model, layout, "fp64", loss_alone=True)({"sample": batch["sample"]})
     assert model.training and not model.head.loss_alone
 
 
@@ -73,8 +76,8 @@ def validate(overrides):
 
     c = config.load("gpt-demo", [*SMALL, *overrides])
     mesh = build_mesh(c.parallel, join("cpu"))
-    model = assemble(c, mesh).model
-    return Validation(c, mesh, Texts(27, 12, 24), [], torch.empty(0)).run(model, None, 0)["valid_loss"]
+    training = assemble(c, mesh)
+    return Validation(c, training.layout, Texts(27, 12, 24), [], torch.empty(0)).run(training.model, None, 0)["valid_loss"]
 
 
 @pytest.fixture(scope="module")
@@ -107,11 +110,12 @@ def test_the_rmse_is_the_root_of_the_mean_or_the_references(how, small_data):
     c = config.load("vit-demo", [f"data.path={small_data}", "model.grid=[8,16]", "model.dim=16", "model.depth=1",
                                  "data.workers=0", "train.device=cpu", "precision=fp32", f"train.rmse={how}"])
     mesh = build_mesh(c.parallel, World(0, 1, torch.device("cpu")))
-    model, quiet = assemble(c, mesh).model, mock.Mock(speaks=False)
-    validation = Validation.of(c, mesh)
+    training, quiet = assemble(c, mesh), mock.Mock(speaks=False)
+    model = training.model
+    validation = Validation.of(c, training.layout)
     found = validation.run(model, quiet, 0)["valid_rmse"]
     batch = validation.pairs.__getitems__(list(range(len(validation.pairs))))
-    output = model.fields(forward_only(model, "fp32")(batch)[0])
+    output = model.fields(forward_only(model, training.layout, "fp32")(batch)[0])
     squares = ((output - batch["target"]).square() * validation.weights[:, None]).mean((-2, -1))        # (B, C)
     expected = squares.mean(0).sqrt() if how == "root_of_mean" else squares.sqrt().mean(0)
     assert list(found.values()) == pytest.approx(expected.tolist(), rel=1e-4)

@@ -40,7 +40,7 @@ def test_a_mistake_is_named_by_what_differs_most(settings, worst, capsys):
     settings = config.load("vit-demo", [*verify.DEFAULTS, *SMALL, "parallel.tp=2", "parallel.sp=true", settings])
 
     def forgetful(settings):                        # with sequence parallelism norms and the head see a rank's own tokens
-        with mock.patch("course.parallel.data_parallel.gradients.add_partial_gradients", lambda parameters: None):
+        with mock.patch("course.parallel.data_parallel.gradients.add_partial_gradients", lambda *_: None):
             return verify.compare(settings)
 
     assert not verify.tell(settings, ranks(2)(forgetful, settings)[0])

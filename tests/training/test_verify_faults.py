@@ -16,12 +16,12 @@ import torch
 from course import parallel
 from course.models.layers import Dropout
 from course.ops import ema
-from course.parallel import mappings, placement
+from course.parallel import Axis, mappings
 from course.parallel.context_parallel import ring_attention
 from course.parallel.data_parallel.zero1 import ShardedBucket, ZeRO1
 from course.parallel.pipeline_parallel import runtime
 from course.parallel.pipeline_parallel.runtime import Pipeline
-from course.parallel.tensor_parallel.linear import RowLinear
+from course.parallel.tensor_parallel.linear import RowParallel
 from course.ranks.notebook_ranks import ranks
 from course.training import optimizer, step, verify
 from course.utils import random
@@ -58,7 +58,7 @@ def leaves_out_the_all_reduce_of_copy():
 
 @fault("vit", "parallel.tp=2 parallel.sp=true")
 def leaves_norm_gradients_partial():
-    return patch("parallel.data_parallel.gradients.add_partial_gradients", lambda parameters: None)
+    return patch("parallel.data_parallel.gradients.add_partial_gradients", lambda *_: None)
 
 
 @fault("vit", "parallel.dp=2")
@@ -76,7 +76,11 @@ def weighs_ranks_alike_whatever_they_ignore():
 
 @fault("vit", "parallel.tp=2")
 def counts_replicas_in_the_norm():
-    return patch("training.optimizer.placement", lambda p: replace(placement(p), owner=True))
+    def all_own(layout):
+        return replace(layout, placements={p: replace(where, owner=True) for p, where in layout.placements.items()})
+
+    real = optimizer.gradient_norm
+    return patch("training.step.gradient_norm", lambda parameters, layout: real(parameters, all_own(layout)))
 
 
 @fault("vit", "parallel.tp=2")
@@ -179,7 +183,7 @@ def averages_no_weights_of_shards():
     class Forgetful(ema.MovingAverage):
         def __init__(self, optimizer, decay):
             super().__init__(optimizer, decay)
-            self.values = {p: value for p, value in self.values.items() if placement(p).flat is None}
+            self.values = {p: value for p, value in self.values.items() if p.dim() > 1}      # a shard is flat
 
     return patch("training.optimizer.MovingAverage", Forgetful)
 
@@ -188,18 +192,17 @@ def averages_no_weights_of_shards():
 def forgets_to_gather_the_first_bucket():
     def updated(self):
         for bucket in reversed(self.buckets[1:]):
-            bucket.gather(self.axis)
+            bucket.gather()
 
     return mock.patch.object(ZeRO1, "after_optimizer_step", updated)
 
 
 @fault("vit", "parallel.tp=2")
 def adds_a_row_bias_on_every_rank():
-    def forward(self, x):
-        part = self.matmul(x, self.weight)
-        return mappings.reduce(part + self.bias, self.axis)
+    def around(self, multiply, x, weight, bias):
+        return mappings.reduce(multiply(x, weight) + bias, self.axis)
 
-    return mock.patch.object(RowLinear, "forward", forward)
+    return mock.patch.object(RowParallel, "__call__", around)
 
 
 @fault("vit", "parallel.pp=2")
@@ -250,18 +253,18 @@ def updates_although_a_gradient_overflowed():
 @fault("vit", "parallel.tp=2")
 def starts_shards_from_numbers_of_their_own():
     real = random.element_index
-    return patch("utils.random.element_index", lambda shape, box, device: real(tuple(b - a for a, b in box),
-                                                                         tuple((0, b - a) for a, b in box), device))
+    return patch("utils.random.element_index", lambda shape, box, device, flat=None: real(
+        tuple(b - a for a, b in box), tuple((0, b - a) for a, b in box), device, flat))
 
 
 @fault("vit", "parallel.cp=2 parallel.pp=2")
 def averages_over_dp_alone_in_a_pipeline():
-    real = parallel.build_gradient_sync
+    real = parallel.serial_placements
 
-    def build_gradient_sync(model, mesh, settings, low=None, masters=False):
-        return real(model, replace(mesh, dp_cp=mesh.dp) if mesh.pp.size > 1 else mesh, settings, low, masters)
+    def serial_placements(model, owner=True, average_over=None):
+        return real(model, owner, None if average_over.size == 1 else Axis("dp"))
 
-    return patch("training.assemble.build_gradient_sync", build_gradient_sync)
+    return patch("parallel.serial_placements", serial_placements)
 
 
 @fault("gpt", "parallel.tp=2 precision=fp8 fp8.recipe=current model.dim=32")
@@ -271,7 +274,7 @@ def scales_fp8_by_the_rank_s_own_largest():
 
 @fault("vit", "parallel.dp=2 parallel.zero=true precision=bf16")
 def leaves_the_16_bit_copies_as_they_were():
-    return mock.patch.object(ShardedBucket, "gather", lambda self, axis: None if self.narrow else gather_of_all(self, axis))
+    return mock.patch.object(ShardedBucket, "gather", lambda self: None if self.narrow else gather_of_all(self))
 
 
 gather_of_all = ShardedBucket.gather

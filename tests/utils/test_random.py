@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from course.models import ViTConfig, build_model
-from course.parallel import place_serial
+from course.parallel import initialize_serial
 from course.utils import random
 from course.utils.errors import CourseError
 
@@ -58,8 +58,8 @@ def test_a_box_draws_what_the_whole_has_there():
 
 
 def make(seed=7, depth=2):
-    made = place_serial(build_model(ViTConfig(grid=(8, 16), patch=2, dim=32, depth=depth, heads=4)))
-    return random.initialize(made, seed, torch.device("cpu"))
+    made = build_model(ViTConfig(grid=(8, 16), patch=2, dim=32, depth=depth, heads=4))
+    return initialize_serial(made, seed, torch.device("cpu"))
 
 
 @pytest.fixture
@@ -84,14 +84,14 @@ def test_initialize_is_a_function_of_seed_and_name(model):
 
 def test_what_cannot_be_given_a_first_value_is_named():
     """No layout cuts a buffer and no checkpoint has it; a parameter needs a rule."""
-    model = place_serial(build_model(ViTConfig(depth=1)))
+    model = build_model(ViTConfig(depth=1))
     model.embed.register_buffer("scale", torch.ones(3))
     with pytest.raises(CourseError, match=r"ViT has a buffer, embed\.scale.* compute it in forward, or make it a parameter"):
-        random.initialize(model, 0, torch.device("cpu"))
-    bare = place_serial(build_model(ViTConfig(depth=1)))
+        initialize_serial(model, 0, torch.device("cpu"))
+    bare = build_model(ViTConfig(depth=1))
     bare.init_plan = lambda: {"head*": 0.02}
     with pytest.raises(CourseError, match=r"no rule in ViT\.init_plan\(\) fits parameter embed\..*: add one, such as 'embed\."):
-        random.initialize(bare, 0, torch.device("cpu"))
+        initialize_serial(bare, 0, torch.device("cpu"))
 
 
 def test_a_model_that_is_none_of_the_courses_is_not_taken_for_a_vit():

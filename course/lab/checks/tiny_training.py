@@ -14,10 +14,9 @@ from course.config import Config
 from course.data import Batch, order
 from course.lab.checks import random_inputs, return_values
 from course.models import build_model
-from course.parallel import Mesh, build_gradient_sync, build_mesh, join, parallelize
+from course.parallel import Layout, Mesh, build_gradient_sync, build_mesh, initialize, join, parallelize
 from course.training import step
 from course.training.optimizer import build_optimizer
-from course.utils import random
 
 TINY = ["model.grid=[8,16]", "model.channels=3", "model.patch=4", "model.dim=16", "model.depth=2", "model.heads=2",
         "data.source=mock", "optim.name=sgd", "optim.momentum=0", "optim.lr=0.1", "optim.schedule=constant", "optim.warmup=0",
@@ -34,11 +33,12 @@ def mesh(c: Config) -> Mesh:
     return build_mesh(c.parallel, join("cpu"))
 
 
-def model(c: Config, over: Mesh, seed: int) -> nn.Module:
-    """The model with the weights of `seed`, the same on every rank."""
-    built = parallelize(build_model(c.model, seed), over, c.parallel)
-    random.initialize(built, seed, torch.device("cpu"), torch.float64)
-    return built
+def model(c: Config, over: Mesh, seed: int) -> tuple[Any, Layout]:
+    """The model with the weights of `seed`, the same on every rank, and its layout."""
+    built = build_model(c.model, seed)
+    layout = parallelize(built, over, c.parallel)
+    initialize(built, layout.placements, seed, torch.device("cpu"), torch.float64)
+    return built, layout
 
 
 def train(batches: Sequence[Batch], seed: int, *overrides: str, loss_scale: float = 1.0) -> dict[str, Tensor]:
@@ -51,14 +51,14 @@ def train(batches: Sequence[Batch], seed: int, *overrides: str, loss_scale: floa
     """
     c = settings(f"train.global_batch={len(batches[0]['sample'])}", *overrides)
     over = mesh(c)
-    built = model(c, over, seed)
+    built, layout = model(c, over, seed)
     progress = step.Progress.start(c, torch.device("cpu"))
     progress.loss_scale.fill_(loss_scale)
-    gradients = build_gradient_sync(built, over, c.parallel)
+    gradients = build_gradient_sync(built, layout, c.parallel)
     optimizer = build_optimizer(gradients.optimizer_parameters, progress.lr, c)
-    compute = return_values.function(step.build_compute(built, progress, c, over), "eager", "compute")
+    compute = return_values.function(step.build_compute(built, progress, c, layout), "eager", "compute")
     run_step = step.train_step(lambda batch: return_values.tensor(compute(batch), "compute", (), torch.float64), built, gradients,
-                          optimizer, progress, c, over)
+                          optimizer, progress, c, layout)
     my_samples = order.my_slice(c.train.global_batch, over.dp.size, over.dp.rank)
     seen: list[float] = []
     cast: list[bool] = []

@@ -12,7 +12,7 @@ from course.lab.checks import random_inputs, return_values, tiny_training
 from course.lab.checks.exercise import Exercise, Tensors
 from course.lab.sandbox.child import installed_answers
 from course.models import vit
-from course.parallel import Mesh
+from course.parallel import Layout
 from course.training import step
 
 
@@ -46,7 +46,7 @@ def clone_all(inputs: Tensors) -> Tensors:
 def run_relative_l2(inputs: Tensors) -> Tensors:
     """The loss of drawn fields, its gradient, and a model trained with it."""
     c = tiny_training.settings()
-    batch = tiny_training.prepare_batch(tiny_training.model(c, tiny_training.mesh(c), 0), tiny_training.batches_of(inputs)[0])
+    batch = tiny_training.prepare_batch(tiny_training.model(c, tiny_training.mesh(c), 0)[0], tiny_training.batches_of(inputs)[0])
     batch["sample"][-2] = -1                                 # padding whose target is not zero, beside one whose target is
     before = clone_all(batch)
     output = (batch["input"] * 3 + 1).requires_grad_()       # not zero on padding, whose input is
@@ -75,7 +75,7 @@ def sum_and_weight(value: Any, who: str, dtype: torch.dtype) -> tuple[Tensor, Te
 def run_training_step(inputs: Tensors) -> Tensors:
     """Four steps with the learner's training step, on a model of the library."""
     c = tiny_training.settings()
-    model = tiny_training.model(c, tiny_training.mesh(c), int(inputs["seed"]))
+    model, _ = tiny_training.model(c, tiny_training.mesh(c), int(inputs["seed"]))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     losses, batches = [], [tiny_training.prepare_batch(model, batch) for batch in tiny_training.batches_of(inputs)]
     before = [clone_all(batch) for batch in batches]
@@ -111,8 +111,8 @@ def with_loss_scale(eager: Callable[..., Any], factor: float, formats: set[torch
 
     Notes in which formats losses come, and makes float64 of them.
     """
-    def build(model: nn.Module, progress: step.Progress, config: Config, mesh: Mesh) -> step.Compute:
-        compute = return_values.function(eager(model, progress, config, mesh), "eager", "compute")
+    def build(model: Any, progress: step.Progress, config: Config, layout: Layout) -> step.Compute:
+        compute = return_values.function(eager(model, progress, config, layout), "eager", "compute")
         return_values.takes(compute, "compute", "one argument, the batch", 1)
 
         def scaled(batch: Batch) -> Tensor:

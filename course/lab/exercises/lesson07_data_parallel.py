@@ -14,7 +14,7 @@ from course.lab.instruments.bytes_sent import Traffic
 from course.lab.sandbox.limits import Limits
 from course.parallel.data_parallel import gradients as data
 from course.parallel.mesh import Axis, Mesh, join
-from course.parallel.placement import place_serial
+from course.parallel.placement import serial_placements
 
 RANKS = Limits(seconds=120)                          # most of it for machines that are busy
 EVEN = 12                                            # numbers, of which every rank has equally many in its piece
@@ -220,10 +220,10 @@ def branches(inputs: Tensors, there: list[int]) -> Tensor:
     there: has one more number whenever one of the four gradients has come.
     """
     axis = mesh_of_pairs().dp
-    model = place_serial(Branches(random_inputs.generator(int(inputs["seed"]))))
+    model = Branches(random_inputs.generator(int(inputs["seed"])))
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda _: there.append(1))        # before the learner's hears of it
-    gradients = data.Bucketed(model, axis, 1e-9)
+    gradients = data.Bucketed(model, serial_placements(model, average_over=axis), 1e-9)
     gradients.begin(1)
     x = inputs["input0"].flatten(1)[:, :5] * (1 + axis.ranks[axis.rank])
     model(x, axis.rank).backward()

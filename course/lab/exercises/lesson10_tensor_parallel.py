@@ -10,12 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import functional
 
 from course.lab.checks import random_inputs, return_values, tiny_training
 from course.lab.checks.exercise import Exercise, Tensors
 from course.lab.instruments.bytes_sent import Traffic, piece_bytes, within_budget
 from course.lab.sandbox.limits import Limits
+from course.ops.linear_op import Product
 from course.parallel import mappings
 from course.parallel.mesh import Axis
 
@@ -164,11 +164,11 @@ def without_gathering(inputs: Tensors) -> Tensors:
     sent, lean = [], True
     for sp in ("false", "true"):
         c = tiny_training.settings(HEADS, f"parallel.tp={dist.get_world_size()}", f"parallel.sp={sp}", "parallel.overlap=none")
-        model: Any = tiny_training.model(c, over := tiny_training.mesh(c), int(inputs["seed"]))
-        batch = model.tokens.cut(tiny_training.prepare_batch(model, tiny_training.batches_of(inputs)[0])) if model.tokens else {}
+        model, layout = tiny_training.model(c, over := tiny_training.mesh(c), int(inputs["seed"]))
+        layout.tokens.cut(tiny_training.prepare_batch(model, tiny_training.batches_of(inputs)[0]))
         mlp, tokens = model.get_submodule("blocks.0.mlp"), c.model.tokens
         whole = torch.zeros(2, tokens, c.model.dim, dtype=torch.float64)
-        x = mappings.shard(whole, 1, over.tp) if batch else whole
+        x = mappings.shard(whole, 1, over.tp) if c.parallel.sp else whole
         with Traffic() as traffic:
             mlp.down(mlp.up(x.clone().requires_grad_())).sum().backward()
         sent.append((traffic, 4.0 * piece_bytes(whole, 1, over.tp.size)))
@@ -180,14 +180,21 @@ def without_gathering(inputs: Tensors) -> Tensors:
 def mlp_of(inputs: Tensors) -> tuple[Any, Tensor]:
     """The MLP of a tensor-parallel model, a column and a row linear, and an input."""
     c = tiny_training.settings(HEADS, f"parallel.tp={dist.get_world_size()}", "parallel.overlap=none")
-    mlp: Any = tiny_training.model(c, tiny_training.mesh(c), int(inputs["seed"])).get_submodule("blocks.0.mlp")
+    mlp: Any = tiny_training.model(c, tiny_training.mesh(c), int(inputs["seed"]))[0].get_submodule("blocks.0.mlp")
     return mlp, inputs["x"][0].flatten()[:2 * c.model.dim].view(1, 2, c.model.dim)
+
+
+class Doubled(Product):
+    """Twice the product, which stands for that of another number format."""
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return 2 * super().__call__(x, weight, bias)
 
 
 def with_another_product(mlp: Any, x: Tensor) -> Tensor:
     """An MLP's column and row linear, where twice the product stands for that of another number format."""
     for linear in (mlp.up, mlp.down):
-        linear.matmul = lambda x, weight, bias=None: 2 * functional.linear(x, weight, bias)
+        linear.product = Doubled()
     with torch.no_grad():
         found: Tensor = mlp.down(mlp.up(x))
     return found
@@ -207,13 +214,13 @@ EXERCISES = [
         "axes": "in a mesh of two axes each adds up along its own",
         "losses": "the library trains a tensor-parallel model with them: the losses are those of one process",
         "weights": "and so are the weights"}, flags={"kept": WRITES, "sent": MORE}, sizes=(2, 4), limits=RANKS, points=2),
-    Exercise("column-row", "10", ("course.parallel.tensor_parallel.linear.ColumnLinear",
-                                  "course.parallel.tensor_parallel.linear.RowLinear"), draw, run_column_row, {
+    Exercise("column-row", "10", ("course.parallel.tensor_parallel.linear.ColumnParallel",
+                                  "course.parallel.tensor_parallel.linear.RowParallel"), draw, run_column_row, {
         "losses": "the library trains with them: the losses of two steps are those of one process",
         "weights": "and so are the weights",
         "sp_losses": "with sequence parallelism too: the losses",
         "sp_weights": "and the weights",
-        "product": "both multiply with `self.matmul`, where a number format can have put its own product",
+        "product": "both multiply with `multiply`, which may be the product of another number format",
         "format": "the sum with the bias is in the format of the product, here bf16",
         "sent": "forward and backward a pair of them sends the bytes of one all-reduce of the activation each",
         "lean": "no tensor is larger than this rank's part of a weight"},

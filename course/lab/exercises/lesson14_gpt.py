@@ -30,7 +30,6 @@ from course.lab.instruments.tensor_memory import MemoryMeter
 from course.lab.sandbox.limits import Limits
 from course.parallel import build_mesh, join, mappings
 from course.parallel.mesh import Axis
-from course.parallel.placement import place_serial
 from course.parallel.tensor_parallel import vocabulary
 from course.training import assemble
 from course.utils.errors import CourseError
@@ -151,12 +150,7 @@ def train_on(inputs: Tensors, *overrides: str) -> Tensors:
 def run_vocabulary_embedding(inputs: Tensors) -> Tensors:
     """The vectors of drawn tokens, the gradient of this rank's rows, and models trained without and with sequence parallelism."""
     (axis, _), tokens = my_axes(), inputs["tokens"].clone()
-    serial = nn.Module()
-    serial.embedding = nn.Embedding(*inputs["rows"].shape).double()
-    place_serial(serial)
-    module = vocabulary.VocabularyEmbedding(serial.embedding, axis)
-    with torch.no_grad():
-        module.weight.copy_(mappings.shard(inputs["rows"], 0, axis))
+    module = vocabulary.VocabularyEmbedding(embedding_of(mappings.shard(inputs["rows"], 0, axis)), axis)
     vectors = return_values.tensor(module(tokens), "VocabularyEmbedding.forward", tuple(inputs["grad"].shape), torch.float64)
     if vectors.requires_grad:
         vectors.backward(inputs["grad"])
@@ -166,15 +160,16 @@ def run_vocabulary_embedding(inputs: Tensors) -> Tensors:
     return found | train_on(inputs) | sequence
 
 
+def embedding_of(rows: Tensor) -> nn.Embedding:
+    """An embedding of this rank's rows of the vocabulary, (V / tp, D)."""
+    return nn.Embedding.from_pretrained(rows.clone(), freeze=False)
+
+
 def bytes_of_few_lookups(inputs: Tensors) -> Tensor:
     """Whether the vectors of a few tokens cost the bytes of these and no more, over all ranks, forward and backward."""
     world, tokens = join("cpu"), inputs["tokens"][:, :2]
     axis = build_mesh(config.Parallel(tp=world.size), world).tp
-    serial = nn.Embedding(*inputs["rows"].shape).double()
-    place_serial(serial)
-    module = vocabulary.VocabularyEmbedding(serial, axis)
-    with torch.no_grad():
-        module.weight.copy_(mappings.shard(inputs["rows"], 0, axis))
+    module = vocabulary.VocabularyEmbedding(embedding_of(mappings.shard(inputs["rows"], 0, axis)), axis)
     with Traffic() as forward:
         vectors = module(tokens)
     with Traffic() as backward:

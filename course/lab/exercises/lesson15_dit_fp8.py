@@ -16,8 +16,7 @@ from course.lab.checks import random_inputs, return_values
 from course.lab.checks.exercise import Exercise, Tensors
 from course.lab.checks.return_values import InvalidReturn
 from course.models import DiTConfig, build_model, dit
-from course.parallel import place_serial
-from course.utils import random
+from course.parallel import initialize_serial
 
 Shaken = TypeVar("Shaken", bound=nn.Module)
 WROTE = "it wrote into what it was given"
@@ -72,7 +71,7 @@ def with_random_weights(model: Shaken, seed: int) -> Shaken:
 def small_dit(latent: Tensor, dim: int, seed: int) -> dit.DiT:
     """A small DiT for such latents, with drawn weights."""
     c = DiTConfig(latent=tuple(latent.shape[1:]), patch=2, dim=dim, depth=2, heads=2, mlp_ratio=2.0, classes=5)      # type: ignore[arg-type]
-    model = random.initialize(place_serial(build_model(c)), 0, torch.device("cpu"), torch.float64)
+    model = initialize_serial(build_model(c), 0, torch.device("cpu"), torch.float64)
     assert isinstance(model, dit.DiT)
     return with_random_weights(model, seed)
 
@@ -166,7 +165,7 @@ def run_dit_flops(inputs: Tensors) -> Tensors:
     found = [return_values.number(dit_flops(*case), "dit_flops") for case in inputs["cases"].tolist()]
     rows, columns, depth, ratio = inputs["counted"].tolist()[:4]
     c = DiTConfig(latent=(3, 4 * rows, 4 * columns), patch=2, dim=24, depth=depth, heads=3, mlp_ratio=float(ratio), classes=5)
-    model = random.initialize(place_serial(build_model(c)), 0, torch.device("cpu"))
+    model = initialize_serial(build_model(c), 0, torch.device("cpu"))
     assert isinstance(model, dit.DiT)
     batch = batch_of(model, torch.zeros(1, *c.latent))
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):

@@ -132,13 +132,13 @@ SP = {"no": ["parallel.sp=false"], "sp": ["parallel.sp=true", "parallel.overlap=
 SLIDERS: dict[str, list[Any]] = {
     "model": list(MODELS), "batch": [2**n for n in range(13)], "micro_batch": [2**n for n in range(9)],
     "sequence": [OWN, *(2**n for n in range(8, 18))], "gpus": [2**n for n in range(15)], "tp": [1, 2, 4, 8],
-    "sp": list(SP), "cp": [1, 2, 4, 8], "pp": [1, 2, 4, 8, 16], "zero": [False, True],
+    "sp": list(SP), "cp": [1, 2, 4, 8], "pp": [1, 2, 4, 8, 16], "zero": [0, 1],
     "recompute": ["none", "selective", "full"], "precision": ["bf16", "fp8", "fp16", "tf32"], "hardware": presets.presets()}
 START = {"batch": 8, "micro_batch": 8, "hardware": "h200"}
 
 
 def config_of(model: str, batch: int, micro_batch: int, sequence: int | str, gpus: int, tp: int, sp: str, cp: int, pp: int,
-              zero: bool, recompute: str, precision: str) -> Config:
+              zero: int, recompute: str, precision: str) -> Config:
     """The configuration that sliders stand for; dp is what the other axes leave. Raises `CourseError` where a run would."""
     choice = MODELS[model]
     if gpus % (tp * cp * pp):
@@ -149,7 +149,7 @@ def config_of(model: str, batch: int, micro_batch: int, sequence: int | str, gpu
     config = load(choice.preset, [*settings, *tokens_of(choice, sequence), f"train.global_batch={batch}",
                                   f"train.micro_batch={micro_batch}", f"train.recompute={recompute}", f"precision={precision}",
                                   f"parallel.dp={dp}", f"parallel.tp={tp}", f"parallel.cp={cp}", f"parallel.pp={pp}",
-                                  f"parallel.zero={zero and dp * cp > 1}", *(SP[sp] if tp > 1 else [])])
+                                  f"parallel.zero={zero * (dp * cp > 1)}", *(SP[sp] if tp > 1 else [])])
     if sentence := validation.refusal(config):
         raise CourseError(sentence)
     return config

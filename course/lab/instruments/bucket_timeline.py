@@ -46,13 +46,13 @@ def record_step(training: Training, batch: Batch) -> StepTimeline:
     def ended(number: int, future: Any) -> None:
         timeline.end[number] = time.perf_counter() - zero
 
-    batch = model.prepare(batch, training.progress.step)                # type: ignore[operator]
+    batch = model.prepare(batch, training.progress.step)
     gradients.begin(1)
     gradients.start = start                          # type: ignore[method-assign]
     hooks = [p.register_post_accumulate_grad_hook(lambda p: timeline.gradients.append(time.perf_counter() - zero))
              for p in model.parameters()]
     output = model(batch)
-    total, weight = model.loss(output, batch)        # type: ignore[operator]
+    total, weight = model.loss(output, batch)
     zero = time.perf_counter()
     (total / weight).backward()
     timeline.backward = time.perf_counter() - zero

@@ -112,7 +112,7 @@ class EmbeddingPerRank(nn.Module):
 
 def build(bug: str = RIGHT, dtype: torch.dtype = torch.float32, shake: float = 0.0) -> DiT:
     """The model whose ranks are slices of the batch, with a bug. `shake`: what is added to all weights at random."""
-    model = random.initialize(parallel.place_serial(build_model(MODEL)), 0, CPU, dtype)
+    model = parallel.initialize_serial(build_model(MODEL), 0, CPU, dtype)
     assert isinstance(model, DiT)
     generator = torch.Generator().manual_seed(0)
     for p in model.parameters() if shake else ():

@@ -6,12 +6,12 @@ MINE = "rows.tensor_split(size, 1)[rank].flatten()"
 COPIES = "return x.view_as(x)"
 SUM = "return all_reduce(x, axis)"
 ALL_OF_ROW = """from course.parallel import mappings
-        whole, weight = mappings.collect(x, -1, self.axis), mappings.collect(self.weight, 1, self.axis)
-        y = self.matmul(whole, weight)
+        whole, weight = mappings.collect(x, -1, self.axis), mappings.collect(weight, 1, self.axis)
+        y = multiply(whole, weight)
         y = mappings.scatter(y / self.axis.size, 1, self.axis) if self.tokens else y
-        return y + self.bias.to(y.dtype)"""
-ROW = """part = self.matmul(x, self.weight)                              # (B, T, D)
-        return leave_region(part, self.axis, self.tokens) + self.bias.to(part.dtype)    # (B, T, D), with sp (B, T / tp, D)"""
+        return y + bias.to(y.dtype)"""
+ROW = """part = multiply(x, weight)                                      # (B, T, D)
+        return leave_region(part, self.axis, self.tokens) + bias.to(part.dtype)         # (B, T, D), with sp (B, T / tp, D)"""
 LAID = """from course.parallel.mappings import all_reduce
         whole = x.new_zeros(*x.shape[:dim], n, *x.shape[dim + 1:])
         whole.tensor_split(axis.size, dim)[axis.rank].copy_(x)
@@ -108,60 +108,58 @@ MISTAKES = {
         Mistake("nothing at the exit", "leave_region(part, self.axis, self.tokens)",
                 "(leave_region(part, self.axis, self.tokens) if self.tokens else part)",
                 "the row linear's product is a part of a sum: add the parts up, with `leave_region`"),
-        Mistake("a bias on each rank", "leave_region(part, self.axis, self.tokens) + self.bias",
-                "leave_region(part + self.bias, self.axis, self.tokens)",
+        Mistake("a bias on each rank", "leave_region(part, self.axis, self.tokens) + bias",
+                "leave_region(part + bias, self.axis, self.tokens)",
                 "every rank adds the bias before the sum, so it counts once for each rank: add it after `leave_region`"),
-        Mistake("the bias forgotten", "leave_region(part, self.axis, self.tokens) + self.bias",
-                "leave_region(part, self.axis, self.tokens) + 0 * self.bias",
+        Mistake("the bias forgotten", "leave_region(part, self.axis, self.tokens) + bias",
+                "leave_region(part, self.axis, self.tokens) + 0 * bias",
                 "the row linear has a bias too: add it, once, after the sum"),
-        Mistake("a bias divided", "+ self.bias.to", "+ (self.bias / self.axis.size).to",
+        Mistake("a bias divided", "+ bias.to", "+ (bias / self.axis.size).to",
                 "after the sum every rank has the whole result: add the whole bias"),
-        Mistake("heads cut through", ".global_shape) - 2)", ".global_shape) - 1)",
-                "this cuts the last dim of (3, heads, head_dim), a part of every head: cut the dim of the heads instead"),
         Mistake("the exit without tokens", "leave_region(part, self.axis, self.tokens)",
                 "leave_region(part, self.axis, self.tokens) * (self.axis.size if self.tokens else 1)",
                 "with sequence parallelism the sum is multiplied by the number of ranks: `leave_region` adds up once, which "
                 "is enough"),
-        Mistake("an entrance at the row linear too", "part = self.matmul(x, self.weight)",
-                "from course.parallel import mappings\n        part = self.matmul(mappings.copy(x, self.axis), self.weight)",
+        Mistake("an entrance at the row linear too", "part = multiply(x, weight)",
+                "from course.parallel import mappings\n        part = multiply(mappings.copy(x, self.axis), weight)",
                 "the row linear's input is this rank's own, not a copy of what all have: its gradient is complete, no `copy`"),
-        Mistake("a part of the bias on each rank", "leave_region(part, self.axis, self.tokens) + self.bias",
-                "leave_region(part + self.bias / self.axis.size, self.axis, self.tokens)",
+        Mistake("a part of the bias on each rank", "leave_region(part, self.axis, self.tokens) + bias",
+                "leave_region(part + bias / self.axis.size, self.axis, self.tokens)",
                 "the parts of the bias add up to it, but its gradient is divided too: add the whole bias, after `leave_region`"),
-        Mistake("the bias on one rank", "leave_region(part, self.axis, self.tokens) + self.bias",
-                "leave_region(part + self.bias.to(part.dtype) if self.axis.rank == 0 else part, self.axis, self.tokens)",
+        Mistake("the bias on one rank", "leave_region(part, self.axis, self.tokens) + bias",
+                "leave_region(part + bias.to(part.dtype) if self.axis.rank == 0 else part, self.axis, self.tokens)",
                 "every rank has the bias, and so needs its gradient: add it on all of them, after `leave_region`",
                 by=("losses", "weights", "sp_losses", "sp_weights")),
-        Mistake("no bias in the column linear", "self.matmul(x, self.weight, self.bias)",
-                "self.matmul(x, self.weight) + 0 * self.bias.sum()",
-                "the column linear has a bias too, of its own outputs: self.matmul(x, self.weight, self.bias)"),
+        Mistake("no bias in the column linear", "multiply(x, weight, bias)",
+                "multiply(x, weight) + 0 * bias.sum()",
+                "the column linear has a bias too, of its own outputs: multiply(x, weight, bias)"),
         Mistake("doors without tokens", "self.axis, self.tokens)", "self.axis, None)",
                 "with sequence parallelism each rank has some of the tokens: pass `self.tokens` on to `enter_region` and to "
                 "`leave_region`"),
-        Mistake("the bias in its own format", "+ self.bias.to(part.dtype)", "+ self.bias",
+        Mistake("the bias in its own format", "+ bias.to(part.dtype)", "+ bias",
                 "weights are kept in float32, and a sum with bf16 is float32: bring the bias to the product's format, "
-                "self.bias.to(part.dtype)"),
-        Mistake("the bias added in place", "return leave_region(part, self.axis, self.tokens) + self.bias",
-                "whole = leave_region(part, self.axis, self.tokens)\n        whole += self.bias\n        return whole",
+                "bias.to(part.dtype)"),
+        Mistake("the bias added in place", "return leave_region(part, self.axis, self.tokens) + bias",
+                "whole = leave_region(part, self.axis, self.tokens)\n        whole += bias\n        return whole",
                 "what `leave_region` gives can be a view, which autograd lets nobody write into: y + bias makes a new tensor, "
                 "y += bias "
                 "writes"),
-        Mistake("F.linear for every product", "self.matmul(x, self.weight", "nn.functional.linear(x, self.weight",
-                "F.linear knows no other number format: self.matmul is what FP8 has put its own product into"),
+        Mistake("F.linear for every product", "multiply(x, weight", "nn.functional.linear(x, weight",
+                "F.linear knows no other number format: multiply is what FP8 has put its own product into"),
         Mistake("input and weight gathered", ROW, ALL_OF_ROW,
                 "each rank puts the whole weight together, and all hidden units, and multiplies everything: that is what cutting "
                 "the weight was to avoid. Multiply with this rank's part, and let `leave_region` add up the products",
                 by=("lean",)),
-        Mistake("the bias after the sum, on one rank", "leave_region(part, self.axis, self.tokens) + self.bias.to(part.dtype)",
-                "leave_region(part, self.axis, self.tokens) + (self.axis.rank == 0) * self.bias.to(part.dtype)",
+        Mistake("the bias after the sum, on one rank", "leave_region(part, self.axis, self.tokens) + bias.to(part.dtype)",
+                "leave_region(part, self.axis, self.tokens) + (self.axis.rank == 0) * bias.to(part.dtype)",
                 "after `leave_region` every rank goes on with its own result, so each has to add the bias: here rank 0 alone "
                 "does",
                 by=("losses", "weights")),
         Mistake("through the door twice", "x = enter_region(x, self.axis, self.tokens)",
                 "x = enter_region(enter_region(x, self.axis, self.tokens), self.axis, None)",
                 "the input goes through two doors, and its gradient is added up twice: `enter_region` once"),
-        Mistake("an exit at the column linear too", "return self.matmul(x, self.weight, self.bias)",
-                "return leave_region(self.matmul(x, self.weight, self.bias), self.axis, self.tokens)",
+        Mistake("an exit at the column linear too", "return multiply(x, weight, bias)",
+                "return leave_region(multiply(x, weight, bias), self.axis, self.tokens)",
                 "a column linear's outputs are different features on each rank, no parts of a sum: nothing to add up, no "
                 "`leave_region`"),
         Mistake("no door at the row linear", ROW,
@@ -171,7 +169,7 @@ MISTAKES = {
                 "reduce gives every rank all tokens, and with sequence parallelism it goes on with its own alone: "
                 "`leave_region` knows "
                 "which"),
-        Mistake("half of the product", ROW, ROW.replace("self.matmul(x, self.weight)", "self.matmul(x, self.weight) / 2"),
+        Mistake("half of the product", ROW, ROW.replace("multiply(x, weight)", "multiply(x, weight) / 2"),
                 "the products are parts of a sum: do not divide by the number of ranks, or by two"),
     ),
     "gather-scatter": (

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from course.ops.attention import attend
 from course.parallel import mappings
 from course.parallel.context_parallel.ring_attention import RingAttend
-from course.parallel.placement import placement
+from course.parallel.placement import Placements
 from course.parallel.tensor_parallel.sequence import SplitTokens, modules_at_seam, permute_tokens, replace_at_seam
 from course.utils.errors import CourseError
 
@@ -90,21 +90,20 @@ class GroupedAllToAllAttend(AllToAllAttend):
 METHODS = {"gather": GatherAttend, "ring": RingAttend, "all_to_all": GroupedAllToAllAttend}
 
 
-def apply_context_parallel(model: nn.Module, tokens: SplitTokens, method: str) -> nn.Module:
+def apply_context_parallel(model: nn.Module, placements: Placements, tokens: SplitTokens, method: str) -> None:
     """Put the attention of `method` at the model's seams. Raises `CourseError` if all_to_all cannot share out the heads."""
     size = tokens.cp.size
     if size == 1:
-        return model
+        return
     if method == "all_to_all":
         for name, module in model.named_modules():
             if hasattr(module, "qkv"):
-                start, stop = placement(module.qkv.weight).box[1]
+                start, stop = placements[module.qkv.weight].box[1]
                 if (stop - start) % size:
                     raise CourseError(f"parallel.context=all_to_all gives each of parallel.cp={size} ranks a part of the "
                                       f"{stop - start} heads that tp leaves in {name}: choose a cp that divides them, "
                                       "or parallel.context=ring")
     replace_at_seam(model, "attend", lambda old: METHODS[method](old.causal, tokens))   # type: ignore[arg-type]
-    return model
 
 
 def check_attention(model: nn.Module) -> None:

@@ -11,15 +11,15 @@ Four ways behind one interface, `parallel.data`:
 `begin(num_microbatches)` comes before the backward passes of a step (one for each micro-batch; only the last one communicates),
 `finish()` after them, `after_optimizer_step()` after the optimizer. ZeRO-1 is in `course/parallel/data_parallel/zero1.py`.
 
-`Bucketed` has three seams for it: `make_bucket(parameters)`, which have one format; `start(bucket)`, which begins the collective
-of a bucket that holds all its gradients, and does not wait; `complete(bucket)`, after which `bucket.result` is the mean. On every
-rank the buckets come in the same order to both.
+`Bucketed` has three seams for it: `make_bucket(parameters, axis)`, of parameters of one format; `start(bucket)`, which begins the
+collective of a bucket that holds all its gradients, and does not wait; `complete(bucket)`, after which `bucket.result` is the
+mean. On every rank the buckets come in the same order to both.
 """
 
-import copy
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from course.parallel.mesh import Axis
-from course.parallel.placement import placement
+from course.parallel.placement import Placements
 from course.utils.errors import CourseError
 
 
@@ -43,9 +43,9 @@ def average_gradients(parameters: Iterable[nn.Parameter], axis: Axis) -> None:
         gradient.copy_(averaged)
 
 
-def add_partial_gradients(parameters: Iterable[nn.Parameter]) -> None:
+def add_partial_gradients(parameters: Iterable[nn.Parameter], placements: Placements) -> None:
     """Complete gradients of which several ranks have a part (`partial_over`): one all-reduce of all of them, for each axis."""
-    for axis, held in partial_by_axis(parameters):
+    for axis, held in by_axis(parameters, placements, "partial_over"):
         gradients = [p.grad for p in held if p.grad is not None]
         if gradients:
             flat = _flatten_dense_tensors(gradients)
@@ -54,11 +54,12 @@ def add_partial_gradients(parameters: Iterable[nn.Parameter]) -> None:
                 gradient.copy_(whole)
 
 
-def partial_by_axis(parameters: Iterable[nn.Parameter]) -> list[tuple[Axis, list[nn.Parameter]]]:
-    """Axes over which gradients are partial, in the same order on all ranks, and the parameters of each."""
+def by_axis(parameters: Iterable[nn.Parameter], placements: Placements,
+            over: Literal["partial_over", "average_over"]) -> list[tuple[Axis, list[nn.Parameter]]]:
+    """The axes over which gradients are partial, or averaged, in the same order on all ranks, and the parameters of each."""
     found: dict[str, tuple[Axis, list[nn.Parameter]]] = {}
     for parameter in parameters:
-        axis = placement(parameter).partial_over
+        axis: Axis | None = getattr(placements[parameter], over)
         if axis is not None:
             found.setdefault(axis.name, (axis, []))[1].append(parameter)
     return [found[name] for name in sorted(found)]
@@ -72,35 +73,41 @@ def fill_missing_gradients(parameters: Iterable[nn.Parameter]) -> None:
             parameter.grad = torch.zeros_like(parameter)
 
 
-class GradientSync:
-    """One all-reduce at the end."""
+class GradientSync(ABC):
+    """How gradients become the same on all ranks that update a parameter, and what the optimizer updates.
 
-    def __init__(self, model: nn.Module, axis: Axis, bucket_mb: float = 0.0):
-        self.axis = axis
+    bucket_mb: of gradients in one collective. low: the 16 bits of the matmuls, if they have fewer than the parameters and the
+    model is to compute with copies in these.
+    """
+
+    def __init__(self, model: nn.Module, placements: Placements, bucket_mb: float = 25.0, low: torch.dtype | None = None):
+        self.placements, self.bucket_mb, self.low = placements, bucket_mb, low
         self.trainable = [p for p in model.parameters() if p.requires_grad]             # what gets gradients
         # what the optimizer has; it leaves alone what is frozen: that has no gradient
         self.optimizer_parameters = list(model.parameters())
+        self.copies: dict[nn.Parameter, nn.Parameter] = {}              # of these, what the optimizer has to keep equal
+
+    def trained(self, model: Any) -> Any:
+        """The model as a step computes it: itself, or in a wrapper."""
+        return model
 
     def begin(self, num_microbatches: int) -> None:
         """Backward passes of a step are about to begin. What one that broke off has left is forgotten."""
         self.clear()
 
+    @abstractmethod
     def finish(self) -> None:
         """Complete the gradients of `trainable`."""
-        fill_missing_gradients(self.trainable)
-        if self.trainable:                          # a pipeline's stage may be frozen
-            average_gradients(self.trainable, self.axis)
-        add_partial_gradients(self.trainable)       # comes last: of an all-reduce all ranks have the same bits
 
     def clear(self) -> None:
         """Forget the gradients."""
         for parameter in self.trainable:
             parameter.grad = None
 
-    def after_optimizer_step(self) -> None:
+    def after_optimizer_step(self) -> None:         # noqa: B027 (most methods have nothing to do here)
         """The optimizer has updated `parameters`."""
 
-    def wait_parameters(self) -> None:
+    def wait_parameters(self) -> None:              # noqa: B027
         """Wait until the model's parameters are those of the last step."""
 
     def full_master_weights(self) -> dict[nn.Parameter, Tensor]:
@@ -108,25 +115,37 @@ class GradientSync:
         return {}
 
 
-class NoSync(GradientSync):
-    """No averaging."""
+class Naive(GradientSync):
+    """One all-reduce at the end."""
 
     def finish(self) -> None:
-        """Zeros where a member has no gradient, and sums of what is partial; data-parallel ranks' gradients stay different."""
         fill_missing_gradients(self.trainable)
-        add_partial_gradients(self.trainable)
+        for axis, held in by_axis(self.trainable, self.placements, "average_over"):
+            average_gradients(held, axis)
+        add_partial_gradients(self.trainable, self.placements)          # last: of an all-reduce all ranks have the same bits
+
+
+class NoSync(GradientSync):
+    """No averaging: there is one data-parallel rank, or their gradients stay different."""
+
+    def finish(self) -> None:
+        """Zeros where a parameter has no gradient, and sums of what is partial."""
+        fill_missing_gradients(self.trainable)
+        add_partial_gradients(self.trainable, self.placements)
 
 
 class DDP(GradientSync):
     """PyTorch's, with its buckets as gradients. The model's forward pass goes through it."""
 
-    def __init__(self, model: nn.Module, axis: Axis, bucket_mb: float):
-        super().__init__(model, axis)
-        inner = copy.copy(model)                    # the same modules; its forward pass stays the model's own
-        self.ddp = nn.parallel.DistributedDataParallel(inner, process_group=axis.group, bucket_cap_mb=bucket_mb,
+    def __init__(self, model: nn.Module, placements: Placements, bucket_mb: float = 25.0, low: torch.dtype | None = None):
+        super().__init__(model, placements, bucket_mb, low)
+        (axis, _), = by_axis(self.trainable, placements, "average_over")
+        self.ddp = nn.parallel.DistributedDataParallel(model, process_group=axis.group, bucket_cap_mb=bucket_mb,
                                                        gradient_as_bucket_view=True, init_sync=False)
-        model.forward = self._forward
         self.microbatches_left = 1
+
+    def trained(self, model: Any) -> Any:
+        return ThroughDDP(model, self._forward)
 
     def begin(self, num_microbatches: int) -> None:
         """Forget gradients. Of so many forward passes that have a gradient, DDP communicates in the last one's backward; so there
@@ -135,11 +154,9 @@ class DDP(GradientSync):
         self.microbatches_left = num_microbatches
 
     def _forward(self, *inputs: Any) -> Any:
-        if torch.is_grad_enabled():                 # evaluation has no backward pass to prepare for
-            self.microbatches_left -= 1
-            self.ddp.require_backward_grad_sync = self.microbatches_left == 0           # what its `no_sync` sets
-            return self.ddp(*inputs)
-        return self.ddp.module(*inputs)
+        self.microbatches_left -= 1
+        self.ddp.require_backward_grad_sync = self.microbatches_left == 0               # what its `no_sync` sets
+        return self.ddp(*inputs)
 
     def finish(self) -> None:
         """Sums of what is partial; DDP has averaged in the last backward pass. Raises `CourseError` if that gave a member no
@@ -147,17 +164,30 @@ class DDP(GradientSync):
         try:
             self.ddp._check_reducer_finalized()
         except RuntimeError as error:
-            missing = next((placement(p).name for p in self.trainable if p.grad is None), "one of them")
+            missing = next((self.placements[p].name for p in self.trainable if p.grad is None), "one of them")
             raise CourseError("parallel.data=ddp needs a gradient of every parameter in the last backward pass of a step, and "
                               f"{missing} got none: use parallel.data=bucketed, or freeze what no sample uses") from error
-        add_partial_gradients(self.trainable)
+        add_partial_gradients(self.trainable, self.placements)
+
+
+class ThroughDDP:
+    """A model whose forward pass in training goes through DistributedDataParallel; all else is the model's own."""
+
+    def __init__(self, model: nn.Module, forward: Callable[..., Any]):
+        self.model, self.forward = model, forward
+
+    def __call__(self, *inputs: Any) -> Any:
+        return self.forward(*inputs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
 
 
 class Bucket:
-    """Gradients of some parameters, laid end to end in one tensor, whose views they become."""
+    """Gradients of some parameters, laid end to end in one tensor, whose views they become, to be averaged over an axis."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], multiple: int = 1):
-        self.parameters = parameters
+    def __init__(self, parameters: Sequence[nn.Parameter], axis: Axis, multiple: int = 1):
+        self.parameters, self.axis = parameters, axis
         self.numel = sum(p.numel() for p in parameters)
         self.flat = torch.zeros(self.numel + -self.numel % multiple, dtype=parameters[0].dtype, device=parameters[0].device)
         self.views = self.cut(self.flat)
@@ -185,22 +215,26 @@ class Bucketed(GradientSync):
 
     All ranks start the buckets in the same order. Gradients that are partial over an axis have a bucket of their own, of those
     that `finish` starts. It is averaged as the others are, and then added up over that axis: a sum of averages is the average
-    of the sums. So all ranks that have such a parameter update it by the same bits, whatever else their buckets hold.
+    of the sums. So all ranks that have such a parameter update it by the same bits, whatever else their buckets hold. Parameters
+    that are averaged over different axes have buckets of their own.
     """
 
-    def __init__(self, model: nn.Module, axis: Axis, bucket_mb: float):
-        super().__init__(model, axis)
-        others = [p for p in reversed(self.trainable) if placement(p).partial_over is None]
-        self.early = [self.make_bucket(group) for group in partition_into_buckets(others, bucket_mb * 2**20)]
-        self.partial = [(parts, self.make_bucket(group)) for parts, group in partial_by_axis(self.trainable)]
+    def __init__(self, model: nn.Module, placements: Placements, bucket_mb: float = 25.0, low: torch.dtype | None = None):
+        super().__init__(model, placements, bucket_mb, low)
+        others = [p for p in reversed(self.trainable) if placements[p].partial_over is None]
+        self.early = [self.make_bucket(group, axis) for axis, held in by_axis(others, placements, "average_over")
+                      for group in partition_into_buckets(held, bucket_mb * 2**20)]
+        partial = by_axis(self.trainable, placements, "partial_over")
+        self.partial = [(parts, self.make_bucket(group, axis)) for parts, held in partial
+                        for axis, group in by_axis(held, placements, "average_over")]
         self.buckets = self.early + [bucket for _, bucket in self.partial]
         self.started = 0                            # how many buckets' collectives have begun in this step
         for number, bucket in enumerate(self.buckets):
             for index, parameter in enumerate(bucket.parameters):
                 parameter.register_post_accumulate_grad_hook(gradient_hook(weakref.ref(self), number, index))
 
-    def make_bucket(self, parameters: Sequence[nn.Parameter]) -> Bucket:
-        return Bucket(parameters)
+    def make_bucket(self, parameters: Sequence[nn.Parameter], axis: Axis) -> Bucket:
+        return Bucket(parameters, axis)
 
     def begin(self, num_microbatches: int) -> None:
         super().begin(num_microbatches)
@@ -209,10 +243,12 @@ class Bucketed(GradientSync):
             bucket.waiting = [num_microbatches] * len(bucket.parameters)
 
     def start(self, bucket: Bucket) -> None:
-        start_mean(bucket, self.axis)
+        if bucket.axis.size > 1:
+            start_mean(bucket, bucket.axis)
 
     def complete(self, bucket: Bucket) -> None:
-        finish_mean(bucket, self.axis)
+        if bucket.axis.size > 1:
+            finish_mean(bucket, bucket.axis)
 
     def finish(self) -> None:
         left = self.buckets[self.started:]
@@ -284,6 +320,3 @@ def partition_into_buckets(parameters: Sequence[nn.Parameter], size: float) -> l
         buckets[-1].append(parameter)
         full += parameter.nbytes
     return buckets
-
-
-METHODS = {"naive": GradientSync, "bucketed": Bucketed, "ddp": DDP, "none": NoSync}

@@ -17,27 +17,27 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from course.parallel.data_parallel.gradients import GradientSync, fill_missing_gradients
+from course.parallel.data_parallel.gradients import NoSync, fill_missing_gradients
 from course.parallel.data_parallel.zero1 import castable_weights
-from course.parallel.mesh import Axis
-from course.parallel.placement import place, placement
+from course.parallel.placement import Placements
 
 AS_IT_IS = hasattr(torch.Tensor, "grad_dtype")      # whether a parameter may have a gradient in another format, in this PyTorch
 
 
-class MasterWeights(GradientSync):
+class MasterWeights(NoSync):
     """No averaging; `parameters` are masters in the place of the weights that are in 16 bits.
 
-    low: the 16 bits of the matmuls. Each master's `copy` is the model's weight, which the optimizer has to keep equal.
+    low: the 16 bits of the matmuls. `copies`: of each master the model's weight, which the optimizer has to keep equal.
     """
 
-    def __init__(self, model: nn.Module, axis: Axis, low: torch.dtype):
-        super().__init__(model, axis)
-        self.copies = {place(nn.Parameter(p.data), placement(p)): p for p in castable_weights(model)}
+    def __init__(self, model: nn.Module, placements: Placements, bucket_mb: float = 25.0, low: torch.dtype | None = None):
+        super().__init__(model, placements, bucket_mb, low)
+        assert low is not None
+        self.copies = {nn.Parameter(p.data): p for p in castable_weights(model, placements)}
         self.num_microbatches = 1
         for master, copy in self.copies.items():
+            placements[master] = placements[copy]
             copy.data = master.to(low)
-            master.copy = copy                      # type: ignore[attr-defined]
             if AS_IT_IS:
                 master.grad_dtype = None            # any
             copy.register_post_accumulate_grad_hook(accumulation_hook(weakref.ref(self), weakref.ref(master)))

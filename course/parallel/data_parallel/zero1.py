@@ -13,17 +13,18 @@ a parameter takes two bytes less on every rank, and half as many bytes are gathe
 leaves alone, stay in float32.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from course.models.layers import Linear
 from course.parallel import mappings
-from course.parallel.data_parallel.gradients import Bucket, Bucketed, divide_by_size, mean_op
+from course.parallel.data_parallel.gradients import Bucket, Bucketed, by_axis, divide_by_size, mean_op
 from course.parallel.mesh import Axis
-from course.parallel.placement import place, placement
+from course.parallel.placement import Placements, owned_by_first
 
 
 class ShardedBucket(Bucket):
@@ -33,7 +34,7 @@ class ShardedBucket(Bucket):
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], axis: Axis, masters: Mapping[nn.Parameter, Tensor]):
-        super().__init__(parameters, multiple=axis.size)
+        super().__init__(parameters, axis, multiple=axis.size)
         self.narrow = parameters[0] in masters
         if self.narrow:                             # gradients are added up in float32
             self.flat = self.flat.float()
@@ -50,17 +51,18 @@ class ShardedBucket(Bucket):
         self.result = self.flat.new_zeros(share)
         self.num_microbatches = 0                   # backward passes of a step
         self.coming: Any = None                     # the all-gather that is under way
-        self.segments = list(self._segments())
+        self.segments: list[tuple[nn.Parameter, Tensor]] = []
 
-    def _segments(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    def place_segments(self, placements: Placements) -> None:
         """The parts of parameters in my share, as what the optimizer updates, each with its gradient; both are views."""
         start = 0
         for parameter in self.parameters:
             low, high = max(start, self.mine.start), min(start + parameter.numel(), self.mine.stop)
             if low < high:
-                where = replace(placement(parameter), flat=(low - start, high - start))
                 here = slice(low - self.mine.start, high - self.mine.start)
-                yield place(nn.Parameter(self.master[here]), where), self.result[here]
+                segment = nn.Parameter(self.master[here])
+                placements[segment] = replace(placements[parameter], flat=(low - start, high - start))
+                self.segments.append((segment, self.result[here]))
             start += parameter.numel()
 
     def take(self, index: int) -> None:
@@ -76,13 +78,13 @@ class ShardedBucket(Bucket):
         elif first:
             view.zero_()
 
-    def gather(self, axis: Axis) -> None:
+    def gather(self) -> None:
         """Begin to gather the shares, as the optimizer has left them."""
         share = self.weights[self.mine]             # NCCL gathers in place, gloo wants another place
         if self.narrow:
             share.copy_(self.master)
-        self.coming = mappings.all_gather_single(self.weights, share if share.is_cuda else share.clone(), group=axis.group,
-                                                 async_op=True)
+        self.coming = mappings.all_gather_single(self.weights, share if share.is_cuda else share.clone(),
+                                                 group=self.axis.group, async_op=True)
 
 
 class ZeRO1(Bucketed):
@@ -91,35 +93,41 @@ class ZeRO1(Bucketed):
     low: the 16 bits of the matmuls, None for a model that computes in its parameters' format.
     """
 
-    buckets: list[ShardedBucket]                    # type: ignore[assignment]
-
-    def __init__(self, model: nn.Module, axis: Axis, bucket_mb: float, low: torch.dtype | None = None):
-        self.masters = {p: p.data for p in castable_weights(model)} if low else {}
+    def __init__(self, model: nn.Module, placements: Placements, bucket_mb: float = 25.0, low: torch.dtype | None = None):
+        self.masters = {p: p.data for p in castable_weights(model, placements)} if low else {}
+        self.sharded: list[ShardedBucket] = []      # the buckets
         for parameter, master in self.masters.items():
             parameter.data = master.to(low)
         # one format a bucket: what stays in float32 is little, and has the last buckets for itself
-        super().__init__(nn.ParameterList(sorted(model.parameters(), key=lambda p: p in self.masters)), axis, bucket_mb)
+        in_order = sorted(model.parameters(), key=lambda p: p in self.masters)
+        super().__init__(nn.ParameterList(in_order), placements, bucket_mb, low)
         self.masters.clear()                        # each rank keeps its share of them
-        mine = [segment for bucket in self.buckets for segment, _ in bucket.segments]
-        self.optimizer_parameters = mine + frozen_parameters(model, axis)
-        home = {parameter: bucket for bucket in self.buckets for parameter in bucket.parameters}
+        for bucket in self.sharded:
+            bucket.place_segments(placements)
+        mine = [segment for bucket in self.sharded for segment, _ in bucket.segments]
+        frozen = [p for p in model.parameters() if not p.requires_grad]
+        for axis, held in by_axis(frozen, placements, "average_over"):  # whole on every rank
+            owned_by_first(placements, held, axis)
+        self.optimizer_parameters = mine + frozen
+        home = {parameter: bucket for bucket in self.sharded for parameter in bucket.parameters}
         own = model, model.parameters(recurse=False)                    # which none of its parts has
         for module, parameters in [*((unit, unit.parameters()) for unit in forward_units(model)), own]:
             if needed := list(dict.fromkeys(home[p] for p in parameters if p in home)):
                 module.register_forward_pre_hook(lambda module, inputs, needed=needed: wait_for_gather(needed))
 
-    def make_bucket(self, parameters: Sequence[nn.Parameter]) -> ShardedBucket:
-        return ShardedBucket(parameters, self.axis, self.masters)
+    def make_bucket(self, parameters: Sequence[nn.Parameter], axis: Axis) -> ShardedBucket:
+        self.sharded.append(ShardedBucket(parameters, axis, self.masters))
+        return self.sharded[-1]
 
     def begin(self, num_microbatches: int) -> None:
         super().begin(num_microbatches)
-        for bucket in self.buckets:
+        for bucket in self.sharded:
             bucket.num_microbatches = num_microbatches
 
     def start(self, bucket: Bucket) -> None:
         """Begin a bucket's reduce-scatter."""
         assert isinstance(bucket, ShardedBucket)
-        bucket.work = mappings.reduce_scatter_single(bucket.result, bucket.flat, mean_op(bucket.flat), group=self.axis.group,
+        bucket.work = mappings.reduce_scatter_single(bucket.result, bucket.flat, mean_op(bucket.flat), group=bucket.axis.group,
                                                      async_op=True)
 
     def complete(self, bucket: Bucket) -> None:
@@ -127,52 +135,46 @@ class ZeRO1(Bucketed):
         assert isinstance(bucket, ShardedBucket)
         wait_for_gather([bucket])                   # of the update before, if this step left out what waits for it
         bucket.work.wait()
-        divide_by_size(bucket.result, self.axis)
+        divide_by_size(bucket.result, bucket.axis)
         for segment, gradient in bucket.segments:
             segment.grad = gradient
 
     def after_optimizer_step(self) -> None:
         """Begin to gather the new parameters, the first layers' first."""
-        for bucket in reversed(self.buckets):
-            bucket.gather(self.axis)
+        for bucket in reversed(self.sharded):
+            bucket.gather()
 
     def wait_parameters(self) -> None:
-        wait_for_gather(self.buckets)
+        wait_for_gather(self.sharded)
 
     def full_master_weights(self) -> dict[nn.Parameter, Tensor]:
         """The master weights, whole, of the parameters in 16 bits. All ranks call it."""
         found: dict[nn.Parameter, Tensor] = {}
-        for bucket in self.buckets:
+        for bucket in self.sharded:
             if bucket.narrow:
                 whole = torch.empty_like(bucket.flat)
-                mappings.all_gather_single(whole, bucket.master, group=self.axis.group)
+                mappings.all_gather_single(whole, bucket.master, group=bucket.axis.group)
                 found |= dict(zip(bucket.parameters, bucket.cut(whole), strict=True))
         return found
 
 
-def castable_weights(model: nn.Module) -> list[nn.Parameter]:
+def castable_weights(model: nn.Module, placements: Placements) -> list[nn.Parameter]:
     """The parameters that autocast casts wherever they are used: weights of linears that nothing else uses.
 
     Without those whose gradient is completed in float32: other ranks have a part of it, or a module adds it up itself (`summed`).
     And without frozen ones, which are nobody's share: their values would be lost.
     """
-    held = [(p, name == "weight" and hasattr(module, "matmul")) for module in model.modules()
+    held = [(p, name == "weight" and isinstance(module, Linear)) for module in model.modules()
             for name, p in module.named_parameters(recurse=False)]
     others = {p for p, multiplied in held if not multiplied} | self_summing_parameters(model)
     linear = {p for p, multiplied in held if multiplied}
-    return [p for p in model.parameters() if p in linear - others and p.requires_grad and placement(p).partial_over is None]
+    return [p for p in model.parameters() if p in linear - others and p.requires_grad and placements[p].partial_over is None]
 
 
 def self_summing_parameters(model: nn.Module) -> set[nn.Parameter]:
     """The parameters of which a module says, in `sums`, that it adds up their gradients itself, in float32."""
     adding = [(module, sums) for module in model.modules() if (sums := getattr(module, "sums", ()))]
     return {p for module, sums in adding for name, p in module.named_parameters(remove_duplicate=False) if name in sums}
-
-
-def frozen_parameters(model: nn.Module, axis: Axis) -> list[nn.Parameter]:
-    """The parameters that training leaves alone, whole on every rank, of which the first speaks for them."""
-    found = [p for p in model.parameters() if not p.requires_grad]
-    return [place(p, replace(placement(p), owner=placement(p).owner and axis.rank == 0)) for p in found]
 
 
 def forward_units(model: nn.Module) -> list[nn.Module]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from course.parallel.mesh import Axis, Mesh
 from course.parallel.pipeline_parallel.schedules import Pass, alive, before, passes_of
-from course.parallel.placement import place, placement
+from course.parallel.placement import Placements
 from course.utils.errors import CourseError
 
 Tensors = tuple[Tensor, ...]
@@ -25,33 +25,34 @@ Wire = tuple[int, int, str]                         # from which stage's rank to
 Forward = Callable[[int, int, Any], Any]            # (chunk, micro-batch, what the stage before put out) -> what this one does
 
 
-def split_stages(model: Any, mesh: Mesh, schedule: str, chunks: int) -> nn.Module:
+def split_stages(model: Any, placements: Placements, mesh: Mesh, chunks: int) -> tuple[Any, ...]:
     """Keep this rank's share of the blocks, the embedding on the first stage, the head on the last.
 
-    `model.chunks` are models of this rank's stages one by one, which share its modules; `model.pipeline` runs them. Blocks
-    are shared out as `tensor_split` does; the depth need not divide. A module without parameters beside these three is on every
-    stage. Raises `CourseError` where a stage would have no block, and for parameters that are not on one stage (`check_stages`).
+    Returns models of this rank's stages one by one, which share its modules. Blocks are shared out as `tensor_split` does; the
+    depth need not divide. A module without parameters beside these three is on every stage. Raises `CourseError` where a stage
+    would have no block, and for parameters that are not on one stage (`check_stages`).
     """
     pp = mesh.pp
     names, stages = list(model.blocks), pp.size * chunks
-    ends = [{placement(p).name for p in end.parameters()} for end in (model.embed, model.head)]
+    tied = {*model.embed.parameters()} & {*model.head.parameters()}
     if len(names) < stages:
         raise CourseError(f"{pp.size} pipeline ranks with {chunks} chunks each need {stages} blocks, but the model has "
                           f"{len(names)}: use a smaller parallel.pp or parallel.chunks")
     shares = [[names[i] for i in share] for share in torch.arange(len(names)).tensor_split(stages)]
-    check_stages(model, shares)
+    check_stages(model, placements, shares)
     mine = [shares[chunk * pp.size + pp.rank] for chunk in range(chunks)]
-    model.chunks = [part_of(model, share, first=pp.rank == chunk == 0,
-                            last=pp.rank == pp.size - 1 and chunk == chunks - 1) for chunk, share in enumerate(mine)]
+    parts = tuple(part_of(model, share, first=pp.rank == chunk == 0, last=pp.rank == pp.size - 1 and chunk == chunks - 1)
+                  for chunk, share in enumerate(mine))
     whole = part_of(model, [name for share in mine for name in share], pp.rank == 0, pp.rank == pp.size - 1)
     model._modules = whole._modules
-    model.pipeline = Pipeline(mesh, schedule, chunks)
-    if tied := ends[0] & ends[1]:
-        tie_ends(model, tied, mesh)
-    return model
+    if tied:
+        tie_ends(placements, tied, mesh)
+    for parameter in placements.keys() - set(model.parameters()):
+        del placements[parameter]                   # of other stages
+    return parts
 
 
-def check_stages(model: nn.Module, shares: list[list[str]]) -> None:
+def check_stages(model: nn.Module, placements: Placements, shares: list[list[str]]) -> None:
     """Raise `CourseError` for a parameter that belongs to no stage, or to several: every rank would train a copy of its own.
 
     shares: the blocks of each stage. Embedding and head alone may share theirs (`tie_ends`).
@@ -64,7 +65,7 @@ def check_stages(model: nn.Module, shares: list[list[str]]) -> None:
     holders: dict[str, tuple[int, str]] = {}        # of each parameter: the first stage that has it, and where there
     for stage, part in [(0, "embed"), *parts, (len(shares) - 1, "head")]:
         for parameter in model.get_submodule(part).parameters():
-            name = placement(parameter).name
+            name = placements[parameter].name
             first, holder = holders.setdefault(name, (stage, part))
             if stage != first and (holder, part) != ("embed", "head"):
                 raise CourseError(f"{name} is shared by {holder} and {part}, which are on stages {first} and {stage} of the "
@@ -262,17 +263,16 @@ def make_wires(mesh: Mesh, chunks: int) -> dict[Wire, dist.ProcessGroup]:
     return mine
 
 
-def tie_ends(model: nn.Module, tied: set[str], mesh: Mesh) -> None:
+def tie_ends(placements: Placements, tied: set[nn.Parameter], mesh: Mesh) -> None:
     """Weights that the first and the last stage share: each stage has a part of the gradient, the first one owns them."""
     ends = None
     for line in mesh.lines("pp"):
         group = dist.new_group([line[0], line[-1]])
         if mesh.world.rank in (line[0], line[-1]):
             ends = Axis("ends", 2, int(mesh.pp.rank > 0), (line[0], line[-1]), group)
-    for parameter in model.parameters():
-        where = placement(parameter)
-        if where.name in tied:
-            if where.partial_over is not None:
-                raise CourseError(f"the first and the last stage share {where.name}, and tp has parts of its gradient as well: "
-                                  "cut it in the model's tensor_plan, or use parallel.sp=false or parallel.pp=1")
-            place(parameter, replace(where, partial_over=ends, owner=where.owner and mesh.pp.rank == 0))
+    for parameter in tied if ends else ():
+        where = placements[parameter]
+        if where.partial_over is not None:
+            raise CourseError(f"the first and the last stage share {where.name}, and tp has parts of its gradient as well: "
+                              "cut it in the model's tensor_plan, or use parallel.sp=false or parallel.pp=1")
+        placements[parameter] = replace(where, partial_over=ends, owner=where.owner and mesh.pp.rank == 0)

@@ -32,6 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from course.ops.linear_op import Later, weight_gradient
 from course.ops.number_formats import matmul_dtype
 from course.parallel import mappings
 from course.parallel.mesh import Axis, axis_of, group_of
@@ -100,38 +101,44 @@ class GatherLinear(Function):
     """(B, T/tp, D), (F, D), (F,) -> (B, T, F) with T = n."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: str, n: int, direct: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: str, n: int, direct: bool,
+                later: Later | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.how = group, direct
+        ctx.how, ctx.later = (group, direct), later
         y: Tensor = gather_linear_forward(x, weight, bias, group, n, direct)
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        dx, dw = gather_linear_backward(grad, *ctx.saved_tensors, *ctx.how)
-        return dx, dw, grad.sum((0, 1)) if ctx.needs_input_grad[2] else None, None, None, None
+        db = grad.sum((0, 1)) if ctx.needs_input_grad[2] else None
+        if ctx.later is None:
+            return *gather_linear_backward(grad, *ctx.saved_tensors, *ctx.how), db, *[None] * 4
+        (x, weight), (group, direct) = ctx.saved_tensors, ctx.how
+        axis = axis_of(group)
+        ctx.later(lambda: weight_gradient(grad, gather(x, axis, grad.shape[1], direct)()))
+        return scatter(grad @ weight, axis, direct)(), None, db, *[None] * 4
 
 
 class LinearScatter(Function):
     """(B, T, F), (D, F), (D,) -> (B, T/tp, D)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *how: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: str, direct: bool,
+                later: Later | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.how = how                               # group, direct
-        y: Tensor = linear_scatter_forward(x, weight, bias, *how)
+        ctx.how, ctx.later = (group, direct), later
+        y: Tensor = linear_scatter_forward(x, weight, bias, group, direct)
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        dx, dw = linear_scatter_backward(grad, *ctx.saved_tensors, *ctx.how)
-        dbias = grad.sum((0, 1)) if ctx.needs_input_grad[2] else None   # of this rank's tokens
-        return dx, dw, dbias, None, None
-
-
-def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    """The gradient of a linear's weight, (F, D), from those of its output and its input, (B, T, F) and (B, T, D)."""
-    return grad.flatten(0, 1).T @ x.flatten(0, 1)
+        db = grad.sum((0, 1)) if ctx.needs_input_grad[2] else None      # of this rank's tokens
+        if ctx.later is None:
+            return *linear_scatter_backward(grad, *ctx.saved_tensors, *ctx.how), db, *[None] * 3
+        (x, weight), (group, direct) = ctx.saved_tensors, ctx.how
+        whole = gather(grad, axis_of(group), x.shape[1], direct)().clone()              # which others do not write into later
+        ctx.later(lambda: weight_gradient(whole, x))
+        return whole @ weight, None, db, *[None] * 3
 
 
 def small(samples: int, nbytes: float) -> bool:
@@ -262,20 +269,29 @@ def padded(x: Tensor, tokens: int) -> Tensor:
     return F.pad(x, (0, 0, 0, missing)) if missing else x                           # padding with nothing would copy
 
 
-def gather_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, tokens: SplitTokens,
-                  direct: bool = False) -> Tensor:
-    """Column linear of gathered tokens, (B, T/tp, D) -> (B, T, F/tp). direct: through each other's memory."""
+def gather_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, tokens: SplitTokens, direct: bool = False,
+                  later: Later | None = None) -> Tensor:
+    """Column linear of gathered tokens, (B, T/tp, D) -> (B, T, F/tp). direct: through each other's memory. later: where the
+    weight's gradient is left (`course/ops/linear_op.py`)."""
+    later = in_format(later, weight.dtype)
     x, weight, bias = cast(whole_samples(x), weight, bias)
     with torch.autocast(x.device.type, enabled=False):                  # what a linear computes is cast by now
-        return GatherLinear.apply(x, weight, bias, group_of(axis).group_name, tokens.local_len, direct)
+        return GatherLinear.apply(x, weight, bias, group_of(axis).group_name, tokens.local_len, direct, later)
 
 
-def linear_scatter(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, direct: bool = False) -> Tensor:
+def linear_scatter(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, direct: bool = False,
+                   later: Later | None = None) -> Tensor:
     """Row linear whose sum is scattered, (B, T, F/tp) -> (B, T/tp, D). The bias is added once; its gradient is of this rank's
     tokens."""
+    later = in_format(later, weight.dtype)
     x, weight, bias = cast(x, weight, bias)
     with torch.autocast(x.device.type, enabled=False):
-        return LinearScatter.apply(x, weight, bias, group_of(axis).group_name, direct)
+        return LinearScatter.apply(x, weight, bias, group_of(axis).group_name, direct, later)
+
+
+def in_format(later: Later | None, dtype: torch.dtype) -> Later | None:
+    """`later` for gradients in another format than the weight's own, `dtype`, which autocast made."""
+    return later and (lambda compute: later(lambda: compute().to(dtype)))
 
 
 def cast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:        # (..., K), (N, K), (N,)

@@ -13,20 +13,31 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
 from course.parallel import mappings
 from course.parallel.mesh import Axis
-from course.parallel.placement import place, placement
+from course.parallel.placement import Placements
 from course.utils.errors import CourseError
 
 Batch = dict[str, Tensor]
 PADDING = {"target": -1}                            # what tokens added at the end hold: a target that weighs nothing, else 0
 
 
-class SplitTokens(nn.Module):
+class WholeTokens:
+    """Which tokens of a sample are here: all."""
+
+    def cut(self, batch: Batch) -> Batch:
+        """A prepared batch, of which what has tokens keeps those that are here."""
+        return batch
+
+    def whole(self, output: Tensor) -> Tensor:
+        """The output for all tokens, (B, T, ...), from that for those that are here."""
+        return output
+
+
+class SplitTokens(WholeTokens):
     """The tokens of this rank. Uneven pieces are as `torch.tensor_split` cuts them.
 
     zigzag: each context-parallel rank has a piece from the front and one from the back, such that with causal
@@ -35,9 +46,9 @@ class SplitTokens(nn.Module):
     """
 
     def __init__(self, plan: Mapping[str, str], cp: Axis, tp: Axis, zigzag: bool, overlap: str = "none"):
-        super().__init__()
         self.plan, self.cp, self.tp, self.zigzag = plan, cp, tp, zigzag
         self.overlap = overlap                      # how the linears gather and scatter over tp
+        self.symmetric = overlap == "symmetric"     # whether through each other's memory
         self.causal_only = True                     # whether attention sees no token after its own, so no padding
         self.seq_len = 0                            # tokens of a sample, set by the batch that is cut
         self.local_len = 0                          # of these, on this context-parallel rank
@@ -141,7 +152,6 @@ def split_tokens(model: nn.Module, cp: Axis, tp: Axis, zigzag: bool, overlap: st
     plan: Mapping[str, str] = model.token_plan      # type: ignore[assignment]
     tokens = SplitTokens(plan, cp, tp, zigzag, overlap)
     tokens.causal_only = all(module.causal for module in modules_at_seam(model, "attend").values())
-    model.tokens = tokens
     total = SumOverSplitTokens(cp, tp if plan["target"] == "sequence" else Axis("tp"))
     replace_at_seam(model, "sum_over_tokens", lambda old: total)
     return tokens
@@ -168,17 +178,6 @@ def require_seam(model: nn.Module, seam: str, why: str) -> None:
         raise CourseError(f'{type(model).__name__} has no module whose `seam` is "{seam}": {why}')
 
 
-def matmul_of(linear: nn.Module, axis: Axis) -> Callable[..., Tensor]:
-    """How a linear multiplies, for the linear that takes its place: F.linear, or what a number format has put there.
-
-    One that scales tensors as it meets them has to know over which axis they are in pieces.
-    """
-    matmul: Any = getattr(linear, "matmul", F.linear)
-    if hasattr(matmul, "axis"):
-        matmul.axis = axis
-    return matmul
-
-
 def enter_region(x: Tensor, axis: Axis, tokens: SplitTokens | None) -> Tensor: # (B, T / tp, ...) -> (B, T, ...)
     """Where each rank begins to compute a part: everyone's tokens, which with sequence parallelism (`tokens` given) have to be
     gathered; else x as it is."""
@@ -198,9 +197,8 @@ def leave_region(x: Tensor, axis: Axis, tokens: SplitTokens | None) -> Tensor: #
     return mappings.reduce(x, axis) if tokens is None else mappings.scatter(x, 1, axis)
 
 
-def mark_partial(model: nn.Module, tp: Axis) -> None:
+def mark_partial(placements: Placements, tp: Axis) -> None:
     """With sequence parallelism every parameter that tp does not cut sees only its rank's tokens: its gradient is a part."""
-    for parameter in model.parameters():
-        where = placement(parameter)
+    for parameter, where in placements.items():
         if where.axis is None:
-            place(parameter, replace(where, partial_over=tp))
+            placements[parameter] = replace(where, partial_over=tp)

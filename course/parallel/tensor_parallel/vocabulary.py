@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from course.parallel.mesh import Axis
-from course.parallel.placement import cut, placement
-from course.parallel.tensor_parallel.sequence import SplitTokens, enter_region, leave_region, matmul_of
+from course.parallel.placement import Placements, cut
+from course.parallel.tensor_parallel.sequence import SplitTokens, enter_region, leave_region
 from course.utils.errors import CourseError
 
 
@@ -26,7 +26,7 @@ class VocabularyEmbedding(nn.Module):
     def __init__(self, embedding: nn.Embedding, axis: Axis, tokens: SplitTokens | None = None):
         super().__init__()
         self.axis, self.tokens = axis, tokens
-        self.weight = cut_vocabulary(embedding.weight, axis)
+        self.weight = embedding.weight                                  # this rank's rows, (V / tp, D)
 
     def forward(self, tokens: Tensor) -> Tensor:                        # (B, T)
         row, here = own(tokens, len(self.weight), self.axis)            # 2 x (B, T)
@@ -43,18 +43,6 @@ class VocabularyEnter(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:                             # (B, T, D), sequence parallel (B, T / tp, D)
         return enter_region(x, self.axis, self.tokens)                  # (B, T, D)
-
-
-class VocabularyHead(nn.Module):
-    """The logits of the tokens whose rows are here, y = x W', of what `VocabularyEnter` gives."""
-
-    def __init__(self, linear: nn.Linear, axis: Axis, tokens: SplitTokens | None = None):
-        super().__init__()
-        self.matmul = matmul_of(linear, axis)
-        self.weight = cut_vocabulary(linear.weight, axis)
-
-    def forward(self, x: Tensor) -> Tensor:                             # (B, T, D)
-        return self.matmul(x, self.weight)                              # (B, T, V / tp)
 
 
 class VocabularyCrossEntropy(nn.Module):
@@ -136,10 +124,10 @@ def own(tokens: Tensor, rows: int, axis: Axis) -> tuple[Tensor, Tensor]:
     return row.where(here, 0), here
 
 
-def cut_vocabulary(weight: Tensor, axis: Axis) -> nn.Parameter:         # (V, D)
-    """This rank's rows, (V / tp, D). Raises `CourseError` if the axis does not divide V."""
-    vocab = placement(weight).global_shape[0]
+def cut_vocabulary(placements: Placements, weight: Tensor, axis: Axis) -> None:    # (V, D) -> (V / tp, D)
+    """Leave this rank's rows. Raises `CourseError` if the axis does not divide V."""
+    vocab = placements[weight].global_shape[0]
     if vocab % axis.size:
         raise CourseError(f"parallel.{axis.name}={axis.size} does not divide the vocabulary of {vocab} tokens: pad it, with "
                           f"model.vocab={vocab + -vocab % axis.size}")
-    return cut(weight, 0, axis)
+    cut(placements, weight, 0, axis)

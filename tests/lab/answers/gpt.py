@@ -30,7 +30,6 @@ class LossInChunks(torch.autograd.Function):
 import torch
 from torch import nn
 from course.parallel.tensor_parallel.sequence import leave_region
-from course.parallel.tensor_parallel.vocabulary import cut_vocabulary
 
 def own(tokens, rows, axis):
     here = tokens // rows == axis.rank
@@ -40,7 +39,7 @@ class VocabularyEmbedding(nn.Module):
     def __init__(self, embedding, axis, tokens=None):
         super().__init__()
         self.axis, self.tokens = axis, tokens
-        self.weight = cut_vocabulary(embedding.weight, axis)
+        self.weight = embedding.weight
 
     def forward(self, tokens):
         row, here = own(tokens, self.weight.shape[0], self.axis)
@@ -50,7 +49,6 @@ class VocabularyEmbedding(nn.Module):
 import torch
 from torch import nn
 from course.parallel.tensor_parallel.sequence import leave_region
-from course.parallel.tensor_parallel.vocabulary import cut_vocabulary
 
 def own(tokens, rows, axis):
     first = rows * axis.rank
@@ -63,7 +61,7 @@ class VocabularyEmbedding(nn.Module):
     def __init__(self, embedding, axis, tokens=None):
         super().__init__()
         self.axis, self.tokens = axis, tokens
-        self.weight = cut_vocabulary(embedding.weight, axis)
+        self.weight = embedding.weight
 
     def forward(self, tokens):
         row, here = own(tokens, len(self.weight), self.axis)

@@ -164,61 +164,41 @@ class Reduce(torch.autograd.Function):
 '''],
     "column-row": ['''
 import torch
-from torch import nn
-from course.parallel.placement import cut, placement
-from course.parallel.tensor_parallel.sequence import enter_region, leave_region, matmul_of
+from course.parallel.tensor_parallel.linear import TensorParallel
+from course.parallel.tensor_parallel.sequence import enter_region, leave_region
 
-class ColumnLinear(nn.Module):
-    def __init__(self, linear, axis, tokens=None):
-        super().__init__()
-        self.axis, self.tokens, self.matmul = axis, tokens, matmul_of(linear, axis)
-        dim = 1 if len(placement(linear.bias).global_shape) == 3 else 0
-        self.weight, self.bias = (cut(p, dim, axis) for p in (linear.weight, linear.bias))
+class ColumnParallel(TensorParallel):
+    mode = "column"
 
-    def forward(self, x):
-        return self.bias + self.matmul(enter_region(x, self.axis, self.tokens), self.weight)
+    def __call__(self, multiply, x, weight, bias):
+        return bias + multiply(enter_region(x, self.axis, self.tokens), weight)
 
-class RowLinear(nn.Module):
-    def __init__(self, linear, axis, tokens=None):
-        super().__init__()
-        self.axis, self.tokens, self.matmul = axis, tokens, matmul_of(linear, axis)
-        self.weight, self.bias = cut(linear.weight, len(placement(linear.bias).global_shape), axis), linear.bias
+class RowParallel(TensorParallel):
+    mode = "row"
 
-    def forward(self, x):
-        whole = leave_region(self.matmul(x, self.weight, None), tokens=self.tokens, axis=self.axis)
-        return torch.add(whole, self.bias.to(whole))
+    def __call__(self, multiply, x, weight, bias):
+        whole = leave_region(multiply(x, weight, None), tokens=self.tokens, axis=self.axis)
+        return torch.add(whole, bias.to(whole))
 ''', '''
-import torch
-import torch.nn.functional as F
-from torch import nn
 from course.parallel import mappings
-from course.parallel.placement import cut, placement
-from course.parallel.tensor_parallel.sequence import matmul_of
+from course.parallel.tensor_parallel.linear import TensorParallel
 
-class ColumnLinear(nn.Module):
+class ColumnParallel(TensorParallel):
     """With the mappings themselves."""
 
-    def __init__(self, linear, axis, tokens=None):
-        super().__init__()
-        self.axis, self.tokens, self.matmul = axis, tokens, matmul_of(linear, axis)
-        heads = max(0, len(placement(linear.bias).global_shape) - 2)
-        self.weight, self.bias = cut(linear.weight, heads, axis), cut(linear.bias, heads, axis)
+    mode = "column"
 
-    def forward(self, x):
+    def __call__(self, multiply, x, weight, bias):
         x = mappings.gather(x, 1, self.axis, self.tokens.local_len) if self.tokens is not None else mappings.copy(x, self.axis)
-        return self.matmul(x, self.weight, self.bias)
+        return multiply(x, weight, bias)
 
-class RowLinear(nn.Module):
-    def __init__(self, linear, axis, tokens=None):
-        super().__init__()
-        self.axis, self.tokens, self.matmul = axis, tokens, matmul_of(linear, axis)
-        self.weight = cut(linear.weight, len(placement(linear.weight).global_shape) - 1, axis)
-        self.bias = linear.bias
+class RowParallel(TensorParallel):
+    mode = "row"
 
-    def forward(self, x):
-        y = self.matmul(x, self.weight)
+    def __call__(self, multiply, x, weight, bias):
+        y = multiply(x, weight)
         y = mappings.scatter(y, 1, self.axis) if self.tokens is not None else mappings.reduce(y, self.axis)
-        return y + self.bias.type_as(y)
+        return y + bias.type_as(y)
 '''],
     "gather-scatter": [TWO.format('''
 def joined(x, dim, axis, n):

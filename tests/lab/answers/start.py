@@ -114,7 +114,8 @@ def training_step(model, optimizer, batch):
     "accumulate": ['''
 from course.training.step import autocast, global_weight, split_microbatches
 
-def eager(model, progress, config, mesh):
+def eager(model, progress, config, layout):
+    mesh = layout.mesh
     def compute(batch):
         W = global_weight(model, batch, mesh.dp)
         factor = mesh.dp.size / W * progress.loss_scale
@@ -130,7 +131,8 @@ def eager(model, progress, config, mesh):
 import torch
 from course.training import step
 
-def eager(model, progress, config, mesh):
+def eager(model, progress, config, layout):
+    mesh = layout.mesh
     def one(micro, weight):
         with step.autocast(config.precision, weight.device):
             output = model(micro)
@@ -273,7 +275,8 @@ ACCUMULATE = '''
 import torch
 from course.training.step import autocast, global_weight, split_microbatches
 
-def eager(model, progress, config, mesh):
+def eager(model, progress, config, layout):
+    mesh = layout.mesh
     def compute(batch):
         weight = global_weight(model, batch, mesh.dp)
         loss = torch.zeros((), device=weight.device, dtype=weight.dtype)

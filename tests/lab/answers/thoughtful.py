@@ -209,83 +209,83 @@ SLIPS: list[tuple[str, list[tuple[str, str]], str]] = [
     ], "right on 2 ranks and wrong on 4"),
     # row gathers all
     ("column-row", [
-        ("part = self.matmul(x, self.weight)                              # (B, T, D)\n"
-         "        return leave_region(part, self.axis, self.tokens) + self.bias.to(part.dtype)    # (B, T, "
+        ("part = multiply(x, weight)                                      # (B, T, D)\n"
+         "        return leave_region(part, self.axis, self.tokens) + bias.to(part.dtype)         # (B, T, "
          "D), with sp (B, T / tp, D)",
          "from course.parallel import mappings\n"
          "        import torch\n"
          "        whole = mappings.collect(x, -1, self.axis) if False else mappings.gather(x, -1, self.axis)\n"
-         "        w = mappings.gather(self.weight, 1, self.axis)\n"
-         "        y = self.matmul(whole, w) + self.bias\n"
+         "        w = mappings.gather(weight, 1, self.axis)\n"
+         "        y = multiply(whole, w) + bias\n"
          "        if self.tokens:\n"
          "            return y.tensor_split(self.axis.size, 1)[self.axis.rank]\n"
          "        return y"),
     ], "puts the whole weight together"),
     # row collects all
     ("column-row", [
-        ("part = self.matmul(x, self.weight)                              # (B, T, D)\n"
-         "        return leave_region(part, self.axis, self.tokens) + self.bias.to(part.dtype)    # (B, T, "
+        ("part = multiply(x, weight)                                      # (B, T, D)\n"
+         "        return leave_region(part, self.axis, self.tokens) + bias.to(part.dtype)         # (B, T, "
          "D), with sp (B, T / tp, D)",
          "from course.parallel import mappings\n"
          "        whole = mappings.collect(x, -1, self.axis)\n"
-         "        w = mappings.collect(self.weight, 1, self.axis)\n"
-         "        y = self.matmul(whole, w) + self.bias.to(x.dtype)\n"
+         "        w = mappings.collect(weight, 1, self.axis)\n"
+         "        y = multiply(whole, w) + bias.to(x.dtype)\n"
          "        if self.tokens:\n"
          "            return mappings.scatter(y / self.axis.size, 1, self.axis)\n"
          "        return y"),
     ], "each rank puts the whole weight together"),
     # bias on rank 0 after
     ("column-row", [
-        ("part = self.matmul(x, self.weight)                              # (B, T, D)\n"
-         "        return leave_region(part, self.axis, self.tokens) + self.bias.to(part.dtype)    # (B, T, "
+        ("part = multiply(x, weight)                                      # (B, T, D)\n"
+         "        return leave_region(part, self.axis, self.tokens) + bias.to(part.dtype)         # (B, T, "
          "D), with sp (B, T / tp, D)",
-         "part = self.matmul(x, self.weight)\n"
+         "part = multiply(x, weight)\n"
          "        y = leave_region(part, self.axis, self.tokens)\n"
-         "        return y + self.bias.to(part.dtype) if self.axis.rank == 0 else y"),
+         "        return y + bias.to(part.dtype) if self.axis.rank == 0 else y"),
     ], "after `leave_region` every rank goes on with its own result"),
     # bias on rank 0 before via matmul
     ("column-row", [
-        ("part = self.matmul(x, self.weight)                              # (B, T, D)\n"
-         "        return leave_region(part, self.axis, self.tokens) + self.bias.to(part.dtype)    # (B, T, "
+        ("part = multiply(x, weight)                                      # (B, T, D)\n"
+         "        return leave_region(part, self.axis, self.tokens) + bias.to(part.dtype)         # (B, T, "
          "D), with sp (B, T / tp, D)",
-         "part = self.matmul(x, self.weight, self.bias if self.axis.rank == 0 else None)\n"
+         "part = multiply(x, weight, bias if self.axis.rank == 0 else None)\n"
          "        return leave_region(part, self.axis, self.tokens)"),
     ], "every rank has the bias"),
     # bias in matmul
     ("column-row", [
-        ("part = self.matmul(x, self.weight)                              # (B, T, D)\n"
-         "        return leave_region(part, self.axis, self.tokens) + self.bias.to(part.dtype)    # (B, T, "
+        ("part = multiply(x, weight)                                      # (B, T, D)\n"
+         "        return leave_region(part, self.axis, self.tokens) + bias.to(part.dtype)         # (B, T, "
          "D), with sp (B, T / tp, D)",
-         "part = self.matmul(x, self.weight, self.bias)\n"
+         "part = multiply(x, weight, bias)\n"
          "        return leave_region(part, self.axis, self.tokens)"),
     ], "every rank adds the bias before the sum"),
     # no leave sp
     ("column-row", [
-        ("part = self.matmul(x, self.weight)                              # (B, T, D)\n"
-         "        return leave_region(part, self.axis, self.tokens) + self.bias.to(part.dtype)    # (B, T, "
+        ("part = multiply(x, weight)                                      # (B, T, D)\n"
+         "        return leave_region(part, self.axis, self.tokens) + bias.to(part.dtype)         # (B, T, "
          "D), with sp (B, T / tp, D)",
-         "part = self.matmul(x, self.weight)\n"
+         "part = multiply(x, weight)\n"
          "        from course.parallel import mappings\n"
-         "        return mappings.reduce(part, self.axis) + self.bias.to(part.dtype)"),
+         "        return mappings.reduce(part, self.axis) + bias.to(part.dtype)"),
     ], "reduce gives every rank all tokens"),
     # reduce then slice
     ("column-row", [
-        ("part = self.matmul(x, self.weight)                              # (B, T, D)\n"
-         "        return leave_region(part, self.axis, self.tokens) + self.bias.to(part.dtype)    # (B, T, "
+        ("part = multiply(x, weight)                                      # (B, T, D)\n"
+         "        return leave_region(part, self.axis, self.tokens) + bias.to(part.dtype)         # (B, T, "
          "D), with sp (B, T / tp, D)",
-         "part = self.matmul(x, self.weight)\n"
+         "part = multiply(x, weight)\n"
          "        from course.parallel import mappings\n"
          "        y = mappings.copy(mappings.reduce(part, self.axis), self.axis) if self.tokens else "
          "mappings.reduce(part, self.axis)\n"
          "        if self.tokens: y = mappings.shard(y, 1, self.axis)\n"
-         "        return y + self.bias.to(part.dtype)"),
+         "        return y + bias.to(part.dtype)"),
     ], "by all-reduce and all-gather and reduce-scatter"),
     # weights whole in column
     ("column-row", [
-        ("return self.matmul(x, self.weight, self.bias)",
+        ("return multiply(x, weight, bias)",
          "from course.parallel import mappings\n"
-         "        w, b = mappings.gather(self.weight, 0, self.axis), mappings.gather(self.bias, 0, self.axis)\n"
-         "        return mappings.shard(self.matmul(x, w, b), -1, self.axis)"),
+         "        w, b = mappings.gather(weight, 0, self.axis), mappings.gather(bias, 0, self.axis)\n"
+         "        return mappings.shard(multiply(x, w, b), -1, self.axis)"),
     ], "each rank puts the whole weight together"),
     # all_reduce + slice back
     ("gather-scatter", [

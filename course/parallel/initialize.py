@@ -1,0 +1,56 @@
+"""The first values of parameters: of each element a function of the seed, the parameter's serial name and its place in it."""
+
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from course.parallel.placement import Placement, Placements, box_shape, serial_placements
+from course.utils import random
+from course.utils.errors import CourseError
+
+
+def initialize(model: Any, placements: Placements, seed: int, device: torch.device, dtype: torch.dtype = torch.float32,
+               noise: float = 0.0) -> None:
+    """Give every parameter of a model on the meta device its memory and its first value; it stays the same object.
+
+    The model's `init_plan()` maps patterns of serial names to a standard deviation, "ones", "zeros" or `Uniform`;
+    the first pattern that fits counts. noise: a standard deviation in the place of "zeros". Memory is needed for what is here
+    alone: a box, or a flat range of one. Raises `CourseError` for a parameter without a rule, and for buffers, which no layout
+    and no checkpoint knows.
+    """
+    for name, _ in model.named_buffers():
+        raise CourseError(f"{type(model).__name__} has a buffer, {name}, and layouts know parameters alone: compute it in "
+                          "forward, or make it a parameter with requires_grad_(False)")
+    plan = model.init_plan()
+    for parameter in model.parameters():
+        where = placements[parameter]
+        rule = next((rule for pattern, rule in plan.items() if fnmatchcase(where.name, pattern)), None)
+        if rule is None:
+            raise CourseError(f"no rule in {type(model).__name__}.init_plan() fits parameter {where.name}: add one, "
+                              f"such as '{where.name}': 0.02")
+        value = first_value(noise if noise and rule == "zeros" else rule, random.key(seed, "weights", where.name), where, device)
+        give_memory(parameter, value.view(parameter.shape).to(dtype))
+
+
+def initialize_serial(model: nn.Module, seed: int, device: torch.device, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """The same for a model that this process has whole."""
+    initialize(model, serial_placements(model), seed, device, dtype)
+    return model
+
+
+def give_memory(parameter: nn.Parameter, value: Tensor) -> None:
+    """Give a parameter on the meta device memory on another, and a value: it stays the same object."""
+    torch.utils.swap_tensors(parameter, nn.Parameter(value, parameter.requires_grad))
+
+
+def first_value(rule: float | str | random.Uniform, key: int, where: Placement, device: torch.device) -> Tensor:
+    """What a rule gives to what is here of a parameter, in float64: its box, or the flat range of it."""
+    shape = box_shape(where.box) if where.flat is None else (where.flat[1] - where.flat[0],)
+    if isinstance(rule, str):
+        return torch.full(shape, {"zeros": 0.0, "ones": 1.0}[rule], dtype=torch.float64, device=device)
+    element = random.element_index(where.global_shape, where.box, device, where.flat)
+    if isinstance(rule, random.Uniform):
+        return rule.bound * (2 * random.uniform(key, element, torch.float64) - 1)
+    return rule * random.normal(key, element, torch.float64)
