@@ -269,7 +269,8 @@ exit "$ended"
     ### END SOLUTION
 
 # %% [markdown]
-# First the linter, `course lint-sbatch FILE` on the command line: nineteen kinds of mistakes that one sees in the text.
+# First the linter, `course lint-sbatch FILE` on the command line: mistakes that one sees in the text, and that Slurm accepts in
+# silence.
 
 # %%
 script = work / "mine.sh"

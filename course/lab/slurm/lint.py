@@ -1,18 +1,17 @@
 """`course lint-sbatch`: what is wrong with a batch script, before it waits in a queue for hours to fail in seconds.
 
-script_parser.py reads it; here are the rules, each with its reason. What Slurm takes as a value was tried with sbatch of 22.05.
+script_parser.py reads it; here are the rules, each with its reason. What sbatch itself refuses when the script is submitted (an
+option or value that it does not know, the line ends of DOS, no shell in the first line) needs no rule.
 """
 
-import difflib
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from course.lab.slurm.script_parser import FLAG_OPTIONS, VALUE_OPTIONS, Command, Script, launched_program, read_script
+from course.lab.slurm.script_parser import Command, Script, launched_program, read_script
 
-SITE_OPTIONS = ("image", "module", "volume", "container-image", "container-mounts", "container-name", "container-workdir")
 NAMES_A_PROGRAM = {"echo", "printf", "source", ".", "trap", "command", "which", "type", "[", "[[", "test",
                    "fail"}      # may name a program
 BARE_ARGUMENTS = re.compile(r"\$(?:[@*]|\{[@*]\})")
@@ -42,24 +41,12 @@ def lint(script: Script) -> list[Finding]:
 
 
 @rule
-def shebang(script: Script) -> Iterator[Finding]:
-    """sbatch refuses a script whose first line does not name a shell."""
-    if script.encoding_mark:
-        cure = "sed -i '1s/^\\xef\\xbb\\xbf//'" if script.encoding_mark == "UTF-8" else "iconv -f UTF-16 -t UTF-8 -o NEW.sh"
-        yield Finding(1, "shebang", f"the file begins with a mark of its encoding ({script.encoding_mark}), in front of #!, so "
-                      f"that it names no shell and sbatch refuses it: {cure} {script.path}")
-    if not script.text.startswith("#!"):
-        yield Finding(1, "shebang", "the first line names no shell, and sbatch refuses such a script: begin with #!/usr/bin/env "
-                      "bash")
-
-
-@rule
 def ignored_directives(script: Script) -> Iterator[Finding]:
     """sbatch reads #SBATCH lines only up to the first command, only if they are written just so, and expands nothing in them."""
     for number in script.ignored_lines:
         yield Finding(number, "unread", "sbatch stops reading #SBATCH lines at the first command, so this one does nothing: move "
                       "it up")
-    for number, line in enumerate(script.text.split("\n"), 1):
+    for number, line in script.comments:
         if re.match(r"#\s+SBATCH\s+-|#(?!SBATCH)(?i:SBATCH)\s+-", line):
             yield Finding(number, "unread", "this is a plain comment to sbatch: write #SBATCH, in capitals and without a space")
     for name, value in script.options.items():
@@ -68,65 +55,20 @@ def ignored_directives(script: Script) -> Iterator[Finding]:
                           "use Slurm's patterns (%x, %j, %u), or give this option on the command line")
 
 
-@rule
-def unknown_options(script: Script) -> Iterator[Finding]:
-    """sbatch refuses a script with an option that it does not have; those of one site's plugin work at that site alone."""
-    for name in script.options:
-        if name in SITE_OPTIONS:
-            yield Finding(script.option_lines[name], "site", f"--{name} belongs to a plugin (Shifter's or Pyxis'): where there "
-                          "is none sbatch refuses the script; put it in front of the command that srun starts, or in "
-                          "submit/sites/NAME.sh")
-        elif name not in VALUE_OPTIONS + FLAG_OPTIONS:
-            near = difflib.get_close_matches(name, VALUE_OPTIONS + FLAG_OPTIONS, 1)
-            cure = f"did you mean --{near[0]}?" if near else "see sbatch --help"
-            yield Finding(script.option_lines[name], "unknown", f"sbatch has no --{name}: {cure}")
-
-
-@rule
-def heterogeneous_job(script: Script) -> Iterator[Finding]:
-    """The components of a heterogeneous job have options of their own, and srun starts ranks in the first alone."""
-    if script.heterogeneous is not None:
-        yield Finding(script.heterogeneous, "het", "a heterogeneous job: these rules read the options of its first component "
-                      "alone, where srun without --het-group starts all ranks; course_on_ranks refuses such jobs: ask for nodes "
-                      "of one kind")
-
-
-@rule
-def line_ends(script: Script) -> Iterator[Finding]:
-    """sbatch refuses a script whose lines end as an editor on Windows ends them."""
-    if script.dos_line:
-        yield Finding(script.dos_line, "dos", "lines end as on DOS, with a carriage return, and sbatch refuses the script: sed "
-                      f"-i 's/\\r$//' {script.path}")
-
-
-COUNT, POSITIVE = re.compile(r"[0-9]+[kKmM]?([-,:][0-9]+[kKmM]?)*"), re.compile(r"0*[1-9][0-9]*")
-TIME = re.compile(r"[0-9]+(:[0-9]+){0,2}|[0-9]+-[0-9]*(:[0-9]+){0,2}|-1|infinite|unlimited", re.IGNORECASE)
-TASKS = ("ntasks", "ntasks-per-node", "ntasks-per-socket", "ntasks-per-core", "cpus-per-task", "cpus-per-gpu")
-GPUS = re.compile(r"([\w.-]+:)?[0-9]+[kKmM]?(,([\w.-]+:)?[0-9]+[kKmM]?)*")  # a100:4, 1g.10gb:2, a100:2,h100:2
-MEMORY = re.compile(r"[0-9]+([kmgt]b?)?", re.IGNORECASE)
-# option: what Slurm takes, and in words
-VALUE_FORMS = {"nodes": (COUNT, "a number of nodes, such as 2 or 2-4"),
-         **dict.fromkeys(("time", "time-min"), (TIME, "minutes, minutes:seconds, hours:minutes:seconds, days-hours, "
-                                                "days-hours:minutes or days-hours:minutes:seconds; an hour is 01:00:00, two days "
-                                                "are 2-00:00:00")),
-         **dict.fromkeys(TASKS, (POSITIVE, "a whole number from 1")),
-         **dict.fromkeys(("gpus", "gpus-per-node", "gpus-per-task"), (GPUS, "a number, such as 4 or a100:4")),
-         **dict.fromkeys(("mem", "mem-per-cpu", "mem-per-gpu"), (MEMORY, "a whole number with K, M, G or T, such as 64G"))}
 MIN_MEGABYTES = 1000                                 # megabytes below which no process that trains starts
 
 
 @rule
-def option_values(script: Script) -> Iterator[Finding]:
-    """sbatch refuses a value that it cannot read, and takes memory without a unit for megabytes: the job then has none."""
-    for name, (form, words) in VALUE_FORMS.items():
-        value = script.options.get(name)
-        if value is None or "$" in value:            # the latter is unread's
-            continue
-        if not form.fullmatch(value):
-            yield Finding(script.option_lines[name], "value", f"sbatch refuses --{name}={value}: it takes {words}")
-        elif form is MEMORY and value.isdecimal() and 0 < float(value) < MIN_MEGABYTES:      # 0: all that the node has
+def memory_unit(script: Script) -> Iterator[Finding]:
+    """sbatch takes memory without a unit for megabytes: the job then has none."""
+    for name in ("mem", "mem-per-cpu", "mem-per-gpu"):
+        value = script.options.get(name, "")
+        if value.isdecimal() and 0 < float(value) < MIN_MEGABYTES:       # 0: all that the node has
             yield Finding(script.option_lines[name], "memory", f"--{name}={value} is {value} megabytes, less than a process with "
                           f"PyTorch takes: write --{name}={value}G")
+
+
+TIME = re.compile(r"[0-9]+(:[0-9]+){0,2}|[0-9]+-[0-9]*(:[0-9]+){0,2}|-1|infinite|unlimited", re.IGNORECASE)
 
 
 @rule

@@ -5,7 +5,6 @@ with it. Nothing is executed. What a variable holds is known where the script it
 srun(1) of Slurm 22.05 and 23.11, bash(1).
 """
 
-import codecs
 import os
 import re
 import shlex
@@ -20,14 +19,6 @@ SHORT_OPTIONS = {"A": "account", "a": "array", "c": "cpus-per-task", "C": "const
                  "e": "error",
          "G": "gpus", "i": "input", "J": "job-name", "L": "licenses", "M": "clusters", "m": "distribution", "n": "ntasks",
          "N": "nodes", "o": "output", "p": "partition", "q": "qos", "t": "time", "w": "nodelist", "x": "exclude"}
-VALUE_OPTIONS = [*SHORT_OPTIONS.values(), "begin", "comment", "core-spec", "cpu-bind", "cpus-per-gpu", "deadline", "export",
-                 "export-file",
-          "gpu-bind", "gpu-freq", "gpus-per-node", "gpus-per-socket", "gpus-per-task", "gres", "gres-flags", "hint",
-          "kill-on-invalid-dep", "mail-type", "mail-user", "mem",
-          "mem-bind", "mem-per-cpu", "mem-per-gpu", "mincpus", "mpi", "network", "nice",
-          "ntasks-per-core", "ntasks-per-gpu", "ntasks-per-node", "ntasks-per-socket", "open-mode", "prefer", "priority",
-          "profile", "reservation", "signal", "sockets-per-node", "switches", "threads-per-core", "time-min", "tmp",
-          "wait-all-nodes", "wckey"]
 FLAG_OPTIONS = ["contiguous", "exclusive", "get-user-env", "hold", "ignore-pbs", "kill-on-bad-exit", "label", "no-kill",
                 "no-requeue",
          "oversubscribe", "overcommit", "overlap", "parsable", "propagate", "quiet", "reboot", "requeue", "spread-job",
@@ -38,7 +29,6 @@ PREFIX_WORDS = {"if", "then", "else", "elif", "do", "while", "until", "!", "{", 
 ASSIGNING_COMMANDS = {"export", "local", "declare", "readonly", "typeset"}
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)\+?=(.*)", re.DOTALL)
 NUMBER = re.compile(r"[0-9]{1,9}")                   # a number that somebody means
-MAX_NESTING = 20                                     # $(... $(...)) in one another, of which people write three
 
 
 class Command(NamedTuple):
@@ -65,12 +55,9 @@ class Script:
 
     path: Path
     text: str                                                    # with line ends as Unix has them
-    dos_line: int = 0                                            # the first line that ends as on DOS; 0: none does
-    encoding_mark: str = ""                                      # the encoding that its first bytes name; "": they are its text
-    heterogeneous: int | None = None                             # the line from which on options are of another component of a
-                                                                 # heterogeneous job; 0: on the command line
     options: dict[str, str] = field(default_factory=dict)        # sbatch's, by their long names; the last one counts
     option_lines: dict[str, int] = field(default_factory=dict)   # where they stand; 0: on the command line
+    comments: list[tuple[int, str]] = field(default_factory=list)       # lines that are nothing else
     ignored_lines: list[int] = field(default_factory=list)       # lines of #SBATCH that sbatch does not read
     command_lines: list[tuple[int, str]] = field(default_factory=list)  # logical lines
     commands: list[Command] = field(default_factory=list)
@@ -128,46 +115,22 @@ class Script:
 def read_script(path: Path, options: Sequence[str] = ()) -> Script:
     """Read a script and the options that will be given to sbatch with it. Raises `CourseError` if it cannot be read."""
     try:
-        raw, mark = decode(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise CourseError(f"cannot read {path}: {getattr(error, 'strerror', None) or 'it is no text'}; "
-                          "give the file that you would give to sbatch") from error
-    dos = raw[:raw.find("\r")].count("\n") + 1 if "\r" in raw else 0
-    script = Script(path, raw.replace("\r\n", "\n").replace("\r", "\n"), dos, mark)
-    text = script.text
-    script.command_lines = sourced_lines(path, text)
-    lines = text.split("\n")
-    first = next((number for number, _ in logical_lines(text)), len(lines) + 1)
-    for number, line in enumerate(lines, 1):
-        if line.startswith("#SBATCH") and number < first:
-            if split_words(line[7:])[:1] in (["hetjob"], ["packjob"]) and script.heterogeneous is None:
-                script.heterogeneous = number
-            if script.heterogeneous is None:
-                add_options(script, split_words(line[7:]), number)
-        elif line.startswith("#SBATCH") and not is_inside_text(text, number):
+        text = path.read_bytes().decode("utf-8", "replace").replace("\r\n", "\n")
+    except OSError as error:
+        raise CourseError(f"cannot read {path}: {error.strerror}; give the file that you would give to sbatch") from error
+    script = Script(path, text)
+    for number, code in sourced_lines(path, text):
+        if not code.startswith("#"):
+            script.command_lines.append((number, code))
+            parse_line(script, number, code)
+        elif not code.startswith("#SBATCH"):
+            script.comments.append((number, code))
+        elif script.command_lines:
             script.ignored_lines.append(number)
-    command_line = list(options)
-    if ":" in command_line:                                 # sbatch OPTIONS : OPTIONS
-        script.heterogeneous, command_line = script.heterogeneous or 0, command_line[:command_line.index(":")]
-    add_options(script, command_line, 0)
-    for number, code in script.command_lines:
-        parse_line(script, number, code)
+        else:
+            add_options(script, split_words(code.removeprefix("#SBATCH")), number)
+    add_options(script, options, 0)
     return script
-
-
-def decode(data: bytes) -> tuple[str, str]:
-    """Text, and the encoding that its mark at the beginning names, or "". sbatch minds no letters in comments, whatever their
-    encoding, so that bytes which are not UTF-8 are read as Latin-1; zeros are in no text (`ValueError`)."""
-    marks = {codecs.BOM_UTF8: "UTF-8", codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16"}
-    mark = next((name for bytes_, name in marks.items() if data.startswith(bytes_)), "")
-    if mark:
-        return data.decode("utf-8-sig" if mark == "UTF-8" else "utf-16"), mark
-    if b"\0" in data:
-        raise ValueError("no text")
-    try:
-        return data.decode(), ""
-    except UnicodeDecodeError:
-        return data.decode("latin-1"), ""
 
 
 def count_gpus(items: Sequence[str]) -> int | None:
@@ -215,15 +178,8 @@ def split_words(text: str) -> list[str]:
         return text.split()
 
 
-def is_inside_text(text: str, number: int) -> bool:
-    """Whether a line is in a here-document or a quoted string, and so no comment."""
-    lines = text.split("\n")
-    lines[number - 1] = "a_word_of_no_other_line"
-    return not any(code.strip() == "a_word_of_no_other_line" for _, code in logical_lines("\n".join(lines)))
-
-
 def sourced_lines(path: Path, text: str, seen: tuple[Path, ...] = ()) -> list[tuple[int, str]]:
-    """The logical lines of a script; those of what it sources from its own folder have the number of the line that sources it."""
+    """The logical lines of a script; the code that it sources from its own folder has the number of the line that sources it."""
     lines = []
     for number, code in logical_lines(text):
         lines.append((number, code))
@@ -231,7 +187,7 @@ def sourced_lines(path: Path, text: str, seen: tuple[Path, ...] = ()) -> list[tu
             other = path.parent / Path(word.strip("\"'")).name
             if os.path.isfile(other) and other not in (*seen, path):
                 inside = other.read_text(encoding="utf-8", errors="replace")
-                lines += [(number, code) for _, code in sourced_lines(other, inside, (*seen, path))]
+                lines += [(number, code) for _, code in sourced_lines(other, inside, (*seen, path)) if not code.startswith("#")]
     return lines
 
 
@@ -241,13 +197,18 @@ TOKEN = re.compile(r"""\\.?|'[^']*'?|"(?:\\.|[^"\\])*\\?"?|<<<|<<(?P<dash>-?)\s*
 
 
 def logical_lines(text: str) -> Iterator[tuple[int, str]]:
-    """(line number, code) of each command line: continued lines joined, comments and the text of here-documents left out."""
+    """(line number, code) of each command line, continued lines joined, and of each comment that has a line of its own.
+
+    Other comments and the text of here-documents are left out.
+    """
     code, start, line_begin, i = "", 1, 0, 0
     here_documents: list[tuple[str, str]] = []       # that begin after this line
     while match := TOKEN.match(text, i):
         token, begin, i = match[0], i, match.end()
         if token == "#" and (not code or code[-1] in " \t;&|()"):
             i = end if (end := text.find("\n", i)) >= 0 else len(text)
+            if not code:
+                yield start, text[begin:i]
         elif match["word"] and code.count("((") == code.count("))"):
             here_documents.append((r"\t*" if match["dash"] else "", re.escape(match["word"])))
         elif match["word"]:                          # a shift to the left in $((...))
@@ -267,38 +228,20 @@ def logical_lines(text: str) -> Iterator[tuple[int, str]]:
         yield start, code
 
 
-SUBSTITUTION = re.compile(r"(\$\(\(|\$\(|[<>]\(|(?<=\w)\+?=\()")
+INSIDE = "[^()]*"                                     # of parentheses, and of those in them, and so on
+for _ in range(4):
+    INSIDE = rf"(?:[^()]|\({INSIDE}\))*"
+SUBSTITUTION = re.compile(rf"[$<>]\({INSIDE}\)")     # $(...), $((...)), <(...)
+ARRAY = re.compile(rf"(?<=\w)\+?=\(({INSIDE})\)")
 
 
-def extract_substitutions(code: str) -> tuple[str, list[str]]:
-    """A line with `$(...)`, `<(...)` and arrays replaced by `$_`, and the commands that were in them."""
-    commands = []
-    while match := SUBSTITUTION.search(re.sub(r"'[^']*'", lambda quoted: "'" + "_" * (len(quoted[0]) - 2) + "'", code)):
-        opened = match.end() - match[0].count("(")
-        depth, end = 0, len(code)
-        for i in range(opened, len(code)):
-            depth += (code[i] == "(") - (code[i] == ")")
-            if not depth:
-                end = i + 1
-                break
-        if "=" in match[0]:                          # an array: its words are what the variable holds
-            words = code[opened + 1:end - 1].replace("(", " ").replace(")", " ")
-            code = f"{code[:match.start()]}={shlex.quote(words)}{code[end:]}"
-            continue
-        if match[0] != "$((":
-            commands.append(code[opened + 1:end - 1])
-        code = f"{code[:match.start()]}$_{code[end:]}"
-    return code, commands
+def parse_line(script: Script, number: int, code: str) -> None:
+    """Split a logical line into simple commands and assignments.
 
-
-def parse_line(script: Script, number: int, code: str, depth: int = 0) -> None:
-    """Split a logical line into simple commands and assignments; depth: of the `$(...)` in which it stands."""
-    if depth > MAX_NESTING:
-        raise CourseError(f"{script.path}:{number} has more than {MAX_NESTING} commands inside one another: is it a batch "
-                          "script?")
-    code, inner = extract_substitutions(code)
-    for command in inner:
-        parse_line(script, number, command, depth + 1)
+    What `$(...)` gives is not known, and becomes `$_`; an array's words are what the variable holds.
+    """
+    code = SUBSTITUTION.sub("$_", code)
+    code = ARRAY.sub(lambda array: "=" + shlex.quote(array[1]), code)
     lexer = shlex.shlex(code, posix=True, punctuation_chars=";&|()<>")
     lexer.whitespace_split, lexer.commenters = True, ""
     words: list[str] = []
