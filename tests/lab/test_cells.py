@@ -182,15 +182,12 @@ def test_line_ends_and_marks_inside_cells_are_no_part_of_them(tmp_path):
     assert notebook_cells.code_cells(notebook_cells.load_notebook(path)) == ["def f(x):\n    return x\n"]
 
 
-@pytest.mark.parametrize("text, says", [
-    ('{\n  <<<<<<< HEAD\n "cells": [],\n=======\n "cells": 1,\n>>>>>>> other\n}', "conflict of git's"),
-    ('{"cells": [', "cut off"), ("", "empty"), ('{"cells": [], "metadata": {}, "nbformat": 9}', "open it in JupyterLab")])
-def test_the_cure_is_one_that_helps(tmp_path, text, says):
+@pytest.mark.parametrize("text", ['{"cells": [', "", '{"cells": [], "metadata": {}, "nbformat": 9}'])
+def test_a_notebook_that_cannot_be_read_has_a_cure(tmp_path, text):
     path = tmp_path / "01_baseline.ipynb"
     path.write_text(text)
-    with pytest.raises(CourseError) as caught:
+    with pytest.raises(CourseError, match=r"cannot be read as a notebook .* open it in JupyterLab .* take an earlier copy"):
         notebook_cells.load_notebook(path)
-    assert says in str(caught.value) and ("JupyterLab" in str(caught.value)) == ("JupyterLab" in says)
 
 
 def test_ids_of_cells_that_are_there_twice_or_not_say_nothing(tmp_path, recwarn):
@@ -233,15 +230,10 @@ def test_the_time_that_slicing_takes_grows_no_faster_than_the_code():
 HEADED = "# ---\n# jupyter:\n{}# ---\n\n# %%\ndef f(): return 1\n"
 
 
-@pytest.mark.parametrize(("header", "says"), [
-    ("#   a: &a [1, 1]\n#   b: &b [*a, *a]\n#   c: [*b, *b]\n", "has aliases"),
-    ("#   a: " + "x" * 11_000 + "\n", "a header of more than 10 kB"),
-    ("#   a:\n" * 3000, "a header of more than 10 kB"),
-    ("#   a: " + "[" * 2000 + "\n", "cannot be read as a notebook")])
-def test_a_scripts_header_is_short_and_means_what_it_says(tmp_path, header, says):
+def test_a_damaged_header_of_a_script_is_a_sentence(tmp_path):
     path = tmp_path / "01_baseline.py"
-    path.write_text(HEADED.format(header))
-    with pytest.raises(CourseError, match=says):
+    path.write_text(HEADED.format("#   a: " + "[" * 2000 + "\n"))
+    with pytest.raises(CourseError, match="cannot be read as a notebook"):
         notebook_cells.load_notebook(path)
     path.write_text(HEADED.format("#   jupytext:\n#     formats: ipynb,py:percent\n"))
     assert len(notebook_cells.code_cells(notebook_cells.load_notebook(path))) == 1
@@ -250,7 +242,7 @@ def test_a_scripts_header_is_short_and_means_what_it_says(tmp_path, header, says
 
 
 @pytest.mark.parametrize(("sources", "says"), [
-    (["x = 1"] * 5001, "more than 5000 cells"), (["x = '" + "a" * 500_000 + "'"], "a cell with more than 500 kB"),
+    (["x = 1"] * 5001, "more than 5000 cells"),
     (["x = '" + "a" * 400_000 + "'"] * 3, "more than 1 MB of code")])
 def test_a_notebook_has_no_more_code_than_anybody_writes(tmp_path, sources, says):
     path = tmp_path / "01_baseline.ipynb"

@@ -49,7 +49,6 @@ def test_of_two_attempts_the_later_counts_and_the_earlier_is_named(tmp_path, nam
     earlier, later = ATTEMPTS[name]
     found, notes = collected(tmp_path, earlier, later)
     assert list(found.values()) == [later] and f"{earlier} is replaced by the later {later}" in notes
-    assert "look like" not in notes
 
 
 def test_gradescope_says_in_a_file_who_handed_in_what(tmp_path):
@@ -98,22 +97,6 @@ def test_a_number_that_all_share_is_the_assignments(tmp_path):
     assert sorted(found) == ["Ben B_2", "Mia M_1"]
     found, _ = collected(tmp_path / "c", f"9-1 - Mia M - Sep 24, 2024 926 PM/{FILE}", f"9-2 - Ben B - Sep 24, 2024 926 PM/{FILE}")
     assert sorted(found) == ["Ben B_2", "Mia M_1"]
-
-
-@pytest.mark.parametrize("one, other", [
-    ("mia", "mia_v2"), ("mia", "mia (1)"), ("Mia Muster", "Muster, Mia"), ("mia_muster", "Mia Muster - late"),
-    ("Müller", "muller"),
-    ("mia attempt 1", "mia attempt 2"), ("mia_2026-03-03", "mia_2026-03-05-10-15-00"), ("mia", "mia-Copy1"),
-    ("11-222 - Mia Muster - 3 March, 2026 1015 AM", "33-222 - Mia Muster - 5 March, 2026 430 PM"),
-])
-def test_names_that_look_like_attempts_of_one_are_told_and_stay_two(tmp_path, one, other):
-    found, notes = collected(tmp_path, f"{one}/{FILE}", f"{other}/{FILE}")
-    assert len(found) == 2 and "look like attempts of one learner" in notes
-
-
-@pytest.mark.parametrize("one, other", [("student_1", "student_2"), ("mia", "mio"), ("anna_k", "anna_m"), ("s23_12", "s23_13")])
-def test_names_that_do_not_are_not(tmp_path, one, other):
-    assert "look like" not in collected(tmp_path, f"{one}/{FILE}", f"{other}/{FILE}")[1]
 
 
 @pytest.mark.parametrize("text, expected", [
@@ -166,7 +149,7 @@ MIA = "submission_11:\n  :submitters:\n  - :name: {}\n    :sid: '4711'\n  :creat
     ("a: &a [x, x]\nb: &b [*a, *a]\nc: &c [*b, *b]\n" + MIA.format("*c", "2026-03-05"), ""),
     ("a: " + "[" * 100_000, ""), (MIA.format("[Mia, [Mia]]", "2026-03-05"), "_4711"), ("[]", ""), ("\0", ""),
     (MIA.format("&m Mia", "2026-03-05") + MIA.format("*m", "*m").replace("11:", "12:", 1), "Mia_4711")])     # as Ruby writes them
-def test_gradescopes_file_makes_no_much_of_little(tmp_path, text, learner):
+def test_of_gradescopes_file_texts_and_numbers_alone_count(tmp_path, text, learner):
     classroom.hand_in(tmp_path / "submission_11" / FILE, classroom.notebook("00"))
     (tmp_path / "submission_metadata.yml").write_text(text)
     found, notes = collect_submissions(tmp_path)

@@ -37,7 +37,7 @@ def finallies(depth: int) -> str:
 
 
 HOSTILE = {                                          # a file, and what is said of it or of its answer
-    "aliases.py": (aliases(), "has aliases"),
+    "aliases.py": (aliases(), "takes more than"),
     "finally.ipynb": (notebook(RIGHT, finallies(25)), ""),
     "finally in the answer.ipynb": (notebook(f"{RIGHT}\n{finallies(25)}"), "nested too deeply"),
     "short lines.ipynb": (notebook("a\n" * 16_000 + RIGHT), ""),
@@ -162,7 +162,7 @@ def test_somebody_elses_notebook_is_read_in_the_sandbox_and_ones_own_here(tmp_pa
     monkeypatch.setattr(notebook_cells, "read_contents", lambda path: read.append(path) or contents(path))
     assert submissions.read_file(mine).answers == submissions.read_file(theirs).answers and read == [mine]
     theirs.write_text("{")
-    with pytest.raises(CourseError, match=rf"^{theirs} cannot be read as a notebook \(JSONDecodeError\): it is empty, cut off"):
+    with pytest.raises(CourseError, match=rf"^{theirs} cannot be read as a notebook \(JSONDecodeError\): open it in JupyterLab"):
         submissions.read_file(theirs)
 
 
@@ -178,7 +178,7 @@ def test_a_class_is_graded_without_parsing_anything_of_it_here(tmp_path, monkeyp
     assert {name: row["points"] for name, row in marks(tmp_path / "out").items()} == {
         "learner 0": "0", "learner 1": "0", "learner 2": "0", "learner 3": "2"}
     told = capsys.readouterr().out
-    for number, says in enumerate(("has aliases", "more than 20000 statements", "cannot be read as a notebook")):
+    for number, says in enumerate(("takes more than", "more than 20000 statements", "cannot be read as a notebook")):
         assert says in told and told.index(f"reading learner {number}") < told.index(says), told
     monkeypatch.setattr(sandboxed_reading, "start_reader", lambda *_: pytest.fail("all of it was graded before"))
     grade.main(tmp_path / "in", tmp_path / "out")

@@ -2,7 +2,6 @@
 
 import ast
 import bisect
-import codecs
 import dis
 import inspect
 import io
@@ -22,11 +21,8 @@ from course.utils.errors import CourseError, did_you_mean
 
 MAX_BYTES = 50_000_000                               # bytes of a notebook, outputs and all, that anybody has a reason to hand in
 MAX_CODE = 1_000_000                                 # characters of code in it
-MAX_CELL = 500_000                                   # characters of code in one of its cells
 MAX_CELLS = 5000
-MAX_SCRIPT = 5_000_000                               # characters of a script, text and all: it has no outputs
 MAX_STATEMENTS = 20_000                              # at the top of its cells, where somebody else handed it in
-MAX_HEADER = 10_000                                  # characters of a script's header, which is YAML
 ENCODING_LINE = re.compile(r"\A((?:[^\n]*\n)?[ \t\f]*#.*?coding[:=][ \t]*)[-\w.]+")  # Python's: in the first or second line
 
 
@@ -138,33 +134,7 @@ def parse_script(text: str, path: Path) -> Any:
 
     if text.count("\n# %%") > MAX_CELLS:            # before it makes anything of them
         raise CourseError(f"{path} has more than {MAX_CELLS} cells: leave out those that are no part of the lesson")
-    if len(text) > MAX_SCRIPT:
-        raise CourseError(f"{path} has more than {MAX_SCRIPT // 1_000_000} MB: put long data into a file")
-    check_header(text, path)
     return jupytext.reads(ENCODING_LINE.sub(r"\1utf-8", text, count=1), fmt="py:percent")          # it takes no other encoding
-
-
-def check_header(text: str, path: Path) -> None:
-    """Refuse a script's header, the YAML between two lines `# ---`, if it is long or has aliases, which make much of little."""
-    import yaml
-
-    lines: list[str] = []
-    marks = size = 0
-    for number, line in enumerate(text.split("\n")):
-        bare = line.removeprefix("#").removeprefix(" ")
-        if not line.startswith("#") or (not marks and bare.strip() not in ("", "---") and number > 1):
-            return                                   # there is none, or it has no end; two lines may come before it
-        marks += bare.strip() == "---"
-        size += len(line) + 1
-        lines.append(bare)
-        if marks == 2 or size > MAX_HEADER:
-            break
-    if size > MAX_HEADER and marks:
-        raise CourseError(f"{path} has a header of more than {MAX_HEADER // 1000} kB: leave out what stands between its lines # "
-                          "---")
-    with suppress(yaml.YAMLError):                   # of which jupytext makes whatever it can
-        if any(isinstance(token, yaml.AliasToken) for token in yaml.scan("\n".join(lines))):
-            raise CourseError(f"{path} has aliases (*name) in its header: leave out what stands between its lines # ---")
 
 
 def read_text(path: Path) -> str:
@@ -185,9 +155,6 @@ def check_size(sources: Sequence[str], cells: int, path: Path) -> None:
         raise CourseError(f"{path} has more than {MAX_CELLS} cells: leave out those that are no part of the lesson")
     if sum(map(len, sources)) > MAX_CODE:
         raise CourseError(f"{path} has more than {MAX_CODE // 1_000_000} MB of code: put long data into a file")
-    if max(map(len, sources), default=0) > MAX_CELL:
-        raise CourseError(f"{path} has a cell with more than {MAX_CELL // 1000} kB of code: put long data into a file")
-
 
 @contextmanager
 def parse_errors(path: Path) -> Iterator[None]:
@@ -197,7 +164,8 @@ def parse_errors(path: Path) -> Iterator[None]:
     except CourseError:
         raise
     except Exception as error:
-        raise CourseError(f"{path} cannot be read as a notebook ({type(error).__name__}): {choose_cure(path)}") from error
+        raise CourseError(f"{path} cannot be read as a notebook ({type(error).__name__}): open it in JupyterLab and save it; if "
+                          "that does not open it, take an earlier copy, or write it anew from the lesson's") from error
 
 
 def clean_source(text: str) -> str:
@@ -205,28 +173,9 @@ def clean_source(text: str) -> str:
     return unix_lines(text).removeprefix("\ufeff")
 
 
-def choose_cure(path: Path) -> str:
-    """What to do about a notebook that cannot be read."""
-    if path.suffix.lower() == ".py":
-        return "save it as text, in percent format"
-    try:
-        raw = path.read_bytes()
-        json.loads(decode_text(raw))
-    except OSError:
-        return "see whether you may read it"
-    except (ValueError, RecursionError):             # JupyterLab would not open it either
-        if any(line.strip().startswith((b"<<<<<<< ", b">>>>>>> ")) for line in raw.splitlines()):
-            return "it holds a conflict of git's, between <<<<<<< and >>>>>>>: settle it there, or take either version whole"
-        return "it is empty, cut off, or was changed by another program: take an earlier copy, or write it anew from the lesson's"
-    return "open it in JupyterLab and save it again"
-
-
 def decode_text(data: bytes) -> str:
     """The text of a notebook or script, in whatever encoding a program on its way has saved it, with Unix's line ends."""
-    byte_order_marks = [(codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32"),
-             (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16")]
-    encodings = [encoding for mark, encoding in byte_order_marks if data.startswith(mark)][:1]
-    encodings = encodings or [json.detect_encoding(data)]  # UTF-16 and UTF-32 without a mark have zeros at its beginning
+    encodings = [json.detect_encoding(data)]         # by its mark, or by the zeros at its beginning
     with suppress(SyntaxError):                      # a line such as # -*- coding: latin-1 -*-
         encodings.append(tokenize.detect_encoding(io.BytesIO(data).readline)[0])
     for encoding in (*encodings, "cp1252"):

@@ -34,7 +34,6 @@ from course.utils.atomic_files import atomic, sha256
 from course.utils.errors import CourseError
 from course.utils.machine import cores
 
-HASH_DIGITS = 32                                     # hexadecimal ones that tell names apart: nobody can make two that share them
 MAX_RETRY_SECONDS = 300.0                            # seconds for what of a learner's could not be checked, at the run's end
 # where a spreadsheet begins a cell, and a formula in it
 FORMULA_START = re.compile(r"""(^|[,;\t|])([\s"']*)(?=[=+\-@＝＋－＠])""")
@@ -90,7 +89,6 @@ def main(folder: Path, out: Path, only: Sequence[str] = (), jobs: int = 0, seed:
     except OSError as error:
         raise CourseError(f"{out} cannot be made a folder to grade into ({error.strerror}): name another one") from error
     others = load_other_results(out, submissions)
-    check_file_names({one.submission.learner for one in others} | {s.learner for s in submissions})
     graded = recalled + (grade_all(new, out, jobs, seed) if new else []) + others
     graded.sort(key=lambda g: (g.submission.learner, g.submission.lesson))
     claims = take_in_result_files(folder, [one for one in graded if one.submission in submissions], out)
@@ -106,14 +104,6 @@ def main(folder: Path, out: Path, only: Sequence[str] = (), jobs: int = 0, seed:
                            *map(render.printable_line, again)]))
     print(render.printable(f"wrote {out}/gradebook.csv, {out}/junit.xml and {out}/feedback/{more}"))
     return graded
-
-
-def check_file_names(learners: set[str]) -> None:
-    """Raise `CourseError` if two learners would share files: one of them would be dropped."""
-    owners: dict[str, str] = {}
-    for learner in sorted(learners):
-        if (other := owners.setdefault(slug(learner), learner)) != learner:
-            raise CourseError(f"{other!a} and {learner!a} would share the file {slug(learner)}: rename one of the two folders")
 
 
 @contextmanager
@@ -544,9 +534,9 @@ def write_feedback(learner: str, graded: Sequence[Graded], path: Path, claims: S
 
 
 def slug(name: str) -> str:
-    """A name as a safe file name, different for different names."""
+    """A name as a safe file name; nobody can make two names that share one (128 bits)."""
     letters = re.sub(r"[^A-Za-z0-9.-]+", "_", name).strip("._")[:40] or "learner"
-    return f"{letters}-{hashlib.sha256(name.encode('utf-8', 'surrogatepass')).hexdigest()[:HASH_DIGITS]}"
+    return f"{letters}-{hashlib.sha256(name.encode('utf-8', 'surrogatepass')).hexdigest()[:32]}"
 
 
 def escape_formula(text: str) -> str:

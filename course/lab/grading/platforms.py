@@ -40,12 +40,8 @@ NOTEBOOKS = (".ipynb", ".py", ".result.json")        # how the names end that sa
 CLOCK_TOLERANCE = 86400.0                            # seconds by which clocks and time zones may differ
 METADATA = "submission_metadata.yml"                 # of Gradescope
 MAX_BYTES = 20_000_000                               # bytes of it
-MAX_DEPTH = 50                                       # lists and tables in one another there
 ATTEMPT_WORDS = "attempt try version versuch abgabe"  # words before a number
-ATTEMPT_MARK = re.compile(rf"(?:{'|'.join(ATTEMPT_WORDS.split())}|v|late|resubmission|resubmitted|resubmit|final|new|copy|kopie)"
-                          r"\d*")
 ATTEMPT_NUMBER = re.compile(rf"(?:{'|'.join(ATTEMPT_WORDS.split())})[ _-]*(\d{{1,4}})", re.IGNORECASE)
-DATE = re.compile(r"\(\d+\)|\d{4}-\d\d-\d\d(?:[T _-]\d\d[-:h_]?\d\d(?:[-:_]?\d\d)?)?")
 CLOCK = re.compile(r"(\d{1,2})[:.]?(\d\d)(?:[:.](\d\d))?\s*([AaPp])?\.?[Mm]?")
 # how months begin in the languages that platforms are set to; of July and June four letters
 MONTHS = ["jan ene gen", "feb fév fev", "mar mär mrt maa", "apr avr abr", "may mai mei mag", "jun juin giu", "jul juil lug",
@@ -58,7 +54,6 @@ class Attempt(NamedTuple):
     learner: str = ""                                # "": nothing
     submitted_at: float = 0.0                        # when it was handed in, as a timestamp; 0: they do not say
     number: int = 0                                  # of two attempts the later has the higher one
-    name: str = ""                                   # the learner's, without what may be the attempt's number
     ambiguity: int = 0                               # of two files that name one learner, the one with less doubt is theirs
     head: str = ""                                   # Blackboard's name up to the attempt: assignment and user
 
@@ -95,22 +90,22 @@ class Platform:
         later = max((int(parts[1]) for part in path.parts[1:-1] for parts in [ATTEMPT_NUMBER.search(part)] if parts), default=0)
         if first in self.submitters:
             whose, when = self.submitters[first]
-            return Attempt(whose, unless_future(when), later, whose)
+            return Attempt(whose, unless_future(when), later)
         kinds = set(READERS) if self.kind is None else {self.kind} | ({"brightspace", "moodle"} if inside else set())
         doubt = int(self.mixed and not inside)
         if "brightspace" in kinds and (parts := brightspace(first, inside)):
             learner = f"{parts['name']}_{parts[self.learner_number]}" if self.learner_number else parts["name"]
-            return Attempt(learner, unless_future(parse_date(parts["date"])), later, parts["name"], doubt)
+            return Attempt(learner, unless_future(parse_date(parts["date"])), later, doubt)
         if "blackboard" in kinds and (parts := blackboard(first)):
             learner = parts["head"] if parts["head"] in self.uncertain_heads else parts["user"]
-            return Attempt(learner, unless_future(parse_date(parts["date"])), later, parts["user"], doubt, parts["head"])
+            return Attempt(learner, unless_future(parse_date(parts["date"])), later, doubt, parts["head"])
         if "moodle" in kinds and (parts := moodle(first, inside)):
             twice = 0 if inside else 2 * (len({mark["user"] for mark in MOODLE.finditer(first)}) > 1)
-            return Attempt(f"{parts['name']}_{parts['user']}", 0.0, later, "", max(doubt, twice))
+            return Attempt(f"{parts['name']}_{parts['user']}", 0.0, later, max(doubt, twice))
         if inside:
             return Attempt(first, 0.0, later)
         if "canvas" in kinds and (parts := canvas(first)):
-            return Attempt(f"{parts['name']}_{parts['user']}", 0.0, int(parts["number"]), "", doubt)
+            return Attempt(f"{parts['name']}_{parts['user']}", 0.0, int(parts["number"]), doubt)
         return Attempt()
 
 
@@ -194,24 +189,6 @@ def uncertain_names(names: Iterable[str], lesson_of: Any) -> frozenset[str]:
     return frozenset(head for (_, lesson), heads in users.items() if lesson and len(heads) > 1 for head in heads)
 
 
-class PlainLoader(yaml.SafeLoader):
-    """YAML without what makes much of little: an alias stands for a text or number alone, and lists lie at most so deep."""
-
-    depth = 0
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        """A node, if it is no alias of a list or table."""
-        event = self.peek_event()
-        if isinstance(event, yaml.AliasEvent) and not isinstance(self.anchors.get(event.anchor), yaml.ScalarNode):
-            raise yaml.YAMLError("an alias that is no text")
-        self.depth += 1
-        if self.depth > MAX_DEPTH:
-            raise yaml.YAMLError("too deep")
-        node = super().compose_node(parent, index)
-        self.depth -= 1
-        return node
-
-
 def read_submitters(path: Path) -> dict[str, tuple[str, float]]:
     """Who handed in each folder of a Gradescope export, and when; nothing if it is none, `CourseError` if it is damaged."""
     if not path.is_file() or path.is_symlink():
@@ -227,7 +204,7 @@ def parse_submitters(path: Path, size: int, date: int) -> dict[str, tuple[str, f
     """The same of the file of this size and date, parsed once a run: with many submissions it is long."""
     submitters_by_folder: dict[str, tuple[str, float]] = {}
     try:
-        for folder, about in yaml.load(path.read_bytes(), PlainLoader).items():
+        for folder, about in yaml.safe_load(path.read_bytes()).items():
             people = [f"{text_field(one, ':name')}_{text_field(one, ':sid') or text_field(one, ':email')}".rstrip("_")
                       for one in about[":submitters"][:20]]
             submitters_by_folder[str(folder)] = ", ".join(people), parse_date(str(about.get(":created_at", ""))[:100])
@@ -272,16 +249,6 @@ def month_number(word: str) -> int:
     low = word.casefold()
     known = [(beginning, number) for number, names in enumerate(MONTHS, 1) for beginning in names.split()]
     return max(((len(beginning), number) for beginning, number in known if low.startswith(beginning)), default=(0, 0))[1]
-
-
-def name_words(name: str) -> tuple[str, ...]:
-    """The words of a learner's name in one order and case, without what says that it is another attempt."""
-    ascii_name = "".join(char for char in unicodedata.normalize("NFKD", DATE.sub(" ", name)) if not unicodedata.combining(char))
-    words, words_kept = re.findall(r"[^\W_]+", ascii_name.casefold()), list[str]()
-    for before, word in zip(["", *words], words, strict=False):
-        if not ATTEMPT_MARK.fullmatch(word) and not (before in ATTEMPT_WORDS.split() and word.isdecimal()):
-            words_kept.append(word)
-    return tuple(sorted(words_kept))
 
 
 def normalize(text: str) -> str:

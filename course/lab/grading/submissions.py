@@ -19,7 +19,7 @@ from course.lab.checks import notebook_cells, own_notebooks, render
 from course.lab.checks.check import Verdict, check_answer, unreadable_verdict
 from course.lab.checks.exercise import Exercise
 from course.lab.grading import sandboxed_reading
-from course.lab.grading.platforms import GRADESCOPE, METADATA, Platform, blackboard, name_words, normalize, normalize_path
+from course.lab.grading.platforms import GRADESCOPE, METADATA, Platform, blackboard, normalize, normalize_path
 from course.lab.grading.sandboxed_reading import Reading
 from course.lab.sandbox import notebook_reader
 from course.utils.errors import CourseError
@@ -143,7 +143,6 @@ def collect_submissions(folder: Path, report: Callable[[str], object] = lambda l
         for of_learner, notes_on_learner in pool.map(read, files_of):
             submissions += of_learner
             notes += notes_on_learner
-    notes += note_similar_names(folder, submissions, platform)
     notes += note_nested_classes(folder, paths)
     learners_with_work = {one.learner for one in submissions}
     folders = (path.name for path in sorted(folder.iterdir()) if path.is_dir() and not path.name.startswith((".", "__MACOSX")))
@@ -235,17 +234,6 @@ def settle_lesson(reading: Reading, name: Path, notes: list[str]) -> str:
         notes.append(f"{name} is of no lesson that has exercises: left out")
         return ""
     return reading.lesson
-
-
-def note_similar_names(folder: Path, submissions: Iterable[Submission], platform: Platform) -> list[str]:
-    """A note on learners of one lesson whose names differ as those of two attempts do. They may be two, and stay two."""
-    learners_by_name: dict[tuple[str, tuple[str, ...]], list[str]] = defaultdict(list)
-    for one in submissions:
-        attempt = platform.attempt(normalize_path(one.path.relative_to(folder)))
-        if words := name_words(attempt.name or one.learner):
-            learners_by_name[one.lesson, words].append(one.learner)
-    return [f"{' and '.join(sorted(learners))} have all handed in lesson {lesson} and look like attempts of one learner: if they "
-            "are, leave out the earlier ones" for (lesson, _), learners in learners_by_name.items() if len(learners) > 1]
 
 
 def note_nested_classes(folder: Path, files: Sequence[Path]) -> list[str]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from course.lab.slurm.script_parser import Command, Script, launched_program, read_script
+from course.lab.slurm.script_parser import Script, launched_program, read_script
 
 NAMES_A_PROGRAM = {"echo", "printf", "source", ".", "trap", "command", "which", "type", "[", "[[", "test",
                    "fail"}      # may name a program
@@ -171,13 +171,9 @@ def tasks_per_gpu(script: Script) -> Iterator[Finding]:
         elif kind == "python" and tasks != step.gpus:
             yield Finding(command.line, "tasks", f"{step.gpus} GPUs and {tasks} {'task' if tasks == 1 else 'tasks'} on a node: "
                           f"each GPU needs a process of its own; ask for --ntasks-per-node={step.gpus}")
-        per_node = re.search(r"--nproc[-_]per[-_]node[= ]([0-9]{1,9})\b", " ".join(command.words))
         if kind == "torchrun" and tasks != 1:
             yield Finding(command.line, "tasks", f"srun starts torchrun {tasks} times on a node, and each starts all ranks: "
                           "--ntasks-per-node=1 with torchrun")
-        elif kind == "torchrun" and per_node and int(per_node[1]) != step.gpus:
-            yield Finding(command.line, "tasks", f"torchrun starts {per_node[1]} processes on a node with {step.gpus} GPUs: "
-                          f"--nproc-per-node={step.gpus}")
 
 
 @rule
@@ -240,37 +236,6 @@ def missing_srun(script: Script) -> Iterator[Finding]:
                 continue
             yield Finding(command.line, "srun", f"{command.name} runs once, on the first node: the other tasks that this job "
                           "asks for do nothing, and are charged; start it with srun")
-
-
-@rule
-def torchrun_rendezvous(script: Script) -> Iterator[Finding]:
-    """torchrun knows nothing of Slurm: without a place to meet, each node trains a model of its own, or waits for ever."""
-    for command in script.sruns:
-        nodes = script.in_step(command).nodes
-        from_environment = any(name.startswith("PET_") for name in script.variables)
-        if nodes == 1 or launched_program(command) != "torchrun" or has_unknown_variable(command) or from_environment:
-            continue
-        text = " ".join(command.words).replace("_", "-") + " "
-        rank = re.search(r"--node-rank[= ]\$\{?SLURM-(NODEID|PROCID)", text)
-        arguments = f"--nnodes={nodes} --rdzv-backend=c10d --rdzv-endpoint=\"$MASTER_ADDR:$MASTER_PORT\""
-        if "--standalone " in text or not re.search(r"--nnodes[= ]", text) or re.search(r"--nnodes[= ]1(:1)? ", text):
-            yield Finding(command.line, "meet", f"each torchrun trains a model of its own, {nodes} in all, since none is told of "
-                          f"the other nodes: torchrun {arguments}")
-        elif not re.search(r"--(rdzv-endpoint|master-addr)[= ]", text):
-            yield Finding(command.line, "meet", f"no torchrun knows where the others are: torchrun {arguments}")
-        elif "--rdzv-endpoint" not in text and not re.search(r"--node-rank[= ]", text):
-            yield Finding(command.line, "meet", "with --master-addr each torchrun needs its node's number, and all take 0: "
-                          f"torchrun {arguments}, which gives numbers itself")
-        elif rank and not any(" " in word for word in command.words):              # no text for another shell
-            yield Finding(command.line, "meet", f"the script's own shell fills in $SLURM_{rank[1]}, on the first node, so that "
-                          f"all nodes get number 0: torchrun {arguments}, which gives numbers itself")
-
-
-def has_unknown_variable(command: Command) -> bool:
-    """Whether an unknown variable may hold options: a word that is nothing else, and no option's value."""
-    before = zip(("", *command.words), command.words, strict=False)
-    return any(re.fullmatch(r"\$\{?\w+(\[[@*]\])?\}?", word) and (not last.startswith("--") or "=" in last)
-               for last, word in before)
 
 
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1", "")
