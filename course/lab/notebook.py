@@ -61,11 +61,10 @@ def check(name: str, seed: int | None = None) -> None:
     so that "run all" stops here and nbgrader counts it, after showing what did not hold and a hint.
     """
     exercise = exercises.find(name)
-    answer = notebook_cells.definitions(written(), exercise.names)
+    answer = notebook_cells.find_answer(notebook_cells.Program(written()), exercise.names, exercise.objects)
     if answer.problem:
-        verdict = checks.unreadable_verdict(exercise, answer.problem, BROKEN_HINT if answer.broken else MISSING_HINT)
-    elif problem := notebook_cells.import_problem(answer, exercise.objects):
-        verdict = checks.unreadable_verdict(exercise, problem, IMPORTED_HINT)
+        hint = IMPORTED_HINT if answer.imported else BROKEN_HINT if answer.broken else MISSING_HINT
+        verdict = checks.unreadable_verdict(exercise, answer.problem, hint)
     else:
         verdict = checks.check_answer(exercise, answer.pieces, secrets.randbits(31) if seed is None else seed,
                                  looking=partial(print, "Not yet. Looking for what went wrong ...", flush=True))

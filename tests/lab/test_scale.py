@@ -177,7 +177,7 @@ def test_a_result_is_found_beside_its_notebook_however_a_platform_names_files(tm
     assert ("eve", "10") not in on_cluster.result_files(tmp_path)
 
 
-def test_what_slurm_confirmed_it_may_forget_and_a_job_of_two_learners_is_named(handed_in, tmp_path, monkeypatch):
+def test_what_slurm_says_now_counts_and_a_job_of_two_learners_is_named(handed_in, tmp_path, monkeypatch):
     folder, out = handed_in[0].parents[1], tmp_path / "out"
     shutil.copytree(folder / "ann", folder / "bob")
     result = json.loads(handed_in[1].read_text()) | {"hardware": {"devices": []}}
@@ -192,19 +192,13 @@ def test_what_slurm_confirmed_it_may_forget_and_a_job_of_two_learners_is_named(h
         grade.take_in_result_files(folder, graded, out)
         return (out / "claims.csv").read_text().splitlines()[1:]
 
-    for known in ((True, "Slurm knows job 7"), (False, on_cluster.UNKNOWN_JOB), (False, on_cluster.UNKNOWN_JOB)):
-        ann, bob = rows(known)
-        assert '"claimed","confirmed: the job, not its devices"' in ann and "Slurm knows job 7" in ann
-        assert '"confirmed: the job, not its devices; claimed: GPU"' in bob
-        assert "also claimed by bob" in ann and "also claimed by ann" in bob
-    assert ann.count("asked on") == 1
+    ann, bob = rows((True, "Slurm knows job 7"))
+    assert '"claimed","confirmed: the job, not its devices"' in ann and "Slurm knows job 7" in ann
+    assert '"confirmed: the job, not its devices; claimed: GPU"' in bob
+    assert "also claimed by bob" in ann and "also claimed by ann" in bob
     assert all('"confirmed' not in row for row in rows((False, "Slurm's job 7 is another one")))
-    rows((True, "Slurm knows job 7"))
-    handed_in[1].write_text(json.dumps(result | {"measured": {"a": 1}}))          # another file: it says other things of the job
-    ann, bob = rows((False, on_cluster.UNKNOWN_JOB))
-    assert '"confirmed' not in ann and '"confirmed: the job, not its devices; claimed: GPU"' in bob
     handed_in[1].write_text(json.dumps(result | {"job": JOB | {"user": "eve"}}))  # job 7 of another cluster, or of another user
-    assert not any("also claimed" in row for row in rows((False, on_cluster.UNKNOWN_JOB)))
+    assert not any("also claimed" in row for row in rows((False, "no Slurm here knows the job")))
 
 
 @pytest.mark.slow
@@ -252,21 +246,23 @@ def test_of_reported_runs_slurm_confirms_the_job_and_nobody_the_losses(handed_in
     job = {"id": 12, "state": "COMPLETED", "restarts": 1, "nodes": "n[1-2]", "user": "ann", "by": "Slurm"}
     runs = {"undisturbed": {"folder": "runs/a", "losses": [[1, 2.0]], "job": None},
             "preempted": {"folder": "runs/b", "losses": [[1, 2.0]], "job": job}}
-    monkeypatch.setattr(on_cluster, "describe_job", lambda number: {"NodeList": "n[1-2]", "UserId": "ann(1000)"})
-    monkeypatch.setattr(on_cluster, "count_restarts", lambda number: 1)
+    known = {"NodeList": "n[1-2]", "UserId": "ann(1000)", "Restarts": "1"}
+    monkeypatch.setattr(on_cluster, "describe_job", lambda number: known)
     told = judged(handed_in, runs=runs).runs
-    assert "preempted: confirmed: job 12 of ann ran on 2 nodes" in told and "preempted: claimed: its 1 losses" in told
+    assert "preempted: confirmed: job 12 of ann ran on n[1-2]" in told and "preempted: claimed: its 1 losses" in told
     assert judged(handed_in, runs={}).runs == "" and "damaged" in judged(handed_in, runs={"a": 3}).refused
 
 
-@pytest.mark.parametrize(("scontrol", "sacct", "count"), [("echo 'JobId=7 Restarts=3 UserId=ann(1)'", "exit 1", 3),
-                                                          ("exit 1", "printf '7\\n7\\n'", 1), ("exit 1", "exit 1", None)])
+@pytest.mark.parametrize(("scontrol", "sacct", "count"), [
+    ("echo 'JobId=7 Restarts=3 UserId=ann(1)'", "exit 1", "3"), ("exit 1", "printf 'n1|ann|c|a|b\\nn2|ann|c|a|b\\n'", "1"),
+    ("exit 1", "exit 1", None)])
 def test_how_often_a_job_was_requeued_slurm_counts_or_its_records_do(tmp_path, monkeypatch, scontrol, sacct, count):
     for name, line in (("scontrol", scontrol), ("sacct", sacct)):
         (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    assert on_cluster.count_restarts(7) == count
+    known = on_cluster.describe_job(7)
+    assert known.get("Restarts") == count and known.get("NodeList") in (None, "n2")          # the last record is of the last time
 
 
 def test_a_report_names_runs_and_is_read_not_run(tmp_path):

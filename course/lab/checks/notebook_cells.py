@@ -8,7 +8,6 @@ import io
 import json
 import re
 import tokenize
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -67,40 +66,30 @@ def load_notebook(path: Path) -> Any:
     """A notebook (nbformat node) from .ipynb or, by jupytext, from a .py in percent format; `CourseError` if it is none."""
     try:
         import nbformat  # slow to import, and only where there are notebooks
-        import nbformat.warnings
     except ImportError as error:
         raise CourseError("reading notebooks needs JupyterLab's packages: pip install 'course[lab]'") from error
 
-    for category in (nbformat.warnings.MissingIDFieldWarning, nbformat.warnings.DuplicateCellId):
-        warnings.filterwarnings("ignore", category=category)            # ids of cells, of which nothing here depends
     with parse_errors(path):
         text = read_text(path)
-        notebook = nbformat.reads(text, as_version=4) if path.suffix.lower() == ".ipynb" else parse_script(text, path)
-        for cell in notebook.cells:
-            if not isinstance(cell.source, str) or not isinstance(cell.cell_type, str):
-                raise ValueError("a cell without text")
-            cell.source = clean_source(cell.source)
-        check_size(code_cells(notebook), len(notebook.cells), path)
-    return notebook
+        return nbformat.reads(text, as_version=4) if path.suffix.lower() == ".ipynb" else parse_script(text, path)
 
 
 def read_contents(path: Path) -> Contents:
-    """What counts of a notebook or script, as `load_notebook` reads it.
+    """What counts of a notebook or script.
 
     Most notebooks are read without nbformat, which takes seconds to import.
     """
     with parse_errors(path):
-        if path.suffix.lower() == ".ipynb":
-            notebook = json.loads(read_text(path))
-            if notebook.get("nbformat") == 4:
-                sources = [cell_source(cell) for cell in notebook["cells"] if cell_type(cell) == "code"]
-                check_size(sources, len(notebook["cells"]), path)
-                return Contents(tuple(sources), metadata_lesson(notebook.get("metadata")))
-    return notebook_contents(load_notebook(path))
+        notebook = json.loads(read_text(path)) if path.suffix.lower() == ".ipynb" else {}
+        if notebook.get("nbformat") != 4:
+            notebook = load_notebook(path)
+        contents = notebook_contents(notebook)
+        check_size(contents.code, len(notebook["cells"]), path)
+        return contents
 
 
 def notebook_contents(notebook: Any) -> Contents:
-    """What counts of a notebook that is in memory (nbformat node)."""
+    """What counts of a notebook that is in memory: its JSON, or nbformat's node."""
     return Contents(tuple(code_cells(notebook)), metadata_lesson(notebook.get("metadata")))
 
 
@@ -111,18 +100,11 @@ def metadata_lesson(metadata: Any) -> str:
     return lesson if isinstance(lesson, str) and len(lesson) <= 20 else ""
 
 
-def cell_type(cell: Any) -> str:
-    """Of which kind a cell of a notebook's JSON is."""
-    if not isinstance(cell["cell_type"], str):
-        raise ValueError("a cell of no kind")
-    return str(cell["cell_type"])
-
-
 def cell_source(cell: Any) -> str:
-    """The text of a cell of a notebook's JSON, which may be a list of lines."""
+    """The text of a cell, which in a notebook's JSON may be a list of lines: with Unix's line ends, without a byte-order mark."""
     if not isinstance(cell["source"], list | str):
         raise ValueError("a cell without text")
-    return clean_source("".join(cell["source"]))
+    return unix_lines("".join(cell["source"])).removeprefix("\ufeff")
 
 
 def parse_script(text: str, path: Path) -> Any:
@@ -168,11 +150,6 @@ def parse_errors(path: Path) -> Iterator[None]:
                           "that does not open it, take an earlier copy, or write it anew from the lesson's") from error
 
 
-def clean_source(text: str) -> str:
-    """A cell's text with Unix's line ends, without a byte-order mark."""
-    return unix_lines(text).removeprefix("\ufeff")
-
-
 def decode_text(data: bytes) -> str:
     """The text of a notebook or script, in whatever encoding a program on its way has saved it, with Unix's line ends."""
     encodings = [json.detect_encoding(data)]         # by its mark, or by the zeros at its beginning
@@ -206,7 +183,7 @@ def parse_outputs(text: str) -> Any:
 
 def code_cells(notebook: Any) -> list[str]:
     """The sources of a notebook's code cells, in order."""
-    return [cell.source for cell in notebook.cells if cell.cell_type == "code"]
+    return [cell_source(cell) for cell in notebook["cells"] if cell["cell_type"] == "code"]
 
 
 def executed_cells() -> list[str]:

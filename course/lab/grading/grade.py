@@ -251,9 +251,8 @@ def take_in_result_file(result_files: Sequence[Path], graded: Graded, out: Path)
     if not result_files:
         claim_path.unlink(missing_ok=True)
         return
-    judged = on_cluster.judge_result(result_files[-1], submission.learner, submission.lesson, submission.path, graded.verdicts,
-                                     accounts=accounts(out))
-    claim = on_cluster.keep_confirmation(judged, load_claim(claim_path))
+    claim = on_cluster.judge_result(result_files[-1], submission.learner, submission.lesson, submission.path, graded.verdicts,
+                                    accounts=accounts(out))
     with atomic(claim_path) as temporary:
         temporary.write_text(json.dumps(asdict(claim), indent=1), encoding="utf-8")
 

@@ -17,7 +17,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import asdict, astuple, dataclass
 from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
@@ -45,15 +45,12 @@ SUFFIX = ".result.json"
 MAX_BYTES = 1_000_000                                # bytes of a result file
 MAX_NAMED = 20                                       # exercises, and runs, in one
 REPEATS = 3                                          # of which the median counts
-UNKNOWN_JOB = "no Slurm here knows the job"
-ASKED_ON = ", asked on "
-CONFIRMED = ": confirmed: "                          # so begins what `run_evidence.judge` says of a run that Slurm knows
 TIME_FORMAT = "%Y-%m-%dT%H:%M:%S"                    # as Slurm writes times
 
 
 def exercises_on_ranks(path: Path) -> list[str]:
     """The exercises of a notebook that run on several ranks."""
-    exercises = exercises_of_lesson(lesson_of(path, notebook_cells.load_notebook(path)))
+    exercises = exercises_of_lesson(lesson_of(path, notebook_cells.read_contents(path)))
     if not exercises:
         raise CourseError(f"{path}: neither its name nor its metadata say which lesson this is, or it has no exercises")
     return [exercise.name for exercise in exercises if max(exercise.sizes) > 1]
@@ -69,8 +66,7 @@ def check_on_ranks(path: Path, name: str, folder: Path) -> None:
     if world.size not in exercise.sizes:
         sizes = " or ".join(map(str, exercise.sizes))
         raise CourseError(f"{name} runs on {sizes} ranks, not on {world.size}: sbatch --ntasks={max(exercise.sizes)}")
-    notebook = notebook_cells.load_notebook(path)
-    answer = notebook_cells.definitions(notebook_cells.code_cells(notebook), exercise.names)
+    answer = notebook_cells.definitions(notebook_cells.read_contents(path).code, exercise.names)
     seed = broadcast_number(secrets.randbits(31))
     if answer.problem:
         result: dict[str, Any] = {"facts": [asdict(Fact(False, answer.problem))]}
@@ -170,7 +166,7 @@ def write_result(path: Path, folder: Path, verdicts: Sequence[Verdict]) -> Path:
         reason = errors[0].read_text(encoding="utf-8") if errors else reason
         missing = {"version": find(name).version, "passed": False, "facts": [asdict(Fact(False, reason))]}
         exercises[name] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else missing
-    result = {"schema": SCHEMA, "lesson": lesson_of(path, notebook_cells.load_notebook(path)), "notebook": sha256(path),
+    result = {"schema": SCHEMA, "lesson": lesson_of(path, notebook_cells.read_contents(path)), "notebook": sha256(path),
               "file": path.name,
               "checked": datetime.now().strftime(TIME_FORMAT), "exercises": exercises, "measured": measured_numbers(path),
               "job": current_job(),
@@ -191,7 +187,7 @@ def measured_numbers(path: Path) -> dict[str, Any]:
 def assigned_dict(path: Path, name: str) -> dict[Any, Any]:
     """The last `name = {...}` of literals in the notebook's code."""
     values: dict[Any, Any] = {}
-    for source in notebook_cells.code_cells(notebook_cells.load_notebook(path)):
+    for source in notebook_cells.read_contents(path).code:
         try:
             tree = ast.parse(source)
         except (SyntaxError, ValueError, RecursionError, MemoryError):  # such as IPython's magic; numbers stand in plain cells
@@ -243,8 +239,6 @@ class Claim:
     devices: str = ""
     numbers: str = ""                                # seconds on ranks, and what the learner measured
     runs: str = ""                                   # what is confirmed and what is claimed of the runs that a report names
-    sha: str = ""                                    # of the result file
-    day: str = ""                                    # on which it was judged so
     place: str = ""                                  # cluster, user and nodes: numbers of jobs are a cluster's own
     slurm: str = ""                                  # the nodes and GPUs that Slurm says the job had
 
@@ -303,9 +297,7 @@ def judge_result(path: Path, learner: str, lesson: str, notebook: Path, verdicts
                                      "learner,account into accounts.csv beside the gradebook")
         return Claim(learner, lesson, path.name, "", wrong, confirmed, why, f"{job.get('id', '')}"[:20],
                      "; ".join(map(str, hardware["devices"]))[:300], describe_numbers(exercises, dict(result["measured"])),
-                     run_evidence.judge_runs(result.get("runs", {}), user if is_owner else learner,
-                                    lambda number: (describe_job(number), count_restarts(number)))[:4000],
-                     sha256(path), f"{datetime.now():%Y-%m-%d}",
+                     run_evidence.judge_runs(result.get("runs", {}), user if is_owner else learner, describe_job)[:4000],
                      " ".join(str(job.get(name, "")) for name in ("cluster", "user", "nodes"))[:300],
                      describe_resources(describe_job(int(job["id"]))) if confirmed else "")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, ArithmeticError, MemoryError):
@@ -333,18 +325,6 @@ def parse_facts(facts: Sequence[Mapping[str, Any]]) -> tuple[Fact, ...]:
     return tuple(Fact(fact["held"] is True, str(fact["text"])) for fact in facts)
 
 
-def keep_confirmation(new: Claim, earlier: Claim | None) -> Claim:
-    """A claim with what Slurm confirmed of this very file before it forgot the job."""
-    if new.refused or not earlier or not new.sha or new.sha != earlier.sha:
-        return new
-    if earlier.confirmed and not new.confirmed and new.why == UNKNOWN_JOB:
-        new = replace(new, confirmed=True, day=earlier.day, slurm=earlier.slurm,
-                      why=f"{earlier.why.removesuffix(ASKED_ON + earlier.day)}{ASKED_ON}{earlier.day}")
-    if earlier.runs.count(CONFIRMED) > new.runs.count(CONFIRMED):
-        new = replace(new, runs=earlier.runs)
-    return new
-
-
 def describe_numbers(exercises: Mapping[str, Mapping[str, Any]], own: Mapping[Any, Any]) -> str:
     """The speeds of a result in a line."""
     parts = [f"{name} {float(one['seconds']):.3g} s on {int(one['ranks'])} ranks, "
@@ -362,7 +342,7 @@ def confirm_job(claim: dict[str, Any]) -> tuple[bool, str]:
     number, checked = int(claim["id"]), datetime.strptime(str(claim["checked"]), TIME_FORMAT)
     record = describe_job(number)
     if not record:
-        return False, UNKNOWN_JOB
+        return False, "no Slurm here knows the job"
     begin, end = (datetime.strptime(record[key], TIME_FORMAT) if record.get(key, "")[:1].isdigit() else None
                   for key in ("StartTime", "EndTime"))
     matches = [record.get("NodeList") == claim.get("nodes"), record.get("UserId", "").split("(")[0] == claim.get("user"),
@@ -378,34 +358,23 @@ def confirm_job(claim: dict[str, Any]) -> tuple[bool, str]:
 
 
 def describe_job(number: int) -> dict[str, str]:
-    """What Slurm says of a job, from its memory (scontrol) or from its records (sacct); nothing if it says nothing."""
-    line = first_output_line("scontrol", "--oneliner", "show", "job", str(number))
-    if line:                                         # two users in it: somebody has written one of them
-        return parse_fields(line) if line.count(" UserId=") == 1 else {}
+    """What Slurm says of a job, from its memory (scontrol) or from its records (sacct); nothing if it says nothing.
+
+    `Restarts` is how often it went back into the queue: there is a record for each time that it began.
+    """
+    if lines := output_lines("scontrol", "--oneliner", "show", "job", str(number)):
+        return parse_fields(lines[0]) if lines[0].count(" UserId=") == 1 else {}     # two users: somebody has written one of them
     names = ["NodeList", "User", "Cluster", "Start", "End", "AllocTRES"]
-    if line := first_output_line("sacct", "-X", "-n", "-P", "-j", str(number), "-o", ",".join(names)):
-        values = dict(zip(names, line.split("|"), strict=False))
+    if lines := output_lines("sacct", "-X", "-D", "-n", "-P", "-j", str(number), "-o", ",".join(names)):
+        values = dict(zip(names, lines[-1].split("|"), strict=False))
         return {"NodeList": values["NodeList"], "UserId": values["User"], "ClusterName": values["Cluster"],
-                "StartTime": values["Start"], "EndTime": values["End"], "AllocTRES": values.get("AllocTRES", "")}
+                "StartTime": values["Start"], "EndTime": values["End"], "AllocTRES": values.get("AllocTRES", ""),
+                "Restarts": str(len(lines) - 1)}
     return {}
 
 
-def count_restarts(number: int) -> int | None:
-    """How often a job went back into the queue: Slurm's count, or its records less one; None if it says nothing."""
-    if line := first_output_line("scontrol", "--oneliner", "show", "job", str(number)):
-        count = parse_fields(line).get("Restarts", "")
-        return int(count) if count.isdecimal() else None
-    records = output_lines("sacct", "-X", "-D", "-n", "-P", "-j", str(number), "-o", "JobIDRaw")
-    return len(records) - 1 if records else None
-
-
-def first_output_line(*command: str) -> str:
-    """The first line that a command prints; "" if there is no such command, it fails or it hangs."""
-    return next(iter(output_lines(*command)), "")
-
-
 def output_lines(*command: str) -> list[str]:
-    """All lines that it prints, or none."""
+    """The lines that a command prints; none if there is no such command, it fails or it hangs."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=60)
     except (OSError, subprocess.SubprocessError):

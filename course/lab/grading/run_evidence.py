@@ -7,8 +7,6 @@ requeued. Of losses Slurm knows nothing, and neither does whoever grades.
 """
 
 import json
-import math
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,8 +17,6 @@ from course.lab.slurm.job_backend import JOB_FILE, losses
 MAX_STEPS = 5000                                     # steps of a run that a result file has room for
 MAX_CHARACTERS = 1000                                # characters of a list of nodes, and of a user's name
 UNDISTURBED = "undisturbed"                          # the run that the others are compared with
-JobAndRestarts = tuple[dict[str, str],
-                       int | None]            # what Slurm says of a job, and how often it was requeued, if it says so
 
 
 def gather_runs(report: Mapping[str, Any], base: Path) -> dict[str, Any]:
@@ -43,7 +39,7 @@ def recorded_job(run: Path) -> dict[str, Any] | None:
     return job if isinstance(job, dict) else None
 
 
-def judge_runs(runs: Mapping[str, Any], user: str, ask: Callable[[int], JobAndRestarts]) -> str:
+def judge_runs(runs: Mapping[str, Any], user: str, ask: Callable[[int], dict[str, str]]) -> str:
     """What becomes of reported runs, in a line that begins each finding with "confirmed" or "claimed".
 
     user: the learner's account; ask: what Slurm says of a job's number. Raises whatever a damaged report
@@ -72,7 +68,7 @@ def compare_losses(losses: Mapping[int, float], undisturbed: Mapping[int, float]
     return f"{len(differing)} of {len(undisturbed)} losses are NOT those of the undisturbed run, first at step {first}"
 
 
-def judge_job(job: Mapping[str, Any], user: str, ask: Callable[[int], JobAndRestarts]) -> tuple[bool, str]:
+def judge_job(job: Mapping[str, Any], user: str, ask: Callable[[int], dict[str, str]]) -> tuple[bool, str]:
     """Whether Slurm confirms what a run's record says of its job, and what there is to say."""
     number, requeued = int(job["id"]), int(job["restarts"])
     nodes, owner = str(job["nodes"])[:MAX_CHARACTERS], str(job["user"])[:MAX_CHARACTERS]
@@ -83,28 +79,16 @@ def judge_job(job: Mapping[str, Any], user: str, ask: Callable[[int], JobAndRest
         return False, f"{claim}, without Slurm"
     if owner != user:
         return False, f"{claim}: another user than that of the job that checked the notebook, {user or 'unknown'}"
-    record, restarts = ask(number)
+    record = ask(number)
     if not record:
         return False, f"{claim}: no Slurm here knows it"
     if record.get("NodeList") != nodes or record.get("UserId", "").split("(")[0] != owner:
         return False, f"{claim}: Slurm's job {number} is another one, nodes or user differ"
-    if restarts is not None and restarts != requeued:
-        return False, f"{claim}: Slurm says requeued {count_in_words(restarts)}"
-    count = count_nodes(nodes)
-    where = f"job {number} of {owner} ran on {count} node{'s' * (count > 1)}, {nodes}"
-    return True, where + (f", and was requeued {count_in_words(requeued)}" if restarts is not None else
-                          "; how often it was requeued Slurm does not say")
+    if record.get("Restarts") != str(requeued):
+        return False, f"{claim}: Slurm says requeued {record.get('Restarts', 'nothing of that')}"
+    return True, f"job {number} of {owner} ran on {nodes}, and was requeued {count_in_words(requeued)}"
 
 
 def count_in_words(count: int) -> str:
     """never, once, 2 times."""
     return {0: "never", 1: "once"}.get(count, f"{count} times")
-
-
-def count_nodes(nodes: str) -> int:
-    """How many nodes a list such as gpu[003-005,017],login1 has."""
-    def inside(brackets: str) -> int:
-        return sum(int(last or first) - int(first) + 1 for first, _, last in (r.partition("-") for r in brackets.split(",")))
-
-    parts = re.findall(r"(?:\[[^\]]*\]|[^,\[])+", nodes)
-    return sum(math.prod(map(inside, re.findall(r"\[([^\]]*)\]", part))) for part in parts)

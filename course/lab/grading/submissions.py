@@ -103,14 +103,13 @@ def exercises_of_lesson(lesson: str) -> list[Exercise]:
     return [exercise for exercise in exercises.all_exercises().values() if exercise.lesson == lesson]
 
 
-def lesson_of(path: Path, notebook: Any = None) -> str:
+def lesson_of(path: Path, contents: notebook_cells.Contents | None = None) -> str:
     """The number of the lesson, from the file's name or else from the notebook's metadata; "" if neither says.
 
     The metadata also win where nothing in the notebook is of the lesson that its name says: somebody misnamed it.
     """
-    _, named = split_name(path.stem)
-    return named if notebook is None else notebook_reader.choose_lesson(named, notebook_cells.notebook_contents(notebook),
-                                                                 sandboxed_reading.lesson_table())
+    named = split_name(path.stem)[1]
+    return named if contents is None else notebook_reader.choose_lesson(named, contents, sandboxed_reading.lesson_table())
 
 
 def collect_submissions(folder: Path, report: Callable[[str], object] = lambda learner: None,
