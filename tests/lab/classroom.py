@@ -5,8 +5,13 @@ from typing import Any
 
 import nbformat
 
-from course.lab.authoring import lessons
+from course.lab.authoring import lessons, stubs
 from course.lab.checks.exercise import find, known_mistakes, right, wrong
+
+
+def blank_source(*objects: str) -> str:
+    """The objects' signatures and docstrings with the imports that their answers need; every body is the stub."""
+    return stubs.clear_answers(stubs.answer_source(*objects, marked=True))
 
 
 def notebook(lesson: str, **answers: str) -> Any:

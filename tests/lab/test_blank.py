@@ -9,6 +9,7 @@ import pytest
 from course.lab.authoring import stubs
 from course.lab.checks.exercise import all_exercises, right
 from course.utils.errors import CourseError
+from tests.lab import classroom
 
 OBJECTS = sorted({dotted for exercise in all_exercises().values() for dotted in exercise.objects})
 
@@ -20,7 +21,7 @@ def test_answer_is_the_source_with_its_imports():
 
 
 def test_blank_keeps_signature_docstring_and_shapes_and_nothing_of_the_body():
-    text = stubs.blank_source("course.models.vit.RelativeL2")
+    text = classroom.blank_source("course.models.vit.RelativeL2")
     assert "def forward(self, output: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:           # (B, T, P)" in text
     assert '"""1 for each real sample, 0 for padding, (B,)."""' in text
     assert text.count(stubs.STUB) == 2
@@ -36,7 +37,7 @@ def test_marked_answer_without_its_markers_is_the_answer():
 
 @pytest.mark.parametrize("dotted", OBJECTS)
 def test_answers_and_blanks_run_on_their_own(dotted):
-    for source in (stubs.answer_source(dotted), stubs.blank_source(dotted)):
+    for source in (stubs.answer_source(dotted), classroom.blank_source(dotted)):
         space = {"__name__": "answer"}
         exec(compile(source, dotted, "exec"), space)
         assert dotted.rpartition(".")[2] in space
@@ -50,7 +51,7 @@ def test_objects_of_one_cell_are_below_one_set_of_imports(name):
     assert there == sorted(there, reverse=True)
     imported = [alias.asname or alias.name for node in tree.body[:sum(there)] for alias in node.names]
     assert len(set(imported)) == len(imported) and not set(imported) & set(exercise.names)
-    for source in (right(exercise), stubs.blank_source(*exercise.objects)):
+    for source in (right(exercise), classroom.blank_source(*exercise.objects)):
         space = {"__name__": "answer"}
         exec(compile(source, name, "exec"), space)
         assert set(exercise.names) < set(space)
@@ -80,5 +81,5 @@ def test_a_body_without_docstring_is_blank_from_its_first_line(monkeypatch, tmp_
     module = tmp_path / "course_sample.py"
     module.write_text("def f(\n    a: int = 3,\n) -> int:\n    # a comment that tells all\n    return a\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    text = stubs.blank_source("course_sample.f")
+    text = classroom.blank_source("course_sample.f")
     assert "tells all" not in text and "return a" not in text and text.count(stubs.STUB) == 1

@@ -13,6 +13,7 @@ from course.lab.authoring import stubs
 from course.lab.checks import check, notebook_cells, render
 from course.lab.checks.exercise import Exercise, all_exercises, find, known_mistakes, right, wrong
 from course.lab.exercises import lesson17_performance_model
+from tests.lab import classroom
 
 EXERCISES = all_exercises()
 
@@ -91,7 +92,7 @@ def test_an_exercise_before_that_is_still_blank_is_named(hidden):
     assert [fact.text for fact in found.facts] == [check.EARLIER_UNWRITTEN if hidden
                                                    else "it calls `overlap`, which is not written yet"]
     assert found.hint.startswith(f"write {'that' if hidden else '`overlap`'} first, in the earlier exercise that asks for it: ")
-    own = verdict("put-together", stubs.blank_source(*find("put-together").objects), hidden=hidden)
+    own = verdict("put-together", classroom.blank_source(*find("put-together").objects), hidden=hidden)
     assert [fact.text for fact in own.facts] == [check.UNWRITTEN] and "replace the line that raises" in own.hint
 
 

@@ -2,6 +2,7 @@
 unless COURSE_NEED_SLURM says that it has to be."""
 
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -27,6 +28,11 @@ def needed() -> None:
     """Skip where Slurm is missing; fail where it must not be."""
     if reason := starter.why_unavailable():
         (pytest.fail if os.environ.get("COURSE_NEED_SLURM") else pytest.skip)(reason)
+
+
+def kill_node(cluster: Cluster, name: str) -> None:
+    """Kill a node's slurmd, as a crash would. What its jobs started goes on; after SlurmdTimeout the node counts as lost."""
+    os.kill(int((cluster.folder / f"{name}.pid").read_text(encoding="utf-8")), signal.SIGKILL)
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import pytest
 
 from course.lab.slurm import local_cluster as starter
 from course.utils.errors import CourseError
+from tests.slurm.conftest import kill_node
 
 
 def test_a_job_runs_on_both_nodes_and_a_requeued_one_starts_again_soon(cluster, tmp_path):
@@ -64,7 +65,7 @@ def test_a_node_whose_slurmd_dies_is_lost_and_comes_back(place):
     own = starter.start(place, timeout=4)
     job = own.submit(["--nodes=2", "--no-requeue", f"--output={place}/%j.log", "--wrap", "srun sleep 300"])
     own.wait(job, ["RUNNING"])
-    own.kill_node("n2")
+    kill_node(own, "n2")
     assert own.wait(job, seconds=60) in ("NODE_FAIL", "FAILED")      # who is first: Slurm, or srun that lost its tasks
     assert own.nodes()["n2"].startswith("down")
     own.start_node("n2")

@@ -19,7 +19,7 @@ from course.lab.slurm import local_cluster as starter
 from course.lab.slurm.local_cluster import Cluster, wait_until
 from tests.conftest import tiny_settings
 from tests.faults import assert_same_losses, sequence
-from tests.slurm.conftest import ROOT
+from tests.slurm.conftest import ROOT, kill_node
 
 FOUR = ("--nodes=2", "--ntasks-per-node=2")
 PLENTY = 400.0                                       # seconds: on two cores that others use, too
@@ -188,7 +188,7 @@ def test_a_lost_slurmd_ends_the_job_which_goes_on_when_the_node_is_back(place, s
     settings = ["train.steps=300", "checkpoint.every=10", "log.every=10"]
     job = own.submit("slurmd", *settings, fault="pause 1 1")     # a minute at least, unless Slurm ends it
     assert wait_until(lambda: checkpoint.steps(own.run("slurmd") / "checkpoints") != [], PLENTY), own.cluster.log(job)
-    own.cluster.kill_node("n2")
+    kill_node(own.cluster, "n2")
     assert wait_until(lambda: own.cluster.nodes()["n2"].startswith("down"), PLENTY)
     time.sleep(1)
     before = max(sequence(own.run("slurmd")))

@@ -76,11 +76,6 @@ def object_source(library_object: LibraryObject, marked: bool) -> str:
     return "\n".join(lines[first - 1:last]).rstrip() + "\n"
 
 
-def blank_source(*objects: str) -> str:
-    """The objects' signatures and docstrings with the imports that their answers need; every body is the stub."""
-    return clear_answers(answer_source(*objects, marked=True))
-
-
 def clear_answers(text: str) -> str:
     """Replace what stands between the markers by the stub, as nbgrader does."""
     lines, inside = [], False

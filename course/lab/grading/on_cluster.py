@@ -16,7 +16,7 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -257,9 +257,8 @@ def result_files(folder: Path) -> dict[tuple[str, str], list[Path]]:
 
 
 def judge_result(path: Path, learner: str, lesson: str, notebook: Path, verdicts: Sequence[Verdict],
-          ask: Callable[[dict[str, Any]], tuple[bool, str]] | None = None,
           accounts: Mapping[str, Collection[str]] = MappingProxyType({})) -> Claim:
-    """Take a result file in, or refuse it; `verdicts` are those of grading itself, `ask` asks Slurm about the job.
+    """Take a result file in, or refuse it; `verdicts` are those of grading itself.
 
     accounts: of learners on the cluster; whoever is not in it has the account of their name or of a part of it
     (`owns_account`). Of the jobs that wrote a learner's runs Slurm itself is asked.
@@ -290,7 +289,7 @@ def judge_result(path: Path, learner: str, lesson: str, notebook: Path, verdicts
         is_owner = owns_account(learner, user, accounts)
         passed = {verdict.exercise: verdict.passed for verdict in verdicts}
         wrong = tuple(name for name, one in exercises.items() if one.get("passed") is True and passed.get(name) is False)
-        confirmed, why = (ask or confirm_job)({**job, "checked": result["checked"], "file": result["file"]}) if job else (
+        confirmed, why = confirm_job({**job, "checked": result["checked"], "file": result["file"]}) if job else (
             False, "it was no job of Slurm")
         if confirmed and not is_owner:
             confirmed, why = False, (f"nothing says that the account {user[:40]} is this learner's: if it is, write them as "

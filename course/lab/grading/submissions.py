@@ -142,7 +142,6 @@ def collect_submissions(folder: Path, report: Callable[[str], object] = lambda l
         for of_learner, notes_on_learner in pool.map(read, files_of):
             submissions += of_learner
             notes += notes_on_learner
-    notes += note_nested_classes(folder, paths)
     learners_with_work = {one.learner for one in submissions}
     folders = (path.name for path in sorted(folder.iterdir()) if path.is_dir() and not path.name.startswith((".", "__MACOSX")))
     learners = list(dict.fromkeys(find_learner(Path(name, "any"), platform) for name in folders))
@@ -233,20 +232,6 @@ def settle_lesson(reading: Reading, name: Path, notes: list[str]) -> str:
         notes.append(f"{name} is of no lesson that has exercises: left out")
         return ""
     return reading.lesson
-
-
-def note_nested_classes(folder: Path, files: Sequence[Path]) -> list[str]:
-    """A note where one folder holds everything, and folders in it the same lesson: whole classes come so, a level too high."""
-    paths = [path.relative_to(folder).parts for path in files]
-    folders_of_lesson: dict[str, set[str]] = {}                 # of each lesson the folders in the folder
-    for parts in paths:
-        if len(parts) > 2 and (lesson := lesson_of(Path(parts[-1]))):
-            folders_of_lesson.setdefault(lesson, set()).add(parts[1])
-    most = max(map(len, folders_of_lesson.values()), default=0)
-    if len({parts[0] for parts in paths}) == 1 and most > 1:
-        return [f"all notebooks lie in {paths[0][0]} and count as one learner's, though {most} folders in it have one of the "
-                f"same lesson: if these are learners, grade {folder / paths[0][0]}"]
-    return []
 
 
 def find_notebooks(folder: Path, notes: list[str]) -> Iterator[Path]:

@@ -14,7 +14,6 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -156,10 +155,6 @@ class Cluster:
     def start_node(self, name: str) -> None:
         """Start a node's slurmd, for the first time or again."""
         self.run("slurmd", "-f", self.configuration, "-N", name)
-
-    def kill_node(self, name: str) -> None:
-        """Kill a node's slurmd, as a crash would. What its jobs started goes on; after SlurmdTimeout the node counts as lost."""
-        os.kill(int((self.folder / f"{name}.pid").read_text(encoding="utf-8")), signal.SIGKILL)
 
     def stop(self) -> None:
         """End all jobs and daemons of this Slurm, and remove its folder; none of it has to answer."""
