@@ -158,12 +158,6 @@ def test_a_file_is_read_however_a_program_on_windows_saves_it(tmp_path, how, suf
     assert space["f"](2) == "üü" and "\r" not in "".join(notebook_cells.code_cells(read))
 
 
-def test_a_script_that_names_its_encoding_is_read_in_it(tmp_path):
-    path = tmp_path / "01_baseline.py"
-    path.write_bytes("# -*- coding: koi8-r -*-\n# %%\nanswer = 'привет'\n".encode("koi8-r"))
-    assert "привет" in "".join(notebook_cells.code_cells(notebook_cells.load_notebook(path)))
-
-
 def test_line_ends_and_marks_inside_cells_are_no_part_of_them(tmp_path):
     path = tmp_path / "01_baseline.ipynb"
     nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("\ufeffdef f(x):\r\n    return x\r\n")]), path)

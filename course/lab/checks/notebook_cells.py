@@ -4,10 +4,8 @@ import ast
 import bisect
 import dis
 import inspect
-import io
 import json
 import re
-import tokenize
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -22,7 +20,6 @@ MAX_BYTES = 50_000_000                               # bytes of a notebook, outp
 MAX_CODE = 1_000_000                                 # characters of code in it
 MAX_CELLS = 5000
 MAX_STATEMENTS = 20_000                              # at the top of its cells, where somebody else handed it in
-ENCODING_LINE = re.compile(r"\A((?:[^\n]*\n)?[ \t\f]*#.*?coding[:=][ \t]*)[-\w.]+")  # Python's: in the first or second line
 
 
 @dataclass(frozen=True)
@@ -116,7 +113,7 @@ def parse_script(text: str, path: Path) -> Any:
 
     if text.count("\n# %%") > MAX_CELLS:            # before it makes anything of them
         raise CourseError(f"{path} has more than {MAX_CELLS} cells: leave out those that are no part of the lesson")
-    return jupytext.reads(ENCODING_LINE.sub(r"\1utf-8", text, count=1), fmt="py:percent")          # it takes no other encoding
+    return jupytext.reads(text, fmt="py:percent")
 
 
 def read_text(path: Path) -> str:
@@ -138,6 +135,7 @@ def check_size(sources: Sequence[str], cells: int, path: Path) -> None:
     if sum(map(len, sources)) > MAX_CODE:
         raise CourseError(f"{path} has more than {MAX_CODE // 1_000_000} MB of code: put long data into a file")
 
+
 @contextmanager
 def parse_errors(path: Path) -> Iterator[None]:
     """Turn whatever the parsers meet in a damaged or hostile file into a `CourseError` that names it."""
@@ -152,13 +150,9 @@ def parse_errors(path: Path) -> Iterator[None]:
 
 def decode_text(data: bytes) -> str:
     """The text of a notebook or script, in whatever encoding a program on its way has saved it, with Unix's line ends."""
-    encodings = [json.detect_encoding(data)]         # by its mark, or by the zeros at its beginning
-    with suppress(SyntaxError):                      # a line such as # -*- coding: latin-1 -*-
-        encodings.append(tokenize.detect_encoding(io.BytesIO(data).readline)[0])
-    for encoding in (*encodings, "cp1252"):
-        with suppress(UnicodeDecodeError, LookupError):
-            return unix_lines(data.decode(encoding))
-    return unix_lines(data.decode("latin-1"))              # which takes every byte
+    with suppress(UnicodeDecodeError):
+        return unix_lines(data.decode(json.detect_encoding(data)))       # by its mark, or by the zeros at its beginning
+    return unix_lines(data.decode("cp1252", errors="replace"))
 
 
 def unix_lines(text: str) -> str:

@@ -30,8 +30,7 @@ from course.utils.errors import CourseError
 BASE_SECONDS = 20.0                                  # seconds of computing that a learner's files may take to read,
 SECONDS_PER_FILE = 2.0                               # and so many more for each of them,
 MAX_SECONDS = 120.0                                  # but not more than these
-MAX_BYTES = 2_000_000_000                            # of all of a learner's notebooks
-BATCH_BYTES = 200_000_000                            # bytes that are copied for one start of the sandbox
+MAX_BYTES = 500_000_000                              # of all of a learner's notebooks, which are copied for the sandbox
 MAX_RESULT_BYTES = 10_000_000                        # bytes of what the reader says of one file
 RESERVED_BYTES = 100_000_000                         # bytes that stay free, for whatever else needs the disk
 TOO_BUSY = "reading it did not end: this machine is too busy"
@@ -86,21 +85,15 @@ def read_all(files: Sequence[SubmittedFile], known: Mapping[str, str] | None = N
     take too long or are too large, earlier ones are left out. last: keep the code of the last one of each lesson alone.
     """
     readings: dict[int, Reading] = {}
-    remaining, spent, total = list(range(len(files)))[::-1], 0.0, 0
-    limit = min(MAX_SECONDS, BASE_SECONDS + SECONDS_PER_FILE * len(files))
-    while remaining:
-        with temporary_folder() as folder:
-            copied: list[int] = []
-            size = 0
-            while remaining and size < BATCH_BYTES:
-                number = remaining.pop(0)
-                content, readings[number] = load_bytes(files[number], known or {}, MAX_BYTES - total)
-                if content is not None:
-                    (folder / f"{number}{files[number].path.suffix.lower()}").write_bytes(content)
-                    copied.append(number)
-                    size, total = size + len(content), total + len(content)
-            if copied:
-                spent = read_batch(folder, files, copied, readings, size, (spent, limit), wanted, last)
+    copied, size = list[int](), 0
+    with temporary_folder() as folder:
+        for number in reversed(range(len(files))):
+            content, readings[number] = load_bytes(files[number], known or {}, MAX_BYTES - size)
+            if content is not None:
+                (folder / f"{number}{files[number].path.suffix.lower()}").write_bytes(content)
+                copied.append(number)
+                size += len(content)
+        read_copies(folder, files, copied, readings, size, wanted, last)
     return [readings[number] for number in range(len(files))]
 
 
@@ -113,7 +106,7 @@ def load_bytes(file: SubmittedFile, known: Mapping[str, str], max_bytes: int) ->
                 problem = f"has more than {notebook_cells.MAX_BYTES // 1_000_000} MB: clear its outputs and save it again"
                 return None, Reading(file.name, f"{size} bytes", file.lesson, problem=problem)
             if size > max_bytes:
-                problem = f"is not read: a learner's notebooks may have {MAX_BYTES // 1_000_000_000} GB together"
+                problem = f"is not read: a learner's notebooks may have {MAX_BYTES // 1_000_000} MB together"
                 return None, Reading(file.name, f"{size} bytes", file.lesson, problem=problem)
             content = opened.read(notebook_cells.MAX_BYTES + 1)
         digest = hashlib.sha256(content).hexdigest()
@@ -142,10 +135,11 @@ def disk_shortage(needed: float) -> str:
                                                        f"and {(needed + RESERVED_BYTES) // 1_000_000:.0f} MB are needed")
 
 
-def read_batch(folder: Path, files: Sequence[SubmittedFile], numbers: Sequence[int], readings: dict[int, Reading], size: int,
-          seconds: tuple[float, float], wanted: Sequence[Exercise], last: bool) -> float:
-    """Read the files of a folder; seconds: of computing, spent so far and those that there are. Returns what is spent then."""
-    remaining, (spent, limit) = list(numbers), seconds
+def read_copies(folder: Path, files: Sequence[SubmittedFile], numbers: Sequence[int], readings: dict[int, Reading], size: int,
+                wanted: Sequence[Exercise], last: bool) -> None:
+    """Read the files of a folder, which are so many bytes."""
+    remaining, spent = list(numbers), 0.0            # seconds of computing
+    limit = min(MAX_SECONDS, BASE_SECONDS + SECONDS_PER_FILE * len(files))
     while remaining and spent < limit:
         job = {"files": [(n, files[n].path.suffix.lower(), files[n].lesson) for n in remaining], "lessons": lesson_table(),
                "wanted": exercise_table(wanted), "seconds": limit - spent}
@@ -173,7 +167,7 @@ def read_batch(folder: Path, files: Sequence[SubmittedFile], numbers: Sequence[i
             failed = f"the program that reads it did not start ({render.printable(outcome.ended)[:100]})"
         if failed:
             readings |= {n: Reading(files[n].name, readings[n].digest, files[n].lesson, failure=failed) for n in remaining}
-            return spent
+            return
         first = remaining.pop(0)
         problem, failure = explain_end(outcome)
         readings[first] = Reading(files[first].name, readings[first].digest, files[first].lesson, problem=problem,
@@ -182,7 +176,6 @@ def read_batch(folder: Path, files: Sequence[SubmittedFile], numbers: Sequence[i
         (folder / "began").unlink(missing_ok=True)
     too_slow = f"is not read: this learner's notebooks take more than {limit:.0f} seconds to read"
     readings |= {n: Reading(files[n].name, readings[n].digest, files[n].lesson, problem=too_slow) for n in remaining}
-    return spent
 
 
 def start_reader(folder: Path, limits: Limits) -> sandbox.Outcome:

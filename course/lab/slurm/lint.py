@@ -158,11 +158,15 @@ def kill_on_bad_exit(script: Script) -> Iterator[Finding]:
 
 @rule
 def tasks_per_gpu(script: Script) -> Iterator[Finding]:
-    """srun starts a process for each task, torchrun one for each --nproc-per-node; together they have to be one for each GPU."""
-    for command in script.sruns:
+    """srun starts a process for each task, torchrun all of a node's; submit/common.sh wants a task for each GPU."""
+    for command in script.commands:
+        ours = command.name == "course_on_ranks" and len(command.words) > 1              # one word: where it is defined
+        kind = "python" if ours else launched_program(command) if command.name == "srun" else ""
         step = script.in_step(command)
         counts = [value for name, value in step.options.items() if name.startswith(("nodes", "ntasks", "gpus", "gres"))]
-        if not (kind := launched_program(command)) or not step.gpus or any("$" in value for value in counts):
+        if not kind or not step.gpus or any("$" in value for value in counts):
+            continue
+        if ours and step.tasks is None and {"exclusive", "cpus-per-gpu"} & set(step.options):        # then it takes one for each
             continue
         tasks = step.tasks or 1
         if kind == "python" and step.uneven:
@@ -174,23 +178,6 @@ def tasks_per_gpu(script: Script) -> Iterator[Finding]:
         if kind == "torchrun" and tasks != 1:
             yield Finding(command.line, "tasks", f"srun starts torchrun {tasks} times on a node, and each starts all ranks: "
                           "--ntasks-per-node=1 with torchrun")
-
-
-@rule
-def course_on_ranks(script: Script) -> Iterator[Finding]:
-    """submit/common.sh starts a rank for each task, and ends the job if a node has not as many tasks as GPUs, or too few CPUs."""
-    for command in script.commands:
-        gpus, tasks = script.gpus, script.tasks
-        if command.name != "course_on_ranks" or len(command.words) == 1 or not gpus:      # one word: where it is defined
-            continue
-        enough = {"exclusive", "cpus-per-gpu"} & set(script.options)                     # of CPUs, without tasks
-        if script.uneven and script.number("ntasks-per-node") is None:
-            yield Finding(command.line, "tasks", f"{script.number('ntasks')} tasks do not divide over {script.nodes} nodes: "
-                          f"course_on_ranks would end the job; ask for --ntasks-per-node={gpus}")
-        elif tasks != gpus and not (tasks is None and (gpus == 1 or enough)):
-            words = "no word of tasks" if tasks is None else f"{tasks} {'task' if tasks == 1 else 'tasks'}"
-            yield Finding(command.line, "tasks", f"{gpus} GPUs and {words} on a node: course_on_ranks would end the job, since "
-                          f"each GPU needs a task and its CPUs; ask for --ntasks-per-node={gpus}")
 
 
 @rule
