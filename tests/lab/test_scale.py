@@ -236,7 +236,8 @@ def test_the_numbers_are_the_last_plain_ones(tmp_path):
     for source in ("measured = {'a': 1}", "%time measured = {'a': 2}", "measured = {'b': 2.5, 'c': 'GPU', 'd': [1]}",
                    "measured = f()"):
         content.cells.append(classroom.nbformat.v4.new_code_cell(source))
-    assert on_cluster.measured_numbers(classroom.hand_in(tmp_path / "09_mesh.ipynb", content)) == {"b": 2.5, "c": "GPU"}
+    measured = on_cluster.assigned_dict(classroom.hand_in(tmp_path / "09_mesh.ipynb", content), "measured")
+    assert on_cluster.plain_values(measured) == {"b": 2.5, "c": "GPU"}
 
 
 def test_a_notebook_of_no_lesson_is_refused_in_a_sentence(tmp_path):

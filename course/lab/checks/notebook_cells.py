@@ -168,13 +168,6 @@ def new_metadata(course: dict[str, Any]) -> Any:
                                "language_info": {"name": "python"}, "course": course})
 
 
-def parse_outputs(text: str) -> Any:
-    """A cell's outputs from JSON."""
-    import nbformat
-
-    return [nbformat.from_dict(output) for output in json.loads(text)]
-
-
 def code_cells(notebook: Any) -> list[str]:
     """The sources of a notebook's code cells, in order."""
     return [cell_source(cell) for cell in notebook["cells"] if cell["cell_type"] == "code"]

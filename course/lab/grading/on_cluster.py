@@ -168,8 +168,8 @@ def write_result(path: Path, folder: Path, verdicts: Sequence[Verdict]) -> Path:
         exercises[name] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else missing
     result = {"schema": SCHEMA, "lesson": lesson_of(path, notebook_cells.read_contents(path)), "notebook": sha256(path),
               "file": path.name,
-              "checked": datetime.now().strftime(TIME_FORMAT), "exercises": exercises, "measured": measured_numbers(path),
-              "job": current_job(),
+              "checked": datetime.now().strftime(TIME_FORMAT), "exercises": exercises,
+              "measured": plain_values(assigned_dict(path, "measured")), "job": current_job(),
               "runs": run_evidence.gather_runs(assigned_dict(path, "report"), path.resolve().parent.parent),
               "hardware": {"devices": sorted({device for one in exercises.values() for device in one.get("devices", [])}),
                            "torch": torch.__version__, "python": platform.python_version()}}
@@ -179,13 +179,8 @@ def write_result(path: Path, folder: Path, verdicts: Sequence[Verdict]) -> Path:
     return out
 
 
-def measured_numbers(path: Path) -> dict[str, Any]:
-    """The learner's own numbers: the last `measured = {...}` of plain values in the notebook's code."""
-    return plain_values(assigned_dict(path, "measured"))
-
-
 def assigned_dict(path: Path, name: str) -> dict[Any, Any]:
-    """The last `name = {...}` of literals in the notebook's code."""
+    """The last `name = {...}` of literals in the notebook's code: `measured`, the learner's own numbers, and `report`."""
     values: dict[Any, Any] = {}
     for source in notebook_cells.read_contents(path).code:
         try:

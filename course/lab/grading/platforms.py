@@ -20,8 +20,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import datetime
-from functools import lru_cache
+from datetime import date, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -193,30 +192,23 @@ def read_submitters(path: Path) -> dict[str, tuple[str, float]]:
     """Who handed in each folder of a Gradescope export, and when; nothing if it is none, `CourseError` if it is damaged."""
     if not path.is_file() or path.is_symlink():
         return {}
-    size, date = path.stat().st_size, path.stat().st_mtime_ns
-    if size > MAX_BYTES:
+    if path.stat().st_size > MAX_BYTES:
         raise CourseError(f"it has more than {MAX_BYTES // 1_000_000} MB; leave out of it what is not about submitters")
-    return parse_submitters(path, size, date)
-
-
-@lru_cache(maxsize=4)
-def parse_submitters(path: Path, size: int, date: int) -> dict[str, tuple[str, float]]:
-    """The same of the file of this size and date, parsed once a run: with many submissions it is long."""
     submitters_by_folder: dict[str, tuple[str, float]] = {}
     try:
         for folder, about in yaml.safe_load(path.read_bytes()).items():
             people = [f"{text_field(one, ':name')}_{text_field(one, ':sid') or text_field(one, ':email')}".rstrip("_")
                       for one in about[":submitters"][:20]]
-            submitters_by_folder[str(folder)] = ", ".join(people), parse_date(str(about.get(":created_at", ""))[:100])
+            submitters_by_folder[str(folder)] = ", ".join(people), parse_date(text_field(about, ":created_at"))
     except (OSError, yaml.YAMLError, ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
         raise CourseError(f"it is no export of Gradescope's, or damaged ({type(error).__name__}); export it anew") from error
     return submitters_by_folder
 
 
 def text_field(about: Mapping[str, Any], name: str) -> str:
-    """What a table says under a name, if that is a text or number."""
+    """What a table says under a name, if that is a text, a number or a date: a list of aliases could be endless as a text."""
     value = about.get(name)
-    return str(value)[:200] if isinstance(value, str | int) else ""
+    return str(value)[:200] if isinstance(value, str | int | date) else ""
 
 
 def parse_date(text: str) -> float:

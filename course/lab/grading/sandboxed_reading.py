@@ -57,12 +57,6 @@ class Reading:
     failure: str = ""                                # why this machine cannot read it, which is nobody's fault
 
 
-def read_own(path: Path, lesson: str, wanted: Sequence[Exercise] = ()) -> Reading:
-    """A user's own notebook, read in this process."""
-    contents = notebook_cells.read_contents(path)
-    return read_from_contents(path, contents, notebook_reader.choose_lesson(lesson, contents, lesson_table()), wanted)
-
-
 def read_from_contents(path: Path, contents: notebook_cells.Contents, lesson: str, wanted: Sequence[Exercise] = ()) -> Reading:
     """What counts of a notebook that is in memory."""
     try:

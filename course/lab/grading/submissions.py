@@ -79,7 +79,8 @@ def read_file(path: Path, wanted: Sequence[Exercise] = ()) -> Reading:
         return sandboxed_reading.read_from_contents(path, notebook_cells.notebook_contents(lessons.instructor_notebook(path)),
                                                     name_lesson, wanted)
     if own_notebooks.is_own(path) or not path.is_file() or path.suffix.lower() not in (".ipynb", ".py"):
-        return sandboxed_reading.read_own(path, name_lesson, wanted)
+        contents = notebook_cells.read_contents(path)
+        return sandboxed_reading.read_from_contents(path, contents, lesson_of(path, contents), wanted)
     reading = sandboxed_reading.read_one(sandboxed_reading.SubmittedFile(path, path.name, name_lesson), wanted)
     if reading.failure:
         raise CourseError(f"{path} cannot be read: {reading.failure}")

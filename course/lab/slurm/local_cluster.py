@@ -3,7 +3,7 @@
     cluster = start(Path(tempfile.mkdtemp()))
     job = cluster.submit(["--nodes=2", "submit/train.sh", "vit-demo"])
     cluster.wait(job)
-    cluster.stop()
+    stop(cluster.folder)
 
 `course cluster start` does the same from a shell. Needs Debian's packages slurm-wlm and munge (or their like), neither systemd
 nor root. The nodes share this machine's processors: what runs is as real as on a cluster, how fast is not.
@@ -155,10 +155,6 @@ class Cluster:
     def start_node(self, name: str) -> None:
         """Start a node's slurmd, for the first time or again."""
         self.run("slurmd", "-f", self.configuration, "-N", name)
-
-    def stop(self) -> None:
-        """End all jobs and daemons of this Slurm, and remove its folder; none of it has to answer."""
-        stop(self.folder)
 
 
 def parse_fields(line: str) -> dict[str, str]:
