@@ -504,7 +504,7 @@ def other_labels(opened, made, latents):
 
 
 @pytest.mark.parametrize(("change", "sentence"), [
-    (without_the_third, r"00000\.h5: `latents` was never written at entry 2"),
+    (without_the_third, r"00000\.h5: the latent of entry 2 is nothing but zeros"),
     (zeros_at_the_third, r"00000\.h5: the latent of entry 2 is nothing but zeros"),
     (other_labels, r"00000\.h5 has labels from 0 to 3 for 3 classes"),
 ])

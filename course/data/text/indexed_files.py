@@ -26,7 +26,6 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from course.data.hdf5_storage import holes
 from course.utils.atomic_files import atomic, os_error_cure
 from course.utils.errors import CourseError
 
@@ -99,18 +98,14 @@ class Documents:
         return np.frombuffer(found, self.index.dtype)
 
     def check_written(self) -> None:
-        """Raise `CourseError` for parts that were never written: a hole of the file, or nothing but 0 where one looks."""
+        """Raise `CourseError` for parts that were never written: nothing but 0 where one looks."""
         with open(self.bin, "rb") as file:
             size = self.tokens.nbytes
-            gaps = [(begin, end) for begin, end in holes(file.fileno(), 0, size) if end - begin >= PAGE]
             for place in range(PLACES if size >= 2 * PAGE else 0):
                 begin = (size - PAGE) * place // (PLACES - 1)
                 if not any(os.pread(file.fileno(), PAGE, begin)):
-                    gaps.append((begin, begin + PAGE))
-        if gaps:
-            begin, end = gaps[0]
-            raise CourseError(f"{self.bin} was never written from byte {begin} to {end}, where it reads as token 0: copy or make "
-                              "it again")
+                    raise CourseError(f"{self.bin} was never written from byte {begin} to {begin + PAGE}, where it reads as "
+                                      "token 0: copy or make it again")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Documents, (self.prefix,)

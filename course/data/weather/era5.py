@@ -165,8 +165,13 @@ def open_file(name: str, engine: str) -> "Dataset":
             import_module(package)
     except ImportError as error:
         raise CourseError(f'{error.name}, which reads ERA5, is not installed: pip install "course[era5]"') from error
+    xr = import_module("xarray")
     try:                                    # no chunks: no dask; no cache: what was read is not needed again
-        data = open_zarr(name) if engine == "zarr" else open_netcdf(name)
+        if engine == "zarr":                # whose fill value is no mask: many stores state 0, which a wind may be
+            store = xr.backends.ZarrStore.open_group(name, mode="r", use_zarr_fill_value_as_mask=False)
+            data = xr.open_dataset(store, chunks=None, cache=False)
+        else:
+            data = xr.open_dataset(name, engine=engine, chunks=None, cache=False)
     except Exception as error:              # each backend has its own kinds
         cure = cure_of(error, name, "give .nc files or a .zarr store; convert GRIB to NetCDF and unpack archives first")
         raise CourseError(f"{name} is missing, or damaged, or not {engine} ({first_line(error)}): {cure}") from error
@@ -178,25 +183,6 @@ def open_file(name: str, engine: str) -> "Dataset":
         if found not in (None, standard):
             data = data.drop_vars(standard, errors="ignore").rename({found: standard})
     return data.squeeze([dim for dim in data.dims if dim not in DIMS and data.sizes[dim] == 1])
-
-
-def open_netcdf(name: str) -> "Dataset":
-    """A NetCDF file. What was never written in it is NaN, also where a variable has no attribute that says its fill value."""
-    xr, fills = import_module("xarray"), import_module("netCDF4").default_fillvals
-    data = xr.open_dataset(name, engine="netcdf4", chunks=None, cache=False, decode_cf=False)
-    for variable in data.data_vars.values():
-        kind = f"{variable.dtype.kind}{variable.dtype.itemsize}"
-        if variable.ndim > 1 and kind in fills and variable.dtype.itemsize > 1 and "_FillValue" not in variable.attrs:
-            variable.attrs["_FillValue"] = variable.dtype.type(fills[kind])
-    return xr.decode_cf(data)
-
-
-def open_zarr(name: str) -> "Dataset":
-    """A Zarr store. What it lacks is NaN, whatever fill value it states: many state 0."""
-    xr, zarr = import_module("xarray"), import_module("zarr")
-    from course.data.weather.zarr_gaps import with_nan_fill  # needs zarr
-
-    return xr.open_dataset(with_nan_fill(zarr.open_group(name, mode="r").store), engine="zarr", chunks=None, cache=False)
 
 
 def find_pieces(files: dict[str, "Dataset"], config: Era5) -> list[Piece]:
@@ -385,8 +371,7 @@ def read_block(pieces: list[Piece], times: np.ndarray, shape: tuple[int, ...]) -
                               "source, q in kg/kg, r in '%' or '1' with its attribute `units` saying so")
     again = "download that time again, or leave its year out of train, valid and test"
     for time, channel in np.argwhere(np.isnan(block).any((2, 3))):
-        raise CourseError(f"{list(CHANNELS)[channel]} at {times[time]} UTC has missing values (NaN, or storage that was never "
-                          f"written): {again}")
+        raise CourseError(f"{list(CHANNELS)[channel]} at {times[time]} UTC has missing values (NaN): {again}")
     for time, state in zip(times, block, strict=True):
         if what := ERA5.whole(state):
             raise CourseError(f"{what} at {time} UTC, which is no weather: it was never written, or is a fill value, or in other "

@@ -21,7 +21,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-from course.data.hdf5_storage import MAKE_AGAIN, check_written, first_line, hdf5_errors, open_hdf5
+from course.data.hdf5_storage import MAKE_AGAIN, first_line, hdf5_errors, open_hdf5
 from course.data.weather.plausibility import HUGE, PlausibleRanges
 from course.resilience.folder_lock import only_maker
 from course.utils.atomic_files import atomic, os_error_cure
@@ -80,7 +80,7 @@ def find_years(path: Path, split: str, grid: tuple[int, int] | None = None) -> l
     Where there are none, the error's cure names the `grid` that the caller needs.
 
     Raises `CourseError` for a missing folder, a file that is truncated or not HDF5, one without
-    `fields` or with parts that were never written, or files that differ in channels or grid.
+    `fields`, or files that differ in channels or grid.
     """
     folder = path / split
     files = sorted(folder.glob("*.h5"))
@@ -124,7 +124,6 @@ def inspect_year(file: Path) -> Year:
         if fields.ndim != 4 or fields.shape[0] < 2 or fields.dtype != np.float32:
             raise CourseError(f"{file}: `fields` is {fields.dtype} {fields.shape}, but float32 "
                               "(time, channel, latitude, longitude) with at least 2 times is needed")
-        check_written(fields)
         fields[-1, -1, -1, -1]                   # the last bytes are there
         return Year(file, fields.shape)
 
