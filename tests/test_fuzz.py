@@ -35,7 +35,7 @@ import zstandard
 from course import config
 from course.checkpoint import checkpoint
 from course.config import schema
-from course.convert import command, dit, huggingface
+from course.convert import command, huggingface
 from course.data import Latents
 from course.data.text import bpe, documents, indexed_files
 from course.data.text.sequences import Sequences
@@ -52,6 +52,8 @@ from course.planner import collectives, hardware, host_overhead, kernel_efficien
 from course.training import run_log
 from course.utils.atomic_files import sha256
 from course.utils.errors import CourseError
+from tests.convert.test_convert_dit import to_theirs
+from tests.convert.test_huggingface import write
 
 hypothesis = pytest.importorskip("hypothesis")
 from hypothesis import HealthCheck, example, given, settings  # noqa: E402
@@ -517,7 +519,7 @@ def hugging_face(place):
     """A GPT-2 as transformers writes it: the bytes of its weights and its config.json."""
     c = huggingface.config_of(GPT2)
     model = initialize_serial(build_model(c), 0, torch.device("cpu"))
-    huggingface.write(place / "gpt2", c, [(name, p.detach()) for name, p in huggingface.serial(model)])
+    write(place / "gpt2", model)
     return {name: (place / "gpt2" / name).read_bytes() for name in ("model.safetensors", "config.json")}
 
 
@@ -603,7 +605,7 @@ def dit_state() -> dict[str, torch.Tensor]:
     """A small DiT by facebookresearch/DiT's names."""
     c = DiTConfig(latent=(1, 4, 4), patch=2, dim=8, depth=1, heads=2, mlp_ratio=2.0, classes=3)
     model = initialize_serial(build_model(c), 0, torch.device("cpu"))
-    return dit.to_theirs({name: p.detach() for name, p in model.named_parameters()}, c)
+    return to_theirs({name: p.detach() for name, p in model.named_parameters()}, c)
 
 
 def pickle_file(state) -> bytes:

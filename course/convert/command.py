@@ -132,10 +132,6 @@ def to_run(path: Path, run: Path, given: list[str], to: str, like: str, rows: st
         + (f", with the scales of {len(histories)} FP8 matmuls rebuilt" if histories else ""))
     if source.note:
         say(source.note)
-    if kind == "hf" and not source.c.dropout and (dropped := huggingface.dropout(path)):
-        say(f"its config.json has {dropped}, of training alone: this run has "
-            f"model.dropout={settings.model.dropout:g}, "     # type: ignore[union-attr]
-            "of which attention's probabilities have none")
     for line in next_steps(run, settings, bool(words)):
         say(line)
 

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from course.convert.rules import Layout, Parts, Rule, Source, same
+from course.convert.rules import Layout, Parts, Rule, Source
 from course.convert.weight_files import Weights, model_in
 from course.models import DiTConfig
 from course.models.dit import grid_positions
@@ -160,8 +160,8 @@ def completed(state: State, header: Any, says: Mapping[str, Any], like: DiTConfi
     return c
 
 
-def rule(c: DiTConfig, ours: str, variance: bool = True) -> Rule:
-    """How one of our parameters is laid out there, and their name for it. variance: with outputs, all zero, for a learned one."""
+def rule(c: DiTConfig, ours: str) -> Rule:
+    """How one of our parameters is laid out there, and their name for it; with outputs, all zero, for a learned variance."""
     theirs, side = next((theirs, side) for theirs, mine, side in names(c.depth) if mine == ours)
 
     def take(c: DiTConfig, parts: Parts) -> Tensor:
@@ -180,23 +180,21 @@ def rule(c: DiTConfig, ours: str, variance: bool = True) -> Rule:
             value = value.unflatten(1, (c.latent[0], c.patch, c.patch))
         if ours.startswith("head.proj"):
             value = value.unflatten(0, (c.latent[0], c.patch**2)).transpose(0, 1)       # (p·p, channels, ...)
-            value = (torch.cat([value, torch.zeros_like(value)], 1) if variance else value).flatten(0, 1)
+            value = torch.cat([value, torch.zeros_like(value)], 1).flatten(0, 1)
         return value.contiguous(),
 
     return Layout(take, give), (theirs,)
 
 
-def source(path: Path, given: Mapping[str, Any] | None = None, state: State | None = None,
-           like: DiTConfig | None = None) -> Source:
+def source(path: Path, given: Mapping[str, Any], like: DiTConfig | None = None) -> Source:
     """A file of theirs as a mapping from our names to tensors. Raises `CourseError` if it is not a whole DiT of the paper's.
 
     given: keys of the model that the user gave. like: where to look for what no shape shows, if the file does not say it.
     """
-    state, given = read(path) if state is None else state, given or {}
-    header = model_in(path, state.about()) if isinstance(state, Weights) else None
-    says = state.says() if isinstance(state, Weights) else {}
+    state = Weights(path)
+    header, says = model_in(path, state.about()), state.says()
     c = completed(state, header, says, like, given)
-    if "pos_embed" in state and not same(state["pos_embed"], positions(c), within=1e-5):
+    if "pos_embed" in state and not close(state["pos_embed"], positions(c)):
         raise CourseError("the positions (pos_embed) in this checkpoint are not the fixed waves of DiT: it is of another model")
     found = Source(path, c, state, lambda ours: rule(c, ours), f"a DiT of {c.depth} layers",
                    "its header says" if header else "its shapes say",
@@ -208,34 +206,11 @@ def source(path: Path, given: Mapping[str, Any] | None = None, state: State | No
     return found
 
 
-def from_theirs(state: State, c: DiTConfig) -> dict[str, Tensor]:
-    """Our parameters by name, of a state dict of theirs; of a learned variance nothing.
-
-    Raises `CourseError` if a parameter is missing, one is left over, or the positions are not those of the paper's code.
-    """
-    given = {key: getattr(c, key) for key in ("heads", "classes", "label_drop", "objective")}
-    found, ours = source(Path("the checkpoint"), given, state), [mine for _, mine, _ in names(c.depth)]
-    found.check(ours)
-    return {name: found[name] for name in ours}
-
-
-def to_theirs(parameters: State, c: DiTConfig, variance: bool = True) -> dict[str, Tensor]:
-    """A state dict of theirs, of our parameters by name. variance: with outputs, all zero, for a learned one."""
-    found = {}
-    for name in (mine for _, mine, _ in names(c.depth)):
-        layout, (theirs,) = rule(c, name, variance)
-        found[theirs], = layout.theirs(c, parameters[name])
-    return found | {"pos_embed": positions(c).to(found["x_embedder.proj.weight"].dtype)}
+def close(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of numbers from -1 to 1 are the same up to the rounding of bf16, the coarsest that they come in."""
+    return a.shape == b.shape and torch.allclose(a.double(), b, rtol=0, atol=torch.finfo(torch.bfloat16).eps)
 
 
 def positions(c: DiTConfig) -> Tensor:
     """Their fixed vectors of patches, (1, T, D) float64."""
     return turned(grid_positions(torch.arange(c.tokens), c.latent[2] // c.patch, c.dim), "columns", c.dim)[None]
-
-
-def read(path: Path) -> Weights:
-    """The tensors of a .pt or .safetensors file, or of a folder that we wrote, each read when it is asked for; of a training
-    checkpoint the moving average."""
-    if not path.exists():
-        raise CourseError(f"there is no file {path}: give a checkpoint of facebookresearch/DiT")
-    return Weights(path)

@@ -1,7 +1,6 @@
 """GPT-2 and Llama as `transformers` writes them, to ours and back.
 
     model = read(folder)                            a serial GPT with the weights of a Hugging Face folder
-    write(folder, model.c, serial(model))           a folder that `transformers` loads
 
 What corresponds to what is data: `TABLES`, one line for each of our parameters. Layouts that differ:
 
@@ -16,22 +15,21 @@ Rotary positions turn the same pairs in both: number i of a head's first half wi
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from course.config import schema, validation
 from course.convert import weight_files
-from course.convert.rules import SAME, Layout, Parts, Rule, Source, Table, both, entries, fill, look_up, same
+from course.convert.rules import SAME, Layout, Parts, Rule, Source, Table, both, fill, look_up
 from course.data.text import end_tokens
 from course.models import GPTConfig, build_model
 from course.parallel.initialize import give_memory
 from course.parallel.placement import serial_placements
-from course.utils.atomic_files import atomic
 from course.utils.errors import CourseError
 
 
@@ -116,7 +114,6 @@ FIXED: dict[str, dict[str, Any]] = {
     "llama": {"hidden_act": "silu"}}
 # the same of those that are not written: what other models have, and what says that the weights, or the model, are others
 FOREIGN = {"partial_rotary_factor": 1, "sliding_window": None, "quantization_config": None, "auto_map": None}
-DROPPED = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout")     # of training alone: `dropout` tells the user
 KIND = {"gpt2": {"norm": "layer", "position": "learned"}, "llama": {"norm": "rms", "mlp": "swiglu", "position": "rotary"}}
 TIED = {"gpt2": True, "llama": False}                # where config.json does not say
 CLASSES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM"}
@@ -243,12 +240,6 @@ def config_for(c: GPTConfig, dtype: torch.dtype = torch.float32, last: Sequence[
             **values}
 
 
-def dropout(folder: Path) -> str:
-    """What a folder's config.json says was dropped in training, "resid_pdrop=0.1, attn_pdrop=0.1"; "" if nothing was."""
-    found = weight_files.read_json(folder / "config.json")
-    return ", ".join(f"{key}={found[key]}" for key in DROPPED if found.get(key))
-
-
 def rule(kind: str, ours: str, bare: bool = False) -> Rule:
     """How one of our parameters is laid out there, and their names for it; bare: without "transformer." before them."""
     entry = look_up(TABLES[kind], ours)
@@ -282,6 +273,12 @@ def source(folder: Path | str, like: GPTConfig | None = None) -> Source:
                   lambda name: name.endswith(BUFFERS))
 
 
+def same(a: Tensor, b: Tensor) -> bool:
+    """Whether one tensor is the other, or a copy of it in a smaller format."""
+    kind = min(a.dtype, b.dtype, key=lambda dtype: dtype.itemsize)
+    return torch.equal(a.to(kind), b.to(kind))
+
+
 def read(folder: Path | str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
     """A serial GPT with the configuration and weights of a Hugging Face folder, in evaluation mode."""
     found = source(folder)
@@ -294,28 +291,6 @@ def read(folder: Path | str, dtype: torch.dtype = torch.float32, device: str = "
     return model.eval()
 
 
-def write(folder: Path | str, c: GPTConfig, tensors: Iterable[tuple[str, Tensor]], shard: int = weight_files.SHARD,
-          last: Sequence[int] = ()) -> None:
-    """Write our serial parameters, (name, tensor), tied ones once, as a folder that `transformers` loads.
-
-    last: the tokens that end a text.
-
-    Raises `CourseError` if it is there already, or the model is neither a GPT-2 nor a Llama.
-    """
-    folder, kind, ours = Path(folder), kind_of(c), dict(tensors)
-    if folder.exists():
-        raise CourseError(f"{folder} exists: name a folder that does not")
-    heads = {name: (x.dtype, tuple(x.shape)) for name, x in ours.items()}
-    files = weight_files.divide(entries(c, lambda name: rule(kind, name), heads), shard)
-    with atomic(folder) as temporary:
-        temporary.mkdir()
-        for name, part in files.items():
-            weight_files.write_file(temporary / name, part, lambda one: rule(kind, one)[0].theirs(c, ours[one]),
-                                    weight_files.about(c))
-        for name, text in beside(c, next(iter(ours.values())).dtype, files, last).items():
-            (temporary / name).write_text(text, encoding="utf-8")
-
-
 def beside(c: GPTConfig, dtype: torch.dtype, files: Mapping[str, list[weight_files.Entry]], last: Sequence[int]) -> dict[str,
                                                                                                                          str]:
     """The texts beside the files of weights, by name."""
@@ -323,8 +298,3 @@ def beside(c: GPTConfig, dtype: torch.dtype, files: Mapping[str, list[weight_fil
     found |= {end_tokens.NOTE: end_tokens.as_text(last)} if last else {}
     return found | ({f"{weight_files.FILES[0]}.index.json": json.dumps(weight_files.index_of(files), indent=1)} if len(files) > 1
                     else {})
-
-
-def serial(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The parameters of a serial model as `write` takes them."""
-    yield from ((where.name, parameter.detach()) for parameter, where in serial_placements(model).items())

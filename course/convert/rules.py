@@ -5,7 +5,7 @@ They are rearrangements, so they also work on tensors of the meta device, which 
 everything that will be written is known before anything is read.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from course.parallel.placement import Placement, Placements
 from course.utils.errors import CourseError
 
 Parts = tuple[Tensor, ...]
-FORMATS = (torch.float8_e5m2, torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32)       # the coarsest first
 
 
 @dataclass(frozen=True)
@@ -45,33 +44,6 @@ def look_up(table: Table, ours: str) -> Rule | None:
     number = next((part for part in ours.split(".") if part.isdigit()), "")
     rule = table.get(".".join("*" if part == number else part for part in ours.split(".")))
     return rule and (rule[0], tuple(name.replace("*", number) for name in rule[1]))
-
-
-def same(a: Tensor, b: Tensor, within: float = 0.0) -> bool:
-    """Whether two tensors hold the same numbers, to the rounding of the format that the coarser one's numbers have.
-
-    A copy in 16 bits, or one that went through 16 bits, is the same. Of two in one format all bits count. within: by how much
-    numbers may differ that were computed in two ways.
-    """
-    if a.shape != b.shape or a.is_complex() or b.is_complex():
-        return False
-    if a.dtype == b.dtype and torch.equal(a, b):
-        return True
-    kinds = format_of(a), format_of(b)
-    coarse = max(torch.finfo(kind).eps for kind in kinds) if kinds[0] != kinds[1] else 0.0
-    least = max(torch.finfo(kind).smallest_normal for kind in kinds) if coarse else 0.0     # there rounding is absolute
-    return all(torch.allclose(x.double(), y.double(), rtol=coarse, atol=max(within, least)) for x, y in rows(a, b))
-
-
-def format_of(x: Tensor) -> torch.dtype:
-    """The coarsest format that has all numbers of a tensor exactly."""
-    return next((kind for kind in FORMATS if all(torch.equal(y.double().to(kind).double(), y.double()) for y, in rows(x))),
-                torch.float64)
-
-
-def rows(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Some rows of each at a time: tables of tokens are large, and are compared in float64."""
-    return zip(*((x if x.dim() else x[None]).split(4096) for x in tensors), strict=True)
 
 
 class Source:

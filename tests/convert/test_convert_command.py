@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, models
 from course import config
 from course.checkpoint import checkpoint
 from course.config import schema
-from course.convert import command, dit, transformer_engine, weight_files
+from course.convert import command, transformer_engine, weight_files
 from course.fp8 import native
 from course.inference.forecast_scores import load_model, read_config
 from course.inference.kv_cache_decoding import generate
@@ -234,7 +234,7 @@ def test_wrappers_within_names_are_taken_off_and_two_models_are_refused(tmp_path
     averaged = {f"module.{name}": x for name, x in inside.items()} | {"n_averaged": torch.tensor(3)}
     torch.save({"model": {}, "ema_model": averaged}, tmp_path / "averaged.pt")
     convert(tmp_path / "averaged.pt", tmp_path / "runs" / "x" / "averaged", ["model.heads=3"])
-    expected = dit.from_theirs(state, dit_reference.CONFIG)
+    expected = dit_reference.from_theirs(state, dit_reference.CONFIG)
     assert all(torch.equal(x, expected[name]) for name, x in weights_of(tmp_path / "runs" / "x" / "averaged").items())
     torch.save({f"{which}.{name}": x for which in ("student", "teacher") for name, x in state.items()}, tmp_path / "two.pt")
     with pytest.raises(CourseError, match=r"several models, whose names begin with 'student\.' and 'teacher\.': save"):
@@ -313,7 +313,7 @@ def test_a_copy_in_16_bits_is_the_same_model(dtype, back, tmp_path):
     state = {name: (x.to(dtype).float() if back else x.to(dtype)) for name, x in dit_reference.state_of().items()}
     torch.save(state, tmp_path / "half.pt")
     convert(tmp_path / "half.pt", tmp_path / "runs" / "dit" / "half", ["model.heads=3"])
-    expected = dit.from_theirs({name: x.float() for name, x in state.items()}, dit_reference.CONFIG)
+    expected = dit_reference.from_theirs({name: x.float() for name, x in state.items()}, dit_reference.CONFIG)
     assert all(torch.equal(x, expected[name]) for name, x in weights_of(tmp_path / "runs" / "dit" / "half").items())
     state["pos_embed"] = state["pos_embed"] * 1.02          # more than the rounding
     torch.save(state, tmp_path / "other.pt")
@@ -407,14 +407,6 @@ def test_a_tokenizer_goes_along_and_back(spoken, tmp_path, capsys):
     assert (run.with_name("again") / "tokenizer.json").read_text() == (run / "tokenizer.json").read_text()
     said = capsys.readouterr().out
     assert f"wrote {tmp_path / 'out'}, a folder of a Hugging Face gpt2, not a run: " in said and f"course sample {run}\n" in said
-
-
-@pytest.mark.parametrize(("case", "theirs"), [("gpt2", "resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1"), ("llama", "")])
-def test_dropout_that_does_not_come_along_is_said(case, theirs, tmp_path, capsys):
-    hf.theirs(case).save_pretrained(tmp_path / "in")
-    convert(tmp_path / "in", tmp_path / "runs" / "gpt" / "mine")
-    said = capsys.readouterr().out
-    assert (f"config.json has {theirs}, of training alone: this run has model.dropout=0" in said) == bool(theirs)
 
 
 def test_without_a_tokenizer_it_is_said_and_can_be_given(spoken, tmp_path, capsys):
@@ -724,7 +716,7 @@ def test_a_training_checkpoint_of_dit_has_its_arguments_beside_and_nothing_in_th
     torch.save(found, tmp_path / "0400000.pt")
     run = tmp_path / "runs" / "dit" / "theirs"
     convert(tmp_path / "0400000.pt", run, ["model.heads=3"])
-    expected = dit.from_theirs(state, dit_reference.CONFIG)
+    expected = dit_reference.from_theirs(state, dit_reference.CONFIG)
     assert all(torch.equal(x, expected[name]) for name, x in weights_of(run).items())
     for arguments in (Namespace(model=Bomb()), Bomb(), BombState()):
         torch.save(found | {"args": arguments}, tmp_path / "bad.pt")

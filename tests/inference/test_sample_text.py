@@ -164,11 +164,11 @@ def test_a_text_ends_with_the_token_of_its_data(tmp_path, monkeypatch):
     ({"config.json": {}, "special_tokens_map.json": {"eos_token": {"content": "</s>"}}}, [3]),
     ({"config.json": {"eos_token_id": 50256}}, []), ({"config.json": {"eos_token_id": "no", "x": 1}}, [])])
 def test_the_end_tokens_of_a_hugging_face_folder_go_there_and_back(files, expected, tmp_path):
-    from course.convert import huggingface
+    from tests.convert.test_huggingface import write
 
     c = GPTConfig(vocab=8, context=8, dim=8, depth=1, heads=1)
     model = initialize_serial(build_model(c), 0, torch.device("cpu"))
-    huggingface.write(tmp_path / "in", c, huggingface.serial(model))
+    write(tmp_path / "in", model)
     known = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "stop": 2, "</s>": 3, "<|eot_id|>": 4}, "a"))
     known.save(str(tmp_path / "in" / "tokenizer.json"))
     assert json.loads((tmp_path / "in" / "config.json").read_text())["eos_token_id"] is None
