@@ -244,17 +244,6 @@ def test_nothing_good_is_an_error(config, tmp_path, content, sentence, tokenizer
     assert made(tmp_path / "other") == made(tmp_path / "out")
 
 
-@pytest.mark.parametrize("pack", [bytes, gzip.compress])
-@pytest.mark.parametrize("array", [b'\xef\xbb\xbf[{"text": "a"}, {"text": "b"}]', b'\n [\n{"text": "a"},\n{"text": "b"}\n]\n'])
-def test_an_array_is_one_sentence(config, tmp_path, array, pack):
-    (tmp_path / "in" / "b.json").write_bytes(pack(array))
-    sentence = r"in/b.json is a JSON array, and here each line is a document: .* `jq -c '.\[\]' b.json"
-    with pytest.raises(CourseError, match=sentence) as said:
-        make(replace(config, files=(*config.files, str(tmp_path / "in" / "b.json"))), silent)
-    assert "not JSON" not in str(said.value)
-    make(config, silent)
-
-
 @pytest.mark.parametrize(("change", "sentence"), [
     ({"files": ()}, "no files are named"),
     ({"valid": 1 - 1e-9, "test": 0.0}, r"no document is left for training with valid=0\.999999999 and test=0\.0: choose smaller"),
@@ -311,16 +300,6 @@ def test_a_tokenizer_that_cuts_or_fills_up_changes_no_document(config, tmp_path)
         make(replace(config, tokenizer=str(tmp_path / f"{name}.json"), vocab=0, path=str(tmp_path / name)), silent)
     for split in SPLITS:
         assert (tmp_path / "plain" / f"{split}.bin").read_bytes() == (tmp_path / "cuts" / f"{split}.bin").read_bytes()
-
-
-def test_a_file_that_changed_after_all_was_made_is_said(config, tmp_path):
-    said: list[str] = []
-    make(config, silent)
-    make(config, said.append)
-    later = time.time() + 10
-    os.utime(config.files[1], (later, later))
-    make(config, said.append)
-    assert said[0] == f"{tmp_path / 'out'} is there already" and f"{config.files[1]} has changed since" in said[1]
 
 
 def test_archives_and_the_command(config, tmp_path, monkeypatch):

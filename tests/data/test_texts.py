@@ -81,14 +81,6 @@ def test_an_archive_without_its_end_says_so(tmp_path, cut):
     assert bad.startswith("what follows is unreadable (the archive's end is missing")
 
 
-@pytest.mark.parametrize(("start", "what"), [(b"BZh91AY&SY", "bzip2"), (b"PK\x03\x04\x14", "zip"), (b"PAR1\x15", "Parquet"),
-                                             (b"\x04\x22\x4d\x18\x64", "lz4")])
-def test_what_is_packed_otherwise_is_one_bad_item_with_its_name(start, what, tmp_path):
-    (tmp_path / "a").write_bytes(start + bytes(range(256)) * 20)
-    (where, text, bad), = documents(tmp_path / "a")
-    assert (where, text) == ("0", "") and what in bad
-
-
 @pytest.mark.parametrize(("line", "bad"), [
     (b'{"text": "a"', "not JSON (Expecting ',' delimiter"),
     (b'{"text": "\xff"}', "not UTF-8 at byte 10"),
@@ -111,12 +103,6 @@ def test_a_bad_line_does_not_hurt_its_neighbours(tmp_path, line, bad):
 def test_a_byte_order_mark_is_no_text(tmp_path):
     (tmp_path / "a").write_bytes(b"\xef\xbb\xbf" + lines({"text": "a"}))
     assert documents(tmp_path / "a") == [("1", "a", "")]
-
-
-def test_an_array_is_one_bad_item(tmp_path):
-    """Also that of an archive's member, which does not hurt the others."""
-    (tmp_path / "a").write_bytes(tar(a_jsonl=b'[\n{"text": "a"}\n]', b_jsonl=lines({"text": "b"})))
-    assert documents(tmp_path / "a") == [("a.jsonl:1", "", texts.ARRAY), ("b.jsonl:1", "b", "")]
 
 
 def test_another_key(tmp_path):

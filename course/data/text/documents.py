@@ -6,7 +6,6 @@ are a document each. Of OpenWebText, an archive of packed archives, small packed
 them, in a process that has time. No more is in memory than a few times `LONGEST`.
 """
 
-import codecs
 import gzip
 import io
 import json
@@ -24,9 +23,6 @@ LONGEST = 16 << 20                                   # bytes of a document: more
 SMALL = 2 << 20                                      # bytes of a packed member that is handed on packed
 MOST = 64 << 20                                      # bytes of text in one of those: 30 times as much, or somebody is joking
 BLOCK = 1 << 20                                      # bytes read at once
-OTHERS = {b"BZh": "packed by bzip2", b"PK\x03\x04": "a zip archive", b"PAR1": "a table in Parquet", b"ARROW1": "a table in Arrow",
-          b"\x04\x22\x4d\x18": "packed by lz4", b"7z\xbc\xaf\x27\x1c": "a 7z archive"}      # by their first bytes
-ARRAY = "a JSON array, not a document on each line"
 
 
 class Item(NamedTuple):
@@ -66,13 +62,8 @@ def contents(file: IO[bytes], where: str, name: str) -> Iterator[Item]:
     if stream.peek(512)[257:262] == b"ustar":
         yield from members(stream, where)
         return
-    stream = as_utf8(stream, ".jsonl" in name)
     if ".jsonl" in name:
-        start = stream.peek(10)
-        if other := next((kind for mark, kind in OTHERS.items() if start.startswith(mark)), ""):
-            yield Item(where or "0", b"", bad=f"{other}, which is not read: make lines of JSON of it")
-        else:
-            yield from lines(stream, where)
+        yield from lines(stream, where)
     elif len(raw := stream.read(LONGEST + 1)) > LONGEST:
         yield too_long(where)
     else:
@@ -80,11 +71,8 @@ def contents(file: IO[bytes], where: str, name: str) -> Iterator[Item]:
 
 
 def lines(stream: Any, where: str) -> Iterator[Item]:
-    """The lines that are not blank; of a JSON array one bad item."""
+    """The lines that are not blank."""
     number = 0
-    if stream.peek(512).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
-        yield Item(f"{where}:1".lstrip(":"), b"", bad=ARRAY)
-        return
     while raw := stream.readline(LONGEST + 1):
         number += 1
         place = f"{where}:{number}".lstrip(":")
@@ -130,12 +118,6 @@ def with_read_errors(found: Iterator[Item], where: str) -> Iterator[Item]:
             yield item
     except UNREADABLE as error:
         yield Item(where or "0", b"", bad=f"what follows is {reason(error)}")
-
-
-def is_array(path: Path) -> bool:
-    """Whether a file is one JSON array, perhaps packed; its beginning is read."""
-    first = next(items(path), None)
-    return first is not None and first.bad == ARRAY
 
 
 def too_long(where: str) -> Item:
@@ -197,41 +179,6 @@ def decompressed(file: IO[bytes]) -> Any:
     if start.startswith(b"\x28\xb5\x2f\xfd") or start[1:4] == b"\x2a\x4d\x18":     # the latter is skipped: pzstd begins so
         return io.BufferedReader(FrameReader(stream, lambda: zstandard.ZstdDecompressor().decompressobj()), BLOCK)
     return stream
-
-
-def as_utf8(stream: Any, is_json: bool) -> Any:
-    """The stream itself; of text in UTF-16 or UTF-32, as its first bytes show (Windows writes such), the same in UTF-8.
-
-    A mark says so; JSON says it without, since its first character is one byte in UTF-8.
-    """
-    start = stream.peek(4)[:4]
-    marked = start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE))
-    if len(start) < 4 or not (marked or (is_json and 0 in start)):
-        return stream
-    encoding = json.detect_encoding(start)
-    return stream if encoding.startswith("utf-8") else io.BufferedReader(Utf8Stream(stream, encoding), BLOCK)
-
-
-class Utf8Stream(io.RawIOBase):
-    """Text in another encoding as bytes of UTF-8; what is no character becomes U+FFFD."""
-
-    def __init__(self, file: IO[bytes], encoding: str):
-        self.file, self.decoder = file, codecs.getincrementaldecoder(encoding)("replace")
-        self.out, self.ended = b"", False
-
-    def readable(self) -> bool:
-        """Always: what `io.BufferedReader` asks before it reads."""
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        """Fill some of a buffer; how many bytes, 0 at the end."""
-        while not self.out and not self.ended:
-            block = self.file.read(BLOCK)
-            self.ended = not block
-            self.out = self.decoder.decode(block, self.ended).encode()
-        size = min(len(buffer), len(self.out))
-        buffer[:size], self.out = self.out[:size], self.out[size:]
-        return size
 
 
 class FrameReader(io.RawIOBase):

@@ -89,16 +89,14 @@ def make(config: Jsonl, say: Callable[[str], None] = print) -> None:
     with announce_resume(say):
         made = make_once(path, lambda: is_made(path, request), lambda: write(config, files, request, say))
     if not made:
-        newer = next((file for file in files if file.stat().st_mtime > (path / "meta.json").stat().st_mtime), None)
-        say(f"{path} is there already" + (f", and {newer} has changed since: if its text is another now, give another path, or "
-                                          "move that folder away" if newer else ""))
+        say(f"{path} is there already")
         remove(path / "parts")
 
 
 def write(config: Jsonl, files: list[Path], request: dict[str, Any], say: Callable[[str], None]) -> None:
     """Encode what is not encoded yet, and join the parts to the token files."""
     began, path, parts = time.monotonic(), Path(config.path), Path(config.path) / "parts"
-    begin_parts(parts, {**request, "part": PART}, files)
+    begin_parts(parts, {**request, "part": PART})
     tokenizer = choose_tokenizer(config, files, parts / "tokenizer.json", say)
     end = bpe.end_token(tokenizer, config.end)
     vocab = bpe.size(tokenizer)
@@ -108,8 +106,6 @@ def write(config: Jsonl, files: list[Path], request: dict[str, Any], say: Callab
     if failed:
         say(f"{failed:,} of {failed + documents:,} documents were bad and are left out: {'; '.join(bad)}"
             f"{' ...' if failed > len(bad) else ''}")
-    if hint := encoding_hint(bad):
-        say(hint)
     write_metadata(path, tokenizer.to_str(), {"vocab": vocab, "end": end, "splits": counts, "bad": failed, "request": request})
     remove(parts)
     say(f"{summary(path, counts)}, in {time.monotonic() - began:.0f} s")
@@ -158,8 +154,8 @@ def announce_resume(say: Callable[[str], None]) -> Iterator[None]:
         raise
 
 
-def begin_parts(parts: Path, request: dict[str, Any], files: list[Path]) -> None:
-    """Note what the parts are of. Raises `CourseError` if documents are finished that others asked for, or no file has lines."""
+def begin_parts(parts: Path, request: dict[str, Any]) -> None:
+    """Note what the parts are of. Raises `CourseError` if documents are finished that others asked for."""
     note = parts / "request.json"
     found = json.loads(note.read_text(encoding="utf-8")) if note.is_file() else {}
     differ = [key for key in {**found, **request} if found.get(key) != request.get(key)]
@@ -169,10 +165,6 @@ def begin_parts(parts: Path, request: dict[str, Any], files: list[Path]) -> None
         raise CourseError(f"{parts} holds what was finished with other settings ({', '.join(differ)}): "
                           "run again with the old ones, give another path, or move that folder away")
     remove(parts)
-    for file in files:
-        if documents.is_array(file):
-            raise CourseError(f"{file} is a JSON array, and here each line is a document: make lines of it with "
-                              f"`jq -c '.[]' {file.name} > lines.jsonl`, unpacked before if it is packed")
     write_json(note, request)
 
 
@@ -231,15 +223,9 @@ def sample(config: Jsonl, files: list[Path]) -> Iterator[str]:
 
 def no_documents_error(bad: list[str]) -> CourseError:
     """What to say if there is not one to train on."""
-    why = f"; what is there is bad: {'; '.join(bad)}; {encoding_hint(bad)}".rstrip("; ") if bad else ""
-    return CourseError(f"the files hold no documents to train on{why}; give .jsonl files or archives of text, "
-                       "and text=KEY if their key is not 'text'")
-
-
-def encoding_hint(bad: list[str]) -> str:
-    """What to do if bad documents are in another encoding, which nobody can know for sure."""
-    other = any("not UTF-8" in each for each in bad)
-    return "text of another encoding can be converted: iconv -f ISO-8859-1 -t UTF-8 FILE" if other else ""
+    why = f"; what is there is bad: {'; '.join(bad)}" if bad else ""
+    return CourseError(f"the files hold no documents to train on{why}; give .jsonl files, in UTF-8 and with a document on each "
+                       "line, or archives of text, and text=KEY if their key is not 'text'")
 
 
 # ---- the work ----
