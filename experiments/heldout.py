@@ -67,6 +67,13 @@ LAYOUT: dict[str, list[Any]] = {
 GRID = {"axes": AXES, "models": MODELS, "common": COMMON, "layout": LAYOUT}
 
 
+def runs_as_recorded(config: configuration.Config) -> bool:
+    """Whether the code of today runs a configuration as it did until 2026-11-25: then tensor parallelism did not cut a DiT's
+    modulation, symmetric memory was PyTorch's operators, and Triton kernels were fewer beside communication."""
+    p = config.parallel
+    return p.tp == 1 or not (p.symmetric or config.model.kind == "dit" or config.kernels == "triton")
+
+
 def draw(axes: str, generator: random.Random) -> tuple[str, list[str]]:
     """A preset and settings, each from its line of the grid, for a layout such as "dp tp"; not every one is possible."""
     preset = generator.choice(list(MODELS))

@@ -29,13 +29,6 @@ WAYS = {"one GPU": ["parallel.sp=false"], "plain": ["parallel.sp=false"],
 Row = dict[str, Any]
 
 
-def runs_as_recorded(config: Config) -> bool:
-    """Whether the code of today runs a configuration as it did until 2026-11-25: then tensor parallelism did not cut a DiT's
-    modulation, symmetric memory was PyTorch's operators, and Triton kernels were fewer beside communication."""
-    p = config.parallel
-    return p.tp == 1 or not (p.symmetric or config.model.kind == "dit" or config.kernels == "triton")
-
-
 @dataclass(frozen=True)
 class Step:
     """A recorded row. kind: "step" (a whole one), "no update" (of a model), "stack" (blocks in 16 bits, no update) or

@@ -42,18 +42,7 @@ def hdf5_errors(what: str, cure: str) -> Iterator[None]:
     except CourseError:
         raise
     except Exception as error:
-        raise CourseError(f"{what} ({first_line(error)}): {os_error_cure(error, damage_cure(error, cure))}") from error
-
-
-def damage_cure(error: Exception, cure: str) -> str:
-    """The cure for a file that can be reached, and not read: removal only of one that HDF5 knows to be cut off."""
-    if cure:
-        return cure
-    if "truncated file" in str(error):
-        return "it is truncated; remove it and make or copy it again"
-    if "file signature not found" in str(error):
-        return "it is not HDF5, or truncated to nothing; move it away and make or copy it again"
-    return "it is damaged, or another program's; make or copy it again"
+        raise CourseError(f"{what} ({first_line(error)}): {os_error_cure(error, cure)}") from error
 
 
 def first_line(error: BaseException) -> str:

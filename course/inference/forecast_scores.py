@@ -27,7 +27,7 @@ from course.planner import memory_check
 from course.training.validation import forward_only, headline, row_weights
 from course.utils import plots
 from course.utils.atomic_files import atomic
-from course.utils.errors import CourseError, closest_match
+from course.utils.errors import CourseError
 
 DAYS = 5                                             # how far the model is rolled forward, once at any rate
 State = Callable[[Tensor], Tensor]                   # normalised state -> normalised state one step later
@@ -73,29 +73,9 @@ def score_run(run: Path, split: str = "test", samples: int = 64, animate: bool =
 def read_config(run: Path) -> Config:
     """The configuration of a run; `CourseError` for a folder of anything else."""
     if not (run / "config.yaml").is_file():
-        inside = sorted(file.parent for depth in ("*", "*/*") for file in run.glob(f"{depth}/config.yaml"))
-        if not run.parent.exists() and run.parent.name in config.presets() and run.parent.parent.name == "runs":
-            name = f" log.name={run.name}" * (run.name != "default")
-            raise CourseError(f"{run} does not exist: train it first, course train {run.parent.name}{name}")
-        such = " or ".join(map(str, inside[:3])) or "runs/vit-demo/default"
         what = "is not the folder of a run (it has no config.yaml)" if run.exists() else "does not exist"
-        raise CourseError(f"{run} {what}{suggest_run(run)}: give the folder of a run, such as {such}")
+        raise CourseError(f"{run} {what}: give the folder of a run, such as runs/vit-demo/default, or train one first")
     return config.load(str(run / "config.yaml"))
-
-
-def suggest_run(run: Path) -> str:
-    """` (did you mean x?)` for the run of the most similar name, below the nearest folder above that exists; or nothing."""
-    if not run.is_absolute():                        # perhaps without the folder of all runs
-        there = [folder for folder in (Path("runs", run), Path("runs", run, "default")) if (folder / "config.yaml").is_file()]
-        if there:
-            return f" (did you mean {there[0]}?)"
-    above = next((folder for folder in run.parents if folder.is_dir()), Path())
-    missing = run.relative_to(above)
-    if len(missing.parts) > 2:                       # runs lie in runs/preset/name
-        return ""
-    runs = [str(file.parent.relative_to(above)) for file in above.glob("*/" * len(missing.parts) + "config.yaml")]
-    found = closest_match(str(missing), runs)
-    return f" (did you mean {above / found}?)" if found else ""
 
 
 def device_of(settings: Config) -> torch.device:

@@ -26,8 +26,6 @@ def sample_run(run: Path, prompt: str, count: int, temperature: float, top_k: in
                           "runs/gpt-python/default")
     words = bpe.load(find_tokenizer(run, settings, tokenizer))
     last = set(end_tokens.of_run(run, settings) + end_tokens.of_tokenizer(words))
-    if not is_text(prompt):
-        raise CourseError("the prompt is no text in UTF-8: give one that is")
     model, step = load_model(run, settings, device_of(settings))
     known = bpe.ids(words, prompt)
     if max(known, default=0) >= settings.model.words:
@@ -39,15 +37,6 @@ def sample_run(run: Path, prompt: str, count: int, temperature: float, top_k: in
     for number, text in enumerate(texts, 1):
         say(f"--- {run}, step {step}, sample {number} of {samples}\n{text}")
     return texts
-
-
-def is_text(prompt: str) -> bool:
-    """Whether a command line's bytes were text; what is not comes as halves of pairs."""
-    try:
-        prompt.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def until_end_token(tokens: list[int], start: int, last: Container[int]) -> list[int]:

@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from course.config import Config
 from course.parallel.mesh import AXES
 from course.planner import memory
-from course.planner.search_space import SearchRequest, divisors, least_memory_variants, trainable_layouts
+from course.planner.search_space import SearchRequest, divisors, least_memory_variants
 
 TERMS = {"parameters": "parameters", "gradients": "gradients", "states": "optimizer states", "average": "the weights' average",
          "copies": "16-bit copies of weights", "activations": "activations", "logits": "logits", "batch": "the batch",
@@ -48,10 +48,9 @@ def no_layout(asked: SearchRequest, refused: dict[str, int]) -> str:
 
 
 def nothing_fits(asked: SearchRequest, misfits: Sequence[TooLarge]) -> str:
-    """The sentence for a model that fits no layout: what the nearest one needs, and the nearest number of GPUs that holds it."""
-    count = least_gpus(asked)
-    return (f"no layout fits {asked.gpus} x {asked.machine.name}: {nearest(asked, misfits)}: "
-            + (f"take {count} GPUs" if count else "make the model smaller, or take larger GPUs"))
+    """The sentence for a model that fits no layout: what the nearest one needs."""
+    return (f"no layout fits {asked.gpus} x {asked.machine.name}: {nearest(asked, misfits)}: take more or larger GPUs, or a "
+            "smaller model")
 
 
 def nearest(asked: SearchRequest, misfits: Sequence[TooLarge]) -> str:
@@ -61,20 +60,3 @@ def nearest(asked: SearchRequest, misfits: Sequence[TooLarge]) -> str:
     less = f" ({asked.machine.memory / 1e9:.0f} less the {asked.free:.0%} that --free keeps)" if asked.free else ""
     return (f"the nearest, {words}, needs {near.needs / 1e9:.0f} GB of {asked.room / 1e9:.0f}{less}, of which {near.term} "
             f"{near.bytes / 1e9:.0f}")
-
-
-def least_gpus(asked: SearchRequest) -> int:
-    """The least number of GPUs that holds the model: parts of a node that are powers of two, a node, or powers of two of nodes.
-    0 if 65,536 GPUs do not hold it."""
-    node = asked.machine.links[0].span or asked.gpus
-    counts = sorted({count for k in range(17) for count in (node >> k, node << k) if asked.gpus < count <= 65536})
-    # most models fit soon, and a hopeless one never does
-    if not counts or not fits_somewhere(replace(asked, gpus=counts[-1])):
-        return 0
-    return next(count for count in counts if fits_somewhere(replace(asked, gpus=count)))
-
-
-def fits_somewhere(asked: SearchRequest) -> bool:
-    """Whether any layout fits."""
-    return any(memory.fits(config, asked.room) for start in trainable_layouts(asked)[0]
-               for config in least_memory_variants(asked, start))

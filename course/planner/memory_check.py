@@ -18,7 +18,6 @@ from typing import Any
 import psutil
 import torch
 
-from course import config as configuration
 from course.config import Config
 from course.config.validation import refusal
 from course.models import build_model
@@ -110,20 +109,8 @@ def cure(config: Config, room: float, ranks: int, device: torch.device, below: f
         return f"set {words}"
     if ranks > 1 and (words := "as it is" if fits(config, room * ranks, device) else nearest(config, room * ranks, device)):
         return f"take fewer processes: one fits {'with ' * (words != 'as it is')}{words}"
-    return (f"no micro-batch and no recomputation makes it fit: take {smaller(config, room, device)}, or spread it over GPUs "
+    return ("no micro-batch and no recomputation makes it fit: take a smaller model (`course presets`), or spread it over GPUs "
             f"(`course plan {config.preset} --gpus 8`)")
-
-
-def smaller(config: Config, room: float, device: torch.device) -> str:
-    """The largest preset of the same kind of model that fits, with its settings where it needs others; in words."""
-    presets = {name: changed(one, {"parallel.dp": 1}) for name in configuration.presets()
-             if (one := configuration.load(name)).model.kind == config.model.kind and one.model != config.model}
-    names = [name for name, one in presets.items() if fits(changed(one, {"train.micro_batch": 1}), room, device)]
-    if not names:
-        return "a smaller model"
-    largest = max(names, key=lambda name: next(memory.ranks(presets[name])).weights)
-    words = "" if fits(presets[largest], room, device) else f" with {nearest(presets[largest], room, device)}"
-    return f"{largest}{words}, the largest preset of a {config.model.kind} that fits"
 
 
 def nearest(config: Config, room: float, device: torch.device, below: float = math.inf) -> str:

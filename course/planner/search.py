@@ -113,7 +113,7 @@ def find_layouts(config: Config, hardware: Hardware, gpus: int, fixed: Iterable[
     fixed: keys whose values in `config` stay, such as "parallel.tp"; those of `KEYS` that it does not name are chosen here.
     precisions: formats to choose among, instead of the configuration's. free: the share of a GPU's memory that a layout leaves.
     top: of many layouts so many are in the plan at least, if they fit; without it the `REFINED` fastest.
-    Raises `CourseError` if no layout divides what it has to, or none fits: then it names the nearest number of GPUs.
+    Raises `CourseError` if no layout divides what it has to, or none fits.
     """
     if gpus < 1:
         raise CourseError(f"--gpus {gpus}: a model needs one GPU at least")

@@ -141,24 +141,7 @@ def read_text(path: Path) -> str:
     return raw.decode("utf-16" if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig")
 
 
-# What to do about a reason of the operating system. None of these says anything against what is in the file.
-OS_ERROR_CURES = {
-    (errno.EACCES, errno.EPERM): "this user may not read or write it: ask its owner to permit that (chmod), or work on a copy",
-    (errno.EMFILE, errno.ENFILE): "too many files are open: raise the limit (ulimit -n 65536), or use fewer data.workers",
-    (errno.ESTALE,): "the file server has lost sight of it: run again, on another node or when it is mounted anew",
-    (errno.EIO, errno.EREMOTEIO, errno.ENXIO): "the disk or its server fails: run again, and if it stays so tell whoever runs "
-                                               "that disk",
-    (errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENOTCONN, errno.ECONNREFUSED, errno.ESHUTDOWN):
-        "its file server does not answer: run again when it does",
-    (errno.ENOSPC, errno.EDQUOT): "the disk is full: free space there and run again",
-    (errno.EROFS,): "that disk is read-only: work in another folder",
-    (errno.ENOMEM,): "there is no memory left: end other programs, or ask for more",
-    (errno.ENOENT, errno.ENOTDIR): "it is not there: mind its name, or restore the file and run again",
-    (errno.ELOOP, errno.ENAMETOOLONG): "its path leads nowhere: give another one",
-    (errno.EBUSY, errno.ETXTBSY, errno.EINTR): "it is in use: run again",
-}
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)       # of a file system that keeps none: NFS, Lustre without flock
-TAKEN = (errno.EAGAIN, errno.EACCES)                            # of a lock that another process has
 
 
 def os_error_number(error: BaseException) -> int:
@@ -168,14 +151,14 @@ def os_error_number(error: BaseException) -> int:
 
 
 def os_error_cure(error: BaseException, otherwise: str) -> str:
-    """What to do about a file that cannot be opened, read or written, by the reason that the system gives; else `otherwise`.
+    """What to do about a file that cannot be opened, read or written, where the system gives a reason; else `otherwise`.
+    NetCDF's own numbers are below 0, and speak of the file.
 
     Never to remove it: a file that cannot be reached is as good as ever.
     """
     number = os_error_number(error)
-    if number == errno.ENOLCK or ("unable to lock" in str(error) and number in (*NO_LOCKS, *TAKEN)):
-        if number in TAKEN:
-            return ("another process is writing it: wait until that is done; if none is, set HDF5_USE_FILE_LOCKING=FALSE in the "
-                    "environment and run again")
-        return "its file system keeps no locks: set HDF5_USE_FILE_LOCKING=FALSE in the environment and run again"
-    return next((cure for numbers, cure in OS_ERROR_CURES.items() if number in numbers), otherwise)
+    if number in (errno.EMFILE, errno.ENFILE):
+        return "raise the limit of open files (ulimit -n 65536), or use fewer data.workers"
+    if number in (errno.ENOENT, errno.ENOTDIR):
+        return "it is not there: mind its name, or restore the file and run again"
+    return "the file itself may be good: see to what the system says, and run again" if number > 0 else otherwise

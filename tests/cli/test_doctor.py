@@ -7,33 +7,12 @@ from course.cli import doctor
 from course.cli.doctor import Row
 from course.utils.errors import CourseError
 
-TOPOLOGY = """\
-\x1b[4m\tGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
-GPU0\t X \tNV18\tNV18\tSYS\tPXB\t0-31\t0\t\tN/A
-GPU1\tNV18\t X \tNV18\tSYS\tPXB\t0-31\t0\t\tN/A
-GPU2\tNV18\tNV18\t X \tPIX\tNODE\t0-31\t0\t\tN/A
-GPU3\tSYS\tSYS\tPIX\t X \tNODE\t0-31\t0\t\tN/A
-NIC0\tPXB\tPXB\tNODE\tNODE\t X
-
-Legend:
-  X    = Self
-  SYS  = Connection traversing PCIe as well as the SMP interconnect between NUMA nodes
-"""
-
 
 def test_the_table_is_printed_and_nothing_is_needed(capsys):
     assert doctor.main() == 0
     out = capsys.readouterr().out
     for what in ("Python", "PyTorch", "CUDA", "cuDNN", "NCCL", "GPU", "FP8", "Transformer Engine", "DALI", "HDF5", "Slurm"):
         assert what in out
-
-
-def test_links_are_read_from_the_topology():
-    links = doctor.parse_links(TOPOLOGY)
-    assert links == {(0, 1): "NV18", (0, 2): "NV18", (0, 3): "SYS", (1, 2): "NV18", (1, 3): "SYS", (2, 3): "PIX"}
-    assert doctor.summarise_links(links) == "NV18: 0-1, 0-2, 1-2; SYS: 0-3, 1-3; PIX: 2-3"
-    assert doctor.summarise_links({(0, 1): "NV18"}) == "every pair NV18"
-    assert "unknown" in doctor.summarise_links(doctor.parse_links(""))
 
 
 @pytest.mark.parametrize(("capability", "has"), [

@@ -599,6 +599,6 @@ def test_a_part_that_cannot_be_opened_is_not_begun_anew(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(era5.h5py, "File", fails)
-        with pytest.raises(CourseError, match=r"Too many open files.*ulimit -n"):
+        with pytest.raises(CourseError, match=r"Too many open files.*run again"):
             convert(config)
     assert part.read_bytes() == before

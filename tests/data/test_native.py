@@ -139,7 +139,7 @@ def test_a_long_folder_for_temporary_files_is_no_hindrance(tmp_path, monkeypatch
 
 @pytest.mark.parametrize(("error", "cure"), [
     (OSError("AF_UNIX path too long"), "set TMPDIR to a folder of a shorter name"),
-    (OSError(28, "No space left on device"), "the disk is full: free space"), (OSError(24, "Too many open files"), "ulimit -n")])
+    (OSError(28, "No space left on device"), "see to what the system says"), (OSError(24, "Too many open files"), "ulimit -n")])
 def test_a_hand_over_that_fails_in_a_thread_is_told_at_once(monkeypatch, error, cure):
     def fail(*arguments):
         raise error

@@ -11,7 +11,7 @@ from course import config
 from course.cli.data import stats
 from course.data import Latents, hdf5_storage, open_pairs, train_loader
 from course.data.loaders import numpy_files
-from course.data.weather import layout, pairs
+from course.data.weather import layout
 from course.data.weather.layout import inspect_year
 from course.inference import forecast_scores
 from course.parallel import Axis
@@ -43,25 +43,15 @@ def spoil(data, entry, value, name="train/1980.h5", channel=slice(None)):
 
 @pytest.mark.parametrize("value", [0, 9.96921e36, -32767])
 @pytest.mark.parametrize("loader", QUICK[:2])
-def test_training_refuses_an_entry_of_fill_values_in_mid_file(own_data, monkeypatch, loader, value):
-    monkeypatch.setattr(pairs, "check_sample_entries", lambda year, plausible: None)              # as of a large file
+def test_training_refuses_an_entry_of_fill_values_in_mid_file(own_data, loader, value):
     spoil(own_data, 7, value, channel=2)
     with pytest.raises(CourseError, match=r"1980\.h5: entry 7 holds what no atmosphere has: t2m is .* at 128 of 128 points"):
         first(12, settings(own_data, loader))
 
 
-@pytest.mark.parametrize(("entry", "small"), [(0, 0), (10, 0), (19, 0), (7, 1 << 26)])
-def test_opening_looks_at_all_of_small_files_and_a_few_entries_of_large_ones(own_data, monkeypatch, entry, small):
-    monkeypatch.setattr(pairs, "SMALL", small)
-    spoil(own_data, entry, 0)
-    with pytest.raises(CourseError, match=rf"1980\.h5: entry {entry} holds what no atmosphere has: u10 is 0 .*19 more channels"):
-        open_pairs(settings(own_data, "native"), "train")
-
-
-def test_evaluation_refuses_an_entry_of_zeros(own_data, tmp_path, monkeypatch):
+def test_evaluation_refuses_an_entry_of_zeros(own_data, tmp_path):
     run = trainer.main(config.load("vit-demo", [*tiny_settings(own_data, tmp_path / "runs"), "train.steps=2"]))
     spoil(own_data, 5, 0, "test/1982.h5")
-    monkeypatch.setattr(pairs, "check_sample_entries", lambda year, plausible: None)              # as of a large file
     with pytest.raises(CourseError, match=r"1982\.h5: entry 5 holds what no atmosphere has"):
         forecast_scores.score_run(run)
 
@@ -157,20 +147,16 @@ def test_a_file_that_is_open_without_a_lock_is_opened_again(tmp_path):
 
 
 @pytest.mark.parametrize(("number", "text", "cure"), [
-    (errno.ENOLCK, "unable to lock file", "set HDF5_USE_FILE_LOCKING=FALSE"),
-    (errno.EAGAIN, "unable to lock file", "another process is writing it: wait"),
-    (errno.EACCES, "Permission denied", "ask its owner"), (errno.EMFILE, "Too many open files", "ulimit -n"),
-    (errno.ESTALE, "Stale file handle", "run again"), (errno.EIO, "Input/output error", "the disk or its server fails"),
-    (errno.ETIMEDOUT, "Connection timed out", "its file server does not answer"),
+    (errno.EACCES, "Permission denied", "see to what the system says"), (errno.EMFILE, "Too many open files", "ulimit -n"),
+    (errno.EIO, "Input/output error", "see to what the system says"),
     (None, f"unable to open file: errno = {errno.EMFILE}, error message = 'Too many open files'", "ulimit -n"),
-    (None, "truncated file: eof = 96", "it is truncated; remove it and make or copy it again"),
-    (None, "file signature not found", "move it away"), (None, "wrong B-tree signature", "make or copy it again"),
+    (None, "truncated file: eof = 96", "it is truncated, or not HDF5: move it away, and make or copy it again"),
+    (None, "wrong B-tree signature", "make or copy it again"),
 ])
 def test_the_cure_follows_the_reason(tmp_path, monkeypatch, number, text, cure):
     def fail(*arguments, **options):
         raise OSError(number, text) if number else OSError(text)
 
     monkeypatch.setattr(hdf5_storage.h5py, "File", fail)
-    with pytest.raises(CourseError, match=cure) as error, layout.open_data_file(tmp_path / "1979.h5"):
+    with pytest.raises(CourseError, match=cure), layout.open_data_file(tmp_path / "1979.h5"):
         pass
-    assert ("remove" in str(error.value)) == ("truncated" in text)

@@ -9,7 +9,7 @@ from course.bench import recorded_steps
 from course.config import load
 from course.config.validation import refusal
 from course.planner import hardware, memory, step_time
-from experiments import planner_choice
+from experiments import heldout, planner_choice
 
 H200 = hardware.load("h200")
 
@@ -58,7 +58,7 @@ def test_the_page_of_measurements_says_how_far_off_the_layouts_that_the_planner_
     """The file keeps what was predicted when they were measured; these are today's predictions."""
     rows = [row for row in json.loads((recorded_steps.RESULTS / "planned_2xh200.json").read_text())["rows"]
             if "ms" in row and row["preset"] in ("gpt-1.3b", "dit-xl")]
-    rows = [row for row in rows if recorded_steps.runs_as_recorded(load(row["preset"], row["settings"]))]
+    rows = [row for row in rows if heldout.runs_as_recorded(load(row["preset"], row["settings"]))]
     off = [abs(step_time.predict(load(row["preset"], row["settings"]), H200, 2).step * 1e3 / row["ms"] - 1) for row in rows]
     said = " ".join((recorded_steps.RESULTS.parents[2] / "docs/measured.md").read_text().split())
     assert len(rows) == 12

@@ -75,31 +75,13 @@ def test_a_step_of_days_is_pictured_after_one(tiny, monkeypatch, days, hours):
 
 
 @pytest.mark.parametrize(("change", "words"), [
-    (lambda run: run.parent, r"not the folder of a run .*: give the folder of a run, such as \S*/runs/vit-demo/default$"),
-    (lambda run: run.parent.parent, r"such as \S*/runs/vit-demo/default$"),
-    (lambda run: run / "checkpoints", r"such as runs/vit-demo/default$"),
-    (lambda run: run.parent / "defalut", r"defalut does not exist \(did you mean \S*/runs/vit-demo/default\?\): give"),
-    (lambda run: run.parent.parent / "vit-dmeo" / "default", r"does not exist \(did you mean \S*/runs/vit-demo/default\?\)"),
-    (lambda run: run.parent / "other", r"other does not exist: give the folder of a run"),
-    (lambda run: run / "a" / "b" / "c", r"c does not exist: give the folder of a run"),
+    (lambda run: run.parent, r"not the folder of a run .*: give the folder of a run, such as runs/vit-demo/default"),
+    (lambda run: run.parent / "defalut", r"defalut does not exist: give the folder of a run"),
     (lambda run: [file.unlink() for d in (run / "checkpoints").iterdir() for file in d.iterdir()] and run, "damaged"),
 ])
 def test_bad_runs_are_explained(run, change, words):
     with pytest.raises(CourseError, match=words):
         forecast_scores.score_run(change(run))
-
-
-def test_the_run_that_is_meant_is_named(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(CourseError, match=r"^runs/gpt-python/default does not exist: train it first, course train gpt-python$"):
-        forecast_scores.read_config(Path("runs/gpt-python/default"))
-    with pytest.raises(CourseError, match=r"first, course train gpt-python log\.name=mine$"):
-        forecast_scores.read_config(Path("runs/gpt-python/mine"))
-    (tmp_path / "runs" / "vit-demo" / "default").mkdir(parents=True)
-    (tmp_path / "runs" / "vit-demo" / "default" / "config.yaml").touch()
-    for name in ("vit-demo", "vit-demo/default"):
-        with pytest.raises(CourseError, match=rf"^{name} does not exist \(did you mean runs/vit-demo/default\?\)"):
-            forecast_scores.read_config(Path(name))
 
 
 def test_a_split_that_is_too_short_is_explained(run):

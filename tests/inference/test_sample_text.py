@@ -80,7 +80,7 @@ def test_a_text_ends_where_the_document_does(words, tmp_path, monkeypatch):
     monkeypatch.setattr(sample_text, "generate", lambda model, tokens, *how: torch.tensor([[*tokens[0], *more, end, *more]]))
     assert sample_text.sample_run(run, "def f(): ", 1, 1, 0, 0, 1, lambda text: None) == ["def f(): return x"]
     assert sample_text.sample_run(run, f"{bpe.END}a ", 1, 1, 0, 0, 1, lambda text: None) == ["a return x"]
-    with pytest.raises(CourseError, match="the prompt is no text in UTF-8"):
+    with pytest.raises(CourseError, match="the tokenizer cannot turn the prompt into tokens"):
         sample_text.sample_run(run, "a\udcff", 1, 1, 0, 0, 1)
 
 

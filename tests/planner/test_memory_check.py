@@ -36,12 +36,10 @@ def test_what_is_named_instead_should_fit(preset, there):
     assert given and memory.predict(config.load(preset, given)).total <= there * GB
 
 
-def test_a_model_that_no_setting_makes_fit_is_told_with_one_that_does():
+def test_a_model_that_no_setting_makes_fit_is_told_to_be_smaller_or_on_more_gpus():
     words = refused("gpt-7b", 16 * GB)
-    assert "of which optimizer states are 53.3" in words and "course plan gpt-7b --gpus 8" in words
-    name, *given = words.partition(": take ")[2].partition(", the largest")[0].replace(" with", "").split()
-    assert memory.predict(config.load(name, given)).total <= 16 * GB
-    assert "take a smaller model, or spread" in refused("gpt-7b", GB // 10)
+    assert "of which optimizer states are 53.3" in words and "take a smaller model" in words
+    assert "course plan gpt-7b --gpus 8" in words
 
 
 def test_processes_of_a_machine_share_its_memory():

@@ -16,7 +16,7 @@ from course.cli import main, plan
 from course.config import load
 from course.config.validation import refusal
 from course.parallel.mesh import groups, lay_out
-from course.planner import collectives, hardware, infeasible, memory, search, search_space, step_time
+from course.planner import collectives, hardware, memory, search, search_space, step_time
 from course.planner.search import find_layouts
 from course.planner.search_space import divisors, factors
 from course.utils.errors import CourseError
@@ -236,10 +236,9 @@ def test_what_does_not_fit_says_why():
     ("gpt-7b", ["parallel.tp=2", "parallel.pp=2", "parallel.cp=1", "parallel.dp=2"], 16, H100, r"a layout of 8 GPUs.*are 16"),
     ("vit-mp", ["train.global_batch=7", "parallel.tp=1", "parallel.pp=1", "parallel.cp=1"], 8, H100,
      r"no layout of 8 GPUs .*dp=8 does not divide train.global_batch=7: choose a divisor, or a multiple of 8"),
-    ("gpt-7b", ["precision=fp16"], 1, V100, r"no layout fits 1 x v100-16: .* optimizer states .*: take 16 GPUs"),
+    ("gpt-7b", ["precision=fp16"], 1, V100, r"no layout fits 1 x v100-16: .* optimizer states .*: take more or larger GPUs"),
     ("gpt-7b", [], 1, H100, r"the nearest, one GPU, needs 1\d\d GB of 81 \(86 less the 5% that --free keeps\)"),
-    ("gpt-7b", [], 1, H100, r": take 2 GPUs"),
-    ("gpt-7b", ["train.recompute=none", "train.micro_batch=64"], 8, H100, r": take 16 GPUs"),
+    ("gpt-7b", ["train.recompute=none", "train.micro_batch=64"], 8, H100, r": take more or larger GPUs, or a smaller model"),
     ("gpt-7b", ["precision=fp32"], 8, hardware.load("h20"), "")])
 def test_bad_input_gets_a_sentence_that_says_what_would_fit(preset, settings, gpus, h, says):
     c = load(preset, ["data.source=mock", *settings])
@@ -349,17 +348,9 @@ def test_most_measured_peaks_are_within_what_stays_free():
         drawn = {row["name"]: row for row in heldout.listed(name)}
         for row in json.loads((heldout.RESULTS / f"{name}_h200.json").read_text())["rows"]:
             one = drawn[row["name"]]
-            if recorded_steps.runs_as_recorded(load(one["preset"], one["settings"])):
+            if heldout.runs_as_recorded(load(one["preset"], one["settings"])):
                 off.append(heldout.predicted_gb(one) / max(row["memory_gb"], row["first_gb"]) - 1)
     assert (len(off), sum(abs(error) <= 0.05 for error in off)) == PEAKS
-
-
-def test_the_least_number_of_gpus_holds_it_and_half_of_it_does_not():
-    asked = search_space.SearchRequest(load("gpt-7b", ["precision=fp16"]), V100, 1, frozenset(), ("fp16",))
-    least = infeasible.least_gpus(asked)
-    assert infeasible.fits_somewhere(replace(asked, gpus=least)) and not infeasible.fits_somewhere(replace(asked,
-                                                                                                           gpus=least // 2))
-    assert infeasible.least_gpus(replace(asked, machine=replace(V100, memory=0))) == 0
 
 
 # ---- what it says, and the commands

@@ -81,7 +81,6 @@ def write_shards(out: Path, shards: list[Shard], folder: Path, shape: tuple[int,
 
 LOOKS = ("a folder should hold one folder a class (0000, 0001 ..., or names), or features and labels in two folders of files of "
          "the same names, such as imagenet256_features/0.npy and imagenet256_labels/0.npy")
-SPLIT_NAMES = {"train", "training", "val", "valid", "validation", "test", "testing"}
 LEFT_BY_SYSTEMS = {"__MACOSX", "lost+found", "$RECYCLE.BIN", "System Volume Information", "@eaDir"}
 MOST_CLASSES = 1_000_000                            # a larger number is a date, say
 
@@ -123,22 +122,12 @@ def class_files(path: Path, endings: tuple[str, ...]) -> list[Path]:
 
 
 def check_classes(folder: Path, classes: list[Path]) -> None:
-    """Raise `CourseError` for folders that cannot be classes: strangers among numbers, a number twice, splits, features alone."""
-    numbers, others = [path for path in classes if path.name.isdecimal()], [path for path in classes if not path.name.isdecimal()]
-    if numbers and others:
-        few, kind = (others, "number") if len(others) <= len(numbers) else (numbers, "name")
-        raise CourseError(f"{few[0]} is not called by a {kind}, as the other classes are, and would change which number each "
-                          "class has: move it away, or call all classes alike")
-    seen: dict[int, Path] = {}
-    for path in numbers:
-        if (twin := seen.setdefault(int(path.name), path)) != path:
-            raise CourseError(f"{twin} and {path.name} are the same number: give each class one folder")
-        if int(path.name) > MOST_CLASSES:
-            raise CourseError(f"{path} would be class {int(path.name)}: move it away if it is none; {LOOKS}")
-    words = {path.name.lower() for path in classes}
-    if words <= SPLIT_NAMES:
-        raise CourseError(f"{folder} holds {', '.join(sorted(words))}, which are no classes but parts of a data set: give one of "
-                          "these folders; --valid keeps samples for validation")
+    """Raise `CourseError` for folders that cannot be classes: numbers among names, a number twice, features alone."""
+    numbers = {int(path.name) for path in classes if path.name.isdecimal()}
+    if numbers and (len(numbers) < len(classes) or max(numbers) > MOST_CLASSES):
+        some = ", ".join(path.name for path in classes[:8])
+        raise CourseError(f"{folder} has the folders {some} ..., which are not all numbers of classes, each once: move away what "
+                          f"is no class, or call all by names; {LOOKS}")
     if len(classes) == 1 and re.search("feature|latent|moment|label", classes[0].name, re.IGNORECASE):
         raise CourseError(f"{classes[0]} alone does not say which class each file is of: {LOOKS}")
 

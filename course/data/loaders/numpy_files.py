@@ -19,8 +19,6 @@ from course.resilience.folder_lock import only_maker
 from course.utils.atomic_files import atomic, flush, remove
 from course.utils.errors import CourseError
 
-LOOKS = 4                                            # states of a year that are looked at before training
-
 
 def folder_of(year: Year) -> Path:
     """Where the states of a data file lie."""
@@ -45,14 +43,11 @@ def check(pairs: Pairs) -> None:
         if found != year.shape[0]:
             raise CourseError(f"data.loader=dali_numpy wants {year.shape[0]} files in {folder_of(year)}, not {found}: "
                               f"make them with `course data numpy {year.path.parents[1]}`")
-        for entry in {year.shape[0] * i // LOOKS for i in range(LOOKS)} | {year.shape[0] - 1}:
-            file = folder_of(year) / name_of(entry)
-            state = layout.load_npy(file, "numpy", year.path.parents[1])
-            if state.shape != year.shape[1:] or state.dtype != np.float32:
-                raise CourseError(f"{file} holds {state.dtype} {state.shape}, not float32 {year.shape[1:]}: move "
-                                  f"{folder_of(year)} away and run `course data numpy {year.path.parents[1]}`")
-            if what := pairs.plausible.whole(state):
-                raise layout.implausible_state(file, entry, what)
+        file = folder_of(year) / name_of(0)
+        state = layout.load_npy(file, "numpy", year.path.parents[1])
+        if state.shape != year.shape[1:] or state.dtype != np.float32:
+            raise CourseError(f"{file} holds {state.dtype} {state.shape}, not float32 {year.shape[1:]}: move {folder_of(year)} "
+                              f"away and run `course data numpy {year.path.parents[1]}`")
 
 
 def convert(path: Path, say: Callable[[str], None] = print) -> None:

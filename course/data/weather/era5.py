@@ -73,7 +73,7 @@ class Piece:
         try:
             values = self.array.isel(time=places).transpose("time", ..., "latitude", "longitude").to_numpy()
         except Exception as error:          # each backend has its own kinds
-            cure = cure_of(error, self.file, "it is damaged; copy it again")
+            cure = os_error_cure(error, "it is damaged; copy it again")
             raise CourseError(f"{self.file} cannot be read ({first_line(error)}): {cure} and run again, the conversion goes on "
                               "where it stopped") from error
         # WeatherBench2 derives relative humidity as a fraction and states no units; the Data Store's is in percent
@@ -148,16 +148,6 @@ def pattern(path: Path) -> str:
     return os.path.join(glob.escape(str(folder)), *path.parts[len(folder.parts):])
 
 
-def cure_of(error: Exception, name: str, otherwise: str) -> str:
-    """What to do about a file that cannot be read. NetCDF does not say why HDF5 failed: h5py does, of the same file."""
-    if "HDF error" in str(error):
-        try:
-            h5py.File(name, "r").close()
-        except OSError as reason:
-            error = reason
-    return os_error_cure(error, otherwise)
-
-
 def open_file(name: str, engine: str) -> "Dataset":
     """One NetCDF file or Zarr store, opened but not read, its dimensions renamed to the keys of `DIMS`."""
     try:
@@ -173,7 +163,7 @@ def open_file(name: str, engine: str) -> "Dataset":
         else:
             data = xr.open_dataset(name, engine=engine, chunks=None, cache=False)
     except Exception as error:              # each backend has its own kinds
-        cure = cure_of(error, name, "give .nc files or a .zarr store; convert GRIB to NetCDF and unpack archives first")
+        cure = os_error_cure(error, "give .nc files or a .zarr store; convert GRIB to NetCDF and unpack archives first")
         raise CourseError(f"{name} is missing, or damaged, or not {engine} ({first_line(error)}): {cure}") from error
     for standard, names in DIMS.items():
         found = next((dim for dim in names if dim in data.dims and dim in data.coords), None)
@@ -330,8 +320,8 @@ def fill_year(path: Path, times: np.ndarray, pieces: list[Piece], config: Era5, 
                 file.attrs.modify("done", start + len(block))
                 file.flush()
     except (OSError, RuntimeError) as error:                    # HDF5 raises either where the disk is full
-        cure = os_error_cure(error, "free space, or end the process that writes it, or choose another path, and run again")
-        raise CourseError(f"cannot write {part} ({first_line(error)}): {cure}; it goes on where it stopped") from error
+        raise CourseError(f"cannot write {part} ({first_line(error)}): free space, or end the process that writes it, or choose "
+                          "another path, and run again; it goes on where it stopped") from error
     with atomic(path) as temporary:
         os.replace(part, temporary)
 

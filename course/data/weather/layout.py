@@ -129,9 +129,10 @@ def inspect_year(file: Path) -> Year:
 
 
 @contextmanager
-def open_data_file(file: Path, cure: str = "") -> Iterator[h5py.File]:
+def open_data_file(file: Path) -> Iterator[h5py.File]:
     """A data file to read from in the block, which does no more than that: what it raises is a `CourseError` whose cure follows
-    the reason; `cure`: that of damage."""
+    the reason."""
+    cure = "it is truncated, or not HDF5: move it away, and make or copy it again"
     with hdf5_errors(f"{file} cannot be read", cure), open_hdf5(file) as found:
         yield found
 

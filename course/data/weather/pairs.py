@@ -21,7 +21,6 @@ from course.data.weather.plausibility import PlausibleRanges
 from course.utils.errors import CourseError
 
 Batch = dict[str, Tensor]
-SMALL, LOOKS = 1 << 26, 8                            # bytes of a file of which all entries are looked at, else how many are
 RESTORE = "restore the file and run again"           # the cure for one that was good when training began
 
 
@@ -51,8 +50,6 @@ class Pairs(Dataset[Batch]):
         self._open: dict[int, h5py.Dataset] = {}
         self.plausible = PlausibleRanges.of(layout.channel_names(self.years[0]), self.mean[:, 0, 0])
         self._check_scale(Path(path))
-        for year in self.years:
-            check_sample_entries(year, self.plausible)
 
     def _check(self, channels: int, grid: tuple[int, int]) -> None:
         file, (C, H, W) = self.years[0].path, self.shape
@@ -133,21 +130,6 @@ class Pairs(Dataset[Batch]):
 def sample_ids(samples: list[int], device: torch.device) -> Tensor:
     """A batch's `sample`, on its way to the device; the host does not wait for what the device has still to do."""
     return torch.tensor(samples, pin_memory=device.type == "cuda").to(device, non_blocking=True)
-
-
-def check_sample_entries(year: layout.Year, plausible: PlausibleRanges) -> None:
-    """Raise `CourseError` if two rows show that an entry was never written: any of a small file, a few of a large one.
-
-    Megabytes at most, since every rank does this to every file; each state that is read is looked at as well.
-    """
-    times, rows = year.shape[0], slice(year.shape[2] // 4, None, max(1, year.shape[2] // 2))        # no pole: winds may be 0
-    every = 1 if 4 * np.prod(year.shape) <= SMALL else max(1, times // LOOKS)
-    with layout.open_data_file(year.path) as file:
-        for entries in ([range(times)] if every == 1 else [range(t, t + 1) for t in {*range(0, times, every), times - 1}]):
-            found = plausible.suspects(file["fields"][entries.start:entries.stop, :, rows])
-            for entry in (entries[i] for i in found):
-                if what := plausible.whole(file["fields"][entry]):
-                    raise layout.implausible_state(year.path, entry, what)
 
 
 def open_fields(path: Path) -> h5py.Dataset:

@@ -55,15 +55,12 @@ class PlausibleRanges:
 
     def few(self, states: np.ndarray) -> tuple[int, str] | None:
         """Which of some states (N, C, H, W) has wrong numbers, and what these are; None if a few points of each show none."""
-        return next(((i, told) for i in self.suspects(states) if (told := self.whole(states[i]))), None)
-
-    def suspects(self, states: np.ndarray) -> list[int]:
-        """Which of some states (N, C, H, W) a few points of each show to be wrong; `whole` says what is, if anything."""
         if not states.size:
-            return []
+            return None
         rows, columns = (max(1, n // FEW) for n in states.shape[2:])
         some = states[:, :, rows // 2::rows, columns // 2::columns]
-        return [int(i) for i in np.flatnonzero(self._wrong(some.reshape(*some.shape[:2], -1)).any(1))]
+        suspects = np.flatnonzero(self._wrong(some.reshape(*some.shape[:2], -1)).any(1))
+        return next(((int(i), told) for i in suspects if (told := self.whole(states[i]))), None)
 
     def whole(self, state: np.ndarray) -> str:
         """What is wrong with a state (C, H, W), in words, such as `t2m is 0 at 12 of 128 points`; "" if nothing is."""
