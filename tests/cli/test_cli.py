@@ -54,7 +54,7 @@ BAD_INPUT = {
     "wrong type": (None, ["vit-demo", "train.steps=many"], ["train.steps=many", "integer"]),
     "missing data folder": (None, ["vit-demo", "data.path=nowhere"],
                             ["nowhere/train does not exist", "data.source=mock",
-                             "course data weather path=nowhere 'grid=[32,64]'` (0.36 GB)"]),
+                             "course data weather path=nowhere 'grid=[32,64]'`"]),
     "truncated HDF5": (truncate, [], ["1980.h5 cannot be read", "truncated", "move it away"]),
     "wrong channel count": (None, ["model.channels=19"], ["20 channels", "model.channels=20"]),
     "wrong grid": (other_grid, [], ["10x20", "model.grid=[10,20]"]),

@@ -124,10 +124,8 @@ def test_a_missing_folder_says_how_to_make_data(tmp_path):
         layout.find_years(tmp_path, "train")
 
 
-@pytest.mark.parametrize(("grid", "command"), [((32, 64), "'grid=[32,64]'` (0.36 GB)"),
-                                               ((360, 720), "'grid=[360,720]'` (45 GB, long on a CPU)"),
-                                               ((720, 1440), "'grid=[720,1440]'` (180 GB, long on a CPU)")])
-def test_how_to_make_data_can_be_pasted_and_says_its_size(grid, command):
+@pytest.mark.parametrize(("grid", "command"), [((32, 64), "'grid=[32,64]'`"), ((360, 720), "'grid=[360,720]'`")])
+def test_how_to_make_data_can_be_pasted(grid, command):
     with pytest.raises(CourseError) as error:
         layout.find_years(Path("no where"), "train", grid)
     assert f"`course data weather 'path=no where' {command}" in str(error.value) and "data.source=mock" in str(error.value)

@@ -269,7 +269,7 @@ def test_the_layout_is_written(made, tmp_path):
     assert np.isfinite(means).all() and np.allclose(climate.mean((1, 2)), means[:, 0, 0], rtol=1e-3, atol=1e-2)
     with h5py.File(year.path) as file:
         assert abs(file.attrs["mass_drift"]) < 1e-6 and abs(file.attrs["energy_drift"]) < 1e-2
-    assert said[0] == f"writing 4 files to {path}, 0.01 GB"
+    assert said[0] == f"writing 4 files to {path}, 0.000492 GB"
     assert any(line.startswith("simulating 4 years at once, 1979 to 1982, on cpu") for line in said)
     assert [line.split(":")[0].strip() for line in said if "mass of the air" in line] == ["1979", "1980", "1981", "1982"]
 

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from itertools import groupby
@@ -86,8 +86,11 @@ def make(config: Jsonl, say: Callable[[str], None] = print) -> None:
     config = replace(config, vocab=config.vocab or VOCAB)
     path = Path(config.path)
     request = {"made by": "course data jsonl", "version": VERSION, **describe(config, files)}
-    with announce_resume(say):
+    try:
         made = make_once(path, lambda: is_made(path, request), lambda: write(config, files, request, say))
+    except KeyboardInterrupt:
+        say("interrupted; the same command goes on where it stopped")
+        raise
     if not made:
         say(f"{path} is there already")
         remove(path / "parts")
@@ -142,16 +145,6 @@ def describe(config: Jsonl, files: list[Path]) -> dict[str, Any]:
     of_data = {key: value for key, value in asdict(config).items() if key not in ("path", "jobs")}
     given = {key: sha256(Path(of_data[key])) for key in ("tokenizer", "vocabulary", "merges") if of_data[key]}
     return of_data | given | {"files": [[file.name, file.stat().st_size] for file in files]}
-
-
-@contextmanager
-def announce_resume(say: Callable[[str], None]) -> Iterator[None]:
-    """An interrupt is answered with what to do next."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        say("interrupted; the same command goes on where it stopped")
-        raise
 
 
 def begin_parts(parts: Path, request: dict[str, Any]) -> None:

@@ -37,8 +37,8 @@ class PythonCorpus:
 def make(config: PythonCorpus, say: Callable[[str], None] = print) -> None:
     """Train a tokenizer on the library's training files and write the tokens of all. The same bytes from the same Python."""
     check_split_fractions(config.valid, config.test)
-    path, request = Path(config.path), {"made by": "course data tokens", "python": platform.python_version(),
-                                        **without_path(asdict(config))}
+    path, request = Path(config.path), {"made by": "course data tokens", "python": platform.python_version(), **asdict(config)}
+    del request["path"]                              # it decides where the bytes lie, not what they are
     if not make_once(path, lambda: is_made(path, request), lambda: write(config, request, say)):
         say(f"{path} is there already")
 
@@ -100,11 +100,6 @@ def choose_split(what: bytes, valid: float, test: float) -> str:
     """The split of a document, from a hash: the same in every order and company; twins never part."""
     place = int.from_bytes(hashlib.blake2b(what, digest_size=8).digest()) / 2**64        # evenly in [0, 1)
     return "valid" if place < valid else "test" if place < valid + test else "train"
-
-
-def without_path(settings: dict[str, Any]) -> dict[str, Any]:
-    """What decides the bytes, not where they lie."""
-    return {key: value for key, value in settings.items() if key != "path"}
 
 
 def is_made(path: Path, request: dict[str, Any]) -> bool:

@@ -11,7 +11,6 @@ Latitudes run from north to south, longitudes eastwards from 0. A file may carry
 below on an equally spaced grid are meant.
 """
 
-import math
 import shlex
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -29,7 +28,6 @@ from course.utils.errors import CourseError
 
 HOURS = 6                                        # between two entries of a file
 SPLITS = ("train", "valid", "test")
-LARGE = 5.0                                      # GB from which on a CPU is long at making them
 
 # Name and unit of each channel, in file order: that of the ERA5 course data (FourCastNet's twenty).
 CHANNELS = {
@@ -98,21 +96,9 @@ def find_years(path: Path, split: str, grid: tuple[int, int] | None = None) -> l
 
 
 def make_command(path: Path, grid: tuple[int, int] | None) -> str:
-    """The command that makes data, as a shell takes it, and what it costs where a grid is given."""
-    from course.data.weather import simulation
-
+    """The command that makes data, as a shell takes it."""
     words = [f"path={path}"] + ([f"grid=[{grid[0]},{grid[1]}]"] if grid else [])
-    command = f"`course data weather {shlex.join(words)}`"
-    if not grid:
-        return command
-    config = simulation.Weather(grid=grid)
-    size = simulation.gigabytes(config.train + config.valid + config.test, config)
-    return f"{command} ({format_gb(size)}{', long on a CPU' if size >= LARGE else ''})"
-
-
-def format_gb(size: float) -> str:
-    """So many GB in words, rounded up: as much room is needed."""
-    return f"{math.ceil(size):,} GB" if size >= 10 else f"{math.ceil(size * 100) / 100:g} GB"
+    return f"`course data weather {shlex.join(words)}`"
 
 
 def inspect_year(file: Path) -> Year:
@@ -183,11 +169,8 @@ def write_statistics(path: Path, years: list[Year]) -> None:
     total = np.zeros(years[0].shape[1:])
     squares = np.zeros(years[0].shape[1])
     shift: np.ndarray | None = None              # subtract a first guess: z50 is 200,000 ± 1,000
-    plausible: PlausibleRanges | None = None
     for year in years:
-        for start, block in state_blocks(year, 8):
-            plausible = plausible or PlausibleRanges.of(channel_names(year), np.nanmedian(block, (0, 2, 3)))
-            check_entries(year.path, start, block, plausible)
+        for block in checked_blocks(year):
             if shift is None:
                 shift = block.mean((0, 2, 3))
             block -= shift[:, None, None]
@@ -211,14 +194,20 @@ def remake_statistics(path: Path) -> None:
     years = find_years(path, "train")
     with only_maker(path):
         write_statistics(path, years)
-    check_splits(path, [split for split in SPLITS if split != "train"])
+    for file in (file for split in SPLITS if split != "train" for file in sorted((path / split).glob("*.h5"))):
+        for _ in checked_blocks(inspect_year(file)):
+            pass
 
 
-def state_blocks(year: Year, entries: int) -> Iterator[tuple[int, np.ndarray]]:
-    """So many states of a file at a time, in order: the first one's number, float64 (at most `entries`, channel, lat, lon)."""
+def checked_blocks(year: Year) -> Iterator[np.ndarray]:
+    """Some states of a file at a time, in order, float64 (at most 8, channel, lat, lon). Raises as `check_entries`."""
+    plausible: PlausibleRanges | None = None
     with open_data_file(year.path) as file:
-        for start in range(0, year.shape[0], entries):
-            yield start, file["fields"][start:start + entries].astype("float64")
+        for start in range(0, year.shape[0], 8):
+            block = file["fields"][start:start + 8].astype("float64")
+            plausible = plausible or PlausibleRanges.of(channel_names(year), np.nanmedian(block, (0, 2, 3)))
+            check_entries(year.path, start, block, plausible)
+            yield block
 
 
 def check_entries(file: Path, first: int, states: np.ndarray, plausible: PlausibleRanges) -> None:
@@ -229,16 +218,6 @@ def check_entries(file: Path, first: int, states: np.ndarray, plausible: Plausib
         if not (finite := np.isfinite(state).all((1, 2))).all():
             name = plausible.names[int(np.argmin(finite))]
             raise CourseError(f"{file}: entry {entry} has missing values (NaN) in {name}: {MAKE_AGAIN}")
-
-
-def check_splits(path: Path, splits: Iterable[str]) -> None:
-    """Look at every entry of the files of some splits, as `write_statistics` does at those for training."""
-    for file in (file for split in splits for file in sorted((path / split).glob("*.h5"))):
-        year = inspect_year(file)
-        plausible: PlausibleRanges | None = None
-        for start, block in state_blocks(year, 8):
-            plausible = plausible or PlausibleRanges.of(channel_names(year), np.nanmedian(block, (0, 2, 3)))
-            check_entries(file, start, block, plausible)
 
 
 def read_statistics(path: Path, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:

@@ -81,7 +81,7 @@ def fill(config: Weather, device: torch.device, say: Callable[[str], None]) -> N
     for file in statistics_of(config) if absent else []:     # they will be of other years: an interrupted run must not leave them
         file.unlink(missing_ok=True)
     if absent:
-        say(f"writing {len(absent)} files to {config.path}, {layout.format_gb(gigabytes(len(absent), config))}")
+        say(f"writing {len(absent)} files to {config.path}, {gigabytes(len(absent), config):.3g} GB")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)                     # the transforms are small: as fast, and the same bytes on any number of cores
     try:
