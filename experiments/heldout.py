@@ -138,7 +138,7 @@ def listed(name: str) -> list[Row]:
 def predicted(row: Row, plain_step: float = 0.0) -> Time:
     """What is predicted of a configuration of a list on H200s. plain_step: seconds of a plain step on their host, if measured."""
     local = workload_of(configuration.load(row["preset"], row["settings"]), hardware.load("h200"), row["gpus"])
-    return step_time.time_of(replace(local, host=local.host.at(plain_step)) if plain_step else local)
+    return step_time.time_of(replace(local, host=replace(local.host, plain_step=plain_step)) if plain_step else local)
 
 
 def predicted_gb(row: Row) -> float:

@@ -100,10 +100,6 @@ class Host:
     rows: Mapping[str, Cost]
     plain_step: float
 
-    def at(self, plain_step: float) -> "Host":
-        """The same at another speed."""
-        return Host(self.rows, plain_step)
-
     def seconds(self, config: Config, dp: int, blocks: int, micros: int, buckets: int = 1) -> float:
         """Seconds of a step on a rank with so many blocks, micro-batches and buckets of gradients; dp: its data parallel ranks.
         A graph needs none."""

@@ -260,13 +260,13 @@ def with_recomputation(asked: SearchRequest, candidate: Config, limit: float) ->
     return layout
 
 
-def as_plain(plan: Plan, top: int = 0) -> dict[str, Any]:
-    """A plan as JSON takes it: bytes and seconds; the first `top` layouts, 0: all."""
+def as_plain(plan: Plan) -> dict[str, Any]:
+    """A plan as JSON takes it: bytes and seconds."""
     layouts = [{"settings": settings(one.config, plan.config), **one.sizes, "step_s": one.time.step,
                 "samples_per_s": one.time.samples_per_s, "mfu": one.time.mfu, "parts_s": one.time.parts,
                 "memory_bytes": one.memory.total, "memory": {entry.name: getattr(one.memory, entry.name)
                                                              for entry in fields(one.memory)}}
-               for one in plan.layouts[:top or None]]
+               for one in plan.layouts]
     misfits = [{entry.name: getattr(one, entry.name) for entry in fields(one)} for one in plan.misfits]
     return {"preset": plan.config.preset, "gpus": plan.gpus, "hardware": plan.hardware.name, "memory_bytes": plan.hardware.memory,
             "free": plan.asked.free, "fits": len(plan.layouts), "layouts": layouts, "misfits": misfits, "refused": plan.refused,

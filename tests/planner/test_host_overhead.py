@@ -1,7 +1,7 @@
 """What the host needs for a step: fitted to four steps, and put together from rows."""
 
 import json
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from itertools import product
 from statistics import median
 
@@ -124,7 +124,7 @@ def test_layouts(settings, dp, more):
 def test_a_graph_asks_nothing_of_the_host_and_a_slower_one_takes_longer():
     assert blocks_of(["graphs=true"]) == 0
     found, c = made_up(), load("gpt-124m", FEW)
-    assert found.at(3e-3).seconds(c, 1, 12, 4) == pytest.approx(3 * found.seconds(c, 1, 12, 4))
+    assert replace(found, plain_step=3e-3).seconds(c, 1, 12, 4) == pytest.approx(3 * found.seconds(c, 1, 12, 4))
     assert found.seconds(c, 1, 12, 4) == pytest.approx(4 * found.seconds(c, 1, 12, 1))
 
 
