@@ -20,10 +20,11 @@ from torch import Tensor
 
 from course.bench import timing
 from course.bench.command_line import command
-from course.bench.layout_harness import PROFILE, Row, Stack, batch_of, forward_backward, measure, randomize
+from course.bench.layout_harness import PROFILE, Row, Stack, batch_of, forward_backward, measure
 from course.config import FP8, Config, Parallel, Train
 from course.fp8 import native, transformer_engine
-from course.parallel import World, build_mesh, joined, parallelize
+from course.parallel import Layout, World, build_mesh, joined, parallelize
+from course.parallel.initialize import give_memory
 from course.planner import flops
 from course.training.step import Progress, build_compute
 
@@ -46,15 +47,19 @@ def cases(device: torch.device) -> dict[str, tuple[Config, bool, bool]]:
     return found
 
 
-def build(config: Config, world: World, size: Size, enabled: bool) -> tuple[Any, native.Scaling]:
-    """The stack, with the same random weights in every case, and its scales."""
+def build(config: Config, world: World, size: Size, enabled: bool) -> tuple[Layout, native.Scaling]:
+    """The stack's layout, whose one stage it is, with the same random weights in every case, and its scales."""
     mesh = build_mesh(Parallel(), world)
     with torch.device("meta"):
         model: Any = Stack(*size, causal=True)
     scaling = native.convert(model, config, mesh)
-    model = native.prepare(parallelize(model, mesh, config.parallel), scaling)
+    layout = parallelize(model, mesh, config.parallel)
+    native.prepare(model, layout, scaling)
     torch.manual_seed(0)
-    return transformer_engine.convert(randomize(model, world.device, torch.float32), config, mesh, enabled), scaling
+    for parameter in model.parameters():
+        give_memory(parameter, torch.randn(parameter.shape, device=world.device) * 0.02)
+    transformer_engine.convert(model, config, mesh, enabled)
+    return layout, scaling
 
 
 def stacks(world: World, size: Size, samples: int, tokens: int) -> Iterator[Row]:
@@ -64,11 +69,12 @@ def stacks(world: World, size: Size, samples: int, tokens: int) -> Iterator[Row]
     work = 3 * samples * flops.blocks(tokens, dim, 4 * dim, depth)
     good, first, base = torch.zeros((), device=world.device), 0.0, 0.0
     for name, (config, compiled, enabled) in cases(world.device).items():
-        model, scaling = build(config, world, size, enabled)
-        losses = [loss_of(model, config, world, batch, scaling) for _ in range(2)]      # the second has scales of the first
+        layout, scaling = build(config, world, size, enabled)
+        model, = layout.stages
+        losses = [loss_of(layout, config, world, batch, scaling) for _ in range(2)]      # the second has scales of the first
         if compiled:
             model.compile()
-        once = forward_backward(model, build_mesh(Parallel(), world), batch, precision=config.precision)
+        once = forward_backward(layout, batch, precision=config.precision)
 
         def run(once: Callable[[], object] = once, scaling: native.Scaling = scaling) -> None:
             once()
@@ -80,13 +86,14 @@ def stacks(world: World, size: Size, samples: int, tokens: int) -> Iterator[Row]
             row |= {"times bf16": base / row["ms"], "tflops": work / row["ms"] / 1e9, "loss off": losses[1] / first - 1}
             print("    {times bf16:.2f} x bf16, {tflops:.0f} TFLOP/s, loss off by {loss off:.1e}".format(**row), flush=True)
         yield row
-        del model, run, once, scaling
+        del model, layout, run, once, scaling
         torch._dynamo.reset()
 
 
-def loss_of(model: Any, config: Config, world: World, batch: dict[str, Tensor], scaling: native.Scaling) -> float:
+def loss_of(layout: Layout, config: Config, world: World, batch: dict[str, Tensor], scaling: native.Scaling) -> float:
     """The loss of a pass forward and backward."""
-    compute = build_compute(model, Progress.start(config, world.device), config, build_mesh(Parallel(), world))
+    model, = layout.stages
+    compute = build_compute(model, Progress.start(config, world.device), config, layout)
     loss = compute(batch).item()
     model.zero_grad()
     scaling.update(torch.zeros((), device=world.device))

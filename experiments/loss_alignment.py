@@ -37,7 +37,7 @@ from course.data.latents import digits
 from course.data.text import python_corpus
 from course.models import DiTConfig, build_model
 from course.ops.number_formats import parameter_dtype
-from course.parallel import build_mesh, initialize_serial, joined, placement
+from course.parallel import Layout, build_mesh, initialize_serial, joined, serial_placements
 from course.training.assemble import Training, assemble
 from course.training.run_log import memory_gb
 from course.training.trainer import global_loss
@@ -119,19 +119,19 @@ def settings(model: str, run: str, small: bool) -> Config:
     return configuration.load(model, given)
 
 
-def same_weights(model: nn.Module, config: Config, device: torch.device) -> None:
+def same_weights(model: nn.Module, layout: Layout, config: Config, device: torch.device) -> None:
     """Give a model the first weights of seed 0, whatever its own seed is for.
 
     Raises `CourseError` for one whose weights are copies in 16 bits, over which the optimizer would write what it has of its own.
     """
     if any(p.dtype != parameter_dtype(config.precision) for p in model.parameters()):
         raise CourseError("runs are compared from the same weights, and of 16-bit ones the optimizer has others, its masters: "
-                          "compare with kernels=pytorch and parallel.zero=false")
+                          "compare with kernels=pytorch and parallel.zero=0")
     fresh = initialize_serial(build_model(config.model), 0, device)
-    values = {placement(p).name: p for p in fresh.parameters()}
+    values = {where.name: p for p, where in serial_placements(fresh).items()}
     with torch.no_grad():
         for p in model.parameters():
-            p.copy_(values[placement(p).name])
+            p.copy_(values[layout.placements[p].name])
 
 
 def train(model: str, run: str, small: bool) -> Row:
@@ -142,7 +142,7 @@ def train(model: str, run: str, small: bool) -> Row:
     with joined(config.train.device) as world:
         mesh = build_mesh(config.parallel, world)
         training = assemble(config, mesh)
-        same_weights(training.model, config, world.device)
+        same_weights(training.model, training.layout, config, world.device)
         with closing(train_loader(config, mesh.dp, world.device, 0, training.model.example)) as batches:    # type: ignore[arg-type]
             losses, ms = follow(training, batches, run == FROZEN)
         found = global_loss(losses, mesh).tolist()

@@ -33,6 +33,7 @@ from course.training.assemble import Training
 from course.training.assemble import assemble as assemble_training
 from course import config, data, parallel
 from course.fp8 import native
+from course.models.layers import Linear
 from course.ops import number_formats
 from course.config import schema
 from course.data.weather import simulation
@@ -174,7 +175,7 @@ def watch(name: str):
 
 
 for name, module in training.model.named_modules():
-    if name.startswith("blocks.") and hasattr(module, "matmul"):
+    if name.startswith("blocks.") and isinstance(module, Linear):
         module.register_forward_hook(watch(name))
 loader = data.train_loader(training.config, training.mesh.dp, cpu, 0, training.model.example)
 for number in range(60):
@@ -485,7 +486,7 @@ print(f"the mean of 64 steps' FP8 errors is {(differences.mean(0).norm() / each)
 # *hybrid* format. The library's:
 
 # %%
-lab.show("course.fp8.native.Product")
+lab.show("course.fp8.native.FP8Linear")
 
 # %% [markdown]
 # Everything else, norms, softmax, residual sums, the optimizer, stays as it is in bf16 mixed precision.

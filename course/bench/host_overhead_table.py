@@ -27,6 +27,7 @@ from course.bench import gpu_pool, kernel_table, layout_harness, timing
 from course.bench.command_line import command
 from course.bench.gpu_pool import Row
 from course.config import Parallel
+from course.config.axes import AXES
 from course.parallel import Mesh, World, build_mesh, joined
 from course.planner.host_overhead import RECOMPUTE, SETTINGS, Cost, row_name
 from course.training.assemble import assemble
@@ -58,7 +59,7 @@ def rows_of(gpus: int) -> dict[str, tuple[str, list[str]]]:
 def measure(kind: str, overrides: list[str], world: World, laps: int) -> tuple[Cost, float]:
     """What a model's steps cost in a setting, on the ranks that there are, in plain steps; and the seconds of one of these."""
     torch._dynamo.reset()                            # each row is compiled by itself
-    axes = {name: 2 if f"parallel.{name}=2" in overrides else 1 for name in ("pp", "dp", "cp", "tp")}
+    axes = {name: 2 if f"parallel.{name}=2" in overrides else 1 for name in AXES}
     runs: dict[Size, Callable[[], object]] = {UNIT: plain_step(world.device)}
     sizes = [(blocks, micros, 25.0) for blocks, micros in product(BLOCKS, MICROS)]
     for blocks, micros, bucket_mb in sizes + [(BLOCKS[-1], 1, 1e-3)] * (axes["dp"] > 1):

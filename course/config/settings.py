@@ -16,6 +16,7 @@ from typing import Any, Literal
 import yaml
 
 from course.config import validation
+from course.config.axes import AXES
 from course.config.schema import as_plain, build, current, merge, parse, read_yaml, reading
 from course.models import Model, ViTConfig
 from course.utils.atomic_files import atomic
@@ -85,7 +86,7 @@ class Parallel:
     dp: int = 0                                     # data-parallel ranks; 0: what the other axes leave
     cp: int = 1                                     # context-parallel ranks
     tp: int = 1                                     # tensor-parallel ranks
-    order: str = "pp-dp-cp-tp"                      # slowest first: the last axis joins neighbouring ranks
+    order: str = "-".join(AXES)                     # slowest first: the last axis joins neighbouring ranks
     sp: bool = False                                # sequence parallel: norms and residuals cut by tokens over tp
     # with sp: how linears communicate beside their matmuls. auto: nccl, or none where native FP8 multiplies whole tensors;
     # symmetric: ranks write into each other's memory, over NVLink and in one node, which is faster

@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
+from course.config.axes import AXES
 from course.models import DiTConfig, GPTConfig, Model, ViTConfig
 from course.models.linears import linears_on_rank
 from course.ops.number_formats import LOW_PRECISION
@@ -48,8 +49,9 @@ def check(config: "Config") -> "Config":
     if not isinstance(config.model, ViTConfig) and config.data.source == "files" and config.data.loader != "native":
         what = {"gpt": "tokens", "dit": "latents"}[config.model.kind]
         raise CourseError(f"data.loader={config.data.loader} reads weather: for {what} set data.loader=native")
-    if sorted(config.parallel.order.split("-")) != ["cp", "dp", "pp", "tp"]:
-        raise CourseError(f"parallel.order={config.parallel.order} must name pp, dp, cp and tp once each, such as pp-dp-cp-tp")
+    if sorted(config.parallel.order.split("-")) != sorted(AXES):
+        raise CourseError(f"parallel.order={config.parallel.order} must name {', '.join(AXES[:-1])} and "
+                          f"{AXES[-1]} once each, such as {'-'.join(AXES)}")
     p = config.parallel
     if (p.chunks > 1) != (p.schedule == "interleaved" and p.pp > 1):
         raise CourseError(f"parallel.chunks={p.chunks} with parallel.schedule={p.schedule} and parallel.pp={p.pp}: interleaved "

@@ -9,6 +9,7 @@ without memory, the model that this rank will have, and the placements say which
 them, are its own. They are read, and written one tensor after another; never is more than one of them in memory.
 """
 
+import math
 import shlex
 import shutil
 from collections.abc import Callable, Iterable, Iterator
@@ -24,6 +25,7 @@ from course import config
 from course.checkpoint import checkpoint
 from course.checkpoint.shards import Shard, read_placed, write_shards
 from course.config import Config, schema, validation
+from course.config.axes import AXES
 from course.data import order
 from course.data.text import end_tokens
 from course.inference.forecast_scores import read_config
@@ -102,8 +104,7 @@ def resettled(run: Path, old: Config, settings: Iterable[str], name: str) -> Con
 
 def ranks_of(settings: Config) -> int:
     """How many ranks a layout has; dp=0, what the others leave, is 1 here, where nobody says how many there are."""
-    p = settings.parallel
-    return p.pp * p.cp * p.tp * max(p.dp, 1)
+    return math.prod(max(getattr(settings.parallel, name), 1) for name in AXES)
 
 
 def reshard(source: Path, index: Index, settings: Config, folder: Path) -> Path:

@@ -233,9 +233,11 @@ class Matmul(Product):
         return E4M3, E4M3, self.gradients
 
     def split_over(self, axis: Axis) -> None:
+        """With the current recipe a tensor has one scale over the ranks that have its pieces."""
         self.axis = axis
 
     def check(self, weight: Tensor) -> None:
+        """Raise `CourseError` if a weight has a width, (N, K), that cuBLAS does not take."""
         if any(side % MULTIPLE for side in weight.shape):
             rows, columns = weight.shape
             raise CourseError(f"precision=fp8 needs widths divisible by {MULTIPLE}, and {self.name} maps {columns} features to "

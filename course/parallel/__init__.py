@@ -1,6 +1,6 @@
 """Parallelism as surgery on a serial model: `parallelize(model, mesh, settings)`, the mesh it works on, the layout it returns."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -46,8 +46,8 @@ def parallelize(model: nn.Module, mesh: Mesh, settings: "Parallel") -> Layout:
     parameter has a value, and where a seam is missing without which ranks would compute something else than one process does.
     """
     check_meta(model)
-    # with ZeRO each rank owns its segments
-    placements = serial_placements(model, settings.zero > 0 or mesh.dp_cp.rank == 0, mesh.dp_cp)
+    own_parts = ("pp", "tp", "dp", "cp") if settings.zero else ("pp", "tp")             # with ZeRO each rank has segments
+    placements = serial_placements(model, mesh.first_along_all_but(*own_parts), mesh.dp_cp)
     tokens: WholeTokens | SplitTokens = WholeTokens()
     sp = mesh.tp if settings.sp else Axis("tp")
     split = None
@@ -74,10 +74,10 @@ def check_meta(model: nn.Module) -> None:
                           "(`with torch.device(\"meta\"):`); values come after, by random.initialize or checkpoint.load")
 
 
-def check_seams(model: nn.Module, cp: Axis, sp: Axis) -> None:
+def check_seams(model: Any, cp: Axis, sp: Axis) -> None:
     """Raise `CourseError` if tokens are cut and what has to reach over all of them cannot be found."""
     cut = {"context": cp.size > 1, "sequence": cp.size * sp.size > 1}
-    if cut[model.token_plan.get("target", "context")]:                  # type: ignore[union-attr, operator]
+    if cut[model.token_plan.get("target", "context")]:
         require_seam(model, "sum_over_tokens", "its loss would count the tokens of one rank alone; pass what it adds up over "
                      "tokens through course.models.layers.SumOverTokens")
     if cp.size > 1:

@@ -27,14 +27,13 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
+from course.config.axes import AXES
 from course.parallel.rendezvous import telling
 from course.utils.errors import CourseError
 from course.utils.machine import end_with_parent
 
 if TYPE_CHECKING:
     from course.config import Parallel
-
-AXES = ("pp", "dp", "cp", "tp")
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ def group_of(axis: Axis) -> dist.ProcessGroup:
 
 def axis_of(name: str) -> Axis:
     """The axis of a group that is known by name."""
-    group: Any = distributed_c10d._resolve_process_group(name)          # type: ignore[arg-type]
+    group: Any = distributed_c10d._resolve_process_group(name)          # type: ignore[arg-type]  # GroupName is a str
     return Axis(name, group.size(), group.rank(), tuple(dist.get_process_group_ranks(group)), group)
 
 
@@ -71,16 +70,37 @@ class World:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The four axes, the joint axis over which gradients are averaged, and the whole world as an axis."""
+    """The axes by name, the joint axis over which gradients are averaged, and the whole world as an axis."""
 
     world: World
-    grid: Tensor                                    # the ranks, laid out as (pp, dp, cp, tp)
-    pp: Axis
-    dp: Axis
-    cp: Axis
-    tp: Axis
+    grid: Tensor                                    # the ranks, a dim for each of `AXES`: (pp, dp, cp, tp)
+    axes: Mapping[str, Axis]
     dp_cp: Axis
     all: Axis
+
+    @property
+    def pp(self) -> Axis:
+        """Pipeline stages."""
+        return self.axes["pp"]
+
+    @property
+    def dp(self) -> Axis:
+        """Data-parallel ranks."""
+        return self.axes["dp"]
+
+    @property
+    def cp(self) -> Axis:
+        """Context-parallel ranks."""
+        return self.axes["cp"]
+
+    @property
+    def tp(self) -> Axis:
+        """Tensor-parallel ranks."""
+        return self.axes["tp"]
+
+    def first_along_all_but(self, *names: str) -> bool:
+        """Whether this rank is the first along every axis but these: it speaks for those that have the same."""
+        return all(axis.rank == 0 for name, axis in self.axes.items() if name not in names)
 
     def lines(self, name: str) -> list[list[int]]:
         """The ranks of every group along an axis, of this rank's and of the others'."""
@@ -289,7 +309,7 @@ def abandoned() -> bool:
 
 
 def build_mesh(parallel: "Parallel", world: World) -> Mesh:
-    """Lay the ranks out along pp, dp, cp and tp in the configured order.
+    """Lay the ranks out along the axes in the configured order.
 
     `parallel.order` names the axes slowest first: in `pp-dp-cp-tp` neighbouring ranks differ in tp, so
     tensor-parallel groups sit on neighbouring GPUs. dp=0 takes whatever the other axes leave.
@@ -298,7 +318,7 @@ def build_mesh(parallel: "Parallel", world: World) -> Mesh:
     other's memory are not on one node.
     """
     sizes = {name: getattr(parallel, name) for name in AXES}
-    others = sizes["pp"] * sizes["cp"] * sizes["tp"]
+    others = math.prod(size for name, size in sizes.items() if name != "dp")
     sizes["dp"] = sizes["dp"] or max(1, world.size // others)
     product = others * sizes["dp"]
     if product != world.size:
@@ -314,13 +334,13 @@ def build_mesh(parallel: "Parallel", world: World) -> Mesh:
     grid = DeviceMesh(world.device.type, ranks, mesh_dim_names=AXES)
     joint = grid["dp", "cp"]._flatten("dp_cp")
     whole = Axis("all", world.size, world.rank, tuple(range(world.size)), dist.group.WORLD)
-    pp, dp, cp, tp = (_axis(name, grid[name]) for name in AXES)
-    return Mesh(world, ranks, pp, dp, cp, tp, _axis("dp_cp", joint), whole)
+    return Mesh(world, ranks, {name: _axis(name, grid[name]) for name in AXES}, _axis("dp_cp", joint), whole)
 
 
 def single(world: World) -> Mesh:
     """The mesh of one process."""
-    return Mesh(world, torch.zeros([1] * len(AXES), dtype=torch.long), *(Axis(name) for name in (*AXES, "dp_cp", "all")))
+    axes = {name: Axis(name) for name in AXES}
+    return Mesh(world, torch.zeros([1] * len(AXES), dtype=torch.long), axes, Axis("dp_cp"), Axis("all"))
 
 
 def nodes(size: int) -> list[str]:

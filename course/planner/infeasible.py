@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from course.config import Config
-from course.parallel.mesh import AXES
+from course.config.axes import AXES
 from course.planner import memory
 from course.planner.search_space import SearchRequest, divisors, least_memory_variants
 

@@ -25,8 +25,8 @@ from itertools import cycle, product
 from typing import Any
 
 from course.config import Config
+from course.config.axes import AXES
 from course.config.validation import refusal
-from course.parallel.mesh import AXES
 from course.planner import memory, step_time
 from course.planner.hardware import Hardware, unsupported
 from course.planner.infeasible import TooLarge, no_layout, nothing_fits, too_large

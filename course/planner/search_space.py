@@ -16,8 +16,8 @@ from itertools import permutations, product
 from typing import Any
 
 from course.config import Config
+from course.config.axes import AXES
 from course.config.validation import batch_rule, pipeline_rule, refusal, tensor_rule
-from course.parallel.mesh import AXES
 from course.planner import collectives, memory, parameter_memory, step_time
 from course.planner.hardware import Hardware
 

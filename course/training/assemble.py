@@ -44,6 +44,10 @@ def assemble(config: Config, mesh: Mesh, noise: float = 0.0) -> Training:
     """Build the serial model, cut it for the mesh, give each rank its part of the weights, and put the step around it.
 
     noise: the standard deviation of weights that would start at zero.
+
+    Each surgery stands where it must: a number format before the cut, since a linear keeps its product when it is cut; values
+    after the cut, so that a rank draws its own part alone; Transformer Engine after the values, since its modules take the
+    parameters as they are; fused operators before what wraps blocks; compilation last, of what blocks compute by then.
     """
     set_matmul_precision(config.precision)
     attention.set_attention_backend(config.attention, config.model.dim // config.model.heads, config.precision, mesh.world.device)

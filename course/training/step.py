@@ -154,7 +154,7 @@ def train_step(compute: Compute, model: Any, gradients: GradientSync, optimizer:
         bad, nan = any_rank(torch.stack([~(loss.isfinite() & norm.isfinite()), ~loss.isfinite()]), layout.mesh.all)
         progress.lr.copy_(learning_rate(progress.step, config))
         optimizer.grad_scale = progress.loss_scale / clip_factor(norm, config.optim.clip)    # type: ignore[attr-defined]
-        optimizer.found_inf = bad                     # type: ignore[attr-defined]
+        optimizer.found_inf = bad                     # type: ignore[attr-defined]  # neither is in PyTorch's stub of Optimizer
         with part("optimizer"):
             optimizer.step()
         gradients.clear()

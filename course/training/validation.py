@@ -98,7 +98,7 @@ class Validation:
         """`valid_loss` over all samples and ranks; of weather `valid_rmse`, and a picture of the first forecast to the report."""
         mesh = self.layout.mesh
         device = mesh.world.device
-        one_of_many = mesh.cp.rank == mesh.tp.rank == 0                                    # the ranks that have the same samples
+        one_of_many = mesh.first_along_all_but("dp", "pp")                                 # of ranks that have the same samples
         forward = forward_only(model, self.layout, self.config.precision, loss_alone=not self.channels)
         sums = torch.zeros(2 + len(self.channels), dtype=torch.float64, device=device)     # loss, weight, squared errors
         for number, batch in enumerate(self._micro_batches()):

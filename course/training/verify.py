@@ -24,6 +24,7 @@ from torch import Tensor
 
 from course import config as configuration
 from course.config import Config, Parallel
+from course.config.axes import AXES
 from course.config.validation import num_microbatches, refusal
 from course.data import Batch, order
 from course.models import build_model
@@ -129,8 +130,7 @@ def main(preset: str, overrides: list[str], thorough: bool = False) -> bool:
     Raises `CourseError` for a layout that is refused or none, `RankError` if a rank fails of something else.
     """
     config = default_settings(preset, overrides)
-    p = config.parallel
-    count = p.pp * max(1, p.dp) * p.cp * p.tp
+    count = math.prod(max(1, getattr(config.parallel, name)) for name in AXES)
     if count == 1 and not (thorough or launched() or config.compile or config.graphs):
         raise CourseError("this is one process, and would be compared with itself: name a layout, such as parallel.tp=2")
     own = not launched() and count > 1              # starts its ranks itself
@@ -159,7 +159,7 @@ def default_settings(preset: str, overrides: Sequence[str], more: Sequence[str] 
     """The configuration to compare, with all data-parallel ranks counted. more: settings between the defaults and the user's."""
     config = configuration.load(preset, [*DEFAULTS, *more, *overrides])
     p = config.parallel
-    others = p.pp * p.cp * p.tp
+    others = math.prod(getattr(p, name) for name in AXES if name != "dp")
     dp = p.dp or max(1, world_size() // others)
     return replace(config, parallel=replace(p, dp=dp))
 
@@ -493,7 +493,7 @@ def gap(a: Tensor, b: Tensor, scale: float, exact: bool = True) -> float:
 def tell(config: Config, gaps: list[Gap]) -> bool:
     """Print the verdict; whether all is equal. Where less than half can be judged there is none, and that is not equal."""
     p, steps = config.parallel, max(entry.step for entry in gaps)
-    layout = " ".join(f"{name}={getattr(p, name)}" for name in ("pp", "dp", "cp", "tp")) + (" sp" if p.sp else "")
+    layout = " ".join(f"{name}={getattr(p, name)}" for name in AXES) + (" sp" if p.sp else "")
     print(f"{config.preset} in {config.precision}, {config.train.steps} steps of {config.optim.name}: {layout} against one "
           "process")
     for number in range(1, steps + 1):

@@ -65,14 +65,14 @@ def test_what_chooses_nothing_is_refused_before_everything_is_run(argument, sent
 def test_all_runs_are_configurations_from_the_same_weights():
     from course import config
     from course.models import build_model
-    from course.parallel import initialize_serial
+    from course.parallel import initialize_serial, serial_layout
 
     for model in loss_alignment.MODELS:
         for name in loss_alignment.RUNS:
             assert loss_alignment.settings(model, name, False).train.steps == loss_alignment.STEPS
     small = config.load("dit-demo", ["model.depth=1"])
     model = initialize_serial(build_model(small.model, 7), 7, torch.device("cpu"))
-    loss_alignment.same_weights(model, small, torch.device("cpu"))
+    loss_alignment.same_weights(model, serial_layout(model), small, torch.device("cpu"))
     fresh = initialize_serial(build_model(small.model), 0, torch.device("cpu"))
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), fresh.parameters(), strict=True))
 
@@ -86,7 +86,7 @@ def test_weights_that_are_copies_of_masters_are_refused():
     small = config.load("dit-demo", ["model.depth=1", "precision=bf16", "kernels=triton", "train.device=cpu"])
     training = assemble(small, build_mesh(small.parallel, join("cpu")))
     with pytest.raises(CourseError, match="has others, its masters: compare with kernels=pytorch and"):
-        loss_alignment.same_weights(training.model, small, torch.device("cpu"))
+        loss_alignment.same_weights(training.model, training.layout, small, torch.device("cpu"))
 
 
 @pytest.mark.slow

@@ -360,6 +360,7 @@ def test_a_loss_in_float32_spoils_what_is_said_of_it_and_no_more():
     assert told.count("not compared, since the format is another one") == 3 and told.count("✗") == 1 and "9 of 26" in told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "slip", "case"), [
     ("loss-scaler", "the wrong way", r'next_scale\("fp16", scale=(\d+), good=\d+, bad=1\)\[0\] gave \d+; [\d.]+ is right'),
     ("loss-scaler", "the count goes on", r'next_scale\("fp16", scale=\d+, good=1999, bad=0\)\[1\] gave 2000; 0 is right'),

@@ -120,6 +120,7 @@ def test_the_site_of_a_clone_is_that_of_what_learners_get(tmp_path, monkeypatch)
     assert os.readlink(tmp_path / "out" / "submit" / "site") == "sites/ours.sh"
 
 
+@pytest.mark.slow
 def test_hints_work_without_solutions(out, tmp_path):
     """What checks draw their hints from is released: a known mistake is named to the learner who makes it."""
     wrong = tmp_path / "00_start_here.py"
@@ -179,7 +180,7 @@ def test_a_copy_that_hides_its_answers_computes_with_them(hiding):
     assert not list((hiding / "course/data").rglob("order*.pyc"))
 
 
-@pytest.mark.parametrize("exercise", ["training-step", "column-row"])
+@pytest.mark.parametrize("exercise", ["training-step", pytest.param("column-row", marks=pytest.mark.slow)])
 def test_a_copy_that_hides_its_answers_checks_answers(hiding, tmp_path, exercise):
     mistake = known_mistakes(find(exercise))[0]
     for source, status, said in ((right(find(exercise)), 0, ""), (wrong(find(exercise), mistake), 1, mistake.hint[:40])):

@@ -63,7 +63,7 @@ def a_run(c):
         mesh = build_mesh(replace(c.parallel, dp=max(c.parallel.dp, 1)), world)
         model = build_model(c.model)
         scaling = native.convert(model, c, mesh)
-        model = native.prepare(parallelize(model, mesh, c.parallel), scaling)
+        native.prepare(model, parallelize(model, mesh, c.parallel), scaling)
         mine = my_slice(c.train.global_batch, mesh.dp.size, mesh.dp.rank)
         if mesh.pp.size > 1:
             share = mine.stop - mine.start

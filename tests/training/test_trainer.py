@@ -80,7 +80,8 @@ def test_a_run_says_what_this_machine_does_otherwise(tiny, capsys, settings, say
 def test_a_pipeline_that_is_never_full_says_so(tiny, stages, settings, says):
     """The default, train.micro_batch=0, is one micro-batch."""
     mesh = build_mesh(Parallel(), World())
-    told = trainer.bubble_warning(config.load("vit-demo", [*tiny, *settings]), replace(mesh, pp=Axis("pp", stages)))
+    mesh = replace(mesh, axes={**mesh.axes, "pp": Axis("pp", stages)})
+    told = trainer.bubble_warning(config.load("vit-demo", [*tiny, *settings]), mesh)
     assert re.search(says, told) if says else told == ""
 
 

@@ -1,9 +1,13 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
+from course.lab.instruments.tensor_memory import MemoryMeter
 from course.models import ViTConfig, build_model
-from course.parallel import initialize_serial
+from course.parallel import Placement, initialize_serial
+from course.parallel.initialize import first_value
 from course.utils import random
 from course.utils.errors import CourseError
 
@@ -80,6 +84,27 @@ def test_initialize_is_a_function_of_seed_and_name(model):
     for name, p in make(depth=1).named_parameters():                            # another depth: the same weights by name
         assert torch.equal(p, deeper[name])
     assert not torch.equal(make(seed=8).embed.proj.weight, model.embed.proj.weight)
+
+
+def test_parameters_stay_the_objects_that_they_were():
+    """So that whoever knows one by its identity, such as a layout, knows it before and after."""
+    model = build_model(ViTConfig(grid=(8, 16), patch=2, dim=32, depth=1, heads=4))
+    before = list(model.parameters())
+    initialize_serial(model, 7, torch.device("cpu"))
+    assert all(one is other for one, other in zip(before, model.parameters(), strict=True))
+    assert not any(p.is_meta for p in before)
+
+
+@pytest.mark.parametrize("flat", [(0, 5), (7, 100), (100, 100), (0, 384)])
+def test_a_flat_range_of_a_box_is_drawn_alone(flat):
+    """What a rank of fully sharded training has: the same numbers, and no more memory than for these."""
+    box = ((0, 3), (1, 3), (0, 8), (4, 12))
+    where = Placement("blocks.0.attn.qkv.weight", (3, 4, 8, 16), box)
+    whole = first_value(0.02, random.key(7, "weights", where.name), where, torch.device("cpu"))
+    with MemoryMeter() as meter:
+        part = first_value(0.02, random.key(7, "weights", where.name), replace(where, flat=flat), torch.device("cpu"))
+    assert torch.equal(part, whole.flatten()[slice(*flat)])
+    assert meter.peak <= 200 * max(1, flat[1] - flat[0])
 
 
 def test_what_cannot_be_given_a_first_value_is_named():

@@ -103,7 +103,7 @@ def apply_context_parallel(model: nn.Module, placements: Placements, tokens: Spl
                     raise CourseError(f"parallel.context=all_to_all gives each of parallel.cp={size} ranks a part of the "
                                       f"{stop - start} heads that tp leaves in {name}: choose a cp that divides them, "
                                       "or parallel.context=ring")
-    replace_at_seam(model, "attend", lambda old: METHODS[method](old.causal, tokens))   # type: ignore[arg-type]
+    replace_at_seam(model, "attend", lambda old: METHODS[method](old.causal, tokens))
 
 
 def check_attention(model: nn.Module) -> None:

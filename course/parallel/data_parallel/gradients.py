@@ -81,7 +81,7 @@ class GradientSync(ABC):
     """
 
     def __init__(self, model: nn.Module, placements: Placements, bucket_mb: float = 25.0, low: torch.dtype | None = None):
-        self.placements, self.bucket_mb, self.low = placements, bucket_mb, low
+        self.placements = placements
         self.trainable = [p for p in model.parameters() if p.requires_grad]             # what gets gradients
         # what the optimizer has; it leaves alone what is frozen: that has no gradient
         self.optimizer_parameters = list(model.parameters())
@@ -105,7 +105,7 @@ class GradientSync(ABC):
             parameter.grad = None
 
     def after_optimizer_step(self) -> None:         # noqa: B027 (most methods have nothing to do here)
-        """The optimizer has updated `parameters`."""
+        """The optimizer has updated `optimizer_parameters`."""
 
     def wait_parameters(self) -> None:              # noqa: B027
         """Wait until the model's parameters are those of the last step."""
@@ -119,6 +119,7 @@ class Naive(GradientSync):
     """One all-reduce at the end."""
 
     def finish(self) -> None:
+        """Zeros where a parameter has no gradient, means, and sums of what is partial."""
         fill_missing_gradients(self.trainable)
         for axis, held in by_axis(self.trainable, self.placements, "average_over"):
             average_gradients(held, axis)
@@ -145,6 +146,7 @@ class DDP(GradientSync):
         self.microbatches_left = 1
 
     def trained(self, model: Any) -> Any:
+        """The model whose forward pass goes through DDP's."""
         return ThroughDDP(model, self._forward)
 
     def begin(self, num_microbatches: int) -> None:
@@ -300,7 +302,7 @@ def finish_mean(bucket: Bucket, axis: Axis) -> None:
 
 def mean_op(x: Tensor) -> dist.ReduceOp:
     """What a collective on such a tensor, of any shape, does on the way to a mean: NCCL can average, gloo only add."""
-    return dist.ReduceOp.AVG if x.is_cuda else dist.ReduceOp.SUM        # type: ignore[return-value]
+    return dist.ReduceOp.AVG if x.is_cuda else dist.ReduceOp.SUM        # type: ignore[return-value]  # the stub says RedOpType
 
 
 def divide_by_size(x: Tensor, axis: Axis) -> None:

@@ -25,7 +25,7 @@ AS_IT_IS = hasattr(torch.Tensor, "grad_dtype")      # whether a parameter may ha
 
 
 class MasterWeights(NoSync):
-    """No averaging; `parameters` are masters in the place of the weights that are in 16 bits.
+    """No averaging; `optimizer_parameters` are masters in the place of the weights that are in 16 bits.
 
     low: the 16 bits of the matmuls. `copies`: of each master the model's weight, which the optimizer has to keep equal.
     """

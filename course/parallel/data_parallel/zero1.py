@@ -88,7 +88,7 @@ class ShardedBucket(Bucket):
 
 
 class ZeRO1(Bucketed):
-    """Bucketed data parallelism with the optimizer's states cut over the axis. `parameters` are this rank's segments.
+    """Bucketed data parallelism with the optimizer's states cut over the axis. `optimizer_parameters` are this rank's segments.
 
     low: the 16 bits of the matmuls, None for a model that computes in its parameters' format.
     """
@@ -161,7 +161,7 @@ class ZeRO1(Bucketed):
 def castable_weights(model: nn.Module, placements: Placements) -> list[nn.Parameter]:
     """The parameters that autocast casts wherever they are used: weights of linears that nothing else uses.
 
-    Without those whose gradient is completed in float32: other ranks have a part of it, or a module adds it up itself (`summed`).
+    Without those whose gradient is completed in float32: other ranks have a part of it, or a module adds it up itself (`sums`).
     And without frozen ones, which are nobody's share: their values would be lost.
     """
     held = [(p, name == "weight" and isinstance(module, Linear)) for module in model.modules()

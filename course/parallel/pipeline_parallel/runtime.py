@@ -182,7 +182,8 @@ class Pipeline:
         """
         kept = []
         for stage in range(self.pp.size * self.chunks):
-            owner, found = self.pp.ranks[stage % self.pp.size], [None]
+            owner = self.pp.ranks[stage % self.pp.size]
+            found: list[Any] = [None]
             if stage % self.pp.size == self.pp.rank:
                 work = Pass("F", stage // self.pp.size, 0)
                 for _ in range(memory if self.device.type == "cuda" else 1):
@@ -190,9 +191,9 @@ class Pipeline:
                     with self.rehearsal():
                         kept.append(forward(work.chunk, 0, self._as_input(work, [x.zero_() for x in given])))
                 if stage < self.pp.size * self.chunks - 1:          # what the last one puts out is sent to nobody
-                    found = [Message.of(kept[-1], samples)]         # type: ignore[list-item]
+                    found = [Message.of(kept[-1], samples)]
             dist.broadcast_object_list(found, owner, group=self.pp.group, device=torch.device("cpu"))
-            self.messages[stage] = found[0]                         # type: ignore[assignment]
+            self.messages[stage] = found[0]
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 

@@ -147,9 +147,9 @@ class SumOverSplitTokens(nn.Module):
         return x.clone()                            # torch.compile leaves out the backward of a copy that a graph ends with
 
 
-def split_tokens(model: nn.Module, cp: Axis, tp: Axis, zigzag: bool, overlap: str) -> SplitTokens:
+def split_tokens(model: Any, cp: Axis, tp: Axis, zigzag: bool, overlap: str) -> SplitTokens:
     """Cut what the model's `token_plan` names over cp, and over tp if that is an axis of more than one rank."""
-    plan: Mapping[str, str] = model.token_plan      # type: ignore[assignment]
+    plan: Mapping[str, str] = model.token_plan
     tokens = SplitTokens(plan, cp, tp, zigzag, overlap)
     tokens.causal_only = all(module.causal for module in modules_at_seam(model, "attend").values())
     total = SumOverSplitTokens(cp, tp if plan["target"] == "sequence" else Axis("tp"))
@@ -162,7 +162,7 @@ def modules_at_seam(model: nn.Module, seam: str) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules(remove_duplicate=False) if getattr(module, "seam", None) == seam}
 
 
-def replace_at_seam(model: nn.Module, seam: str, make: Callable[[nn.Module], nn.Module]) -> None:
+def replace_at_seam(model: nn.Module, seam: str, make: Callable[[Any], nn.Module]) -> None:
     """Put `make(module)` in the place of every module at the named seam, one for each module, wherever that is used."""
     made: dict[nn.Module, nn.Module] = {}
     for name, module in modules_at_seam(model, seam).items():

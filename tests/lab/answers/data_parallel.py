@@ -22,7 +22,7 @@ BOTH = """sending, receiving = dist.isend(held[goes], right, group=axis.group), 
             sending.wait()"""
 
 BUCKETS = '''
-def in_buckets(parameters, size):
+def partition_into_buckets(parameters, size):
     """Indices where buckets begin."""
     begins, held = [], 0
     for number, parameter in enumerate(parameters):
