@@ -252,11 +252,13 @@ def start_cluster(folder: OfCluster = None,
 
 
 @cluster.command("stop")
-def stop_cluster(folder: OfCluster = None) -> None:
-    """End it, with the jobs that run or wait, and remove its files."""
+def stop_cluster(folder: OfCluster = None,
+                 force: Annotated[bool, typer.Option("--force", "-f", help="also if jobs run or wait: they end with it")] = False
+                 ) -> None:
+    """End it and remove its files. While jobs run or wait it stays, and says which."""
     from course.lab.slurm import local_cluster as starter
 
-    starter.stop_command(folder or starter.default_folder())
+    starter.stop_command(folder or starter.default_folder(), force)
 
 
 @app.command("lint-sbatch", context_settings={"ignore_unknown_options": True})

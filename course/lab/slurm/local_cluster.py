@@ -33,6 +33,7 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "sinf
 DAEMONS = ("munged", "slurmctld", "slurmscriptd", "slurmd", "slurmstepd")
 SYSTEM_PATH = os.pathsep.join(["/usr/local/sbin", "/usr/sbin", "/sbin"])  # where daemons lie, outside a user's PATH
 START_SECONDS, JOB_SECONDS = 60.0, 240.0             # seconds that the nodes may take to come up; that a job may take
+ANSWER_SECONDS = 10.0                                # seconds in which a controller that lives tells its jobs
 WAIT_NOTICE_SECONDS = 15.0                           # seconds after which it says what a job waits for
 POLL_SECONDS = 0.2                                   # seconds between two looks
 FINISHED_STATES = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "BOOT_FAIL",
@@ -328,9 +329,23 @@ def start_command(folder: Path, nodes: int, cpus: int, gpus: int, partition: str
           f"export SLURM_CONF={shlex.quote(str(cluster.configuration))}")
 
 
-def stop_command(folder: Path) -> None:
-    """`course cluster stop`: jobs that run or wait end with it."""
-    if not Cluster(folder.resolve()).configuration.exists():
+def stop_command(folder: Path, force: bool = False) -> None:
+    """`course cluster stop`. Raises `CourseError` if it has jobs that are not over, unless `force` says that these end, too."""
+    cluster = Cluster(folder.resolve())
+    if not cluster.configuration.exists():
         raise CourseError(f"there is no Slurm of the course in {folder}: nothing to stop, or it is in another --folder")
+    jobs = [] if force else unfinished_jobs(cluster)
+    if jobs:
+        raise CourseError(f"{len(jobs)} {'job is' if len(jobs) == 1 else 'jobs are'} not over: {', '.join(jobs[:5])}"
+                          f"{' ...' if len(jobs) > 5 else ''}; wait for them, or end them with it: course cluster stop --force")
     stop(folder)
     print(f"stopped the Slurm in {folder}")
+
+
+def unfinished_jobs(cluster: Cluster) -> list[str]:
+    """`7 train (running)` for each job that runs or waits; none if its controller has died and nobody can know."""
+    try:
+        lines = cluster.run("squeue", "--noheader", "--format=%i %j (%T)", seconds=ANSWER_SECONDS).splitlines()
+    except CourseError:
+        return []
+    return [f"{line.rpartition(' ')[0]} {line.rpartition(' ')[2].lower()}" for line in lines]
