@@ -283,9 +283,9 @@ def compute_once(training: Any, batch: dict[str, Tensor]) -> None:
     """Forward, backward, and what the FP8 matmuls have seen into their histories; the weights stay."""
     from course.training.step import build_compute
 
-    micro = training.config.train.micro_batch or len(batch["sample"])
-    training.gradients.begin(-(-len(batch["sample"]) // micro))
-    build_compute(training.model, training.progress, training.config, training.layout)(batch)
+    training.gradients.begin(validation.num_microbatches(len(batch["sample"]), training.config.train.micro_batch))
+    model = training.gradients.trained(training.model)
+    build_compute(model, training.progress, training.config, training.layout)(batch)
     training.gradients.finish()
     training.gradients.clear()
     training.scaling.update(torch.zeros(()))

@@ -749,3 +749,26 @@ def test_other_sources_are_a_sentence(tmp_path):
         transformer_engine.check_model(dit_reference.CONFIG)
     assert transformer_engine.check_model(GPTConfig()) is transformer_engine.check_model(ViTConfig()) is None
     assert json.loads(transformer_engine.about(GPTConfig(), "stacked")[weight_files.MODEL])["kind"] == "gpt"
+
+
+def passes_of(way):
+    """What a rank has of a step's gradients after a pass of `convert` over samples of its own."""
+    from course.parallel import build_mesh
+    from course.training.assemble import assemble
+
+    settings = config.load("gpt-demo", ["model.depth=1", "model.dim=16", "model.heads=2", "precision=fp64", "train.device=cpu",
+                                        "data.source=mock", "train.global_batch=4", "parallel.dp=2", f"parallel.data={way}"])
+    training = assemble(settings, build_mesh(settings.parallel, join("cpu")))
+    mine = training.model.example(2, CPU, 2 * training.mesh.dp.rank)
+    batch = training.model.prepare(mine, training.progress.step)
+    kept = []
+    with mock.patch.object(training.gradients, "clear", lambda: kept.extend(p.grad.clone() for p in training.model.parameters()
+                                                                           if p.grad is not None)):
+        command.compute_once(training, batch)
+    return kept[-len(list(training.model.parameters())):]
+
+
+def test_a_pass_of_convert_averages_by_ddp_too():
+    for ours, theirs in zip(ranks(2)(passes_of, "naive"), ranks(2)(passes_of, "ddp"), strict=True):
+        for one, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(one, other)

@@ -56,7 +56,7 @@ def train(batches: Sequence[Batch], seed: int, *overrides: str, loss_scale: floa
     progress.loss_scale.fill_(loss_scale)
     gradients = build_gradient_sync(built, layout, c.parallel)
     optimizer = build_optimizer(gradients.optimizer_parameters, progress.lr, c)
-    compute = return_values.function(step.build_compute(built, progress, c, layout), "eager", "compute")
+    compute = return_values.function(step.build_compute(gradients.trained(built), progress, c, layout), "eager", "compute")
     run_step = step.train_step(lambda batch: return_values.tensor(compute(batch), "compute", (), torch.float64), built, gradients,
                           optimizer, progress, c, layout)
     my_samples = order.my_slice(c.train.global_batch, over.dp.size, over.dp.rank)

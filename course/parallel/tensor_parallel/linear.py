@@ -152,9 +152,10 @@ def apply_tensor_parallel(model: Any, placements: Placements, axis: Axis, tokens
     if "vocabulary_head" in model.tensor_plan.values():
         replace_at_seam(model, "cross_entropy", lambda old: VocabularyCrossEntropy(axis))
         replace_at_seam(model, "enter", lambda old: VocabularyEnter(axis, tokens))
+    planned = set(done.values())
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
-            if placements[parameter].axis is not None and module not in done.values():
+            if placements[parameter].axis is not None and module not in planned:
                 raise two_parts(placements[parameter].name)             # of which this use needs the whole
     owned_by_first(placements, model.parameters(), axis)
 
