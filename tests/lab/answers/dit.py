@@ -4,8 +4,8 @@ BLOCK = '''
 import torch
 import torch.nn.functional as F
 from torch import nn
-from course.models.dit import MLP, plain_norm
-from course.models.layers import Attention, Linear
+from course.models.dit import plain_norm
+from course.models.layers import MLP, Attention, Linear
 
 def modulate(x, shift, scale):
     return torch.addcmul(shift.unsqueeze(1), x, scale.unsqueeze(1) + 1)
@@ -16,7 +16,7 @@ class AdaLNBlock(nn.Module):
         self.norm1 = plain_norm(dim)
         self.attn = Attention(dim, heads)
         self.norm2 = plain_norm(dim)
-        self.mlp = MLP(dim, hidden)
+        self.mlp = MLP(dim, hidden, approximate="tanh")
         self.ada = Linear(dim, 6 * dim)
 
     def forward(self, x, c):
