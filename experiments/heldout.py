@@ -31,7 +31,7 @@ from course.bench.command_line import command
 from course.bench.gpu_pool import Row
 from course.bench.recorded_steps import RESULTS
 from course.convert import reshard
-from course.models import build_model
+from course.models import DiTConfig, GPTConfig, build_model
 from course.parallel import build_mesh, joined
 from course.planner import flops, hardware, memory, step_time
 from course.planner.rank_workload import workload_of
@@ -71,7 +71,7 @@ def runs_as_recorded(config: configuration.Config) -> bool:
     """Whether the code of today runs a configuration as it did until 2026-11-25: then tensor parallelism did not cut a DiT's
     modulation, symmetric memory was PyTorch's operators, and Triton kernels were fewer beside communication."""
     p = config.parallel
-    return p.tp == 1 or not (p.symmetric or config.model.kind == "dit" or config.kernels == "triton")
+    return p.tp == 1 or not (p.symmetric or isinstance(config.model, DiTConfig) or config.kernels == "triton")
 
 
 def draw(axes: str, generator: random.Random) -> tuple[str, list[str]]:
@@ -103,7 +103,7 @@ def rough_bytes(config: configuration.Config) -> float:
     samples = config.train.micro_batch * (p.pp if p.pp > 1 else 1)
     kept = {"none": 34, "selective": 22, "full": 4}[config.train.recompute] * (1 if config.precision != "tf32" else 2)
     activations = kept * samples * c.tokens * c.dim * c.depth / p.cp / p.tp / p.pp
-    logits = 6 * config.train.micro_batch * c.tokens * c.vocab / p.tp / p.cp if c.kind == "gpt" else 0
+    logits = 6 * config.train.micro_batch * c.tokens * c.vocab / p.tp / p.cp if isinstance(c, GPTConfig) else 0
     return 16 * parameters / p.tp / p.pp + activations + logits
 
 

@@ -121,4 +121,4 @@ def transformers(config: Config, device: torch.device) -> tuple[Callable[..., An
         optimizer.step()
         optimizer.zero_grad()
 
-    return step, build_model(c).example                                 # type: ignore[return-value]
+    return step, build_model(c).example

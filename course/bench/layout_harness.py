@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from course.bench import timing
 from course.config import Config, Parallel, Train
+from course.models.interface import Loss, Model
 from course.models.layers import MLP, TENSOR_PLAN, TOKEN_PLAN, Block, SumOverTokens
 from course.parallel import Layout, Mesh, World, parallelize, serial_layout
 from course.parallel.initialize import give_memory
@@ -33,7 +34,7 @@ class Pick(nn.Module):
         return batch["input"]
 
 
-class MeanSquare(nn.Module):
+class MeanSquare(Loss):
     """A loss that costs next to nothing: each rank's tokens are all to it."""
 
     def __init__(self) -> None:
@@ -48,29 +49,28 @@ class MeanSquare(nn.Module):
         return (batch["sample"] >= 0).float()
 
 
-class Stack(nn.Module):
+class Stack(Model):
     """Transformer blocks and nothing else, (B, T, D) -> (B, T, D)."""
 
     tensor_plan = TENSOR_PLAN
     token_plan = TOKEN_PLAN
 
     def __init__(self, dim: int, depth: int, heads: int, causal: bool, tanh: bool = False):
-        super().__init__()
-        self.c = None                               # no model's configuration: nothing is unusual
-        self.embed: nn.Module | None = Pick()
+        super().__init__(None)                      # no model's configuration: nothing is unusual
+        self.embed = Pick()
         self.blocks = nn.ModuleDict({str(i): Block(dim, heads, 4 * dim, f"blocks.{i}", causal=causal) for i in range(depth)})
         if tanh:
             for block in self.blocks.values():
                 block.mlp = MLP(dim, 4 * dim, approximate="tanh")
-        self.head: nn.Module | None = nn.Identity()
+        self.head = nn.Identity()
         self.loss = MeanSquare()
 
-    def forward(self, batch: dict[str, Tensor], x: Tensor | None = None) -> Tensor:
+    def forward(self, batch: dict[str, Tensor], x: Any = None) -> Any:
         if self.embed is not None:
             x = self.embed(batch)
         for block in self.blocks.values():
             x = block(x, batch)
-        return x                                    # type: ignore[return-value]
+        return x
 
 
 def stack(mesh: Mesh, settings: Parallel, dtype: torch.dtype, size: tuple[int, int, int], causal: bool, cut: bool = True,
@@ -78,7 +78,7 @@ def stack(mesh: Mesh, settings: Parallel, dtype: torch.dtype, size: tuple[int, i
     """A stack of (width, depth, heads) in a layout, whose `stages` are the model, with random weights. triton: by the kernels of
     kernels=triton, with GELU through tanh."""
     with torch.device("meta"):
-        model: Any = Stack(*size, causal, triton)
+        model = Stack(*size, causal, triton)
     layout = parallelize(model, mesh, settings) if cut else serial_layout(model, mesh.world)
     for parameter in model.parameters():
         give_memory(parameter, torch.randn(parameter.shape, device=mesh.world.device, dtype=dtype) * 0.02)

@@ -29,6 +29,7 @@ from course.data.loaders import numpy_files
 from course.data.loaders.hdf5_extents import StateReader
 from course.data.loaders.threads import Buffer
 from course.data.weather import layout
+from course.models import ViTConfig
 from course.utils.atomic_files import atomic
 from course.utils.errors import CourseError
 from course.utils.machine import cores
@@ -68,7 +69,7 @@ def configure(settings: Sequence[str], small: bool) -> Config:
     config = load(preset, settings)
     if any(setting.startswith("data.path=") for setting in settings):
         return config
-    assert config.model.kind == "vit"                # as both presets are
+    assert isinstance(config.model, ViTConfig)                # as both presets are
     path = Path("data") / "bench-{}x{}".format(*config.model.grid)
     make_data(path, config.model.channels, config.model.grid)
     return load(preset, [*settings, f"data.path={path}"])

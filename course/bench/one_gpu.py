@@ -23,6 +23,7 @@ from course.bench.gpu_clock import clock_and_power
 from course.bench.gpu_pool import Row
 from course.bench.one_gpu_configs import BENCHMARKS, BenchmarkConfig
 from course.data import train_loader
+from course.models import GPTConfig
 from course.parallel import World, build_mesh, joined
 from course.planner import flops
 from course.training.assemble import assemble
@@ -146,8 +147,8 @@ def kernels_of(step: Any, batch: Any, device: torch.device) -> int:
 
 def speed(config: configuration.Config, ms: float) -> Row:
     """Samples, and a GPT's tokens, in a second, of steps that take so many milliseconds."""
-    rate = 1e3 * config.train.global_batch / ms
-    return {"samples_per_s": rate} | ({"tokens_per_s": rate * config.model.context} if config.model.kind == "gpt" else {})
+    rate, m = 1e3 * config.train.global_batch / ms, config.model
+    return {"samples_per_s": rate} | ({"tokens_per_s": rate * m.context} if isinstance(m, GPTConfig) else {})
 
 
 def timed(step: Any, batches: Iterator[Any], device: torch.device, small: bool) -> tuple[float, Row]:

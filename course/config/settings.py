@@ -18,7 +18,7 @@ import yaml
 from course.config import validation
 from course.config.axes import AXES
 from course.config.schema import as_plain, build, current, merge, parse, read_yaml, reading
-from course.models import Model, ViTConfig
+from course.models import ModelConfig, ViTConfig
 from course.utils.atomic_files import atomic
 from course.utils.errors import CourseError, did_you_mean
 
@@ -163,7 +163,7 @@ class Config:
     """All of a run: what `load` makes of a preset and overrides."""
 
     preset: str = "custom"                          # set by `load`: names the folder of the run
-    model: Model = field(default_factory=ViTConfig)     # model.kind says which
+    model: ModelConfig = field(default_factory=ViTConfig)     # model.kind says which
     data: Data = field(default_factory=Data)
     optim: Optim = field(default_factory=Optim)
     train: Train = field(default_factory=Train)

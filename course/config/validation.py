@@ -13,7 +13,7 @@ from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from course.config.axes import AXES
-from course.models import DiTConfig, GPTConfig, Model, ViTConfig
+from course.models import DiTConfig, GPTConfig, ModelConfig, ViTConfig, family_of
 from course.models.linears import linears_on_rank
 from course.ops.number_formats import LOW_PRECISION
 from course.utils.errors import CourseError
@@ -47,7 +47,7 @@ def check(config: "Config") -> "Config":
         check_numbers(section, getattr(config, section))
     check_model(config.model)
     if not isinstance(config.model, ViTConfig) and config.data.source == "files" and config.data.loader != "native":
-        what = {"gpt": "tokens", "dit": "latents"}[config.model.kind]
+        what = {"gpt": "tokens", "dit": "latents"}[family_of(config.model)]
         raise CourseError(f"data.loader={config.data.loader} reads weather: for {what} set data.loader=native")
     if sorted(config.parallel.order.split("-")) != sorted(AXES):
         raise CourseError(f"parallel.order={config.parallel.order} must name {', '.join(AXES[:-1])} and "
@@ -64,7 +64,7 @@ def check(config: "Config") -> "Config":
                           "parallel.zero=1 use parallel.data=bucketed")
     if p.data != "bucketed" and p.zero:
         raise CourseError(f"parallel.zero=1 has buckets of its own: use parallel.data=bucketed, not {p.data}")
-    if config.model.kind == "gpt":
+    if isinstance(config.model, GPTConfig):
         check_groups(config.model, p)
         check_efficient(config.model, config)
     if config.precision == "fp8":
@@ -197,14 +197,14 @@ def check_efficient(c: GPTConfig, config: "Config") -> None:
                           f"of model.heads={c.heads} makes some: use attention=default, cudnn or flash")
 
 
-def check_model(c: Model) -> None:
+def check_model(c: ModelConfig) -> None:
     """Refuse numbers that mean nothing, and widths and sides that do not divide."""
     check_numbers("model", c)
     if c.dim % c.heads:
         raise CourseError(f"model.dim={c.dim} is not divisible by model.heads={c.heads}: change one of them")
-    if c.kind == "dit" and c.dim % 4:
+    if isinstance(c, DiTConfig) and c.dim % 4:
         raise CourseError(f"model.dim={c.dim} is not divisible by 4, for cosine and sine of row and column: choose one that is")
-    if c.kind == "gpt":
+    if isinstance(c, GPTConfig):
         check_gpt(c)
         return
     what, (height, width) = ("grid", c.grid) if isinstance(c, ViTConfig) else ("latent", c.latent[1:])
@@ -285,7 +285,7 @@ def fp8_rule(c: "Config") -> str:
 
 
 @lru_cache(maxsize=1024)
-def odd_width(m: Model, fp8: "FP8", tp: int) -> str:
+def odd_width(m: ModelConfig, fp8: "FP8", tp: int) -> str:
     """The sentence for the first linear, of those not kept in bf16, that has a width on a rank which FP8 cannot multiply."""
     for linear, k, n in linears_on_rank(m, tp):
         if not (k % MULTIPLE or n % MULTIPLE):

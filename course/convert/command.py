@@ -39,7 +39,7 @@ from course.data.hdf5_storage import first_line
 from course.data.text import bpe, end_tokens
 from course.inference import sample_text
 from course.inference.forecast_scores import read_config
-from course.models import build_model
+from course.models import DiTConfig, GPTConfig, build_model, family_of
 from course.ops.number_formats import parameter_dtype
 from course.parallel import Axis, Mesh, Placement, World, build_mesh, join, joined, serial_placements
 from course.parallel.agree import run_on_all
@@ -96,7 +96,7 @@ def to_run(path: Path, run: Path, given: list[str], to: str, like: str, rows: st
         mine = [(everyone.rank, reshard.owned_in(settings, mesh))]
     else:
         mine = [(rank, reshard.owned(settings, rank, size)) for rank in range(size)]
-    words = tokenizer_of(path) if settings.model.kind == "gpt" else ""
+    words = tokenizer_of(path) if isinstance(settings.model, GPTConfig) else ""
     last = end_tokens.of_hub(path, its(words), settings.model) if kind == "hf" else []
     partial = run.with_name(f".{run.name}.partial")
     run_on_all(everyone, lambda: remove(partial) if everyone.rank == 0 else None)
@@ -145,9 +145,9 @@ def next_steps(run: Path, settings: Config, words: bool) -> list[str]:
         commands = [f"train it, on data like those that it was trained on: {go_on} data.path=FOLDER"]
     else:
         commands = [f"train it (without the last two settings on random samples): {go_on} data.source=files data.path=FOLDER"]
-    if settings.model.kind == "dit":
+    if isinstance(settings.model, DiTConfig):
         commands.append(f"draw samples: course generate {name}")
-    if settings.model.kind == "gpt":
+    if isinstance(settings.model, GPTConfig):
         commands.append(f"let it write: course sample {name}" if words else
                      f"let it write (no tokenizer came with its weights): course sample {name} --tokenizer FILE")
     return commands
@@ -228,11 +228,11 @@ def padded(source: Source, settings: Config) -> Config:
     """The settings, with the number of tokens noted if a vocabulary is asked for that is larger than the file's. The source
     takes that model over; what else is asked for, and not in the file, it will refuse."""
     c: Any = settings.model
-    if c.kind == "gpt" and c.vocab > source.c.vocab and not c.vocab_used:
+    if isinstance(c, GPTConfig) and c.vocab > source.c.vocab and not c.vocab_used:
         c = replace(c, vocab_used=source.c.words)
     if c != source.c:
         source.says = "you asked for"
-    if c.kind == "gpt":
+    if isinstance(c, GPTConfig):
         source.c = replace(source.c, vocab=c.vocab, vocab_used=c.vocab_used)
     return replace(settings, model=c)
 
@@ -390,7 +390,7 @@ def its(words: str) -> Tokenizer | None:
 
 def its_tokenizer(run: Path, settings: Config) -> tuple[dict[str, str], list[int]]:
     """The tokenizer of a GPT's run, as files of a Hugging Face folder, nothing where there is none; and its end tokens."""
-    if settings.model.kind != "gpt":
+    if not isinstance(settings.model, GPTConfig):
         return {}, []
     # random samples are of no tokenizer
     places = sample_text.tokenizer_files(run, settings)[:2 if settings.data.source == "files" else 1]
@@ -409,7 +409,7 @@ def its_tokenizer(run: Path, settings: Config) -> tuple[dict[str, str], list[int
 
 def default_of(settings: Config) -> str:
     """The library that a model is converted to if none is named."""
-    return {"gpt": "hf", "dit": "dit", "vit": "te"}[settings.model.kind]
+    return {"gpt": "hf", "dit": "dit", "vit": "te"}[family_of(settings.model)]
 
 
 def plan_of(settings: Config, run: Path, to: str, rows: str) -> Plan:
@@ -417,16 +417,20 @@ def plan_of(settings: Config, run: Path, to: str, rows: str) -> Plan:
     c, to = settings.model, to or default_of(settings)
     if to not in KINDS:
         raise CourseError(f"--to {to}: it is one of {', '.join(KINDS)}")
+    if c.kind != family_of(c):
+        raise CourseError(f"{run} is of a {c.kind}, a model of your own, which other libraries do not have: write its "
+                          "weights with a rule of your own, as course/convert/dit.py does")
     if to != "te" and c.kind != KINDS[to]:
         raise CourseError(f"{run} is of a {c.kind}, and --to {to} is for a {KINDS[to]}: choose --to {default_of(settings)}")
-    if to == "dit":
+    if isinstance(c, DiTConfig):
         what = "of weights with the names of facebookresearch/DiT"
-        return Plan(what, c, lambda ours: dit.rule(c, ours), weight_files.about(c), {"pos_embed": dit.positions(c).float()})     # type: ignore[arg-type]
+        return Plan(what, c, lambda ours: dit.rule(c, ours), weight_files.about(c), {"pos_embed": dit.positions(c).float()})
     if to == "te":
         transformer_engine.check_model(c)
         what = f"of Transformer Engine's layers, their rows {rows}"
         return Plan(what, c, lambda ours: transformer_engine.rule(ours, rows), transformer_engine.about(c, rows), {})
-    kind = huggingface.kind_of(c)                    # type: ignore[arg-type]
+    assert isinstance(c, GPTConfig)
+    kind = huggingface.kind_of(c)
     return Plan(f"of a Hugging Face {kind}", c, lambda ours: huggingface.rule(kind, ours), weight_files.about(c), {})
 
 

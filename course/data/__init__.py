@@ -15,7 +15,7 @@ from course.data.loaders import native, threads
 from course.data.text.indexed_files import Documents
 from course.data.text.sequences import Sequences
 from course.data.weather.pairs import Batch, Pairs
-from course.models import ViTConfig
+from course.models import DiTConfig, GPTConfig, ViTConfig
 from course.ops.number_formats import parameter_dtype
 
 if TYPE_CHECKING:
@@ -30,9 +30,9 @@ Ids = Callable[[], Iterator[list[int]]]              # begins the sample ids of 
 def open_data(config: "Config", split: str) -> Any:
     """The checked data set of one split, of a model's kind: `__len__`, and `__getitems__(sample ids)`, a batch."""
     path, limit = config.data.path, {"train": config.data.train_samples, "valid": config.data.valid_samples}.get(split, 0)
-    if config.model.kind == "dit":
+    if isinstance(config.model, DiTConfig):
         return Latents(path, split, config.model.latent, config.model.classes, limit)
-    if config.model.kind == "gpt":
+    if isinstance(config.model, GPTConfig):
         c = config.model                             # rows beyond `words` are padding, which no token is
         return Sequences(path, split, c.context, c.words, limit, "model.vocab_used" if c.vocab_used else "model.vocab")
     return open_pairs(config, split)
@@ -43,9 +43,9 @@ def has_validation(config: "Config") -> bool:
     alone."""
     if config.data.source == "mock":
         return False
-    if config.model.kind == "dit":
+    if isinstance(config.model, DiTConfig):
         return any(name.startswith("valid/") for name in read_summary(Path(config.data.path))["shards"])
-    if config.model.kind != "gpt":
+    if not isinstance(config.model, GPTConfig):
         return True
     valid = Path(config.data.path) / "valid"
     there = any(valid.with_name(f"valid.{ending}").exists() for ending in ("bin", "idx"))

@@ -51,6 +51,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from course.models.layers import Linear
+from course.ops.autograd import Context
 from course.ops.custom_op import register_operator
 from course.ops.linear_op import Later, Product
 from course.ops.number_formats import check_capability, matmul_dtype
@@ -156,7 +157,7 @@ class FP8Linear(Function):
     """x W' + b in FP8: (M, K), (N, K), (N,) -> (M, N). The slots, scale, inverse and amax of each role, are None if current."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, spec: CastSpec, *slots: Tensor | None) -> Tensor:
+    def forward(ctx: Context, x: Tensor, weight: Tensor, bias: Tensor | None, spec: CastSpec, *slots: Tensor | None) -> Tensor:
         x8, x8t, inverse_x = cast(x, E4M3, spec, spec.backward, *slots[0:3])            # (M, K), (K, M16)
         w8, w8t, inverse_w = cast(weight, E4M3, spec, spec.backward, *slots[3:6])       # (N, K), (K, N)
         ctx.save_for_backward(x8t, w8t, inverse_x, inverse_w)
@@ -165,7 +166,7 @@ class FP8Linear(Function):
         return multiply(x8, w8.t(), inverse_x, inverse_w, spec.out, bias, fast=True)    # (M, N)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         x8t, w8t, inverse_x, inverse_w = ctx.saved_tensors
         to_x, to_weight, to_bias = ctx.dtypes
         g8, g8t, inverse_g = cast(grad.contiguous(), ctx.spec.gradients, ctx.spec, True, *ctx.slot)     # (M, N), (N, M16)
@@ -182,12 +183,12 @@ class ObserveGradAmax(Function):
     """identity | identity, and a gradient's amax is noted."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, amax: Tensor) -> Tensor:           # any shape, ()
+    def forward(ctx: Context, y: Tensor, amax: Tensor) -> Tensor:           # any shape, ()
         ctx.amax = amax                             # not saved as a result of this pass: other passes change it meanwhile
         return y.view_as(y)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None]:
         ctx.amax.copy_(torch.maximum(ctx.amax, amax_of(grad)))
         return grad, None
 

@@ -13,12 +13,14 @@ the amax histories of its delayed recipe are not in checkpoints: a resumed run s
 
 import importlib
 from collections.abc import Callable
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from course.models.layers import Attend
+from course.models import Model, layers
+from course.models.layers import Attend, Linear
 from course.parallel import Mesh
 from course.utils.errors import CourseError
 
@@ -29,7 +31,7 @@ AVAILABLE = {"delayed": "is_fp8_available", "current": "is_fp8_available", "bloc
              "mxfp8": "is_mxfp8_available"}         # what says whether the GPU has it
 
 
-def convert(model: Any, config: "Config", mesh: Mesh, enabled: bool = True) -> nn.Module:
+def convert(model: Model, config: "Config", mesh: Mesh, enabled: bool = True) -> Model:
     """Put Transformer Engine's modules into a cut, initialised model, if the configuration asks for them.
 
     enabled: without it they multiply in bf16, to measure what FP8 itself gains. Raises `CourseError` where the package or the
@@ -42,14 +44,14 @@ def convert(model: Any, config: "Config", mesh: Mesh, enabled: bool = True) -> n
         def wanted(part: str, name: str = name) -> bool:
             return not config.fp8.keeps(f"blocks.{name}.{part}")
 
-        convert_block(te, block, wanted)
+        convert_linears(te, block, wanted)
         if mesh.cp.size == 1:
-            block.attn.core = Attention(te, block.attn)
+            convert_attention(te, block)
     inside(model, te, recipe_of(config.fp8), enabled)
     return model
 
 
-def load(device: torch.device, recipe: str) -> Any:
+def load(device: torch.device, recipe: str) -> ModuleType:
     """Transformer Engine, if it is there and this GPU has the recipe."""
     if device.type != "cuda":
         raise CourseError("fp8.by=te needs a GPU: use fp8.by=native, which a CPU emulates")
@@ -80,7 +82,7 @@ def recipe_of(settings: "FP8") -> Any:
             return recipes.MXFP8BlockScaling()
 
 
-def inside(model: Any, te: Any, recipe: Any, enabled: bool) -> None:
+def inside(model: nn.Module, te: ModuleType, recipe: Any, enabled: bool) -> None:
     """Let the model's forward pass run with the recipe. Around all of it: the histories move on when it is left."""
     entered: list[Any] = []
 
@@ -92,7 +94,7 @@ def inside(model: Any, te: Any, recipe: Any, enabled: bool) -> None:
     model.register_forward_hook(lambda *_: entered.pop().__exit__(None, None, None), always_call=True)
 
 
-def convert_block(te: Any, block: Any, wanted: Callable[[str], bool]) -> None:
+def convert_linears(te: ModuleType, block: Any, wanted: Callable[[str], bool]) -> None:
     """The four linears of a block, with the norms before them where these have weights of their own."""
     norms = [norm if norm.weight is not None else None for norm in (block.norm1, block.norm2)]
     if wanted("attn.qkv"):
@@ -108,7 +110,12 @@ def convert_block(te: Any, block: Any, wanted: Callable[[str], bool]) -> None:
             setattr(block.mlp, part, linear(te, getattr(block.mlp, part)))
 
 
-def linear(te: Any, old: Any, norm: Any = None) -> nn.Module:
+def convert_attention(te: ModuleType, block: Any) -> None:
+    """The attention of a block."""
+    block.attn.core = Attention(te, block.attn)
+
+
+def linear(te: ModuleType, old: Linear, norm: nn.LayerNorm | None = None) -> nn.Module:
     """te.Linear or te.LayerNormLinear with the parameters of a linear, whole or cut."""
     style, axis = old.communication.mode, old.communication.axis
     rows, columns = old.weight.shape
@@ -122,7 +129,7 @@ def linear(te: Any, old: Any, norm: Any = None) -> nn.Module:
                 weight=old.weight, bias=old.bias)
 
 
-def mlp(te: Any, norm: Any, up: Any, down: Any) -> nn.Module:
+def mlp(te: ModuleType, norm: nn.LayerNorm, up: Linear, down: Linear) -> nn.Module:
     """te.LayerNormMLP with the parameters of a norm and two linears."""
     style, axis = up.communication.mode, up.communication.axis
     rows, columns = up.weight.shape
@@ -133,9 +140,7 @@ def mlp(te: Any, norm: Any, up: Any, down: Any) -> nn.Module:
                 fc2_weight=down.weight, fc2_bias=down.bias)
 
 
-
-
-def take(made: nn.Module, **parameters: nn.Parameter | None) -> nn.Module:
+def take(made: nn.Module, **parameters: Tensor | None) -> nn.Module:
     """Let a module, built on the meta device, use these parameters; they must fit."""
     for name, parameter in parameters.items():
         if parameter is not None:
@@ -151,7 +156,7 @@ class Attention(nn.Module):
 
     seam = Attend.seam
 
-    def __init__(self, te: Any, attention: Any):
+    def __init__(self, te: ModuleType, attention: layers.Attention | layers.GroupedAttention):
         super().__init__()
         d = attention.head_dim
         heads = attention.qkv.weight.shape[0] // (3 * d)                    # on this rank

@@ -15,11 +15,12 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from course.models import DiT, DiTConfig
 from course.models.diffusion import STEPS, signal_variance
 from course.ops.number_formats import autocast, precision_of_weights
 from course.utils import random
@@ -44,7 +45,7 @@ class SamplerSettings:
 
 
 @torch.no_grad()
-def sample_latents(model: Any, labels: Tensor, settings: SamplerSettings, precision: str = "fp32") -> Tensor:
+def sample_latents(model: DiT, labels: Tensor, settings: SamplerSettings, precision: str = "fp32") -> Tensor:
     """A sample of each label (N,), on the model's device: (N, C, H, W), float32 (float64 of a model in that).
 
     A model whose weights are in 16 bits (`course/parallel/data_parallel/master_weights.py`) multiplies in 16, whatever the
@@ -67,7 +68,7 @@ def sample_latents(model: Any, labels: Tensor, settings: SamplerSettings, precis
     return torch.cat(parts)
 
 
-def choose_sampler(s: SamplerSettings, c: Any) -> str:
+def choose_sampler(s: SamplerSettings, c: DiTConfig) -> str:
     """The sampler that is meant, of a DiT's configuration; refuses what does not fit it."""
     fits = "euler" if c.objective == "flow" else "ddim"
     if s.sampler not in ("auto", fits):
@@ -87,7 +88,7 @@ def choose_sampler(s: SamplerSettings, c: Any) -> str:
     return fits
 
 
-def guidance_of(s: SamplerSettings, c: Any) -> float:
+def guidance_of(s: SamplerSettings, c: DiTConfig) -> float:
     """As much as is asked for; if nobody says, 4, or none for a model from which the class was never hidden in training."""
     return (4.0 if c.label_drop else 1.0) if s.guidance is None else s.guidance
 
@@ -99,7 +100,7 @@ def sample_noise(key: int, seed: int, step: int, ids: Tensor, shape: tuple[int, 
     return random.normal(keys[:, None], value, dtype).view(len(ids), *shape)
 
 
-def predictor(model: Any, labels: Tensor, precision: str) -> Predictor:
+def predictor(model: DiT, labels: Tensor, precision: str) -> Predictor:
     """What a DiT, whole on this device, says of latents with these labels (B,)."""
     matmuls = precision_of_weights(model, precision)
 
@@ -111,7 +112,7 @@ def predictor(model: Any, labels: Tensor, precision: str) -> Predictor:
     return predict
 
 
-def guided(model: Any, labels: Tensor, scale: float, channels: int = 0, precision: str = "fp32") -> Predictor:
+def guided(model: DiT, labels: Tensor, scale: float, channels: int = 0, precision: str = "fp32") -> Predictor:
     """Lead away from what the model says where the class is unknown: unknown + scale · (known - unknown).
 
     Both go through the model as the halves of one batch. channels: only the first so many (0: all); the others are as known.

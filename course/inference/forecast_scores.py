@@ -11,7 +11,7 @@ import torch
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
+from torch import Tensor
 
 from course import config
 from course.checkpoint import checkpoint
@@ -20,7 +20,7 @@ from course.data import Pairs, open_pairs
 from course.data.weather import layout
 from course.data.weather.baselines import Regression
 from course.data.weather.metrics import squared_error
-from course.models import ViTConfig, build_model
+from course.models import Model, ViTConfig, build_model, family_of
 from course.ops.number_formats import parameter_dtype, set_matmul_precision
 from course.parallel import initialize, serial_layout
 from course.planner import memory_check
@@ -53,7 +53,7 @@ def score_run(run: Path, split: str = "test", samples: int = 64, animate: bool =
     settings = read_config(run)
     if not isinstance(settings.model, ViTConfig):
         what = {"dit": "DiT, which forecasts nothing: draw its samples with `course generate",
-                "gpt": "GPT, which forecasts no weather: let it write with `course sample"}[settings.model.kind]
+                "gpt": "GPT, which forecasts no weather: let it write with `course sample"}[family_of(settings.model)]
         raise CourseError(f"{run} is of a {what} {run}`")
     if settings.data.source == "mock":
         raise CourseError(f"{run} was trained on mock data, which has no weather to forecast: train with data.source=files")
@@ -83,7 +83,7 @@ def device_of(settings: Config) -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() and settings.train.device != "cpu" else "cpu")
 
 
-def load_model(run: Path, settings: Config, device: torch.device, average: bool | None = False) -> tuple[nn.Module, int]:
+def load_model(run: Path, settings: Config, device: torch.device, average: bool | None = False) -> tuple[Model, int]:
     """The model of the newest good checkpoint, and the step it was written at.
 
     average: the moving average of the weights; None: if the checkpoint has one. Raises `CourseError` where there is no whole
@@ -102,14 +102,15 @@ def load_model(run: Path, settings: Config, device: torch.device, average: bool 
     return model, int(found[1]["state"]["step"])
 
 
-def state_to_state(model: nn.Module, settings: Config) -> State:
+def state_to_state(model: Model, settings: Config) -> State:
     """The model as a function of the normalised state alone, (B, C, H, W)."""
     forward = forward_only(model, serial_layout(model), settings.precision)
     dtype = parameter_dtype(settings.precision)
 
     def one_step(x: Tensor) -> Tensor:
         output, _ = forward({"input": x.to(dtype), "sample": torch.arange(len(x), device=x.device)})
-        return model.fields(output)                  # type: ignore[operator]
+        assert output is not None                   # there is no pipeline
+        return model.fields(output)
 
     return one_step
 

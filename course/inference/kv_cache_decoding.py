@@ -8,19 +8,19 @@ of the model's own; the model knows nothing of it. Grouped heads make it smaller
 import math
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from course.models.layers import Linear
+from course.models import GPT
+from course.models.layers import Attend, GroupedAttention, Linear
 from course.ops.attention import attend
 from course.ops.number_formats import autocast, precision_of_weights
 from course.utils import random
 from course.utils.errors import CourseError
 
 
-class CachedAttend(nn.Module):
+class CachedAttend(Attend):
     """Attention of new tokens with all so far. `most`: how many there will be."""
 
     def __init__(self, most: int):
@@ -39,9 +39,9 @@ class CachedAttend(nn.Module):
 
 
 @contextmanager
-def kv_cache(model: Any, most: int) -> Iterator[None]:
+def kv_cache(model: GPT, most: int) -> Iterator[None]:
     """Inside the block the model's blocks remember up to `most` tokens."""
-    cores = [(block.attn, block.attn.core) for block in model.blocks.values()]
+    cores = [(module, module.core) for module in model.blocks.modules() if isinstance(module, GroupedAttention)]
     for attention, _ in cores:
         attention.core = CachedAttend(most)
     try:
@@ -52,7 +52,7 @@ def kv_cache(model: Any, most: int) -> Iterator[None]:
 
 
 @torch.no_grad()
-def generate(model: Any, tokens: Tensor, count: int, temperature: float = 1.0, top_k: int = 0, seed: int = 0,
+def generate(model: GPT, tokens: Tensor, count: int, temperature: float = 1.0, top_k: int = 0, seed: int = 0,
              cache: bool = True, last: Collection[int] = ()) -> Tensor:
     """`count` more tokens after each prompt: (B, T) int64 -> (B, T + count), or fewer where every row has one of `last` before.
 
@@ -82,7 +82,7 @@ def generate(model: Any, tokens: Tensor, count: int, temperature: float = 1.0, t
     return tokens
 
 
-def check(model: Any, length: int, count: int, temperature: float, top_k: int) -> None:
+def check(model: GPT, length: int, count: int, temperature: float, top_k: int) -> None:
     """Refuse what cannot be sampled."""
     if model.embed is None or model.head is None:
         raise CourseError("generating needs a whole model, not a stage of a pipeline: load the checkpoint with parallel.pp=1")
@@ -99,7 +99,7 @@ def check(model: Any, length: int, count: int, temperature: float, top_k: int) -
                           "probable token, and all tokens")
 
 
-def as_batch(model: Any, tokens: Tensor, known: int) -> dict[str, Tensor]:        # (B, T) -> values (B, T - known)
+def as_batch(model: GPT, tokens: Tensor, known: int) -> dict[str, Tensor]:        # (B, T) -> values (B, T - known)
     """The tokens from number `known` on, as the model takes them."""
     samples, length = tokens.shape
     position = torch.arange(known, length, device=tokens.device).expand(samples, length - known)

@@ -12,7 +12,7 @@ from course.data.latents.shards import read_summary
 from course.data.latents.vae import load_vae, scale_and_shift
 from course.inference.diffusion_sampler import SamplerSettings, sample_latents
 from course.inference.forecast_scores import device_of, load_model, read_config
-from course.models import DiTConfig
+from course.models import DiT, DiTConfig
 from course.utils import plots
 from course.utils.atomic_files import atomic
 from course.utils.errors import CourseError
@@ -39,6 +39,7 @@ def sample_run(run: Path, labels: list[int], each: int, settings: SamplerSetting
         raise CourseError(f"--labels {','.join(map(str, labels))}: this model has the labels 0 to {c.classes - 1}")
     decode = Decoder(vae, *latent_scale_and_shift(config)) if vae else None        # what is missing should be said before drawing
     model, step = load_model(run, config, device_of(config), average)
+    assert isinstance(model, DiT)
     start = time.perf_counter()
     each_label = torch.tensor(labels).repeat_interleave(each)
     samples = sample_latents(model, each_label, settings, config.precision).float()

@@ -9,6 +9,7 @@ from course.config import Config
 from course.data.text import bpe, end_tokens
 from course.inference.forecast_scores import device_of, load_model, read_config
 from course.inference.kv_cache_decoding import generate
+from course.models import GPT, GPTConfig
 from course.utils.errors import CourseError
 
 
@@ -21,12 +22,13 @@ def sample_run(run: Path, prompt: str, count: int, temperature: float, top_k: in
     Raises `CourseError` where the run is no GPT's, its tokenizer is missing, or the text is longer than the model's context.
     """
     settings = read_config(run)
-    if settings.model.kind != "gpt":
+    if not isinstance(settings.model, GPTConfig):
         raise CourseError(f"{run} is a run of a {settings.model.kind}, which writes no text: give one of a GPT, such as "
                           "runs/gpt-python/default")
     words = bpe.load(find_tokenizer(run, settings, tokenizer))
     last = set(end_tokens.of_run(run, settings) + end_tokens.of_tokenizer(words))
     model, step = load_model(run, settings, device_of(settings))
+    assert isinstance(model, GPT)
     known = bpe.ids(words, prompt)
     if max(known, default=0) >= settings.model.words:
         raise CourseError(f"the prompt has token {max(known)}, and the model knows {settings.model.words}: the tokenizer is not "

@@ -1,20 +1,54 @@
-"""Serial models, each a config dataclass and a module that names its seams."""
+"""Serial models, each a configuration and a module (`interface.Model`) that names its seams.
 
+A model is a line in `MODELS`. One of your own needs none here: its file calls `register`, and `COURSE_MODELS` names the file, or
+several with commas between them (`examples/side_vit.py`).
+"""
+
+import importlib.util
+import os
+import sys
 from collections.abc import Mapping
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Union
 
 import torch
 from pydantic import Discriminator, Tag
-from torch import nn
 
 from course.models.dit import DiT, DiTConfig
 from course.models.gpt import GPT, GPTConfig
+from course.models.interface import Model
 from course.models.vit import ViT, ViTConfig
 from course.utils.errors import CourseError
 
-__all__ = ["GPT", "KINDS", "DiT", "DiTConfig", "GPTConfig", "Model", "ViT", "ViTConfig", "build_model", "kind_of"]
+__all__ = ["GPT", "KINDS", "MODELS", "DiT", "DiTConfig", "GPTConfig", "Model", "ModelConfig", "ViT", "ViTConfig", "build_model",
+           "family_of", "kind_of", "register"]
 
-KINDS: dict[str, type] = {"vit": ViTConfig, "gpt": GPTConfig, "dit": DiTConfig}
+MODELS: dict[type, type[Model]] = {}                # configuration -> the model that it describes
+KINDS: dict[str, type] = {}                         # model.kind -> configuration
+
+
+def register(config: type, model: type[Model]) -> None:
+    """Let `model.kind`, the default in its configuration, say this model. Raises `CourseError` if another is of that kind."""
+    kind = config.kind                              # type: ignore[attr-defined]  # a dataclass with a default has it
+    if KINDS.setdefault(kind, config) is not config:
+        raise CourseError(f"two models are of the kind {kind}: {KINDS[kind].__name__} and {config.__name__}: give yours another")
+    MODELS[config] = model
+
+
+for described in ((ViTConfig, ViT), (GPTConfig, GPT), (DiTConfig, DiT)):
+    register(*described)
+
+
+def load_own_models(paths: str) -> None:
+    """Run files that register models. paths: with commas between them. Raises `CourseError` for one that is not there."""
+    for path in filter(None, paths.split(",")):
+        name = f"course_models_{Path(path).stem}"
+        spec = importlib.util.spec_from_file_location(name, path)
+        if spec is None or spec.loader is None or not Path(path).is_file():
+            raise CourseError(f"COURSE_MODELS={path}: there is no Python file {Path(path).resolve()}: mend the path")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
 
 
 def kind_of(model: Any) -> str:
@@ -22,19 +56,23 @@ def kind_of(model: Any) -> str:
     return str(model.get("kind", "vit")) if isinstance(model, Mapping) else getattr(model, "kind", "vit")
 
 
-Model = Annotated[Annotated[ViTConfig, Tag("vit")] | Annotated[GPTConfig, Tag("gpt")] | Annotated[DiTConfig, Tag("dit")],
-                  Discriminator(kind_of)]
+def family_of(config: Any) -> str:
+    """Which of the course's own models a configuration is of, or extends. Raises `CourseError` if none."""
+    for kind, its_class in (("vit", ViTConfig), ("gpt", GPTConfig), ("dit", DiTConfig)):
+        if isinstance(config, its_class):
+            return kind
+    raise CourseError(f"{type(config).__name__} extends none of ViTConfig, GPTConfig and DiTConfig, and this is for these alone")
 
 
-def build_model(config: Model, seed: int = 0) -> nn.Module:
+def build_model(config: "ModelConfig", seed: int = 0) -> Model:
     """The serial model, on the meta device: shapes and names without memory, to be cut up and then initialised."""
     with torch.device("meta"):
-        match config:
-            case GPTConfig():
-                return GPT(config, seed)
-            case DiTConfig():
-                return DiT(config, seed)
-            case ViTConfig():
-                return ViT(config, seed)
-    raise CourseError(f"build_model knows no {type(config).__name__}: add a line for it here, and to Model and KINDS above it "
-                      "(docs/contributors.md, A model)")
+        return MODELS[type(config)](config, seed)
+
+
+load_own_models(os.environ.get("COURSE_MODELS", ""))
+if TYPE_CHECKING:
+    ModelConfig = ViTConfig | GPTConfig | DiTConfig
+else:
+    ModelConfig = Annotated[Union[tuple(Annotated[config, Tag(kind)] for kind, config in KINDS.items())],  # noqa: UP007
+                            Discriminator(kind_of)]

@@ -13,19 +13,19 @@ some features contribute. It is completed once a step (`Placement.partial_over`)
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from course.models import diffusion
+from course.models.interface import Batch, Loss, Model, Rule
 from course.models.layers import (
     MLP,
     TENSOR_PLAN,
     TOKEN_PLAN,
     Attention,
-    Batch,
     Linear,
     PatchShape,
     SumOverTokens,
@@ -41,7 +41,7 @@ Pair = tuple[Tensor, Tensor]                        # what goes from block to bl
 class DiTConfig(PatchShape):
     """A diffusion transformer: latents, patches, classes, and how it is trained to predict."""
 
-    kind: Literal["dit"] = "dit"
+    kind: str = "dit"
     latent: tuple[int, int, int] = (4, 32, 32)      # channels, height, width: an image of 256x256, 8 times smaller
     patch: int = 2                                  # points on a side
     dim: int = 1152
@@ -145,7 +145,7 @@ class Head(nn.Module):
         return self.proj(modulate(self.norm(x), shift, scale))          # (B, T, P)
 
 
-class MeanSquare(nn.Module):
+class MeanSquare(Loss):
     """Each sample's mean squared error over its `values` numbers: (sum over the samples, number of samples).
 
     Padding has the sample id -1 and weighs nothing.
@@ -173,21 +173,20 @@ NOISE, TIME, DROP = (random.key("dit", site) for site in ("noise", "time", "labe
 MODULATED_PLAN = {**TENSOR_PLAN, "ada": "gathered"}
 
 
-class DiT(nn.Module):
+class DiT(Model):
     """What the objective asks for, patch by patch: (B, T, P) with P = channels · patch². `prepare` makes the noise."""
 
     tensor_plan = MODULATED_PLAN
     token_plan = TOKEN_PLAN
 
     def __init__(self, c: DiTConfig, seed: int = 0):
-        super().__init__()
-        self.c, self.seed = c, seed
+        super().__init__(c, seed)
         self.embed = Embed(c)
         self.blocks = nn.ModuleDict({str(i): AdaLNBlock(c.dim, c.heads, c.hidden) for i in range(c.depth)})
         self.head = Head(c)
         self.loss = MeanSquare(math.prod(c.latent))
 
-    def init_plan(self) -> dict[str, float | str]:
+    def init_plan(self) -> dict[str, Rule]:
         """Pattern of serial names -> standard deviation, "ones" or "zeros"; the first that fits counts.
 
         Zero are the gates, so that blocks start as the identity, and the head, so that the output starts at the noise's
@@ -218,10 +217,10 @@ class DiT(nn.Module):
         position = torch.arange(self.c.tokens, device=noised.device).expand(len(noised), self.c.tokens)         # (B, T)
         return {"input": to_patches(noised, self.c.patch), "time": time, "label": label, "position": position}
 
-    def forward(self, batch: Batch, x: Pair | None = None) -> Tensor | Pair:
+    def forward(self, batch: Batch, x: Any = None) -> Any:
         """The output for a prepared batch. Of a pipeline's stage, which lacks some parts, `x` is what the last one put out.
 
-        Stages without a head put out (x, c), for their successor.
+        Stages without a head put out a `Pair` for their successor.
         """
         x, c = self.embed(batch) if self.embed is not None else x       # (B, T, D), (B, D)
         for block in self.blocks.values():

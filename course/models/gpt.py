@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from course.models.interface import Batch, Loss, Model, Rule
 from course.models.layers import (
     MLP,
     TENSOR_PLAN,
-    Batch,
     Dropout,
     GroupedAttention,
     Linear,
@@ -28,6 +28,7 @@ from course.models.layers import (
     SwiGLU,
     rope_cos_sin,
 )
+from course.ops.autograd import Context
 from course.ops.number_formats import matmul_dtype
 from course.utils import random
 from course.utils.errors import CourseError
@@ -37,7 +38,7 @@ from course.utils.errors import CourseError
 class GPTConfig:
     """A language model, GPT-2's architecture unless the keys say Llama's."""
 
-    kind: Literal["gpt"] = "gpt"
+    kind: str = "gpt"
     vocab: int = 50304                              # GPT-2's 50257 tokens, padded to a multiple of 128
     vocab_used: int = 0                             # the first so many are tokens, the rest is padding; 0: all
     context: int = 1024                             # the most tokens that the model looks at
@@ -161,7 +162,7 @@ class ChunkedLoss(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, target: Tensor, weights: Tensor, cross_entropy: CrossEntropy,
+    def forward(ctx: Context, x: Tensor, weight: Tensor, target: Tensor, weights: Tensor, cross_entropy: CrossEntropy,
                 size: int, chunk: Any = None) -> Tensor:                # (N, D), (V, D), (N,), (N,)
         low = matmul_dtype(x)
         matrix, sums = weight.to(low), torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
@@ -177,7 +178,7 @@ class ChunkedLoss(Function):
         return total                                                    # ()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         dx, dw = ctx.saved_tensors
         to_x, to_weight = ctx.dtypes
         # dw in its own memory, which nobody else has; a second backward is an error of autograd's, not a wrong number
@@ -280,7 +281,7 @@ def token_weights(batch: Batch) -> Tensor:
     return ((batch["target"] >= 0) & (batch["sample"] >= 0)[:, None]).double()
 
 
-class NextToken(nn.Module):
+class NextToken(Loss):
     """(sum of the tokens' cross-entropies, number of tokens). A target of -1 weighs nothing, nor does a sample -1, padding.
 
     Takes logits, or the sum that the head has from them.
@@ -308,24 +309,23 @@ VOCABULARY_PLAN = {**TENSOR_PLAN, "embed.token": "vocabulary", "head.proj": "voc
 TOKEN_PLAN = {"tokens": "context", "target": "context", "position": "sequence", "seen": "context"}
 
 
-class GPT(nn.Module):
+class GPT(Model):
     """Logits of the next token, (B, T, V), from the tokens up to each position; in training see `Head`."""
 
     tensor_plan = VOCABULARY_PLAN
     token_plan = TOKEN_PLAN
 
     def __init__(self, c: GPTConfig, seed: int = 0):
-        super().__init__()
-        self.c, self.seed = c, seed
+        super().__init__(c, seed)
         self.embed = Embed(c)
         self.blocks = nn.ModuleDict({str(i): Block(c, f"blocks.{i}") for i in range(c.depth)})
         self.head = Head(c)
         if c.tied:
             self.head.proj.weight = self.embed.token.weight
-        self.sums = ("head.proj.weight",) if c.loss_chunk else ()       # of ChunkedLoss: gradients added up in float32
+        self.float32_sums = ("head.proj.weight",) if c.loss_chunk else ()               # in ChunkedLoss
         self.loss = NextToken()
 
-    def init_plan(self) -> dict[str, float | str]:
+    def init_plan(self) -> dict[str, Rule]:
         """Pattern of serial names -> standard deviation, "ones" or "zeros"; the first that fits counts.
 
         Each of the 2·depth residual branches adds its variance to the last: theirs starts so small that the sum is 0.02^2
@@ -356,7 +356,7 @@ class GPT(nn.Module):
             ready["keys"] = random.sample_keys(self.seed, step, sample)
         return ready
 
-    def forward(self, batch: Batch, x: Tensor | None = None) -> Tensor:
+    def forward(self, batch: Batch, x: Any = None) -> Any:
         """The output for a prepared batch. Of a pipeline's stage, which lacks some parts, `x` is what the last one put out."""
         if self.embed is not None:
             x = self.embed(batch)                                       # (B, T, D)
@@ -367,6 +367,15 @@ class GPT(nn.Module):
         for block in self.blocks.values():
             x = block(x, batch)                                         # (B, T, D)
         return x if self.head is None else self.head(x, batch)          # (B, T, V)
+
+    def compiled_parts(self) -> list[Any]:
+        """As of any model, and the chunk: the head leaves the compiler between chunks."""
+        return [*super().compiled_parts(), *([self.head.of_chunk] if isinstance(self.head, Head) else [])]
+
+    def want_loss_alone(self, alone: bool) -> None:
+        """Then the head puts out the sum of the loss, without having all logits."""
+        if isinstance(self.head, Head):
+            self.head.loss_alone = alone
 
     def example(self, samples: int, device: torch.device, first: int = 0) -> Batch:
         """A loader's batch of random tokens in the right shapes: samples `first` and on, the same in every run."""

@@ -8,11 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from course.models.interface import Batch
 from course.ops.attention import attend
 from course.ops.linear_op import Communication, Product, WeightGradients
 from course.utils import random
-
-Batch = dict[str, Tensor]
 
 
 def to_patches(x: Tensor, p: int) -> Tensor:

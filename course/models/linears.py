@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from course.models import DiTConfig, GPTConfig, Model
+from course.models import DiTConfig, GPTConfig, ModelConfig
 from course.models.dit import TimestepEmbedder
 
 
@@ -18,7 +18,7 @@ class Linear:
     rows: float = 1.0                               # rows for each token: 1, or 1 / tokens where it works on samples
 
 
-def linears(m: Model) -> list[Linear]:
+def linears(m: ModelConfig) -> list[Linear]:
     """The linears of a block, serially."""
     D, M = m.dim, m.hidden
     gated = 2 if isinstance(m, GPTConfig) and m.mlp == "swiglu" else 1
@@ -29,7 +29,7 @@ def linears(m: Model) -> list[Linear]:
     return maps
 
 
-def linears_on_rank(m: Model, tp: int) -> Iterator[tuple[str, int, int]]:
+def linears_on_rank(m: ModelConfig, tp: int) -> Iterator[tuple[str, int, int]]:
     """(name, inputs, outputs) on a rank of every linear of a model; those of a block, whose name has no number, stand for all."""
     for one in linears(m):
         yield one.name, one.k // (tp if one.cut == "row" else 1), one.n // (tp if one.cut == "column" else 1)

@@ -6,15 +6,15 @@ at Scale". The preset vit-reference has its model's details, too; docs/using.md 
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from course.models.interface import Batch, Loss, Model, Rule
 from course.models.layers import (
     TENSOR_PLAN,
     TOKEN_PLAN,
-    Batch,
     Block,
     Linear,
     PatchShape,
@@ -29,7 +29,7 @@ from course.utils import random
 class ViTConfig(PatchShape):
     """A weather transformer: grid, channels, patches."""
 
-    kind: Literal["vit"] = "vit"
+    kind: str = "vit"
     grid: tuple[int, int] = (360, 720)              # latitudes, longitudes
     channels: int = 20                              # in and out
     patch: int = 8                                  # points on a side
@@ -81,7 +81,7 @@ class Head(nn.Module):
         return x
 
 
-class RelativeL2(nn.Module):
+class RelativeL2(Loss):
     """Each sample's error norm over its target's norm: (sum over the samples, number of samples).
 
     Padding has the sample id -1 and weighs nothing.
@@ -103,15 +103,14 @@ class RelativeL2(nn.Module):
         return (batch["sample"] >= 0).to(batch["target"].dtype)
 
 
-class ViT(nn.Module):
+class ViT(Model):
     """A forecast, patch by patch: (B, T, P) -> (B, T, P) with P = channels · patch². `prepare` cuts the patches."""
 
     tensor_plan = TENSOR_PLAN
     token_plan = TOKEN_PLAN
 
     def __init__(self, c: ViTConfig, seed: int = 0):
-        super().__init__()
-        self.c, self.seed = c, seed
+        super().__init__(c, seed)
         self.embed = Embed(c)
         self.blocks = nn.ModuleDict({
             str(i): Block(c.dim, c.heads, c.hidden, f"blocks.{i}",
@@ -120,9 +119,9 @@ class ViT(nn.Module):
         self.head = Head(c)
         self.loss = RelativeL2()
 
-    def init_plan(self) -> dict[str, float | str | random.Uniform]:
+    def init_plan(self) -> dict[str, Rule]:
         """Pattern of serial names -> standard deviation, "ones", "zeros" or a range; the first that fits counts."""
-        plan: dict[str, float | str | random.Uniform] = {}
+        plan: dict[str, Rule] = {}
         if self.c.embed_init == "uniform":          # He et al. 2015 with PyTorch's a = sqrt(5), and the same for the bias
             plan["embed.proj.*"] = random.Uniform((self.c.channels * self.c.patch**2) ** -0.5)
         plan |= {"*norm*.weight": "ones", "*.bias": "zeros"}
@@ -142,7 +141,7 @@ class ViT(nn.Module):
             ready["keys"] = random.sample_keys(self.seed, step, sample)
         return ready
 
-    def forward(self, batch: Batch, x: Tensor | None = None) -> Tensor:
+    def forward(self, batch: Batch, x: Any = None) -> Any:
         """The output for a prepared batch. Of a pipeline's stage, which lacks some parts, `x` is what the last one put out."""
         if self.embed is not None:
             x = self.embed(batch)                                       # (B, T, D)

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from course.ops.autograd import Context
 from course.ops.custom_op import register_operator
 from course.ops.number_formats import matmul_dtype
 
@@ -91,8 +92,8 @@ class AddNorm(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor | None, gate: Tensor | None, weight: Tensor, bias: Tensor, before: Tensor | None,
-                eps: float, offset: float, out: torch.dtype) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Context, x: Tensor, y: Tensor | None, gate: Tensor | None, weight: Tensor, bias: Tensor,
+                before: Tensor | None, eps: float, offset: float, out: torch.dtype) -> tuple[Tensor, Tensor]:
         z, n, mean, rstd = torch.ops.course.add_norm(x, y, gate, weight, bias, eps, offset, out)
         z = x.view_as(x) if y is None else z                            # (B, T, D)
         ctx.save_for_backward(z, y if gate is not None else None, gate, weight, mean, rstd)
@@ -102,7 +103,7 @@ class AddNorm(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dz: Tensor | None, dn: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, dz: Tensor | None, dn: Tensor | None) -> tuple[Tensor | None, ...]:
         z, y, gate, weight, mean, rstd = ctx.saved_tensors
         total = ctx.before is not None
         dx, dy, sums = torch.ops.course.add_norm_backward(dz, dn, z, y, gate, weight, mean, rstd, ctx.offset, total, *ctx.kinds)
@@ -116,14 +117,14 @@ class Add(Function):
     """x + gate · y | the gradients of all three, (B, T, D) twice, (B, D), and of a bias that is already in y, (D,)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor, gate: Tensor, before: Tensor | None) -> Tensor:
+    def forward(ctx: Context, x: Tensor, y: Tensor, gate: Tensor, before: Tensor | None) -> Tensor:
         ctx.save_for_backward(y, gate)
         ctx.kinds, ctx.before = [x.dtype, y.dtype], None if before is None else before.dtype
         return x + gate[:, None] * y                                    # (B, T, D)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, dz: Tensor) -> tuple[Tensor | None, ...]:
         y, gate = ctx.saved_tensors
         total = ctx.before is not None
         _, dy, sums = torch.ops.course.add_norm_backward(dz, None, None, y, gate, None, None, None, 1.0, total, *ctx.kinds)

@@ -5,7 +5,6 @@ that is in x. Here the sum is made in the same pass. On a GPU that is a kernel (
 plain operations, for CPUs and all else.
 """
 
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +12,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from course.ops.autograd import Context
 from course.ops.custom_op import register_operator
 
 
@@ -36,14 +36,14 @@ class Gelu(Function):
     """GELU(x) | the gradients of x and of a bias that is already in x, (F,): the sum of x's over all tokens, in the same pass."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
+    def forward(ctx: Context, x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
         ctx.save_for_backward(x)
         ctx.tanh, ctx.bias = tanh, None if bias is None else bias.dtype
         return torch.ops.course.gelu(x, tanh)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    def backward(ctx: Context, dy: Tensor) -> tuple[Tensor, Tensor | None, None]:
         dx, dbias = torch.ops.course.gelu_backward(ctx.saved_tensors[0], dy, ctx.tanh)
         return dx, dbias.to(ctx.bias) if ctx.bias else None, None
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from course.ops.autograd import Context
 from course.ops.number_formats import matmul_dtype
 
 Later = Callable[[Callable[[], Tensor]], None]      # takes what computes a weight's gradient, and calls it some time
@@ -47,7 +48,7 @@ class LinearLater(Function):
     """`F.linear` whose backward pass gives the gradients of input and bias, and leaves the weight's to `later`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, later: Later) -> Tensor:
+    def forward(ctx: Context, x: Tensor, weight: Tensor, bias: Tensor | None, later: Later) -> Tensor:
         low = matmul_dtype(x)
         ctx.save_for_backward(x.to(low), weight.to(low))
         ctx.later, ctx.dtypes = later, (x.dtype, weight.dtype, None if bias is None else bias.dtype)
@@ -55,7 +56,7 @@ class LinearLater(Function):
             return F.linear(x.to(low), weight.to(low), None if bias is None else bias.to(low))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         to_x, to_weight, to_bias = ctx.dtypes
         ctx.later(lambda: weight_gradient(grad, x).to(to_weight))

@@ -14,7 +14,6 @@ Of what is computed forward y and lse are kept, from which backward has p again 
 
 import math
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +22,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from course.ops.attention import attend
+from course.ops.autograd import Context
 from course.ops.custom_op import register_operator
 from course.ops.number_formats import LOW_PRECISION
 
@@ -76,7 +76,7 @@ class PackedAttention(Function):
     """(B, T, 3, h, d) -> (B, T, h, d) | the gradients of qkv and of a bias that is already in it, (3·h·d,)."""
 
     @staticmethod
-    def forward(ctx: Any, qkv: Tensor, bias: Tensor | None, causal: bool) -> Tensor:
+    def forward(ctx: Context, qkv: Tensor, bias: Tensor | None, causal: bool) -> Tensor:
         y, lse = torch.ops.course.attention(qkv, causal)                # (B, T, h, d), (B, h, T)
         ctx.save_for_backward(qkv, y, lse)
         ctx.causal, ctx.bias = causal, None if bias is None else bias.dtype
@@ -84,7 +84,7 @@ class PackedAttention(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    def backward(ctx: Context, dy: Tensor) -> tuple[Tensor, Tensor | None, None]:
         qkv, y, lse = ctx.saved_tensors
         dqkv, sums = torch.ops.course.attention_backward(dy, qkv, y, lse, ctx.causal)
         return dqkv, sums.flatten().to(ctx.bias) if ctx.bias else None, None

@@ -1,9 +1,10 @@
 """Parallelism as surgery on a serial model: `parallelize(model, mesh, settings)`, the mesh it works on, the layout it returns."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
+from course.models import Model
 from course.parallel.context_parallel.attention import apply_context_parallel, check_attention, needs_zigzag
 from course.parallel.data_parallel import build_gradient_sync
 from course.parallel.initialize import initialize, initialize_serial
@@ -39,7 +40,7 @@ __all__ = [
 ]
 
 
-def parallelize(model: nn.Module, mesh: Mesh, settings: "Parallel") -> Layout:
+def parallelize(model: Model, mesh: Mesh, settings: "Parallel") -> Layout:
     """Cut a serial model, on the meta device, along the axes of the mesh. Returns what has been decided.
 
     The data-parallel axis needs no surgery: gradients are averaged over it (`build_gradient_sync`). Raises `CourseError` if a
@@ -74,7 +75,7 @@ def check_meta(model: nn.Module) -> None:
                           "(`with torch.device(\"meta\"):`); values come after, by random.initialize or checkpoint.load")
 
 
-def check_seams(model: Any, cp: Axis, sp: Axis) -> None:
+def check_seams(model: Model, cp: Axis, sp: Axis) -> None:
     """Raise `CourseError` if tokens are cut and what has to reach over all of them cannot be found."""
     cut = {"context": cp.size > 1, "sequence": cp.size * sp.size > 1}
     if cut[model.token_plan.get("target", "context")]:

@@ -1,17 +1,20 @@
 """The first values of parameters: of each element a function of the seed, the parameter's serial name and its place in it."""
 
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from course.models import Model
 from course.parallel.placement import Placement, Placements, box_shape, serial_placements
 from course.utils import random
 from course.utils.errors import CourseError
 
+M = TypeVar("M", bound=Model)
 
-def initialize(model: Any, placements: Placements, seed: int, device: torch.device, dtype: torch.dtype = torch.float32,
+
+def initialize(model: Model, placements: Placements, seed: int, device: torch.device, dtype: torch.dtype = torch.float32,
                noise: float = 0.0) -> None:
     """Give every parameter of a model on the meta device its memory and its first value; it stays the same object.
 
@@ -34,7 +37,7 @@ def initialize(model: Any, placements: Placements, seed: int, device: torch.devi
         give_memory(parameter, value.view(parameter.shape).to(dtype))
 
 
-def initialize_serial(model: nn.Module, seed: int, device: torch.device, dtype: torch.dtype = torch.float32) -> nn.Module:
+def initialize_serial(model: M, seed: int, device: torch.device, dtype: torch.dtype = torch.float32) -> M:
     """The same for a model that this process has whole."""
     initialize(model, serial_placements(model), seed, device, dtype)
     return model

@@ -1,10 +1,8 @@
 """What surgery has decided: where each parameter is, how samples are cut, and which stages of a pipeline are here."""
 
 from dataclasses import dataclass
-from typing import Any
 
-from torch import nn
-
+from course.models import Model
 from course.parallel.mesh import Mesh, World, single
 from course.parallel.pipeline_parallel.runtime import Pipeline
 from course.parallel.placement import Placements, serial_placements
@@ -23,10 +21,10 @@ class Layout:
     mesh: Mesh
     placements: Placements
     tokens: WholeTokens
-    stages: tuple[Any, ...]
+    stages: tuple[Model, ...]
     pipeline: Pipeline | None = None
 
 
-def serial_layout(model: nn.Module, world: World | None = None) -> Layout:
+def serial_layout(model: Model, world: World | None = None) -> Layout:
     """The layout of a model that one process has whole."""
     return Layout(single(world or World()), serial_placements(model), WholeTokens(), (model,))

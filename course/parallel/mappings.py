@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
+from course.ops.autograd import Context
 from course.parallel.mesh import Axis
 
 # `torch.compiler.disable` without importing the compiler here, which would cost every rank that starts a second
@@ -100,12 +101,12 @@ class Copy(Function):
     """identity | all-reduce."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+    def forward(ctx: Context, x: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
         return x.view_as(x)                          # x itself would do: autograd makes a view of it by itself
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None]:
         return all_reduce(grad, ctx.axis), None
 
 
@@ -113,11 +114,11 @@ class Reduce(Function):
     """all-reduce | identity."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+    def forward(ctx: Context, x: Tensor, axis: Axis) -> Tensor:
         return all_reduce(x, axis)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 
@@ -125,12 +126,12 @@ class Gather(Function):
     """all-gather along a dim | reduce-scatter along it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, axis: Axis, n: int) -> Tensor:
+    def forward(ctx: Context, x: Tensor, dim: int, axis: Axis, n: int) -> Tensor:
         ctx.dim, ctx.axis = dim, axis
         return all_gather(x, dim, axis, n)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return reduce_scatter(grad, ctx.dim, ctx.axis), None, None, None
 
 
@@ -138,12 +139,12 @@ class Collect(Function):
     """all-gather along a dim | this rank's piece of it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, axis: Axis, n: int) -> Tensor:
+    def forward(ctx: Context, x: Tensor, dim: int, axis: Axis, n: int) -> Tensor:
         ctx.dim, ctx.axis, ctx.n = dim, axis, n
         return all_gather(x, dim, axis, n)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None, None, None]:
         start, stop = bounds(ctx.n, ctx.axis.size, ctx.axis.rank)
         return grad.narrow(ctx.dim, start, stop - start), None, None, None
 
@@ -152,12 +153,12 @@ class Scatter(Function):
     """reduce-scatter along a dim | all-gather along it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, axis: Axis) -> Tensor:
+    def forward(ctx: Context, x: Tensor, dim: int, axis: Axis) -> Tensor:
         ctx.dim, ctx.axis, ctx.n = dim, axis, x.shape[dim]
         return reduce_scatter(x, dim, axis)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None, None]:
         return all_gather(grad, ctx.dim, ctx.axis, ctx.n), None, None
 
 
@@ -165,12 +166,12 @@ class AllToAll(Function):
     """all-to-all | all-to-all the other way round."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, split: int, join: int, axis: Axis, n: int) -> Tensor:
+    def forward(ctx: Context, x: Tensor, split: int, join: int, axis: Axis, n: int) -> Tensor:
         ctx.split, ctx.join, ctx.axis, ctx.n = split, join, axis, x.shape[split]
         return exchange(x, split, join, axis, n)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         return exchange(grad, ctx.join, ctx.split, ctx.axis, ctx.n), None, None, None, None
 
 

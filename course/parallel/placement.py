@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
+from course.models.layers import Linear
 from course.parallel import mappings
 from course.parallel.mesh import Axis
 from course.utils.errors import CourseError
@@ -43,7 +44,7 @@ def serial_placements(model: nn.Module, owner: bool = True, average_over: Axis |
     placements: Placements = {}
     for name, parameter in model.named_parameters():                    # a tied one once, by its first name
         module = model.get_submodule(name.rpartition(".")[0])
-        rows = getattr(module, "rows", tuple(parameter.shape[:1]))
+        rows = module.rows if isinstance(module, Linear) else tuple(parameter.shape[:1])
         shape = (*rows, *parameter.shape[1:])
         box = tuple((0, n) for n in shape)
         placements[parameter] = Placement(name, shape, box, average_over=average_over, owner=owner)

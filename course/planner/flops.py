@@ -9,12 +9,12 @@ from typing import Literal
 import torch
 
 from course.config import Config
-from course.models import DiTConfig, GPTConfig, Model, ViTConfig
+from course.models import DiTConfig, GPTConfig, ModelConfig, ViTConfig
 from course.models.dit import TimestepEmbedder
 from course.planner import hardware
 
 
-def step(c: Model, samples: int) -> int:
+def step(c: ModelConfig, samples: int) -> int:
     """Model FLOPs of one training step, the matmuls of `samples` samples forward and backward.
 
     A matmul of (m, k) by (k, n) counts 2·m·k·n, and its backward twice that: one gradient for each of its inputs.
@@ -93,7 +93,7 @@ def source_terms(c: DiTConfig, last: Literal["h", "l"] = "h") -> dict[str, float
             "time, first map": 512 / (s * h * layers), "time, second map": 2 * (h if last == "h" else layers) / (s * h * layers)}
 
 
-def forward_blocks(c: Model) -> int:
+def forward_blocks(c: ModelConfig) -> int:
     """FLOPs of all blocks, forward, for one sample.
 
     GPT: a gated MLP has three maps of D·M, not two; keys and values have D·D·kv_heads / heads each. DiT: 2·D·6·D for the

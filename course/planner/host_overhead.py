@@ -18,7 +18,7 @@ from pathlib import Path
 
 from course.config import Config
 from course.config.validation import attention_leaves_graph
-from course.models import GPTConfig
+from course.models import GPTConfig, family_of
 from course.planner.hardware import RESULTS, Hardware, table_file
 from course.planner.parameter_memory import uneven
 from course.utils.errors import CourseError
@@ -106,7 +106,7 @@ class Host:
         if config.graphs:
             return 0.0
         compiled, recompute = config.compile, config.train.recompute
-        cost = self.rows[row_name(config.model.kind, "", compiled, recompute)]
+        cost = self.rows[row_name(family_of(config.model), "", compiled, recompute)]
         for name, times in added(config, dp):
             cost = cost + self.beyond(name, compiled, recompute) * times
         return max(0.0, self.plain_step * cost.of(blocks, micros, buckets))

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 from course.config import Config, Parallel
-from course.models import DiTConfig, GPTConfig, Model
+from course.models import DiTConfig, GPTConfig, ModelConfig
 from course.models.linears import Linear
 from course.ops.number_formats import LOW_PRECISION
 from course.ops.packed_attention import supports_head_dim
@@ -43,7 +43,7 @@ class RankWorkload:
         return self.config.parallel
 
     @property
-    def m(self) -> Model:
+    def m(self) -> ModelConfig:
         """The model's configuration."""
         return self.config.model
 

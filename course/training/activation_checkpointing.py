@@ -11,8 +11,12 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from course.models import Model
+
+Forward = Callable[..., Any]
 # by the beginning of the operator's name: matmuls, convolutions, fused attention, and those with communication beside them
 EXPENSIVE_OPS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_mm", "aten::convolution", "aten::_scaled_dot_product",
         "course::product", "course::attention", "course::gather_linear", "course::linear_scatter", "course::ring")
@@ -25,7 +29,7 @@ def save_expensive_ops(context: Any, operator: Any, *arguments: Any, **options: 
     return CheckpointPolicy.MUST_SAVE if dear else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def checkpoint_activations(model: Any, how: str) -> Any:
+def checkpoint_activations(model: Model, how: str) -> Model:
     """Let every block of the model keep less; `how` is none, selective or full."""
     if how == "none":
         return model
@@ -36,7 +40,7 @@ def checkpoint_activations(model: Any, how: str) -> Any:
     return model
 
 
-def wrap_forward(blocks: Iterable[Any], wrap: Callable[[Callable[..., Any]], Any]) -> None:
+def wrap_forward(blocks: Iterable[nn.Module], wrap: Callable[[Forward], Forward]) -> None:
     """Let blocks compute by `wrap` of the forward pass of their class: each gets a subclass of it, all of one class the same."""
     made: dict[type, type] = {}
     for block in blocks:
@@ -46,7 +50,7 @@ def wrap_forward(blocks: Iterable[Any], wrap: Callable[[Callable[..., Any]], Any
         block.__class__ = made[kind]
 
 
-def checkpointed(forward: Callable[..., Any], contexts: dict[str, Any]) -> Callable[..., Any]:
+def checkpointed(forward: Forward, contexts: dict[str, Any]) -> Forward:
     """A forward pass that is run again in the backward pass. A function of this file, because torch.compile begins at none of
     PyTorch's own: with `partial(checkpoint, ...)` as its forward a block would silently stay uncompiled."""
     def run(*inputs: Any) -> Any:

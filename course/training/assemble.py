@@ -1,13 +1,12 @@
 """A run's model, optimizer and step from its configuration: the ordered list of surgeries on the serial model."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from course.config import Config
 from course.fp8 import native, transformer_engine
-from course.models import build_model
+from course.models import Model, build_model
 from course.ops import attention
 from course.ops.number_formats import cast_residual_stream, parameter_dtype, set_matmul_precision, working_dtype
 from course.ops.packed_attention import supports_precision
@@ -27,7 +26,7 @@ class Training:
 
     config: Config
     layout: Layout
-    model: Any                                          # what `course/models/interface.py` describes
+    model: Model
     gradients: GradientSync
     optimizer: torch.optim.Optimizer
     progress: Progress

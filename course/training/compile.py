@@ -7,12 +7,12 @@ constants differ from block to block; with them each block is compiled for itsel
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any
 
 import torch
 
 from course.config import Config
 from course.config.validation import attention_leaves_graph
+from course.models import Model
 from course.training.activation_checkpointing import wrap_forward
 
 KINDS = 16                                          # versions of a block for other reasons, such as evaluation
@@ -26,13 +26,13 @@ def compiled_inside(config: Config) -> bool:
     return config.compile and how != "none" and (attention_leaves_graph(config) or (how == "full" and p.tp * p.cp > 1))
 
 
-def compile_within(model: Any) -> None:
+def compile_within(model: Model) -> None:
     """Compile what blocks compute, before `checkpoint_activations` is put around it. torch.compile takes a checkpoint as one
     operator, within which it cannot leave its graph: a block that must would silently run uncompiled, the whole of it."""
     wrap_forward(model.blocks.values(), torch.compile)
 
 
-def compile_parts(stages: Sequence[Any], attention: str = "default", blocks: bool = True) -> None:
+def compile_parts(stages: Sequence[Model], attention: str = "default", blocks: bool = True) -> None:
     """Compile a model, or a pipeline's stages of one, in place, after it is cut. `attention` is the chosen backend; blocks: not
     if they are `compile_within`."""
     # blocks that differ are versions of one function to the compiler: past its limit it would silently stop compiling
@@ -40,8 +40,6 @@ def compile_parts(stages: Sequence[Any], attention: str = "default", blocks: boo
     torch._dynamo.config.recompile_limit = max(limit, torch._dynamo.config.recompile_limit)
     if attention != "default":                      # its cache on disk takes graphs of another backend for the same
         torch._functorch.config.enable_autograd_cache = False
-    inner = [getattr(stage.head, "of_chunk", None) for stage in stages]             # the head leaves the compiler between these
-    outer = chain(*((stage.embed, stage.head) for stage in stages), inner, [stages[-1].loss])
+    outer = chain(*(stage.compiled_parts() for stage in stages), [stages[-1].loss])
     for part in chain(*(stage.blocks.values() for stage in stages if blocks), outer):
-        if part is not None:
-            part.compile()
+        part.compile()

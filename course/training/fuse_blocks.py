@@ -5,12 +5,11 @@ MLP lies GELU (`ops/fused_gelu.py`), and between those of attention, attention (
 so is the same object with the same parts and a subclass of its class.
 """
 
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from course.models import gpt, layers
+from course.models import Model, gpt, layers
 from course.models.dit import AdaLNBlock
 from course.models.layers import Batch, Block, Linear
 from course.ops.fused_add_norm import Add, add_norm
@@ -73,14 +72,15 @@ FUSED: dict[type, type] = {
     layers.Attention: PackedAttention, layers.GroupedAttention: PackedGroupedAttention}
 
 
-def packed(attn: Any, x: Tensor) -> Tensor:                             # (B, T, D)
+def packed(attn: layers.Attention | layers.GroupedAttention, x: Tensor) -> Tensor:                             # (B, T, D)
     """Attention over queries, keys and values as `attn.qkv` puts them out."""
     qkv = attn.qkv(x).unflatten(-1, (3, -1, attn.head_dim))             # (B, T, 3, h, d)
     return attn.out(packed_attention(qkv, deferred_bias(attn.qkv), attn.core.causal).flatten(2))        # (B, T, D)
 
 
-def add_layer_norm(x: Tensor, y: Tensor | None, norm: Any, before: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def add_layer_norm(x: Tensor, y: Tensor | None, norm: nn.Module, before: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """`add_norm` with a LayerNorm: (B, T, D) twice -> (B, T, D) twice."""
+    assert isinstance(norm, nn.LayerNorm)
     return add_norm(x, y, None, norm.weight[None], norm.bias[None], norm.eps, 0.0, before)
 
 
@@ -89,58 +89,64 @@ def check_device(device: torch.device) -> None:
     check_capability(device, (8, 0), "kernels=triton", "Ampere and later", "set kernels=pytorch")
 
 
-def fuse_blocks(model: Any, attention: bool = True) -> Any:
+def fuse_blocks(model: Model, attention: bool = True) -> Model:
     """Let the blocks of a model compute so, after it is cut and before they are compiled or checkpointed.
 
     Blocks of other kinds, those whose norms are no LayerNorms, and MLPs of other kinds stay as they are; attention, too, unless
     `attention`, where it is not of whole samples, turns queries and keys or shares keys, and for heads of a size that it does not
     support.
     """
-    for block in model.blocks.values():
-        attn: Any = getattr(block, "attn", None)
-        mlp: Any = getattr(block, "mlp", None)
-        if attention and can_pack(attn) and getattr(model.c, "position", "learned") == "learned":
-            defer_bias_gradient(attn.qkv)
-            fuse(attn)
-        if type(mlp) is layers.MLP:
-            fuse_mlp(mlp)
-        if type(block) in FUSED and all(type(norm) is nn.LayerNorm for norm in (block.norm1, block.norm2)):
-            for linear in linears_before_sums(block):
+    turned = isinstance(model, gpt.GPT) and model.c.position == "rotary"
+    for module in [*model.blocks.modules()]:
+        if isinstance(module, (layers.Attention, layers.GroupedAttention)) and attention and not turned and can_pack(module):
+            defer_bias_gradient(module.qkv)
+            fuse(module)
+        if type(module) is layers.MLP:
+            fuse_mlp(module)
+        if isinstance(module, (Block, gpt.Block, AdaLNBlock)) and can_fuse(module):
+            for linear in linears_before_sums(module):
                 defer_bias_gradient(linear)
-            fuse(block)
+            fuse(module)
     return model
 
 
-def fuse_mlp(mlp: Any) -> None:
+def fuse_mlp(mlp: layers.MLP) -> None:
     """Let an MLP with GELU compute so."""
     defer_bias_gradient(mlp.up)
     fuse(mlp)
 
 
-def fuse(module: Any) -> None:
+def fuse(module: nn.Module) -> None:
     """Let a module compute as the subclass of its class in `FUSED` does."""
     module.__class__ = FUSED[type(module)]
 
 
-def can_pack(attn: Any) -> bool:
+def can_pack(attn: layers.Attention | layers.GroupedAttention) -> bool:
     """Whether attention is over all tokens of a sample, with keys of each head's own."""
     own = type(attn) is layers.Attention or (type(attn) is layers.GroupedAttention and attn.group == 1)
     return own and type(attn.core) is layers.Attend and supports_head_dim(attn.head_dim)
 
 
-def linears_before_sums(block: Any) -> list[Any]:
+def can_fuse(block: Block | gpt.Block | AdaLNBlock) -> bool:
+    """Whether it is one of these, not of a class that computes otherwise, and its norms are LayerNorms."""
+    return type(block) in FUSED and all(type(norm) is nn.LayerNorm for norm in (block.norm1, block.norm2))
+
+
+def linears_before_sums(block: Block | gpt.Block | AdaLNBlock) -> list[nn.Module]:
     """The linears at whose end a fused sum begins, so that it has the gradients of their biases."""
-    dropped = any(getattr(block, name).p for name in ("drop1", "path1") if hasattr(block, name))
-    return [block.attn.out] * (not dropped) + [block.mlp.down] * isinstance(block, AdaLNBlock)
+    if isinstance(block, AdaLNBlock):
+        return [block.attn.out, block.mlp.down]
+    dropped = block.drop1.p or (isinstance(block, Block) and block.path1.p)
+    return [] if dropped else [block.attn.out]
 
 
-def defer_bias_gradient(linear: Any) -> None:
+def defer_bias_gradient(linear: nn.Module) -> None:
     """Let the gradient of a linear's bias be computed elsewhere, if it has one."""
     if isinstance(linear, Linear) and linear.bias is not None:
         linear.deferred_bias = True
         linear.communication = linear.communication.deferred or linear.communication
 
 
-def deferred_bias(linear: Any) -> Tensor | None:
+def deferred_bias(linear: nn.Module) -> Tensor | None:
     """The bias of a linear whose gradient is computed elsewhere."""
     return linear.bias if isinstance(linear, Linear) and linear.deferred_bias else None

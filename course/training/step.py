@@ -17,6 +17,7 @@ from course.config import Config
 from course.config.validation import num_microbatches
 from course.data import Batch
 from course.fp8.native import Scaling
+from course.models import Model
 from course.ops.number_formats import FIRST_SCALE, autocast, next_scale
 from course.parallel import Axis, Layout
 from course.parallel.data_parallel.gradients import GradientSync
@@ -66,7 +67,7 @@ class Progress:
         self.longest_streak.zero_()
 
 
-def eager(model: Any, progress: Progress, config: Config, layout: Layout) -> Compute:
+def eager(model: Model, progress: Progress, config: Config, layout: Layout) -> Compute:
     """Forward and backward through the whole model on this rank, one micro-batch after another.
 
     The loss of the global batch is sum / W over all its samples. Each rank back-propagates its own
@@ -89,14 +90,14 @@ def eager(model: Any, progress: Progress, config: Config, layout: Layout) -> Com
     return compute
 
 
-def build_compute(model: Any, progress: Progress, config: Config, layout: Layout) -> Compute:
+def build_compute(model: Model, progress: Progress, config: Config, layout: Layout) -> Compute:
     """How this layout does forward and backward."""
     if layout.pipeline is None:
         return eager(model, progress, config, layout)
     return pipelined(model, layout.pipeline, progress, config, layout)
 
 
-def pipelined(model: Any, pipeline: Pipeline, progress: Progress, config: Config, layout: Layout) -> Compute:
+def pipelined(model: Model, pipeline: Pipeline, progress: Progress, config: Config, layout: Layout) -> Compute:
     """The same as `eager`, with the model's stages on the ranks along pp and micro-batches on their way between them."""
     mesh = layout.mesh
     last = config.parallel.chunks - 1 if mesh.pp.rank == mesh.pp.size - 1 else None         # the chunk that ends in the loss
@@ -120,7 +121,7 @@ def pipelined(model: Any, pipeline: Pipeline, progress: Progress, config: Config
     return compute
 
 
-def global_weight(model: Any, batch: Batch, dp: Axis) -> Tensor:
+def global_weight(model: Model, batch: Batch, dp: Axis) -> Tensor:
     """W: what the samples of the global batch weigh together."""
     weight: Tensor = model.loss.weight(batch).sum()
     if dp.size > 1:
@@ -135,7 +136,7 @@ def split_microbatches(batch: Batch, size: int) -> Iterator[Batch]:
         yield {name: tensor[start:start + (size or samples)] for name, tensor in batch.items()}
 
 
-def train_step(compute: Compute, model: Any, gradients: GradientSync, optimizer: torch.optim.Optimizer, progress: Progress,
+def train_step(compute: Compute, model: Model, gradients: GradientSync, optimizer: torch.optim.Optimizer, progress: Progress,
                config: Config, layout: Layout, scaling: Scaling | None = None) -> Step:
     """compute, finish the gradients, clip, update: no decision is taken on the host, nothing waits for the device.
 

@@ -19,7 +19,7 @@ from course.config.validation import num_microbatches, refusal
 from course.data import data_files, train_loader
 from course.data.file_watch import DataFileWatch
 from course.data.text import end_tokens
-from course.models import build_model
+from course.models import GPTConfig, build_model
 from course.parallel import Mesh, agree, build_mesh, joined
 from course.parallel.mesh import wait_at_most
 from course.parallel.pipeline_parallel.schedules import bubble
@@ -185,7 +185,7 @@ def run_folder(config: Config) -> Path:
 def write_run_files(config: Config, run: Path) -> None:
     """Write into a run's folder what it trains, and of a language model the tokens that end a text."""
     configuration.save(config, run / "config.yaml")
-    if config.model.kind == "gpt":
+    if isinstance(config.model, GPTConfig):
         end_tokens.write_note(run, end_tokens.of_run(run, config))
 
 

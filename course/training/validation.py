@@ -12,6 +12,7 @@ from torch import Tensor
 from course.data import Batch, Pairs, eval_loader, has_validation, open_data
 from course.data.weather import layout as files
 from course.data.weather.metrics import latitude_weights, squared_error
+from course.models import Model
 from course.ops.number_formats import autocast
 from course.parallel import Layout
 from course.training.run_log import RunLog
@@ -33,7 +34,7 @@ def row_weights(pairs: Pairs, device: torch.device) -> Tensor:
     return latitude_weights(torch.from_numpy(files.grid_latitudes(pairs.years[0])).float()).to(device)
 
 
-def forward_only(model: Any, layout: Layout, precision: str,
+def forward_only(model: Model, layout: Layout, precision: str,
                  loss_alone: bool = False) -> Callable[[Batch], tuple[Tensor | None, Batch]]:
     """The model's output, without gradients or dropout, in float32 or float64, and the prepared batch, of which it is.
 
@@ -58,18 +59,16 @@ def forward_only(model: Any, layout: Layout, precision: str,
 
 
 @contextmanager
-def evaluating(model: Any, loss_alone: bool) -> Iterator[None]:
-    """Inside the block the model does not train, and a head that has a `loss_alone` knows whether anybody wants logits."""
-    was_training, heads = model.training, [module for module in model.modules() if hasattr(module, "loss_alone")]
+def evaluating(model: Model, loss_alone: bool) -> Iterator[None]:
+    """Inside the block the model does not train, and knows whether anybody wants more than the loss."""
+    was_training = model.training
     model.eval()
-    for head in heads:
-        head.loss_alone = loss_alone
+    model.want_loss_alone(loss_alone)
     try:
         yield
     finally:
         model.train(was_training)
-        for head in heads:
-            head.loss_alone = False
+        model.want_loss_alone(False)
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ class Validation:
             return cls(config, layout, pairs, [], torch.empty(0))
         return cls(config, layout, pairs, files.channel_names(pairs.years[0]), row_weights(pairs, layout.mesh.world.device))
 
-    def run(self, model: Any, report: RunLog, step: int) -> dict[str, Any]:
+    def run(self, model: Model, report: RunLog, step: int) -> dict[str, Any]:
         """`valid_loss` over all samples and ranks; of weather `valid_rmse`, and a picture of the first forecast to the report."""
         mesh = self.layout.mesh
         device = mesh.world.device
@@ -136,7 +135,7 @@ class Validation:
     def _name(self) -> str:
         return headline(self.channels)
 
-    def _picture(self, model: Any, batch: Batch, output: Tensor | None, report: RunLog, step: int) -> None:
+    def _picture(self, model: Model, batch: Batch, output: Tensor | None, report: RunLog, step: int) -> None:
         """Give the report a picture of the first sample; in a pipeline only the last stage has its forecast."""
         number, truth = self.channels.index(self._name), batch["target"][0]
         forecast = torch.empty_like(truth) if output is None else model.fields(self.layout.tokens.whole(output))[0].contiguous()

@@ -13,7 +13,7 @@ from course import config
 from course.config import Config
 from course.data import Batch, order
 from course.lab.checks import random_inputs, return_values
-from course.models import build_model
+from course.models import Model, ViTConfig, build_model
 from course.parallel import Layout, Mesh, build_gradient_sync, build_mesh, initialize, join, parallelize
 from course.training import step
 from course.training.optimizer import build_optimizer
@@ -114,14 +114,14 @@ def batches_of(inputs: dict[str, Tensor]) -> list[Batch]:
     return [{name: inputs[f"{name}{i}"] for name in ("input", "target", "sample")} for i in (0, 1)]
 
 
-def prepare_batch(model: nn.Module, batch: Batch) -> Batch:
+def prepare_batch(model: Model, batch: Batch) -> Batch:
     """A batch as the model takes it."""
-    return model.prepare(batch, torch.zeros((), dtype=torch.int64))  # type: ignore[operator]
+    return model.prepare(batch, torch.zeros((), dtype=torch.int64))
 
 
 def random_batch(generator: torch.Generator, c: Config, samples: int, padding: int = 0) -> Batch:
     """A drawn batch of states of the weather; the last `padding` samples are zeros with the sample id -1."""
-    assert c.model.kind == "vit"
+    assert isinstance(c.model, ViTConfig)
     shape = (samples, c.model.channels, *c.model.grid)
     batch = {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name in ("input", "target")}
     batch["sample"] = torch.arange(samples)

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from course.bench import recorded_steps
 from course.config import Config, load, validation
 from course.lab.figures.style import BLUE, GREEN, GREY, MARKS, ORANGE, PURPLE, SKY, label, name_rows, panel
-from course.models import DiTConfig, GPTConfig
+from course.models import DiTConfig, GPTConfig, ViTConfig
 from course.planner import hardware as presets
 from course.planner import memory, step_time
 from course.planner.hardware import Hardware
@@ -195,7 +195,7 @@ def signature(c: Config, kind: str) -> tuple[Any, ...]:
     share = t.global_batch // (p.dp or 1)
     return (kind, c.model, t.global_batch, min(t.micro_batch or share, share), t.recompute, c.precision, c.fp8.by, c.compile,
             c.graphs, c.kernels, c.attention, c.optim.ema > 0, c.stream if c.precision != "tf32" else "",
-            c.data.source if c.model.kind == "vit" else "", p.dp, p.tp, p.cp, p.pp,
+            c.data.source if isinstance(c.model, ViTConfig) else "", p.dp, p.tp, p.cp, p.pp,
             (p.sp, p.overlap if p.sp else "") if p.tp > 1 else "", p.context if p.cp > 1 else "",
             (p.schedule, p.chunks) if p.pp > 1 else "", (p.zero, p.data, p.bucket_mb) if p.dp * p.cp > 1 else "")
 

@@ -123,7 +123,8 @@ def build(bug: str = RIGHT, dtype: torch.dtype = torch.float32, shake: float = 0
         own = bug == NOT_AVERAGED or (bug == CONDITION and name.endswith(".ada"))
         if own and isinstance(module, nn.Linear) and not name.startswith("embed."):
             model.set_submodule(name, CopyPerRank(module))
-    model.embed = EmbeddingPerRank(model.embed, bug)           # type: ignore[assignment]
+    assert model.embed is not None
+    model.embed = EmbeddingPerRank(model.embed, bug)
     return model
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from course.models.layers import Attention, GroupedAttention
 from course.ops.attention import attend
 from course.parallel import mappings
 from course.parallel.context_parallel.ring_attention import RingAttend
@@ -97,7 +98,7 @@ def apply_context_parallel(model: nn.Module, placements: Placements, tokens: Spl
         return
     if method == "all_to_all":
         for name, module in model.named_modules():
-            if hasattr(module, "qkv"):
+            if isinstance(module, (Attention, GroupedAttention)):
                 start, stop = placements[module.qkv.weight].box[1]
                 if (stop - start) % size:
                     raise CourseError(f"parallel.context=all_to_all gives each of parallel.cp={size} ranks a part of the "

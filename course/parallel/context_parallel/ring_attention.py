@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from course.ops.autograd import Context
 from course.parallel.context_parallel import block_attention
 from course.parallel.mesh import Axis, axis_of, group_of
 from course.parallel.tensor_parallel.sequence import SplitTokens
@@ -37,14 +38,14 @@ class Ring(Function):
     """Attention of this rank's queries with the keys of all ranks."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, group: str, lengths: list[int]) -> Tensor:
+    def forward(ctx: Context, q: Tensor, k: Tensor, v: Tensor, causal: bool, group: str, lengths: list[int]) -> Tensor:
         out, lse = ring(q, k, v, causal, group, lengths)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.causal, ctx.group, ctx.lengths = causal, group, lengths
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         return *ring_backward(grad, *ctx.saved_tensors, ctx.causal, ctx.group, ctx.lengths), None, None, None
 
 

@@ -19,13 +19,14 @@ mean. On every rank the buckets come in the same order to both.
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+from course.models import Model
 from course.parallel.mesh import Axis
 from course.parallel.placement import Placements
 from course.utils.errors import CourseError
@@ -87,7 +88,7 @@ class GradientSync(ABC):
         self.optimizer_parameters = list(model.parameters())
         self.copies: dict[nn.Parameter, nn.Parameter] = {}              # of these, what the optimizer has to keep equal
 
-    def trained(self, model: Any) -> Any:
+    def trained(self, model: Model) -> Model:
         """The model as a step computes it: itself, or in a wrapper."""
         return model
 
@@ -145,9 +146,9 @@ class DDP(GradientSync):
                                                        gradient_as_bucket_view=True, init_sync=False)
         self.microbatches_left = 1
 
-    def trained(self, model: Any) -> Any:
+    def trained(self, model: Model) -> Model:
         """The model whose forward pass goes through DDP's."""
-        return ThroughDDP(model, self._forward)
+        return cast(Model, ThroughDDP(model, self._forward))
 
     def begin(self, num_microbatches: int) -> None:
         """Forget gradients. Of so many forward passes that have a gradient, DDP communicates in the last one's backward; so there

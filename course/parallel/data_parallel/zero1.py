@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from course.models import Model
 from course.models.layers import Linear
 from course.parallel import mappings
 from course.parallel.data_parallel.gradients import Bucket, Bucketed, by_axis, divide_by_size, mean_op
@@ -172,9 +173,9 @@ def castable_weights(model: nn.Module, placements: Placements) -> list[nn.Parame
 
 
 def self_summing_parameters(model: nn.Module) -> set[nn.Parameter]:
-    """The parameters of which a module says, in `sums`, that it adds up their gradients itself, in float32."""
-    adding = [(module, sums) for module in model.modules() if (sums := getattr(module, "sums", ()))]
-    return {p for module, sums in adding for name, p in module.named_parameters(remove_duplicate=False) if name in sums}
+    """The parameters of which a model says, in `float32_sums`, that it adds up their gradients itself."""
+    named = model.float32_sums if isinstance(model, Model) else ()
+    return {p for name, p in model.named_parameters(remove_duplicate=False) if name in named}
 
 
 def forward_units(model: nn.Module) -> list[nn.Module]:

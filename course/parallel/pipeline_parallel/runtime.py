@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from course.models.interface import Model, Stream
 from course.parallel.mesh import Axis, Mesh
 from course.parallel.pipeline_parallel.schedules import Pass, alive, before, passes_of
 from course.parallel.placement import Placements
@@ -25,7 +26,7 @@ Wire = tuple[int, int, str]                         # from which stage's rank to
 Forward = Callable[[int, int, Any], Any]            # (chunk, micro-batch, what the stage before put out) -> what this one does
 
 
-def split_stages(model: Any, placements: Placements, mesh: Mesh, chunks: int) -> tuple[Any, ...]:
+def split_stages(model: Model, placements: Placements, mesh: Mesh, chunks: int) -> tuple[Model, ...]:
     """Keep this rank's share of the blocks, the embedding on the first stage, the head on the last.
 
     Returns models of this rank's stages one by one, which share its modules. Blocks are shared out as `tensor_split` does; the
@@ -34,6 +35,7 @@ def split_stages(model: Any, placements: Placements, mesh: Mesh, chunks: int) ->
     """
     pp = mesh.pp
     names, stages = list(model.blocks), pp.size * chunks
+    assert model.embed is not None and model.head is not None
     tied = {*model.embed.parameters()} & {*model.head.parameters()}
     if len(names) < stages:
         raise CourseError(f"{pp.size} pipeline ranks with {chunks} chunks each need {stages} blocks, but the model has "
@@ -73,7 +75,7 @@ def check_stages(model: nn.Module, placements: Placements, shares: list[list[str
                                   "parallel.pp or parallel.chunks that keeps the two on one stage")
 
 
-def part_of(model: Any, names: list[str], first: bool, last: bool) -> Any:
+def part_of(model: Model, names: list[str], first: bool, last: bool) -> Model:
     """A model of some of the blocks; the modules are the same objects."""
     part = copy.copy(model)
     part._modules = dict(model._modules)
@@ -93,7 +95,7 @@ class Message:
     single: bool                                    # a tensor, not a tuple
 
     @classmethod
-    def of(cls, out: Any, samples: int) -> "Message":
+    def of(cls, out: Stream, samples: int) -> "Message":
         """That of an output; raises `CourseError` if it is not of one, or several, tensors whose dim 0 is the sample."""
         parts = tuple(out) if isinstance(out, (tuple, list)) else (out,)
         for x in parts:
@@ -129,7 +131,7 @@ class Pipeline:
         self.schedule = schedule
         self.wires = make_wires(mesh, chunks)
         self.messages: dict[int, Message] = {}      # by the stage that puts it out
-        self.under_way: list[tuple[Any, Tensor]] = []
+        self.under_way: list[tuple[dist.Work, Tensor]] = []
         self.rehearsal: Callable[[], AbstractContextManager] = nullcontext      # what is around passes that are no training
 
     def train(self, forward: Forward, samples: Sequence[int]) -> list[Tensor]:
@@ -141,7 +143,7 @@ class Pipeline:
         if not self.messages:
             self._agree(forward, samples[0], alive(passes) // self.chunks + 1)
         losses: list[Tensor] = []
-        kept: dict[tuple[int, int], tuple[Any, Any]] = {}           # input and output of forward passes
+        kept: dict[tuple[int, int], tuple[Stream | None, Stream]] = {}           # input and output of forward passes
         coming = self._receive(passes[0], samples)
         for work, after in zip(passes, [*passes[1:], None], strict=True):
             given = arrive(*coming)
@@ -161,7 +163,7 @@ class Pipeline:
         return losses
 
     @torch.no_grad()
-    def infer(self, forward: Forward, samples: int) -> Any:
+    def infer(self, forward: Forward, samples: int) -> Stream | None:
         """One forward pass through all stages; the last one's output, None on the others."""
         if not self.messages:
             with torch.enable_grad():
@@ -183,7 +185,7 @@ class Pipeline:
         kept = []
         for stage in range(self.pp.size * self.chunks):
             owner = self.pp.ranks[stage % self.pp.size]
-            found: list[Any] = [None]
+            found: list[Message | None] = [None]
             if stage % self.pp.size == self.pp.rank:
                 work = Pass("F", stage // self.pp.size, 0)
                 for _ in range(memory if self.device.type == "cuda" else 1):
@@ -193,11 +195,12 @@ class Pipeline:
                 if stage < self.pp.size * self.chunks - 1:          # what the last one puts out is sent to nobody
                     found = [Message.of(kept[-1], samples)]
             dist.broadcast_object_list(found, owner, group=self.pp.group, device=torch.device("cpu"))
-            self.messages[stage] = found[0]
+            if found[0] is not None:
+                self.messages[stage] = found[0]
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def _as_input(self, work: Pass, given: list[Tensor]) -> Any:
+    def _as_input(self, work: Pass, given: list[Tensor]) -> Stream | None:
         if not given:
             return None
         message = self.messages[self._stage(work) - 1]
@@ -207,7 +210,7 @@ class Pipeline:
     def _stage(self, work: Pass) -> int:
         return work.chunk * self.pp.size + self.pp.rank
 
-    def _receive(self, work: Pass, samples: Sequence[int]) -> tuple[list[Any], list[Tensor]]:
+    def _receive(self, work: Pass, samples: Sequence[int]) -> tuple[list[dist.Work], list[Tensor]]:
         """Begin to receive what a pass needs from another stage: what to wait for, and where it comes."""
         source = before(work, self.pp.rank, self.pp.size, self.chunks)
         if source is None:
@@ -215,7 +218,8 @@ class Pipeline:
         message = self.messages[self._stage(work) - (work.kind == "F")]
         parts = message.empty(samples[work.micro], self.device, work.kind)
         group = self.wires[source[0], self.pp.rank, work.kind]
-        return [dist.irecv(part, self.pp.ranks[source[0]], group) for part in parts], parts
+        works = [dist.irecv(part, self.pp.ranks[source[0]], group) for part in parts]
+        return [work for work in works if work is not None], parts
 
     def _send(self, work: Pass, parts: Iterable[Tensor]) -> None:
         """Send a pass's result to the stage that needs it, if there is one."""
@@ -226,7 +230,8 @@ class Pipeline:
             self.under_way = [(sent, part) for sent, part in self.under_way if not sent.is_completed()]
             for part in parts:
                 part = part.contiguous()
-                self.under_way.append((dist.isend(part, self.pp.ranks[to], group), part))
+                sent = dist.isend(part, self.pp.ranks[to], group)
+                self.under_way += [(sent, part)] if sent is not None else []
 
     def _finish(self) -> None:
         for sent, _ in self.under_way:
@@ -234,7 +239,7 @@ class Pipeline:
         self.under_way = []
 
 
-def as_tuple(x: Any) -> Tensors:
+def as_tuple(x: Stream | None) -> Tensors:
     """A tensor, a tuple of them, or None, as a tuple."""
     return () if x is None else (x,) if isinstance(x, Tensor) else tuple(x)
 
@@ -244,7 +249,7 @@ def gradient(x: Tensor) -> Tensor:
     return torch.zeros_like(x) if x.grad is None else x.grad
 
 
-def arrive(works: list[Any], parts: list[Tensor]) -> list[Tensor]:
+def arrive(works: list[dist.Work], parts: list[Tensor]) -> list[Tensor]:
     """The parts, when they are there."""
     for work in works:
         work.wait()

@@ -9,10 +9,10 @@ A linear stays the module that it is: surgery cuts its parameters, and puts what
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor, nn
 
+from course.models import Model
 from course.models.layers import as_linear
 from course.ops.linear_op import Communication, Product
 from course.parallel import mappings
@@ -49,7 +49,7 @@ class ColumnParallel(TensorParallel):
 
     mode = "column"
 
-    def __call__(self, multiply: Product, x: Tensor, weight: Tensor, bias: Any) -> Tensor:
+    def __call__(self, multiply: Product, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         x = enter_region(x, self.axis, self.tokens)                     # (B, T, D), of (B, T / tp, D) with sequence parallelism
         return multiply(x, weight, bias)                                # (B, T, F / tp)
 
@@ -59,7 +59,8 @@ class RowParallel(TensorParallel):
 
     mode = "row"
 
-    def __call__(self, multiply: Product, x: Tensor, weight: Tensor, bias: Any) -> Tensor:          # (B, T, F / tp)
+    def __call__(self, multiply: Product, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:          # (B, T, F / tp)
+        assert bias is not None
         part = multiply(x, weight)                                      # (B, T, D)
         return leave_region(part, self.axis, self.tokens) + bias.to(part.dtype)         # (B, T, D), with sp (B, T / tp, D)
 
@@ -67,14 +68,14 @@ class RowParallel(TensorParallel):
 class RowParallelNoBias(RowParallel):
     """y = x W', a row linear that has no bias."""
 
-    def __call__(self, multiply: Product, x: Tensor, weight: Tensor, bias: Any) -> Tensor:
+    def __call__(self, multiply: Product, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return leave_region(multiply(x, weight), self.axis, self.tokens)                # (B, T, D) or (B, T / tp, D)
 
 
 class RowParallelFirstBias(RowParallel):
     """A row linear whose bias has its gradient from elsewhere: in the first rank's product it costs nothing."""
 
-    def __call__(self, multiply: Product, x: Tensor, weight: Tensor, bias: Any) -> Tensor:          # (B, T, F / tp)
+    def __call__(self, multiply: Product, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:          # (B, T, F / tp)
         part = multiply(x, weight, None if self.axis.rank else bias)                    # (B, T, D)
         return leave_region(part, self.axis, self.tokens)               # (B, T, D) or (B, T / tp, D)
 
@@ -82,7 +83,7 @@ class RowParallelFirstBias(RowParallel):
 class OverlappedColumn(ColumnParallel):
     """A column linear with sequence parallelism, which communicates beside its products (`overlapped_linear.py`)."""
 
-    def __call__(self, multiply: Product, x: Tensor, weight: Tensor, bias: Any) -> Tensor:
+    def __call__(self, multiply: Product, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         assert self.tokens is not None
         return overlapped_linear.gather_linear(x, weight, bias, self.axis, self.tokens, self.tokens.symmetric, multiply.later)
 
@@ -90,7 +91,7 @@ class OverlappedColumn(ColumnParallel):
 class OverlappedRow(RowParallel):
     """A row linear, likewise. The bias, whose gradient is of this rank's tokens, may be missing."""
 
-    def __call__(self, multiply: Product, x: Tensor, weight: Tensor, bias: Any) -> Tensor:
+    def __call__(self, multiply: Product, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         assert self.tokens is not None
         return overlapped_linear.linear_scatter(x, weight, bias, self.axis, self.tokens.symmetric, multiply.later)
 
@@ -99,7 +100,7 @@ class GatheredColumn(ColumnParallel):
     """y = x W' + b with the output features cut, and gathered: for a small y that all ranks need whole, such as DiT's modulation,
     with the weights of a third of the model."""
 
-    def __call__(self, multiply: Product, x: Tensor, weight: Tensor, bias: Any) -> Tensor:          # (B, D) -> (B, F)
+    def __call__(self, multiply: Product, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:          # (B, D) -> (B, F)
         if self.tokens is not None:                 # y's gradient is a part, of this rank's tokens; x's will be one, too
             y = mappings.gather(multiply(x, weight, bias), -1, self.axis)
         else:
@@ -127,7 +128,7 @@ def cut_dims(style: str, rows: Sequence[int]) -> tuple[int, int | None]:
     return {"column": (heads, heads), "row": (-1, None), "gathered": (0, 0)}[style]
 
 
-def apply_tensor_parallel(model: Any, placements: Placements, axis: Axis, tokens: SplitTokens | None = None) -> None:
+def apply_tensor_parallel(model: Model, placements: Placements, axis: Axis, tokens: SplitTokens | None = None) -> None:
     """Cut the linears and embeddings that the model's `tensor_plan` names; all else is whole on every rank of the axis.
 
     tokens: with sequence parallelism, how they are cut between those linears.
@@ -179,12 +180,12 @@ def cut_module(placements: Placements, module: nn.Linear | nn.Embedding, style: 
     return linear
 
 
-def planned_style(model: Any, name: str) -> str | None:
+def planned_style(model: Model, name: str) -> str | None:
     """The style that the model's `tensor_plan` gives a module, by the end of its name."""
     return next((style for end, style in model.tensor_plan.items() if name.endswith(end)), None)
 
 
-def check_plan(model: Any, sp: bool) -> None:
+def check_plan(model: Model, sp: bool) -> None:
     """Raise `CourseError` if an entry of the `tensor_plan` fits nothing, or if what the entries need is missing in the model."""
     kind, plan = type(model).__name__, model.tensor_plan
     linears = {name: planned_style(model, name) for name, module in model.named_modules(remove_duplicate=False)

@@ -32,6 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from course.ops.autograd import Context
 from course.ops.linear_op import Later, weight_gradient
 from course.ops.number_formats import matmul_dtype
 from course.parallel import mappings
@@ -101,7 +102,7 @@ class GatherLinear(Function):
     """(B, T/tp, D), (F, D), (F,) -> (B, T, F) with T = n."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: str, n: int, direct: bool,
+    def forward(ctx: Context, x: Tensor, weight: Tensor, bias: Tensor | None, group: str, n: int, direct: bool,
                 later: Later | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.how, ctx.later = (group, direct), later
@@ -109,7 +110,7 @@ class GatherLinear(Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         db = grad.sum((0, 1)) if ctx.needs_input_grad[2] else None
         if ctx.later is None:
             return *gather_linear_backward(grad, *ctx.saved_tensors, *ctx.how), db, *[None] * 4
@@ -123,7 +124,7 @@ class LinearScatter(Function):
     """(B, T, F), (D, F), (D,) -> (B, T/tp, D)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: str, direct: bool,
+    def forward(ctx: Context, x: Tensor, weight: Tensor, bias: Tensor | None, group: str, direct: bool,
                 later: Later | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.how, ctx.later = (group, direct), later
@@ -131,7 +132,7 @@ class LinearScatter(Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         db = grad.sum((0, 1)) if ctx.needs_input_grad[2] else None      # of this rank's tokens
         if ctx.later is None:
             return *linear_scatter_backward(grad, *ctx.saved_tensors, *ctx.how), db, *[None] * 3

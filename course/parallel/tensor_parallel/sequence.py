@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from course.models.interface import Batch, Model
+from course.ops.autograd import Context
 from course.parallel import mappings
 from course.parallel.mesh import Axis
 from course.parallel.placement import Placements
 from course.utils.errors import CourseError
 
-Batch = dict[str, Tensor]
 PADDING = {"target": -1}                            # what tokens added at the end hold: a target that weighs nothing, else 0
 
 
@@ -111,13 +112,13 @@ class Permute(Function):
     """x.index_select(dim, order) | the gradient's rows put back where they were: `order` has every index once."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, order: Tensor) -> Tensor:    # (..., n, ...), (n,)
+    def forward(ctx: Context, x: Tensor, dim: int, order: Tensor) -> Tensor:    # (..., n, ...), (n,)
         ctx.save_for_backward(order)
         ctx.dim = dim
         return x.index_select(dim, order)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None, None]:
         order, = ctx.saved_tensors
         return torch.empty_like(grad).index_copy_(ctx.dim, order, grad), None, None
 
@@ -147,7 +148,7 @@ class SumOverSplitTokens(nn.Module):
         return x.clone()                            # torch.compile leaves out the backward of a copy that a graph ends with
 
 
-def split_tokens(model: Any, cp: Axis, tp: Axis, zigzag: bool, overlap: str) -> SplitTokens:
+def split_tokens(model: Model, cp: Axis, tp: Axis, zigzag: bool, overlap: str) -> SplitTokens:
     """Cut what the model's `token_plan` names over cp, and over tp if that is an axis of more than one rank."""
     plan: Mapping[str, str] = model.token_plan
     tokens = SplitTokens(plan, cp, tp, zigzag, overlap)

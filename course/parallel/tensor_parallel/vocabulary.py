@@ -6,7 +6,6 @@ its own columns each has the largest logit, the sum of exponentials and, if the 
 these three numbers a token are what the ranks exchange (Shoeybi et al. 2019, arXiv:1909.08053, section 3).
 """
 
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from course.ops.autograd import Context
 from course.parallel.mesh import Axis
 from course.parallel.placement import Placements, cut
 from course.parallel.tensor_parallel.sequence import SplitTokens, enter_region, leave_region
@@ -81,7 +81,7 @@ class CrossEntropy(Function):
     """log(sum exp s) - s[target], the same on every rank | softmax(s) minus 1 at the target, each rank's own columns."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, axis: Axis) -> Tensor:    # (..., V / tp), (...) -> (...)
+    def forward(ctx: Context, logits: Tensor, target: Tensor, axis: Axis) -> Tensor:    # (..., V / tp), (...) -> (...)
         column, here = own(target, logits.shape[-1], axis)              # 2 x (B, T)
         losses, softmax = losses_and_softmax(logits, column, here, axis)
         ctx.save_for_backward(softmax, column, here)
@@ -89,7 +89,7 @@ class CrossEntropy(Function):
         return losses
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None, None]:
         softmax, column, here = ctx.saved_tensors
         # in the softmax's own memory, which nobody else has; a second backward is an error of autograd's, not a wrong number
         return minus_target(softmax, column, here).mul_(grad[..., None]).to(ctx.dtype), None, None
