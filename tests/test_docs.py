@@ -3,9 +3,7 @@
 import ast
 import importlib.util
 import json
-import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -130,23 +128,11 @@ def test_the_glossary_is_sorted_and_names_modules_and_lessons_that_exist():
     assert all((ROOT / "course" / module).is_file() and number in lessons() for _, number, module in terms)
 
 
-def steps() -> list[tuple[str, str]]:
-    """The changes and commands of contributors.md, in order: ("diff" or "sh", text)."""
-    return re.findall(r"^```(diff|sh)\n(.*?)^```", CONTRIBUTORS, re.MULTILINE | re.DOTALL)
-
-
-def apply(change: str, folder: Path) -> None:
-    """Apply one change of the guide."""
-    done = subprocess.run(["git", "apply", "--unidiff-zero", "-"], cwd=folder, input=change, text=True, capture_output=True,
-                          env=os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent)})
-    assert done.returncode == 0, f"a change of docs/contributors.md no longer applies: {done.stderr}"
-
-
 def missing_paths(page: str) -> list[str]:
     """The files and folders in backticks that do not exist; NAME, NN and name stand for any name."""
     page = re.sub(r"^```.*?^```", "", page, flags=re.MULTILINE | re.DOTALL)
     quoted = [word for text in re.findall(r"`([^`]+)`", page) for word in text.split()]
-    named = [word for word in quoted if re.match(r"(course|tests|docs|solutions|experiments|\.ci)/|README", word)]
+    named = [word for word in quoted if re.match(r"(course|tests|docs|solutions|experiments|examples|\.ci)/|README", word)]
     assert len(named) > 40
     return [word for word in named if not any(ROOT.glob(re.sub(r"NAME|NN|(?<=_)name", "*", word)))]
 
@@ -176,38 +162,6 @@ def test_a_file_or_a_command_that_does_not_exist_is_found():
     assert missing_paths(f"{CONTRIBUTORS} `course/utils/gone.py`") == ["course/utils/gone.py"]
     assert unknown_commands("`course trian vit-demo` `course lessons bild 19` `course train vit-demo`") == [
         "course trian vit-demo", "course lessons bild 19"]
-
-
-@needs_git
-def test_the_contributors_changes_apply(tmp_path):
-    changes = [text for kind, text in steps() if kind == "diff"]
-    assert len(changes) == 1
-    for name in set(re.findall(r"^--- a/(.+)$", "".join(changes), re.MULTILINE)):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, tmp_path / name)
-    for change in changes:
-        apply(change, tmp_path)
-
-
-@needs_git
-@pytest.mark.slow
-def test_the_contributors_changes_work(tmp_path):
-    """The commands under each change, in a copy that has it and those before it."""
-    if not MASTERS:
-        pytest.skip("a release for learners has no solutions, to which a lesson is added")
-    for name in ("course", "tests", "solutions", "notebooks"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "*_mine*"))
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    for kind, text in steps():
-        if kind == "diff":
-            apply(text, tmp_path)
-            continue
-        for line in text.splitlines():
-            program, *rest = shlex.split(line)
-            module = {"pytest": "pytest", "course": "course.cli"}[program]
-            done = subprocess.run([sys.executable, "-m", module, *rest], cwd=tmp_path, text=True, capture_output=True,
-                                  timeout=300, env=os.environ | {"PYTHONPATH": str(tmp_path)})
-            assert done.returncode == 0, f"{line}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
 
 
 @pytest.mark.slow

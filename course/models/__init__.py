@@ -23,20 +23,29 @@ from course.utils.errors import CourseError
 __all__ = ["GPT", "KINDS", "MODELS", "DiT", "DiTConfig", "GPTConfig", "Model", "ModelConfig", "ViT", "ViTConfig", "build_model",
            "family_of", "kind_of", "register"]
 
-MODELS: dict[type, type[Model]] = {}                # configuration -> the model that it describes
-KINDS: dict[str, type] = {}                         # model.kind -> configuration
+FamilyConfig = ViTConfig | GPTConfig | DiTConfig
+FAMILIES: dict[str, type[FamilyConfig]] = {"vit": ViTConfig, "gpt": GPTConfig, "dit": DiTConfig}
+MODELS: dict[type[FamilyConfig], type[Model]] = {}        # configuration -> the model that it describes
+KINDS: dict[str, type[FamilyConfig]] = {}                 # model.kind -> configuration
 
 
-def register(config: type, model: type[Model]) -> None:
-    """Let `model.kind`, the default in its configuration, say this model. Raises `CourseError` if another is of that kind."""
-    kind = config.kind                              # type: ignore[attr-defined]  # a dataclass with a default has it
-    if KINDS.setdefault(kind, config) is not config:
-        raise CourseError(f"two models are of the kind {kind}: {KINDS[kind].__name__} and {config.__name__}: give yours another")
+def register(config: type[FamilyConfig], model: type[Model]) -> None:
+    """Let `model.kind`, by the default that the configuration gives it, say this model.
+
+    The configuration is `ViTConfig`, `GPTConfig` or `DiTConfig`, or extends one: that says which data the model reads, and as
+    which model the planner predicts it. Raises `CourseError` if it extends none, or another model is of that kind.
+    """
+    if not (isinstance(config, type) and issubclass(config, FamilyConfig)):
+        raise CourseError(f"{config} has to extend ViTConfig, GPTConfig or DiTConfig, which say what data a model reads")
+    if KINDS.setdefault(config.kind, config) is not config:
+        raise CourseError(f"two models are of the kind {config.kind}: {KINDS[config.kind].__name__} and {config.__name__}: "
+                          "give yours another")
     MODELS[config] = model
 
 
-for described in ((ViTConfig, ViT), (GPTConfig, GPT), (DiTConfig, DiT)):
-    register(*described)
+register(ViTConfig, ViT)
+register(GPTConfig, GPT)
+register(DiTConfig, DiT)
 
 
 def load_own_models(paths: str) -> None:
@@ -56,15 +65,12 @@ def kind_of(model: Any) -> str:
     return str(model.get("kind", "vit")) if isinstance(model, Mapping) else getattr(model, "kind", "vit")
 
 
-def family_of(config: Any) -> str:
-    """Which of the course's own models a configuration is of, or extends. Raises `CourseError` if none."""
-    for kind, its_class in (("vit", ViTConfig), ("gpt", GPTConfig), ("dit", DiTConfig)):
-        if isinstance(config, its_class):
-            return kind
-    raise CourseError(f"{type(config).__name__} extends none of ViTConfig, GPTConfig and DiTConfig, and this is for these alone")
+def family_of(config: FamilyConfig) -> str:
+    """Which of the course's own models a configuration is of, or extends: "vit", "gpt" or "dit"."""
+    return next(kind for kind, its_class in FAMILIES.items() if isinstance(config, its_class))
 
 
-def build_model(config: "ModelConfig", seed: int = 0) -> Model:
+def build_model(config: FamilyConfig, seed: int = 0) -> Model:
     """The serial model, on the meta device: shapes and names without memory, to be cut up and then initialised."""
     with torch.device("meta"):
         return MODELS[type(config)](config, seed)
@@ -72,7 +78,7 @@ def build_model(config: "ModelConfig", seed: int = 0) -> Model:
 
 load_own_models(os.environ.get("COURSE_MODELS", ""))
 if TYPE_CHECKING:
-    ModelConfig = ViTConfig | GPTConfig | DiTConfig
-else:
+    ModelConfig = FamilyConfig
+else:                                               # what pydantic reads a section by
     ModelConfig = Annotated[Union[tuple(Annotated[config, Tag(kind)] for kind, config in KINDS.items())],  # noqa: UP007
                             Discriminator(kind_of)]

@@ -13,7 +13,7 @@ from course.utils.atomic_files import atomic
 from course.utils.errors import CourseError
 
 RELEASED = (".gitignore", "README.md", "LICENSE", "Makefile", "pyproject.toml", "setup.py", "MANIFEST.in", "constraints.txt",
-       "environment.yml", "docs", "course", "experiments", "data/README.md", "submit", "tests")
+       "environment.yml", "docs", "course", "experiments", "examples", "data/README.md", "submit", "tests")
 NOT_RELEASED = ("__pycache__", ".*", "*.pyc", "*.egg-info")
 GENERATED_DOCS = ("api",)                            # of docs: what `make docs` writes there
 LINK = re.compile(r"\]\([\w./]*?(\d\d_\w+)\.ipynb")
