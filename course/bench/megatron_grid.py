@@ -122,7 +122,7 @@ def training(case: Case, world: World, small: bool) -> Row:
     except torch.OutOfMemoryError as error:
         return {"case": case.name, "gpus": world.size, "error": str(error)[:200]}
     samples, c = config.train.global_batch, config.model
-    return row | numbers(row, samples * c.context, flops.step(c, samples))              # type: ignore[union-attr]
+    return row | numbers(row, samples * c.tokens, flops.step(c, samples))
 
 
 def numbers(row: Row, tokens: int, operations: float) -> Row:

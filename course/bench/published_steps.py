@@ -51,7 +51,7 @@ def predicted(case: Published) -> float:
         case "TFLOP/s":
             return time.flops / time.step / 1e12
         case "tokens/s/GPU":
-            return time.samples_per_s * case.config.model.context / case.gpus     # type: ignore[union-attr]
+            return time.samples_per_s * case.config.model.tokens / case.gpus
         case _:
             return time.samples_per_s
 

@@ -20,7 +20,7 @@ BLOCK, EACH, WARPS = 2048, 8, 32                    # at a time so many times 8 
 
 
 @triton.jit
-def summary(logits, columns, block: tl.constexpr, each: tl.constexpr):                  # type: ignore[no-untyped-def]
+def summary(logits, columns, block: tl.constexpr, each: tl.constexpr):
     """(the largest of a token's logits, the sum of exponentials of all less the largest).
 
     Of 8 neighbours the largest is found first: so 9 exponentials are computed for them where one by one it would be 16.
@@ -39,7 +39,7 @@ def summary(logits, columns, block: tl.constexpr, each: tl.constexpr):          
 
 
 @triton.jit
-def differentiate(logits, aim, by, log, columns, block: tl.constexpr):            # type: ignore[no-untyped-def]
+def differentiate(logits, aim, by, log, columns, block: tl.constexpr):
     """A token's logits, (columns,), become by · (exp(logit - log) - 1 at the target `aim`), where aim < 0 is not among them."""
     per_bit: tl.constexpr = 1.4426950408889634
     wanted = tl.load(logits + aim, mask=aim >= 0, other=0.0).to(tl.float32)
@@ -55,7 +55,7 @@ def differentiate(logits, aim, by, log, columns, block: tl.constexpr):          
 
 
 @triton.jit
-def whole(logits, target, weights, losses, columns, block: tl.constexpr,                # type: ignore[no-untyped-def]
+def whole(logits, target, weights, losses, columns, block: tl.constexpr,
           each: tl.constexpr):
     """logits (N, columns), in their place weight · (softmax - 1 at the target); losses (N,): log sum exp - logit."""
     token = tl.program_id(0).to(tl.int64)
@@ -68,7 +68,7 @@ def whole(logits, target, weights, losses, columns, block: tl.constexpr,        
 
 
 @triton.jit
-def first_reading(logits, target, found, tokens, columns, block: tl.constexpr,          # type: ignore[no-untyped-def]
+def first_reading(logits, target, found, tokens, columns, block: tl.constexpr,
                   each: tl.constexpr):
     """found (3, N): the largest of a token's logits, the sum of exponentials, and the target's logit, 0 if it is not here."""
     token = tl.program_id(0).to(tl.int64)
@@ -81,7 +81,7 @@ def first_reading(logits, target, found, tokens, columns, block: tl.constexpr,  
 
 
 @triton.jit
-def second_reading(logits, target, weights, logs, columns, block: tl.constexpr,         # type: ignore[no-untyped-def]
+def second_reading(logits, target, weights, logs, columns, block: tl.constexpr,
                    each: tl.constexpr):
     """logits (N, columns), in their place weight · (exp(logit - log) - 1 at the target)."""
     token = tl.program_id(0).to(tl.int64)

@@ -24,7 +24,7 @@ CASTS = {torch.float8_e4m3fn: CAST.format(kind="e4m3"), torch.float8_e5m2: CAST.
 
 
 @triton.jit
-def kernel(x, q, qt, scale, amax, rows, columns, padded, cast: tl.constexpr,         # type: ignore[no-untyped-def]
+def kernel(x, q, qt, scale, amax, rows, columns, padded, cast: tl.constexpr,
            both: tl.constexpr, note: tl.constexpr, tile: tl.constexpr):
     """x (rows, columns) -> q (rows, columns) bytes, qt (columns, padded / 4) words; one tile of x for each program."""
     fours: tl.constexpr = tile // 4

@@ -16,7 +16,7 @@ BLOCK, WARPS = 1024, 8
 
 
 @triton.jit
-def adam(weight, grad, first, second, average, copy, step, rate, scale, found, rest1, rest2, log1, log2,      # type: ignore[no-untyped-def]
+def adam(weight, grad, first, second, average, copy, step, rate, scale, found, rest1, rest2, log1, log2,
          eps, decay, follow, count, averaged: tl.constexpr, copied: tl.constexpr, block: tl.constexpr):
     """(count,) in float32, but `copy` in 16 bits and `grad` in either; `step`, counted already, rate, scale and found: scalars in
     memory. rest: 1 - beta; log: of beta."""

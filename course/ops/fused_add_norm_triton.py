@@ -24,7 +24,7 @@ TILE, COLUMNS, SPAN, GELU_WARPS = 4, 256, 64, 8     # GELU's backward: rows and 
 
 
 @triton.jit
-def forward(x, y, gate, weight, bias, z, n, mean, rstd, tokens, gate_step, weight_step, bias_step, eps,  # type: ignore[no-untyped-def]
+def forward(x, y, gate, weight, bias, z, n, mean, rstd, tokens, gate_step, weight_step, bias_step, eps,
             offset: tl.constexpr, add: tl.constexpr, gated: tl.constexpr, width: tl.constexpr, block: tl.constexpr,
             rows: tl.constexpr, stages: tl.constexpr):
     """x, y, z, n (samples, tokens, width); mean, rstd (samples, tokens); gate, weight, bias: samples' rows are `step` apart."""
@@ -53,7 +53,7 @@ def forward(x, y, gate, weight, bias, z, n, mean, rstd, tokens, gate_step, weigh
 
 
 @triton.jit
-def backward(dz, dn, z, y, gate, weight, mean, rstd, dx, dy, parts, tokens, gate_step, weight_step,      # type: ignore[no-untyped-def]
+def backward(dz, dn, z, y, gate, weight, mean, rstd, dx, dy, parts, tokens, gate_step, weight_step,
              offset: tl.constexpr, norm: tl.constexpr, summed: tl.constexpr, gated: tl.constexpr, total: tl.constexpr,
              width: tl.constexpr, block: tl.constexpr, rows: tl.constexpr, stages: tl.constexpr):
     """parts (1 to 4, samples, programs of a sample, width): the program's share of the gradients of weight, bias and gate, and
@@ -148,7 +148,7 @@ def add_norm_backward(dz: Tensor | None, dn: Tensor | None, z: Tensor | None, y:
 
 
 @triton.jit
-def smooth_step(x, tanh: tl.constexpr):                                                 # type: ignore[no-untyped-def]
+def smooth_step(x, tanh: tl.constexpr):
     """What GELU multiplies x with, the normal distribution's function or its approximation through tanh; and its slope."""
     if tanh:                                        # (1 + tanh u) / 2 is the logistic function of 2u, which costs a GPU less
         share = tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
@@ -160,7 +160,7 @@ def smooth_step(x, tanh: tl.constexpr):                                         
 
 
 @triton.jit
-def gelu_forward(x, y, count, tanh: tl.constexpr, block: tl.constexpr):                 # type: ignore[no-untyped-def]
+def gelu_forward(x, y, count, tanh: tl.constexpr, block: tl.constexpr):
     """y = GELU(x), number by number."""
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     value = tl.load(x + at, mask=at < count, other=0.0).to(tl.float32)
@@ -169,7 +169,7 @@ def gelu_forward(x, y, count, tanh: tl.constexpr, block: tl.constexpr):         
 
 
 @triton.jit
-def gelu_gradient(x, dy, dx, parts, rows, width, tanh: tl.constexpr, tile: tl.constexpr,         # type: ignore[no-untyped-def]
+def gelu_gradient(x, dy, dx, parts, rows, width, tanh: tl.constexpr, tile: tl.constexpr,
                   columns: tl.constexpr, span: tl.constexpr):
     """x, dy, dx (rows, width); parts (spans, width): sums of dx over `span` rows each. A span's programs follow each other."""
     across = tl.cdiv(width, columns)                # programs side by side: in one dim, of which alone there may be 2^31

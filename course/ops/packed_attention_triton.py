@@ -32,7 +32,7 @@ PART = tl.constexpr(64)                             # tokens of which a gradient
 
 
 @triton.jit
-def pair(x, row, step, tokens, width: tl.constexpr, main: tl.constexpr, rest: tl.constexpr,                     # type: ignore[no-untyped-def]
+def pair(x, row, step, tokens, width: tl.constexpr, main: tl.constexpr, rest: tl.constexpr,
          masked: tl.constexpr):
     """The two parts of some rows of x, which are `step` apart, to hold; zeros beyond the width and, if masked, the tokens."""
     first, second = tl.arange(0, main), main + tl.arange(0, rest if rest else 16)
@@ -54,7 +54,7 @@ def pair(x, row, step, tokens, width: tl.constexpr, main: tl.constexpr, rest: tl
 
 
 @triton.jit
-def passing(one, two, row, column, main: tl.constexpr, rest: tl.constexpr):              # type: ignore[no-untyped-def]
+def passing(one, two, row, column, main: tl.constexpr, rest: tl.constexpr):
     """The two parts of rows from `row` on, of a head that begins at a column. one, two: tensor descriptors."""
     first = one.load([row, column])
     if rest:
@@ -65,7 +65,7 @@ def passing(one, two, row, column, main: tl.constexpr, rest: tl.constexpr):     
 
 
 @triton.jit
-def times(a1, a2, b1, b2, rest: tl.constexpr):                          # type: ignore[no-untyped-def]
+def times(a1, a2, b1, b2, rest: tl.constexpr):
     """(M, d) times the transpose of (N, d): (M, N)."""
     s = tl.dot(a1, tl.trans(b1))
     if rest:
@@ -74,7 +74,7 @@ def times(a1, a2, b1, b2, rest: tl.constexpr):                          # type: 
 
 
 @triton.jit
-def added(sum1, sum2, p, b1, b2, rest: tl.constexpr):                   # type: ignore[no-untyped-def]
+def added(sum1, sum2, p, b1, b2, rest: tl.constexpr):
     """The sum, (M, d), plus (M, N) times (N, d)."""
     sum1 = tl.dot(p, b1, sum1)
     if rest:
@@ -83,7 +83,7 @@ def added(sum1, sum2, p, b1, b2, rest: tl.constexpr):                   # type: 
 
 
 @triton.jit
-def keep(x, one, two, row, step, tokens, width: tl.constexpr, main: tl.constexpr, rest: tl.constexpr):          # type: ignore[no-untyped-def]
+def keep(x, one, two, row, step, tokens, width: tl.constexpr, main: tl.constexpr, rest: tl.constexpr):
     """Write the two parts of some rows."""
     first, second = tl.arange(0, main), main + tl.arange(0, rest if rest else 16)
     inside = (row < tokens)[:, None]
@@ -94,7 +94,7 @@ def keep(x, one, two, row, step, tokens, width: tl.constexpr, main: tl.constexpr
 
 
 @triton.jit
-def total(x, one, two, row, tokens, kind: tl.constexpr, width: tl.constexpr, main: tl.constexpr, rest: tl.constexpr):       # type: ignore[no-untyped-def]
+def total(x, one, two, row, tokens, kind: tl.constexpr, width: tl.constexpr, main: tl.constexpr, rest: tl.constexpr):
     """Write the sum over rows of what `keep` writes, as it is rounded there: what the gradient of a weight is of, too."""
     first, second = tl.arange(0, main), main + tl.arange(0, rest if rest else 16)
     inside = (row < tokens)[:, None]
@@ -104,7 +104,7 @@ def total(x, one, two, row, tokens, kind: tl.constexpr, width: tl.constexpr, mai
 
 
 @triton.jit
-def answer(y1, y2, top, sums, q1, q2, one, two, at, k, v, row, begin, end, tokens, scale, causal: tl.constexpr,             # type: ignore[no-untyped-def]
+def answer(y1, y2, top, sums, q1, q2, one, two, at, k, v, row, begin, end, tokens, scale, causal: tl.constexpr,
            masked: tl.constexpr, main: tl.constexpr, rest: tl.constexpr, columns: tl.constexpr, stages: tl.constexpr):
     """Let keys and values from `begin` to `end` pass by some queries: an online softmax."""
     for start in tl.range(begin, end, columns, num_stages=stages):
@@ -127,7 +127,7 @@ def answer(y1, y2, top, sums, q1, q2, one, two, at, k, v, row, begin, end, token
 
 
 @triton.jit
-def forward(qkv, one, two, y, lse, tokens, heads, scale, causal: tl.constexpr, even: tl.constexpr, width: tl.constexpr,   # type: ignore[no-untyped-def]
+def forward(qkv, one, two, y, lse, tokens, heads, scale, causal: tl.constexpr, even: tl.constexpr, width: tl.constexpr,
             main: tl.constexpr, rest: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr, stages: tl.constexpr):
     """The answers to some queries of a head, and the logarithms of the sums of their scores' exponentials."""
     block, own = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1).to(tl.int64)       # causal: the long ones first
@@ -152,7 +152,7 @@ def forward(qkv, one, two, y, lse, tokens, heads, scale, causal: tl.constexpr, e
 
 
 @triton.jit
-def asked(dq1, dq2, q1, q2, g1, g2, lse, delta, one, two, at, k, v, row, begin, end, tokens, scale,            # type: ignore[no-untyped-def]
+def asked(dq1, dq2, q1, q2, g1, g2, lse, delta, one, two, at, k, v, row, begin, end, tokens, scale,
           causal: tl.constexpr, masked: tl.constexpr, main: tl.constexpr, rest: tl.constexpr, columns: tl.constexpr,
           stages: tl.constexpr):
     """Let keys and values from `begin` to `end` pass by some queries, and add up what they say of the queries' gradient."""
@@ -172,7 +172,7 @@ def asked(dq1, dq2, q1, q2, g1, g2, lse, delta, one, two, at, k, v, row, begin, 
 
 
 @triton.jit
-def queries(qkv, one, two, y, dy, lse, delta, dqkv, parts, tokens, heads, scale, causal: tl.constexpr, even: tl.constexpr,            # type: ignore[no-untyped-def]
+def queries(qkv, one, two, y, dy, lse, delta, dqkv, parts, tokens, heads, scale, causal: tl.constexpr, even: tl.constexpr,
             width: tl.constexpr, main: tl.constexpr, rest: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
             stages: tl.constexpr):
     """The gradient of some queries of a head and its sum; and delta, the sum of dy · y of each, for the other kernel too."""
@@ -204,7 +204,7 @@ def queries(qkv, one, two, y, dy, lse, delta, dqkv, parts, tokens, heads, scale,
 
 
 @triton.jit
-def shown(dk1, dk2, dv1, dv2, k1, k2, v1, v2, one, two, dy1, dy2, at, q, g, lse, delta, row, begin, end, tokens, scale,     # type: ignore[no-untyped-def]
+def shown(dk1, dk2, dv1, dv2, k1, k2, v1, v2, one, two, dy1, dy2, at, q, g, lse, delta, row, begin, end, tokens, scale,
           causal: tl.constexpr, masked: tl.constexpr, main: tl.constexpr, rest: tl.constexpr, columns: tl.constexpr,
           stages: tl.constexpr):
     """Let queries from `begin` to `end` pass by some keys and values, and add up what they say of the gradients of both."""
@@ -230,7 +230,7 @@ def shown(dk1, dk2, dv1, dv2, k1, k2, v1, v2, one, two, dy1, dy2, at, q, g, lse,
 
 
 @triton.jit
-def keys(qkv, one, two, dy1, dy2, lse, delta, dqkv, parts, tokens, heads, scale, causal: tl.constexpr, even: tl.constexpr,      # type: ignore[no-untyped-def]
+def keys(qkv, one, two, dy1, dy2, lse, delta, dqkv, parts, tokens, heads, scale, causal: tl.constexpr, even: tl.constexpr,
          width: tl.constexpr, main: tl.constexpr, rest: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
          stages: tl.constexpr):
     """The gradients of some keys and values of a head, and their sums."""

@@ -237,7 +237,7 @@ def newer_than_22() -> bool:
     """Whether this Slurm is of 2023 or later."""
     version = subprocess.run(["sbatch", "--version"], capture_output=True, text=True).stdout      # "slurm-wlm 22.05.8"
     match = re.search(r"(\d+)\.\d+", version)
-    return bool(match) and int(match[1]) >= 23       # type: ignore[index]
+    return match is not None and int(match[1]) >= 23
 
 
 def free_ports(count: int) -> int:

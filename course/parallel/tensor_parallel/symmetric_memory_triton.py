@@ -14,7 +14,7 @@ BLOCK, WARPS = 2048, 8
 
 
 @triton.jit
-def add(own, pieces, out, rank, blocks, apart, length, count, n: tl.constexpr,          # type: ignore[no-untyped-def]
+def add(own, pieces, out, rank, blocks, apart, length, count, n: tl.constexpr,
         block: tl.constexpr):
     """own: samples of `length` numbers, `apart` numbers from one to the next; pieces (n, count), of which that of `rank` is not
     read; out (count,)."""
