@@ -84,6 +84,8 @@ class ShardedBucket(Bucket):
         share = self.weights[self.mine]             # NCCL gathers in place, gloo wants another place
         if self.narrow:
             share.copy_(self.master)
+        if self.axis.size == 1:
+            return
         self.coming = mappings.all_gather_single(self.weights, share if share.is_cuda else share.clone(),
                                                  group=self.axis.group, async_op=True)
 
@@ -128,6 +130,9 @@ class ZeRO1(Bucketed):
     def start(self, bucket: Bucket) -> None:
         """Begin a bucket's reduce-scatter."""
         assert isinstance(bucket, ShardedBucket)
+        if bucket.axis.size == 1:
+            bucket.result.copy_(bucket.flat)
+            return
         bucket.work = mappings.reduce_scatter_single(bucket.result, bucket.flat, mean_op(bucket.flat), group=bucket.axis.group,
                                                      async_op=True)
 
@@ -135,8 +140,9 @@ class ZeRO1(Bucketed):
         """Wait for my share of a bucket's mean."""
         assert isinstance(bucket, ShardedBucket)
         wait_for_gather([bucket])                   # of the update before, if this step left out what waits for it
-        bucket.work.wait()
-        divide_by_size(bucket.result, bucket.axis)
+        if bucket.axis.size > 1:
+            bucket.work.wait()
+            divide_by_size(bucket.result, bucket.axis)
         for segment, gradient in bucket.segments:
             segment.grad = gradient
 
@@ -153,8 +159,10 @@ class ZeRO1(Bucketed):
         found: dict[nn.Parameter, Tensor] = {}
         for bucket in self.sharded:
             if bucket.narrow:
-                whole = torch.empty_like(bucket.flat)
-                mappings.all_gather_single(whole, bucket.master, group=bucket.axis.group)
+                whole = bucket.master
+                if bucket.axis.size > 1:
+                    whole = torch.empty_like(bucket.flat)
+                    mappings.all_gather_single(whole, bucket.master, group=bucket.axis.group)
                 found |= dict(zip(bucket.parameters, bucket.cut(whole), strict=True))
         return found
 
@@ -162,7 +170,7 @@ class ZeRO1(Bucketed):
 def castable_weights(model: nn.Module, placements: Placements) -> list[nn.Parameter]:
     """The parameters that autocast casts wherever they are used: weights of linears that nothing else uses.
 
-    Without those whose gradient is completed in float32: other ranks have a part of it, or a module adds it up itself (`sums`).
+    Without those whose gradient is completed in float32: other ranks have a part of it, or the model adds it up (`float32_sums`).
     And without frozen ones, which are nobody's share: their values would be lost.
     """
     held = [(p, name == "weight" and isinstance(module, Linear)) for module in model.modules()
