@@ -112,9 +112,9 @@ TINY = ["model.vocab=64", "model.context=32", "model.dim=64", "model.depth=4", "
 def training(case: Case, world: World, small: bool) -> Row:
     """Steps of a case as anybody can train it: bf16, compiled, sequence parallel where there is tp, fused Adam."""
     settings = [*case.settings, f"compile={not small}", "stream=narrow", f"parallel.sp={case.layout[1] > 1}",
-                *(TINY if small else [])]
+                *([*TINY, f"train.global_batch={2 * case.layout[0] * case.micro_batch}"] if small else [])]
     config = configuration.load("gpt-124m", settings)
-    laps = 3 if config.train.global_batch >= 64 else layout_harness.LAPS
+    laps = 3 if small or config.train.global_batch >= 64 else layout_harness.LAPS
     try:
         made: Any = assemble(config, build_mesh(config.parallel, world))
         batch = made.model.example(config.train.global_batch // config.parallel.dp, world.device)

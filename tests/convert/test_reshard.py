@@ -90,11 +90,12 @@ def test_from_layout_to_layout_every_bit_stays(serial, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("first", LAYOUTS)
 def test_every_pair_of_twelve_layouts_round_trips_bit_for_bit(serial, tmp_path, first):
+    """From the first to the second and back: with itself and those after it in the list, each pair is there once."""
     _, source, index = serial
     expected = everything(source, index)
     here, found = again(source, index, first, tmp_path / "first")
     assert same(everything(here, found), expected)
-    for number, second in enumerate(LAYOUTS):
+    for number, second in enumerate(LAYOUTS[LAYOUTS.index(first):]):
         there, other = again(here, found, second, tmp_path / str(number))
         assert same(everything(there, other), expected), second
         back, last = again(there, other, first, tmp_path / f"{number} back")
