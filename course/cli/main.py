@@ -1,6 +1,8 @@
 """The `course` command: a thin door to the functions of the library. `course COMMAND --help` explains each."""
 
+import importlib.metadata
 import io
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -9,17 +11,30 @@ import typer
 
 from course.cli.bench import bench
 from course.cli.data import data
-from course.cli.options import KEYS, SETTINGS, Overrides, Preset, numbers
+from course.cli.options import KEYS, SETTINGS, Overrides, Preset, numbers, say_next
 from course.utils.errors import CourseError, is_out_of_memory
 
 app = typer.Typer(help="Deep Learning at Scale: from one GPU to model parallelism.", no_args_is_help=True,
-                  pretty_exceptions_enable=False, add_completion=False)
+                  pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]})
 app.add_typer(data, name="data")
 app.add_typer(bench, name="bench")
 cluster = typer.Typer(help="A real Slurm of several nodes on this machine alone, to try scripts and jobs.", no_args_is_help=True)
 app.add_typer(cluster, name="cluster")
 lessons = typer.Typer(help="Get the lessons' notebooks, or build them.", no_args_is_help=True)
 app.add_typer(lessons, name="lessons")
+
+
+def tell_version(wanted: bool) -> None:
+    """Print the version and end, if it is wanted."""
+    if wanted:
+        print(f"course {importlib.metadata.version('course')}")
+        raise typer.Exit()
+
+
+@app.callback()
+def options(version: Annotated[bool, typer.Option("--version", callback=tell_version, is_eager=True,
+                                                  help="Show the version and exit.")] = False) -> None:
+    """Deep Learning at Scale: from one GPU to model parallelism."""
 
 
 @app.command(context_settings=SETTINGS, no_args_is_help=True)
@@ -30,11 +45,19 @@ def train(preset: Preset, settings: Overrides = None) -> None:
     that for a failure, it is 0.
     """
     from course import config
+    from course.models import family_of
     from course.parallel.mesh import by_torchrun
     from course.resilience.preemption import GO_ON
     from course.training import trainer as training
 
-    _, stopped = training.train(config.load(preset, settings or []))
+    asked = config.load(preset, settings or [])
+    run, stopped = training.train(asked)
+    look = {"vit": "evaluate", "gpt": "sample", "dit": "generate"}[family_of(asked.model)]
+    if asked.data.source == "mock":                  # there is nothing to forecast, write or draw
+        look = f"profile {shlex.join([preset, *(settings or [])])}"
+    else:
+        look = f"{look} {shlex.quote(str(run))}"
+    say_next("" if stopped else f"course {look}")
     raise typer.Exit(GO_ON if stopped and not by_torchrun() else 0)
 
 
@@ -75,6 +98,8 @@ def plan(preset: Preset,
 
     plan.main(preset, settings or [], gpus, hardware, top, tokens, samples, [word for word in precisions.split(",") if word],
                   layout, launch, out, free)
+    if not launch:
+        say_next(f"course {shlex.join(sys.argv[1:])} --launch")
 
 
 @app.command(context_settings=SETTINGS, no_args_is_help=True)
@@ -87,6 +112,9 @@ def profile(preset: Annotated[str, typer.Argument(help="one of `course presets`,
     from course.training import profile_run as profiling
 
     profiling.main(preset, settings or [])
+    if not preset.endswith((".json", ".gz")):
+        other = "train.recompute=full" if "compile=true" in (settings or []) else "compile=true"
+        say_next(f"course profile {shlex.join([preset, *(settings or []), other])}")
 
 
 @app.command(no_args_is_help=True)
@@ -102,6 +130,8 @@ def evaluate(run: Annotated[Path, typer.Argument(help="the folder of a run, such
     if split not in SPLITS:
         raise CourseError(f"--split {split}: it is one of {', '.join(SPLITS)}")
     evaluation.score_run(run, split, samples, animate, ema)
+    say_next(f"course evaluate {shlex.quote(str(run))} --split {split} --animate" if not animate else
+             f"tensorboard --logdir {shlex.quote(str(run / 'tensorboard'))}")
 
 
 @app.command(no_args_is_help=True)
@@ -127,6 +157,7 @@ def generate(run: Annotated[Path, typer.Argument(help="the folder of a DiT's run
               "batch": batch}
     wanted = numbers(labels, "--labels", least=0) if labels else []
     sample_images.sample_run(run, wanted, each, schema.build(SamplerSettings, values, "course generate"), ema, vae)
+    say_next(f"course generate {shlex.quote(str(run))} --seed {seed + 1} --guidance {1 if guidance != 1 else 4}")
 
 
 @app.command(no_args_is_help=True)
@@ -143,6 +174,7 @@ def sample(run: Annotated[Path, typer.Argument(help="the folder of a GPT's run, 
     from course.inference import sample_text as sampling
 
     sampling.sample_run(run, prompt, count, temperature, top_k, seed, samples, tokenizer=tokenizer)
+    say_next(f"course sample {shlex.quote(str(run))} --seed {seed + 1} --temperature {0.5 if temperature != 0.5 else 1}")
 
 
 @app.command(no_args_is_help=True)
@@ -184,11 +216,19 @@ def convert(source: Annotated[Path, typer.Argument(help="the folder of a run; or
 
 
 @app.command()
-def presets() -> None:
+def presets(name: Annotated[str, typer.Argument(help="one of them: show its settings")] = "") -> None:
     """The presets that `course train` knows: parameters, the memory that one GPU needs, the data, and what each is for."""
     from course.cli import presets
 
-    presets.main()
+    presets.main(name)
+
+
+@app.command()
+def settings(section: Annotated[str, typer.Argument(help="such as train or model.gpt; else all")] = "") -> None:
+    """Every setting: its default, what it may be, and what it does."""
+    from course.cli import settings
+
+    settings.main(section)
 
 
 @app.command()

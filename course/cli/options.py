@@ -1,5 +1,6 @@
 """What commands of several groups take: presets, settings, and lists of numbers."""
 
+import os
 from typing import Annotated
 
 import typer
@@ -11,6 +12,12 @@ SETTINGS = {"ignore_unknown_options": True}            # --steps is then refused
 OF_A_RUN = "settings, such as train.steps=100: all stand, with their defaults, in course/config"
 Preset = Annotated[str, typer.Argument(help="one that `course presets` lists, or the path of a YAML file")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar=KEYS, help=OF_A_RUN)]
+
+
+def say_next(command: str) -> None:
+    """End with a command that can be pasted; of several ranks the first says it."""
+    if command and os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
+        print(f"next: {command}", flush=True)
 
 
 def numbers(text: str, option: str, least: int = 1) -> list[int]:

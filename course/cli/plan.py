@@ -61,7 +61,6 @@ def main(preset: str, overrides: Sequence[str], gpus: int, hardware: str, top: i
     show(plan, top)
     if count:
         print(duration(plan, chosen, layout, count))
-    print(f"Start one with the same command and, after it: --launch --layout {layout}")
 
 
 def fixed(overrides: Iterable[str]) -> list[str]:

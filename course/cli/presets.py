@@ -2,32 +2,59 @@
 
 import re
 
+import torch
+
 from course import config as configuration
 from course.config import Config
-from course.planner import memory
+from course.config.schema import as_plain, differences
+from course.planner import memory, memory_check
 from course.planner.search_space import changed
 
 HEAD = ("preset", "parameters", "GB", "data", "what it is")
+LAPTOP = 2e9                                        # bytes: what needs fewer a laptop trains
 
 
-def main() -> None:
-    """Print a line for each preset, and what the columns mean."""
-    rows = [HEAD, *(row(preset) for preset in configuration.presets())]
+def main(name: str = "") -> None:
+    """Print a line for each preset, those that a laptop trains first, and what the columns mean; or one preset's settings."""
+    if name:
+        print(settings_of(name))
+        return
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    found = [(preset, alone(configuration.load(preset))) for preset in configuration.presets()]
+    needs = {preset: memory.predict(config).total for preset, config in found}
+    found.sort(key=lambda one: needs[one[0]] >= LAPTOP)
+    rows = [HEAD, *(row(preset, config, needs[preset], memory_check.fits(config, memory_check.free(device), device))
+                    for preset, config in found)]
     wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for name, size, needs, data, what in rows:
-        print(f"{name:{wide[0]}}  {size:>{wide[1]}}  {needs:>{wide[2]}}  {data:{wide[3]}}  {what}")
-    print("\nGB: what training needs on one GPU with the preset's own settings, as `course plan` predicts it. A smaller\n"
-          "train.micro_batch and train.recompute=full need less.\n"
-          "Data: random numbers, or a folder that has to be made first (data/README.md); data.path=FOLDER names yours.")
+    for preset, size, bytes_needed, data, what in rows:
+        print(f"{preset:{wide[0]}}  {size:>{wide[1]}}  {bytes_needed:>{wide[2]}}  {data:{wide[3]}}  {what}")
+    print(f"\nGB: what training needs on one GPU with the preset's own settings, as `course plan` predicts it; * fits\n"
+          f"{memory_check.where(device)}. A smaller train.micro_batch and train.recompute=full need less.\n"
+          "Data: random numbers, or a folder that has to be made first (data/README.md); data.path=FOLDER names yours.\n"
+          "`course presets NAME` shows the settings of one, `course settings` all that there are.")
 
 
-def row(preset: str) -> tuple[str, ...]:
-    """The line of a preset."""
-    config = configuration.load(preset)
-    own = alone(config)
+def row(preset: str, config: Config, needs: float, fits: bool) -> tuple[str, ...]:
+    """The line of a preset; needs: bytes on one GPU."""
     data = "random" if config.data.source == "mock" else config.data.path
-    size = sum(next(memory.ranks(own)).weights)
-    return preset, count(size), f"{memory.predict(own).total / 1e9:.1f}", data, purpose(preset)
+    size = sum(next(memory.ranks(config)).weights)
+    return preset, count(size), f"{needs / 1e9:.1f}{'*' if fits else ' '}", data, purpose(preset)
+
+
+def settings_of(preset: str) -> str:
+    """What a preset is for, and its settings that are not the defaults, as they are typed."""
+    config = configuration.load(preset)
+    plain, default = as_plain(config), as_plain(Config())
+    default["model"] = as_plain(type(config.model)())
+    changed_here = [line.replace(": ", "=", 1).rpartition(" -> ") for line in differences(default, plain)]
+    lines = [f"{before.partition('=')[0]}={shown(now)}" for before, _, now in changed_here if not before.startswith("preset=")]
+    return "\n".join([comment_of(preset), "", *lines, "", "All others are as `course settings` has them.",
+                      f"next: course train {preset}"])
+
+
+def shown(value: str) -> str:
+    """A value as it is typed."""
+    return value.lower() if value in ("True", "False") else value.replace(" ", "")
 
 
 def alone(config: Config) -> Config:
@@ -42,10 +69,15 @@ def count(parameters: int) -> str:
 
 
 def purpose(preset: str) -> str:
-    """The first words of the comment that its file begins with, up to the first stop, comma or parenthesis."""
+    """The first words of what a preset is for, up to the first stop, comma or parenthesis."""
+    return re.split(r"[.,;:](?:\s|$)| \(", comment_of(preset), maxsplit=1)[0]
+
+
+def comment_of(preset: str) -> str:
+    """The comment that a preset's file begins with."""
     comment = []
     for line in configuration.preset_path(preset).read_text(encoding="utf-8").splitlines():
         if not line.startswith("#"):
             break
         comment.append(line[1:].strip())
-    return re.split(r"[.,;:](?:\s|$)| \(", " ".join(comment), maxsplit=1)[0]
+    return " ".join(comment)

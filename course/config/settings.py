@@ -39,20 +39,20 @@ class Data:
     # which, and for the last ones, later ones and the first of these are taken once more
     pairs: Literal["all", "reference"] = "all"
     train_samples: int = 0                          # use the first so many; 0: all
-    valid_samples: int = 0
+    valid_samples: int = 0                          # the same of the validation split
 
 
 @dataclass(frozen=True)
 class Optim:
     """The optimizer, its learning rate over the steps, and the average of the weights."""
 
-    name: Literal["adam", "sgd"] = "adam"
+    name: Literal["adam", "sgd"] = "adam"           # Adam, or SGD with momentum
     lr: float = 5e-4                                # the peak of the schedule
     betas: tuple[float, float] = (0.9, 0.999)       # adam's
     eps: float = 1e-8                               # adam's
     momentum: float = 0.0                           # sgd's
     weight_decay: float = 0.0                       # added to the gradient, as L2 regularisation
-    schedule: Literal["cosine", "constant"] = "cosine"
+    schedule: Literal["cosine", "constant"] = "cosine"     # of the learning rate after the warm-up
     warmup: int = 0                                 # steps of linear rise before the schedule
     min_lr: float = 0.0                             # where the cosine ends
     clip: float = 0.0                               # largest global gradient norm; 0: no clipping
@@ -63,7 +63,7 @@ class Optim:
 class Train:
     """How long, in batches of what size, and what backward computes again."""
 
-    steps: int = 22_000
+    steps: int = 22_000                             # optimizer steps of the whole run
     global_batch: int = 16                          # samples in one optimizer step, over all ranks
     micro_batch: int = 0                            # samples in one forward pass of one rank; 0: its whole share
     recompute: Literal["none", "selective", "full"] = "none"        # what of the forward pass backward computes again
@@ -71,7 +71,7 @@ class Train:
     # of a forecast model's validation: the root of the mean over all samples, or the reference's mean of each sample's root
     rmse: Literal["root_of_mean", "mean_of_roots"] = "root_of_mean"
     seed: int = 0                                   # weights, data order, dropout
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"     # where tensors are; auto: on a GPU if there is one
     stall_s: float = 600.0                          # seconds that a step may take: then the run ends, and says which rank stalls;
                                                     # 0: never. Compiling, validating and saving may take 6 times that, or 60 s
     check_memory: bool = True                       # refuse what cannot fit the memory that is free; false: try anyway
@@ -134,9 +134,9 @@ class Log:
     """Where a run tells of itself, and how often."""
 
     dir: str = "runs"                               # a run lives in dir/preset/name
-    name: str = "default"
+    name: str = "default"                           # of the run: another name is another run
     every: int = 10                                 # steps between lines; 0: only at the end
-    tensorboard: bool = True
+    tensorboard: bool = True                        # also write curves for TensorBoard
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ class Config:
     optim: Optim = field(default_factory=Optim)
     train: Train = field(default_factory=Train)
     parallel: Parallel = field(default_factory=Parallel)
-    precision: Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8"] = "tf32"
+    precision: Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8"] = "tf32"     # number format of matmuls; lesson 04
     stream: Literal["wide", "narrow"] = "wide"      # what flows between blocks: float32, or the 16 bits of the matmuls
     fp8: FP8 = field(default_factory=FP8)           # with precision=fp8
     log: Log = field(default_factory=Log)

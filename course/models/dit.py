@@ -41,14 +41,14 @@ Pair = tuple[Tensor, Tensor]                        # what goes from block to bl
 class DiTConfig(PatchShape):
     """A diffusion transformer: latents, patches, classes, and how it is trained to predict."""
 
-    kind: str = "dit"
+    kind: str = "dit"                               # which model: its own settings go with it
     latent: tuple[int, int, int] = (4, 32, 32)      # channels, height, width: an image of 256x256, 8 times smaller
     patch: int = 2                                  # points on a side
-    dim: int = 1152
-    depth: int = 28
-    heads: int = 16
+    dim: int = 1152                                 # width: numbers of a token between blocks
+    depth: int = 28                                 # blocks
+    heads: int = 16                                 # of attention, which share the width
     mlp_ratio: float = 4.0                          # width of the MLP over dim
-    classes: int = 1000
+    classes: int = 1000                             # labels of images
     label_drop: float = 0.1                         # how often the class is hidden, for classifier-free guidance
     objective: Literal["epsilon", "flow"] = "epsilon"       # predict the noise (the paper), or rectified flow's velocity
 

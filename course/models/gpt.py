@@ -38,22 +38,22 @@ from course.utils.errors import CourseError
 class GPTConfig:
     """A language model, GPT-2's architecture unless the keys say Llama's."""
 
-    kind: str = "gpt"
+    kind: str = "gpt"                               # which model: its own settings go with it
     vocab: int = 50304                              # GPT-2's 50257 tokens, padded to a multiple of 128
     vocab_used: int = 0                             # the first so many are tokens, the rest is padding; 0: all
     context: int = 1024                             # the most tokens that the model looks at
-    dim: int = 768
-    depth: int = 12
-    heads: int = 12
+    dim: int = 768                                  # width: numbers of a token between blocks
+    depth: int = 12                                 # blocks
+    heads: int = 12                                 # of attention, which share the width
     kv_heads: int = 0                               # of keys and values, each for heads / kv_heads queries; 0: heads
     mlp_ratio: float = 4.0                          # width of the MLP over dim
     mlp_width: int = 0                              # width of the MLP; 0: what mlp_ratio says
     mlp: Literal["gelu", "gelu_tanh", "swiglu"] = "gelu"    # gelu_tanh: the approximation that GPT-2 was trained with
-    norm: Literal["layer", "rms"] = "layer"
-    norm_eps: float = 1e-5
-    position: Literal["learned", "rotary"] = "learned"
+    norm: Literal["layer", "rms"] = "layer"         # LayerNorm, or RMSNorm, which subtracts nothing
+    norm_eps: float = 1e-5                          # what norms add to a variance
+    position: Literal["learned", "rotary"] = "learned"     # a vector for each place, or queries and keys that turn
     rope_theta: float = 10_000.0                    # rotary's slowest pair of numbers turns once in about 2π·theta tokens
-    # rotary's slow pairs turn so many times slower, as in Llama 3.1 and later, by layers.Stretch; 1: no slower
+    # rotary's slow pairs turn so many times slower, as in Llama 3.1 and later, by layers.RopeScaling; 1: no slower
     rope_factor: float = 1.0
     rope_low: float = 1.0                           # slow: at most so many turns in rope_context tokens
     rope_high: float = 4.0                          # fast, as without: at least so many; between them some of both

@@ -29,13 +29,13 @@ from course.utils import random
 class ViTConfig(PatchShape):
     """A weather transformer: grid, channels, patches."""
 
-    kind: str = "vit"
+    kind: str = "vit"                               # which model: its own settings go with it
     grid: tuple[int, int] = (360, 720)              # latitudes, longitudes
     channels: int = 20                              # in and out
     patch: int = 8                                  # points on a side
-    dim: int = 384
-    depth: int = 12
-    heads: int = 8
+    dim: int = 384                                  # width: numbers of a token between blocks
+    depth: int = 12                                 # blocks
+    heads: int = 8                                  # of attention, which share the width
     mlp_ratio: float = 4.0                          # width of the MLP over dim
     dropout: float = 0.0                            # after attention and MLP
     drop_path: float = 0.0                          # stochastic depth: this at the last block, rising from 0 linearly

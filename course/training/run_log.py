@@ -78,6 +78,7 @@ class RunLog:
         self.folder, self.steps, self.start, self.speaks = folder, steps, start, speaks
         self.tensorboard, self.configure = tensorboard, configure
         self._bar: Any = None
+        self._told = 0                               # how many records of steps
         self._lines: Lines | None = None             # of metrics.jsonl
         self._board: Any = None
         self.saved: Path | None = None               # the newest checkpoint of this start
@@ -172,6 +173,9 @@ class RunLog:
         self._draw(record)
         if self._bar is None:
             self.say(line(record, self.steps))
+            self._told += 1
+            if self._told == 2 and (left := time_left(record, self.steps)):         # the first has what happens once
+                self.say(left)
         else:
             self._bar.update(record["step"] - self._bar.n)
             self._bar.set_postfix_str(f"loss {record['loss']:.4f}, {record['samples_per_s']:.1f} samples/s")
@@ -222,6 +226,14 @@ def line(record: dict[str, Any], steps: int) -> str:
         for name, value in list(record.get("valid_rmse", {}).items())[:1]:
             text += f", {name} RMSE {value:.4f} of its deviation"
     return text
+
+
+def time_left(record: dict[str, Any], steps: int) -> str:
+    """About how long the steps that are left will take, if that is a minute or more."""
+    seconds = (steps - record["step"]) * record["step_ms"] / 1e3
+    if seconds < 60:
+        return ""
+    return f"about {seconds / 60:.0f} minutes left" if seconds < 5400 else f"about {seconds / 3600:.1f} hours left"
 
 
 def scalars(record: dict[str, Any]) -> list[tuple[str, float]]:

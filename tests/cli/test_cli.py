@@ -1,8 +1,13 @@
 """The command line, as a user meets it: what it prints when something is wrong, and its exit status."""
 
+import dataclasses
+import importlib.metadata
 import os
+import shlex
 import subprocess
 import sys
+import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import h5py
@@ -136,19 +141,91 @@ def test_a_worker_that_fails_gives_the_sentence_alone(monkeypatch, capsys, tmp_p
 def test_train_and_evaluate(monkeypatch, capsys, tiny, tmp_path):
     assert call(monkeypatch, capsys, "train", "vit-demo", *tiny)[0] == 0
     status, text = call(monkeypatch, capsys, "evaluate", tmp_path / "runs" / "vit-demo" / "default", "--samples", "2")
-    assert status == 0 and "u10 RMSE 6 h: model" in text.splitlines()[-1]
+    *_, result, proposed = text.splitlines()
+    assert status == 0 and "u10 RMSE 6 h: model" in result
+    assert proposed == f"next: course evaluate {tmp_path}/runs/vit-demo/default --split test --animate"
     assert call(monkeypatch, capsys, "evaluate", tmp_path, "--split", "tset")[1].startswith("course: --split tset")
 
 
 def test_presets_say_what_they_are(monkeypatch, capsys):
     text = call(monkeypatch, capsys, "presets")[1]
     rows = text.split("\n\n")[0].splitlines()[1:]
-    assert [row.split()[0] for row in rows] == config.presets() and max(map(len, text.splitlines())) <= 130
-    told = {row.split()[0]: row.split(maxsplit=4)[1:] for row in rows}
+    assert sorted(row.split()[0] for row in rows) == config.presets() and max(map(len, text.splitlines())) <= 130
+    told = {row.split()[0]: row.replace("*", " ").split(maxsplit=4)[1:] for row in rows}
+    small = [float(words[1]) < 2 for words in told.values()]
+    assert small == sorted(small, reverse=True) and sum(small) >= 5     # what a laptop trains comes first
+    assert "*" in rows[0] and "*" not in next(row for row in rows if row.startswith("vit-bs2048"))      # what fits here
     assert told["gpt-7b"][0] == "6.66B" and told["gpt-7b"][2:] == ["random", "GPT-3 6.7B"]
     assert 16 * 6.66 < float(told["gpt-7b"][1]) < 21 * 6.66             # weights, gradients, two moments: 16 bytes a parameter
     assert told["vit-demo"][2:] == ["data/weather-32x64", "A forecast on a laptop"] and float(told["vit-demo"][1]) < 1
     assert all(len(words) == 4 for words in told.values())
+
+
+def test_a_preset_shows_its_settings_as_they_are_typed(monkeypatch, capsys):
+    """With them the defaults are the preset again."""
+    for preset in config.presets():
+        *comment, lines, end = call(monkeypatch, capsys, "presets", preset)[1].split("\n\n")
+        assert comment and end.rstrip().endswith(f"next: course train {preset}")
+        model = config.load(preset).model.kind
+        made = tmp_yaml(f"model: {{kind: {model}}}\n")
+        found = config.load(str(made), lines.split())
+        assert replace(found, preset=preset) == config.load(preset), preset
+    assert call(monkeypatch, capsys, "presets", "vit-dmeo")[1].startswith("course: there is no preset 'vit-dmeo' (did you mean")
+
+
+def tmp_yaml(text: str) -> Path:
+    """A preset of a user's."""
+    file = Path(tempfile.mkdtemp()) / "mine.yaml"
+    file.write_text(text)
+    return file
+
+
+def test_settings_are_all_listed_with_default_type_and_a_line(monkeypatch, capsys):
+    """From the dataclasses: each has a comment, a later one too."""
+    from course.cli import settings
+
+    text = call(monkeypatch, capsys, "settings")[1]
+    assert max(map(len, text.splitlines())) <= 130
+    for name, section in settings.sections().items():
+        said = settings.comments(section)
+        for entry in dataclasses.fields(section):
+            if kind := settings.choices(entry.type):
+                key = f"{name.partition('.')[0]}.{entry.name}" if name != "run" else entry.name
+                assert f"  {key}={settings.shown(entry)}" in text and said[entry.name], key
+                assert kind.partition(" | ")[0] in text
+    one = call(monkeypatch, capsys, "settings", "train")[1]
+    assert "train.micro_batch=0" in one and "model.dim" not in one
+    assert "(none | selective | full) what of the forward" in one
+    assert "did you mean 'train'" in call(monkeypatch, capsys, "settings", "trian")[1]
+
+
+def test_commands_end_with_one_that_can_be_pasted(monkeypatch, capsys, tmp_path):
+    """Of several ranks the first says it; a run on random data has nothing to look at but its speed."""
+    few = ["data.source=mock", "train.steps=1", "model.grid=[8,16]", "model.depth=1", "train.device=cpu", f"log.dir={tmp_path}",
+           "log.tensorboard=false", "profile.after=1", "profile.steps=1"]
+    text = call(monkeypatch, capsys, "train", "vit-demo", *few)[1]
+    proposed = text.splitlines()[-1]
+    assert proposed == f"next: course profile vit-demo {shlex.join(few)}"
+    status, text = call(monkeypatch, capsys, *shlex.split(proposed)[2:])
+    assert status == 0 and text.splitlines()[-1] == f"next: course profile vit-demo {shlex.join([*few, 'compile=true'])}"
+    asked = ["plan", "gpt-124m", "--gpus", "2", "--hardware", "h200", "train.micro_batch=4"]
+    proposed = call(monkeypatch, capsys, *asked)[1].splitlines()[-1]
+    assert proposed == f"next: course {shlex.join(asked)} --launch"
+    status, text = call(monkeypatch, capsys, *shlex.split(proposed)[2:])
+    assert status == 0 and len(text.splitlines()) == 1 and text.startswith("torchrun ")
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    assert "next:" not in call(monkeypatch, capsys, *asked)[1]
+
+
+@pytest.mark.parametrize("words", [("-h",), ("train", "-h"), ("data", "weather", "-h")])
+def test_a_short_option_helps(monkeypatch, capsys, words):
+    status, text = call(monkeypatch, capsys, *words)
+    assert status == 0 and "Usage: " in text and "--help" in text
+
+
+def test_the_package_is_a_command_and_has_a_version():
+    done = subprocess.run([sys.executable, "-m", "course", "--version"], capture_output=True, text=True)
+    assert done.stdout == f"course {importlib.metadata.version('course')}\n"
 
 
 def test_statistics_are_made_again(monkeypatch, capsys, own_data):

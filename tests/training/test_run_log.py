@@ -12,7 +12,7 @@ import pytest
 
 from course import config
 from course.training import trainer
-from course.training.run_log import Lines, read_metrics
+from course.training.run_log import Lines, read_metrics, time_left
 from course.utils.errors import CourseError
 from tests.faults import assert_same_losses, finish, start
 
@@ -199,3 +199,10 @@ def test_a_board_that_cannot_be_written_ends_no_training(tiny, monkeypatch, caps
     folder = run([*tiny, "train.steps=6", "log.tensorboard=true", "train.eval_every=3"])
     assert "tensorboard cannot be written (No space left on device)" in capsys.readouterr().out
     assert [record["step"] for record in read_metrics(folder / "metrics.jsonl")] == list(range(1, 7))
+
+
+@pytest.mark.parametrize(("step", "ms", "said"), [
+    (900, 100.0, ""), (100, 100.0, "about 2 minutes left"), (100, 1000.0, "about 15 minutes left"),
+    (100, 10_000.0, "about 2.5 hours left"), (1000, 1e6, "")])
+def test_how_long_it_takes_is_said_if_it_is_a_minute_or_more(step, ms, said):
+    assert time_left({"step": step, "step_ms": ms}, 1000) == said

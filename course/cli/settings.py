@@ -1,0 +1,90 @@
+"""What `course settings` says of each setting: its default, what it may be, and the comment beside it in the dataclass."""
+
+import dataclasses
+import inspect
+import re
+import shutil
+import textwrap
+from typing import Any, Literal, get_args, get_origin
+
+from course.config import Config
+from course.models import KINDS
+from course.utils.errors import CourseError, did_you_mean
+
+COLUMN = 34                                         # where explanations begin
+
+
+def main(section: str) -> None:
+    """Print the settings of a section, or of all."""
+    known = sections()
+    if section and section not in known:
+        raise CourseError(f"there is no section {section!r}{did_you_mean(section, known)}; the sections are {', '.join(known)}")
+    print("\n\n".join(described(name, known[name]) for name in ([section] if section else known)))
+    if not section:
+        print("\nOn a command line: course train vit-demo train.steps=100 optim.lr=1e-3. In a YAML file: sections with keys.")
+
+
+def sections() -> dict[str, type]:
+    """The dataclasses of settings by the name of their section: "run" for what stands in none, "model.gpt" for a GPT's."""
+    inner = {entry.name: entry.type for entry in dataclasses.fields(Config) if isinstance(entry.type, type)
+             and dataclasses.is_dataclass(entry.type)}
+    return {"run": Config, **{f"model.{kind}": section for kind, section in KINDS.items()}, **inner}
+
+
+def described(name: str, section: type) -> str:
+    """A section as text for a terminal of 80 columns or more."""
+    said = comments(section)
+    prefix = "" if name == "run" else "model." if name.startswith("model.") else f"{name}."
+    lines = [f"{name}: {' '.join((section.__doc__ or '').split())}"]
+    for entry in dataclasses.fields(section):
+        if name == "run" and not (simple := choices(entry.type)):
+            continue
+        simple = choices(entry.type)
+        lines += setting(f"{prefix}{entry.name}={shown(entry)}", simple, said.get(entry.name, ""))
+    return "\n".join(lines)
+
+
+def setting(assignment: str, kind: str, comment: str) -> list[str]:
+    """The lines of one setting: on the left how it is typed with its default, on the right what it may be and does."""
+    width = max(80, shutil.get_terminal_size().columns) - COLUMN - 1
+    right = textwrap.wrap(f"({kind}) {comment}".strip(), width)
+    if len(assignment) > COLUMN - 4:
+        return [f"  {assignment}", *(" " * COLUMN + line for line in right)]
+    return [f"  {assignment:{COLUMN - 2}}{right[0]}", *(" " * COLUMN + line for line in right[1:])]
+
+
+def shown(entry: "dataclasses.Field[Any]") -> str:
+    """A default as it is typed."""
+    value = entry.default
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else str(value)
+
+
+def choices(kind: Any) -> str:
+    """What a setting may be, in words; "" of a section."""
+    if get_origin(kind) is Literal:
+        return " | ".join(map(str, get_args(kind)))
+    if get_origin(kind) is tuple:
+        return "list"
+    return {int: "whole number", float: "number", bool: "true | false", str: "text"}.get(kind, "")
+
+
+def comments(section: type) -> dict[str, str]:
+    """The comment of each field, of its class and those that it extends: on the lines before it, beside it, or below it."""
+    found: dict[str, str] = {}
+    for its_class in reversed([each for each in section.__mro__ if dataclasses.is_dataclass(each)]):
+        before, last = "", ""
+        for line in inspect.getsource(its_class).splitlines():
+            field, comment = re.match(r"    (\w+): [^#]+", line), line.partition("#")[2].strip()
+            if field:
+                last = field[1]
+                found[last] = f"{before} {comment}".strip()
+                before = ""
+            elif re.match(r"    # ", line):
+                before = f"{before} {comment}".strip()
+            elif last and re.match(r" {20,}#", line):
+                found[last] += f" {comment}"
+            elif line.strip() and not line.startswith(("class", "@")) and found and "def " in line:
+                break
+    return found
