@@ -4,6 +4,7 @@ import os
 import resource
 import shutil
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,14 +35,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 class Teller:
-    """Failures in full when they happen: of a run that is cut short one would see no more than a letter F."""
+    """Failures in full when they happen: of a run that is cut short one would see no more than a letter F. And at the end why
+    tests were skipped, a line a reason."""
 
     def __init__(self, terminal: "pytest.TerminalReporter"):
         self.terminal = terminal
+        self.skipped: Counter[str] = Counter()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
             self.terminal.write_line(f"\n{report.when} of {report.nodeid} failed:\n{report.longreprtext}")
+        if report.skipped and isinstance(report.longrepr, tuple):
+            self.skipped[report.longrepr[2].removeprefix("Skipped: ")] += 1
+
+    def pytest_terminal_summary(self) -> None:
+        for reason, count in self.skipped.most_common():
+            self.terminal.write_line(f"{count} skipped: {reason}")
 
 
 @pytest.hookimpl(trylast=True)                       # after the terminal's
