@@ -52,6 +52,7 @@ lint: env
 lab: env
 	@echo "== Starting JupyterLab on this machine; open the address with the token that it prints"
 	$(BIN)/jupyter lab --ip=127.0.0.1 --no-browser --ServerApp.root_dir="$(CURDIR)" \
+		--LabApp.app_settings_dir="$(CURDIR)/course/lab/jupyterlab" \
 		--LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb $(if $(filter 0,$(shell id -u)),--allow-root)
 
 doctor: env

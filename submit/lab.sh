@@ -38,10 +38,12 @@ read -r lab board < <("${run[@]}" -c 'import socket
 ports = [socket.socket() for _ in range(2)]
 for port in ports: port.bind(("", 0))
 print(*(port.getsockname()[1] for port in ports))')
+settings=$("${run[@]}" -c 'from importlib.util import find_spec
+print(find_spec("course.lab").submodule_search_locations[0])')/jupyterlab
 extra=()
 [ "$(id -u)" != 0 ] || extra=(--allow-root)
 "${run[@]}" -m jupyter lab --no-browser --ip="$listen" --port="$lab" --ServerApp.port_retries=0 \
-    --ServerApp.root_dir="$folder" ${extra[@]+"${extra[@]}"} &
+    --ServerApp.root_dir="$folder" --LabApp.app_settings_dir="$settings" ${extra[@]+"${extra[@]}"} &
 servers=($!)
 if [ "$listen" = 127.0.0.1 ]; then
     "${run[@]}" -m tensorboard.main --logdir "$folder/runs" --host 127.0.0.1 --port "$board" &

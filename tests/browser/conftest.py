@@ -20,8 +20,7 @@ from course.lab.authoring.lessons import ROOT
 from tests.browser.lab import LONGEST, Lab
 
 LINK = re.compile(r"(http://127\.0\.0\.1:\d+)/lab\S*\?token=(\w+)")
-SETTINGS = {"notebook-extension/tracker": '{"windowingMode": "none"}',          # all cells are in the page, not only those seen
-            "apputils-extension/notification": '{"fetchNews": "false", "checkForUpdates": false}'}    # nothing from the Internet
+SETTINGS = {"notebook-extension/tracker": '{"windowingMode": "none"}'}          # all cells are in the page, not only those seen
 OWN = {"JUPYTERLAB_SETTINGS_DIR": "settings", "JUPYTERLAB_WORKSPACES_DIR": "workspaces", "JUPYTER_CONFIG_DIR": "config",
        "JUPYTER_DATA_DIR": "share", "JUPYTER_RUNTIME_DIR": "runtime", "IPYTHONDIR": "ipython"}
 

@@ -47,6 +47,7 @@ def write(path: Path, sources: list[str]) -> None:
 
 def test_a_learner_does_lesson_00(lab: Lab):
     lab.open("notebooks/00_start_here.ipynb")
+    see_no_strangers(lab)
     lab.restart_and_run_all()
     assert lab.prompts()[-1] == "[ ]:"               # it stops at the first exercise
     task, check = lab.cell("def matmul_cost"), lab.cell('check("matmul-cost")')
@@ -72,6 +73,15 @@ def test_a_learner_does_lesson_00(lab: Lab):
     roof = lab.cell("widgets.explore(")
     move_each_slider(lab, roof, "00")
     keep(lab, "slider", lab.all(".jp-OutputArea", roof)[0])
+
+
+def see_no_strangers(lab: Lab) -> None:
+    """Nothing asks or offers what is not the course's: no news, no nbgrader; the files are the lessons."""
+    lab.wait(lambda: "01_baseline.ipynb" in lab.one(".jp-DirListing-content").text, "the file browser does not show the lessons")
+    assert not lab.all(".Toastify__toast") and not lab.all(".jp-Dialog")
+    assert not [item.text for item in lab.all(".lm-MenuBar-itemLabel") if "nbgrader" in item.text.lower()]
+    assert not [item for item in lab.all(".jp-Toolbar button, .jp-Toolbar jp-button") if "Validate" in item.text]
+    assert not lab.all("[data-id='nbgrader-create-assignment'], [title*='Create Assignment']")
 
 
 def test_each_widget_of_the_other_lessons_follows_its_sliders(lab: Lab, home: Path):
