@@ -226,6 +226,6 @@ def test_a_lesson_takes_as_long_as_the_readme_says(master: Path) -> None:
     assert told and row.split(" | ")[-1].removesuffix(" |") == told[1]
 
 
-def test_the_readme_installs_the_pytorch_that_is_pinned():
+def test_the_installation_page_has_the_pytorch_that_is_pinned():
     pinned = re.search(r"^torch==\S+", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
-    assert pinned and f"pip install {pinned[0]} " in (ROOT / "README.md").read_text()
+    assert pinned and f"pip install {pinned[0]} " in (ROOT / "docs/install.md").read_text()
