@@ -48,6 +48,7 @@ CONTENTS = """
 ```{toctree}
 :hidden:
 :caption: Guides
+docs/install
 docs/learners
 docs/instructors
 docs/using
