@@ -27,6 +27,7 @@ LIMIT = 0.1                                         # the share of a step from w
 OWN_CPUS = 4                                        # of a rank beside its loader's: the step's threads, backward's, NCCL's
 LABELS = {"data": "data-parallel"}                   # of parts of a step: alone it would be read as the loading of data
 WIDTH = 132                                         # of the table, where no terminal says
+ROOMY = 112                                         # from which width on it also says where the time goes
 
 
 def main(preset: str, overrides: Sequence[str], gpus: int, hardware: str, top: int = 10, tokens: float = 0, samples: float = 0,
@@ -94,19 +95,20 @@ def show(plan: Plan, top: int) -> None:
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
     print(f"{c.preset}, {c.train.global_batch} samples a step, on {plan.gpus} x {h.name}, {h.memory / 1e9:.1f} GB each; "
           f"{network(plan)}.\nTimes: {kernel_efficiency.source(h)}; {host_overhead.source(h)}.")
-    table = Table(box=SIMPLE, pad_edge=False)
+    roomy = console.width >= ROOMY                   # else whole columns are left out, and no number is cut
+    table = Table(box=SIMPLE, pad_edge=False, padding=(0, 1 if roomy else 0))
     rate = "tokens/s" if isinstance(c.model, GPTConfig) else "samples/s"
     for head in ("", "pp", "dp", "cp", "tp", "micro-\nbatch", "ms", "MFU", "GB", "free", rate):
-        table.add_column(head, justify="right")
+        table.add_column(head, justify="right", no_wrap=True)
     table.add_column("with", overflow="fold")
-    table.add_column("where the time goes, %", overflow="fold")
+    if roomy:
+        table.add_column("where the time goes, %", overflow="fold")
     for number, layout in enumerate(plan.layouts[:top], 1):
         t, p = layout.time, layout.config.parallel
         table.add_row(str(number), *(str(size) for size in (p.pp, p.dp, p.cp, p.tp, layout.config.train.micro_batch)),
                       f"{t.step * 1e3:,.0f}", f"{t.mfu:.0%}", f"{layout.memory.total / 1e9:.1f}",
                       f"{1 - layout.memory.total / h.memory:.0%}", short(speed(plan, layout)),
-                      describe(layout.config, plan.config),
-                      parts(layout))
+                      describe(layout.config, plan.config), *([parts(layout)] if roomy else []))
     console.print(table)
     for line in rest_of(plan, top):
         print(line)

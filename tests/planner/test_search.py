@@ -444,6 +444,18 @@ def test_one_of_a_kind_is_said_as_one():
     assert re.search(r" are 1 step: 0\.\d minutes, ", said), said
 
 
+@pytest.mark.parametrize("width", [80, 100, 132])
+def test_the_table_fits_a_terminal_and_cuts_no_number(width, monkeypatch, capsys):
+    monkeypatch.setattr(plan, "WIDTH", width)
+    found = find_layouts(load("gpt-7b"), H100, 64)
+    plan.show(found, 5)
+    table = [line for line in capsys.readouterr().out.splitlines() if re.match(r" ?\d? +", line)]
+    assert max(map(len, table)) <= width and not any("…" in line for line in table)
+    for layout in found.layouts[:5]:
+        assert sum(f"{layout.time.step * 1e3:,.0f}" in line for line in table) >= 1
+    assert any("matmul" in line for line in table) == (width == 132)
+
+
 def test_launch_prints_the_command_alone(monkeypatch, capsys, tmp_path):
     code, out = call(monkeypatch, capsys, "gpt-124m", "--gpus", "4", "--hardware", "h200", "--launch", "--layout", "2")
     assert code == 0 and out.startswith("torchrun --standalone --nproc-per-node=4 ") and out.count("\n") == 1
