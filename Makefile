@@ -15,18 +15,23 @@ help:
 	@echo "make core    run only the tests of the mathematics: models, parallelism, the step (under two minutes)"
 	@echo "make lab     start JupyterLab       make doctor  say what this machine has"
 	@echo "make docs    build the site of guides, lessons and library into site/html; ANSWERS=1: with answers, site/answers"
-	@echo "make env     set up $(VENV) only      make clean   remove $(VENV) and caches; runs and data stay"
+	@echo "make env     set up $(VENV) for tests only      make clean   remove $(VENV) and caches; runs and data stay"
 
+# what lessons need, then what tests need besides; each is installed once, and again when the pins change
 env: $(VENV)/.ready
-$(VENV)/.ready: pyproject.toml constraints.txt
-	@echo "== Setting up $(VENV): the course with its tests, in the versions of constraints.txt (once, a few minutes)"
+$(VENV)/.lab: WHAT = the course with JupyterLab
+$(VENV)/.lab: EXTRA = lab
+$(VENV)/.ready: WHAT = the course with its tests
+$(VENV)/.ready: EXTRA = dev
+$(VENV)/.lab $(VENV)/.ready: pyproject.toml constraints.txt
+	@echo "== Setting up $(VENV): $(WHAT), in the versions of constraints.txt (once, a few minutes)"
 	@$(PYTHON) -c 'import sys; sys.exit(None if (3, 11) <= sys.version_info < (3, 14) else "Python 3.11, 3.12 or 3.13 is needed, this is " + sys.version.split()[0] + ": run make with PYTHON=python3.12, say")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
-	@touch $@
+	$(BIN)/python -m pip install -c constraints.txt -e '.[$(EXTRA)]'
+	@touch $(VENV)/.lab $@
 	@echo "== $(VENV) is ready: make demo, make lab; $(BIN)/course --help says what else there is"
 
-demo: env
+demo: $(VENV)/.lab
 	@echo "== 1/4 Making an atmosphere: course data weather path=$(DATA)"
 	$(BIN)/course data weather path=$(DATA)
 	@echo "== 2/4 Training a forecast model on it: course train vit-demo"
@@ -49,7 +54,7 @@ lint: env
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-lab: env
+lab: $(VENV)/.lab
 	@echo "== Starting JupyterLab on this machine; open the address with the token that it prints"
 	$(BIN)/jupyter lab --ip=127.0.0.1 --no-browser --ServerApp.root_dir="$(CURDIR)" \
 		--LabApp.app_settings_dir="$(CURDIR)/course/lab/jupyterlab" \

@@ -74,7 +74,7 @@ def sinusoidal_embedding(t: Tensor, dim: int) -> Tensor:
 
 
 def grid_positions(position: Tensor, columns: int, dim: int) -> Tensor:
-    """The fixed vectors of patches: `waves` of the row and of the column, half of the features each. (T,) -> (T, D)."""
+    """Fixed vectors of patches: half the features embed the row, half the column (`sinusoidal_embedding`). (T,) -> (T, D)."""
     return torch.cat([sinusoidal_embedding(position // columns, dim // 2), sinusoidal_embedding(position % columns, dim // 2)], 1)
 
 

@@ -66,7 +66,7 @@ def server(home: Path) -> Iterator[tuple[str, str]]:
     config.write_text(json.dumps({"ServerApp": {"port": port}}))
     environment = os.environ | {name: str(home.parent / folder) for name, folder in OWN.items()}
     log = home.parent / "server.log"
-    command = ["make", "lab", "--assume-old=.venv/.ready", f"CURDIR={home}"]     # it installs nothing: what is there is tested
+    command = ["make", "lab", "--assume-old=.venv/.lab", f"CURDIR={home}"]     # it installs nothing: what is there is tested
     with log.open("w") as written, subprocess.Popen(command, cwd=ROOT, env=environment, stdout=written, stderr=subprocess.STDOUT,
                                                     start_new_session=True) as process:
         try:

@@ -168,7 +168,7 @@ def tenths(*shape: int, generator: torch.Generator) -> Tensor:
 
 
 def moves_asked(inputs: Tensors) -> dict[str, list[str]]:
-    """Each tensor's row of `move` as a call, and what three in a row are given."""
+    """Each tensor's row as a call of `remember`, and what three in a row are given."""
     rows = [(", ".join(f"{x:g}" for x in row), amax) for row, amax in
             zip(inputs["history"].tolist(), inputs["amax"].tolist(), strict=True)]
     return {"one": [f"remember([[{row}]], [{amax:g}]), of one row," for row, amax in rows],

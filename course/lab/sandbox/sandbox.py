@@ -154,9 +154,9 @@ def run(command: list[str], scratch: Path, readable: Sequence[Path] = (), enviro
     begins: an environment variable from which the command takes the number of a file; when it has begun, it writes a byte there.
     Its time counts from then on, and starting has a limit of its own.
 
-    `hdf5_errors` are further folders that it may read. Of the environment it gets `environment` and a few variables
+    `readable` are further folders that it may read. Of the environment it gets `environment` and a few variables
     such as HOME, nothing of this process's own. Where one is root it runs as another user, to whom the scratch
-    folder belongs meanwhile, and `hdf5_errors` must be readable to all. A Ctrl-C kills the run. With bubblewrap a
+    folder belongs meanwhile, and `readable` must be readable to all. A Ctrl-C kills the run. With bubblewrap a
     status of 129 or more counts as a signal. `CourseError`: a folder is not there, or not within that user's reach.
     """
     active_layers = layers or _layers()
