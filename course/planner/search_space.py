@@ -24,7 +24,7 @@ from course.planner.hardware import Hardware
 # What the search chooses, where the user has not
 KEYS = (*(f"parallel.{key}" for key in (*AXES, "order", "sp", "overlap", "context", "schedule", "chunks", "zero", "bucket_mb")),
         "train.micro_batch", "train.recompute", "precision")
-WAYS = ("parallel.sp", "parallel.overlap", "parallel.context", "parallel.zero")         # of which `other_choices` has all combinations
+WAYS = ("parallel.sp", "parallel.overlap", "parallel.context", "parallel.zero")         # all combinations: `other_choices`
 RECOMPUTE = ("none", "selective", "full")           # from fast to small
 # of a GPU's memory: most measured peaks are this near a prediction (tests/planner/test_search.py)
 FREE = 0.05
