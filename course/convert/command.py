@@ -70,7 +70,8 @@ def convert(world: World, source: Path, target: Path, settings: Iterable[str] = 
         raise CourseError(f"--qkv {rows}: the rows of Transformer Engine's fused projection are "
                           f"{', '.join(transformer_engine.ROWS)}")
     if not source.exists():
-        raise CourseError(f"there is no {source}: give the folder of a run, or a file or folder of another library's weights")
+        raise CourseError(f"there is no {source}: give the folder of a run, or a file or folder of another library's weights; "
+                          f"`hf download NAME --local-dir {source}` gets one from the Hub, such as openai-community/gpt2")
     say = print if world.rank == 0 else lambda text: None
     mesh = build_mesh(Parallel(), world)             # all ranks, as dp
     if (source / "config.yaml").is_file():

@@ -3,6 +3,7 @@
 import difflib
 import signal
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 
 class CourseError(Exception):
@@ -10,6 +11,14 @@ class CourseError(Exception):
 
     The command line prints the sentence without a traceback and exits with status 1.
     """
+
+
+def does_not_exist(path: Path) -> str:
+    """`PATH does not exist`, and where it is if one works outside the course's folder: in that which holds the package."""
+    folder = Path(__file__).resolve().parents[2]
+    there = not path.is_absolute() and Path.cwd() != folder and (folder / path).exists()
+    return (f"{path} does not exist here, but in {folder}: are you outside the course's folder? Go there, or else" if there else
+            f"{path} does not exist:")
 
 
 def describe_exit(code: int) -> str:

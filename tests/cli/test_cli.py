@@ -223,6 +223,19 @@ def test_a_short_option_helps(monkeypatch, capsys, words):
     assert status == 0 and "Usage: " in text and "--help" in text
 
 
+def test_outside_the_course_its_data_are_named(tmp_path, monkeypatch):
+    from course.utils.errors import does_not_exist
+
+    root = Path(main.__file__).parents[2]
+    monkeypatch.chdir(tmp_path)
+    said = f"course does not exist here, but in {root}: are you outside the course's folder? Go there, or else"
+    assert does_not_exist(Path("course")) == said
+    assert does_not_exist(Path("nowhere")) == "nowhere does not exist:"
+    assert does_not_exist(tmp_path / "a") == f"{tmp_path}/a does not exist:"
+    monkeypatch.chdir(root)
+    assert does_not_exist(Path("nowhere")) == "nowhere does not exist:"
+
+
 def test_the_package_is_a_command_and_has_a_version():
     done = subprocess.run([sys.executable, "-m", "course", "--version"], capture_output=True, text=True)
     assert done.stdout == f"course {importlib.metadata.version('course')}\n"

@@ -155,7 +155,7 @@ def test_an_interrupted_packing_goes_on_and_is_no_data_set_until_then(folder, mo
 @pytest.mark.parametrize(("settings", "words"), [
     ({"latent": (4, 4, 4)}, r"latents of \[2, 4, 4\] but model.latent=\[4, 4, 4\]: set model.latent=\[2,4,4\]"),
     ({"classes": 2}, "has 3 classes but model.classes=2"), ({"split": "test"}, "has no split test"),
-    ({"path": "nowhere"}, "nowhere does not exist .* make it with `course data latents` or `course data digits`")])
+    ({"path": "nowhere"}, "nowhere does not exist: make it with `course data latents` or `course data digits`")])
 def test_data_that_does_not_fit_is_a_sentence(folder, settings, words):
     pack(folder)
     with pytest.raises(CourseError, match=words):

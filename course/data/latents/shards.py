@@ -21,7 +21,7 @@ from course.data.hdf5_storage import MAKE_AGAIN, check_size, open_hdf5
 from course.data.weather.layout import open_data_file
 from course.data.weather.pairs import Batch, entry_errors
 from course.utils.atomic_files import os_error_cure, read_text
-from course.utils.errors import CourseError
+from course.utils.errors import CourseError, does_not_exist
 
 SPLITS = ("train", "valid")
 SMALL, LOOKS = 1 << 23, 8                            # bytes of a shard of which all latents are looked at, else how many are
@@ -93,8 +93,8 @@ def read_summary(path: Path) -> dict[str, Any]:
             raise ValueError("not what was written")
         return dict(made)
     except FileNotFoundError as error:
-        what = "is not packed to its end" if path.is_dir() else "does not exist"
-        raise CourseError(f"the data folder {path} {what} (no latents.json): {MAKE}, or set data.path") from error
+        what = f"the data folder {path} is not packed to its end (no latents.json):" if path.is_dir() else does_not_exist(path)
+        raise CourseError(f"{what} {MAKE}, or set data.path") from error
     except OSError as error:
         raise CourseError(f"{path}/latents.json cannot be read ({error.strerror}): "
                           f"{os_error_cure(error, 'run again')}") from error

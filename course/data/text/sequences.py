@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 from course.data.text.indexed_files import Documents
 from course.data.weather.pairs import Batch
 from course.utils.atomic_files import os_error_cure, read_text
-from course.utils.errors import CourseError
+from course.utils.errors import CourseError, does_not_exist
 
 
 class Sequences(Dataset[Batch]):
@@ -44,7 +44,7 @@ class Sequences(Dataset[Batch]):
 
     def _check_vocabulary(self, path: Path) -> None:
         if not path.is_dir():
-            raise CourseError(f"{path} does not exist: make it with `course data tokens path={path}` or `course data jsonl`, "
+            raise CourseError(f"{does_not_exist(path)} make it with `course data tokens path={path}` or `course data jsonl`, "
                               "or set data.path to a folder that they made")
         meta = path / "meta.json"
         try:

@@ -24,7 +24,7 @@ from course.data.hdf5_storage import MAKE_AGAIN, first_line, hdf5_errors, open_h
 from course.data.weather.plausibility import HUGE, PlausibleRanges
 from course.resilience.folder_lock import only_maker
 from course.utils.atomic_files import atomic, os_error_cure
-from course.utils.errors import CourseError
+from course.utils.errors import CourseError, does_not_exist
 
 HOURS = 6                                        # between two entries of a file
 SPLITS = ("train", "valid", "test")
@@ -83,9 +83,9 @@ def find_years(path: Path, split: str, grid: tuple[int, int] | None = None) -> l
     folder = path / split
     files = sorted(folder.glob("*.h5"))
     if not files:
-        what = "holds no .h5 file" if folder.is_dir() else "does not exist"
+        what = f"{folder} holds no .h5 file:" if folder.is_dir() else does_not_exist(folder)
         mock = ", or, to be quick, data.source=mock: random data" if grid and split == "train" else ""
-        raise CourseError(f"{folder} {what}: make data with {make_command(path, grid)}, or set data.path to a folder laid out as "
+        raise CourseError(f"{what} make data with {make_command(path, grid)}, or set data.path to a folder laid out as "
                           f"data/README.md says{mock}")
     years = [inspect_year(file) for file in files]
     for year in years:
