@@ -103,7 +103,9 @@ def test_of_many_samples_the_picture_shows_some_and_says_so(run, monkeypatch):
     monkeypatch.setattr(sample_images, "grid", lambda images, labels, each: grids.append((len(images), labels, each)) or Figure())
     monkeypatch.setattr(sample_images, "ROWS", 2)
     said, error = generate(run, "--labels", "3,0,7", "--each", 20, "--steps", 1)
-    assert error is None and said.rstrip().endswith("samples.png, 16 of each of 2 labels")
+    *_, picture, proposed = said.splitlines()
+    assert error is None and picture.endswith("samples.png, 16 of each of 2 labels")
+    assert proposed == f"next: course generate {run} --seed 1 --guidance 1"
     assert grids == [(32, [3, 0], 16)] and np.load(run / "samples" / "samples.npy").shape[0] == 60
 
 

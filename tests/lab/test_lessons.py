@@ -62,7 +62,7 @@ def test_learners_get_blanks_and_instructors_answers(root):
     blanks, answers = (notebook_cells.code_cells(make(master(root)))
                        for make in (lessons.learner_notebook, lessons.instructor_notebook))
     assert blanks[1].endswith(f'"""The least seconds."""\n    {stubs.STUB}')
-    assert "class RelativeL2(nn.Module):" in blanks[2] and "self.norm(output" not in blanks[2]
+    assert "class RelativeL2(Loss):" in blanks[2] and "self.norm(output" not in blanks[2]
     assert blanks[2].count(stubs.STUB) == 2
     assert "self.norm(output" in answers[2] and answers[2].count(stubs.BEGIN) == answers[2].count(stubs.END) == 2
     assert blanks[0] == answers[0] and blanks[3] == answers[3] == 'check("roofline")'
