@@ -79,16 +79,21 @@ def test_a_simulated_pipeline_takes_what_the_exercise_computes():
     assert done[-1] == pytest.approx(pipeline_seconds(stages, micros, 1))
 
 
-def outcome(exercise, source, inputs):
-    """What an answer gives, here and now."""
+def outcomes(exercise, source, drawn):
+    """What an answer gives of each of these inputs, here and now. To put it in its place takes longer than to run it."""
     exec(compile(source, "answer", "exec"), names := {})
     with installed_answers(exercise.objects, {name: names[name] for name in exercise.names}):
-        try:
-            return check.Run((exercise.weighed(inputs, exercise.program(inputs)),))
-        except InvalidReturn as error:
-            return check.Run(error=error.text)
-        except Exception as error:                   # a mistake may stop: the right answer does not
-            return check.Run(error=repr(error))
+        return [outcome(exercise, inputs) for inputs in drawn]
+
+
+def outcome(exercise, inputs):
+    """What the answer that is in its place gives."""
+    try:
+        return check.Run((exercise.weighed(inputs, exercise.program(inputs)),))
+    except InvalidReturn as error:
+        return check.Run(error=error.text)
+    except Exception as error:                       # a mistake may stop: the right answer does not
+        return check.Run(error=repr(error))
 
 
 def fails(exercise, run, expected):
@@ -102,36 +107,34 @@ def test_whoever_bisects_a_curve_fails_with_the_same_hint_on_every_seed():
     exercise = find("samples-to-target")
     slips = [wrong(exercise, slip) for slip in known_mistakes(exercise)]
     by_hand = BISECTED.replace("float(np.interp(-target, [-loss for loss in losses], steps))", "between(target, steps, losses)")
-    for seed in range(50):
-        for hidden in (False, True):
-            inputs = exercise.draw(seed, hidden)
-            expected, one, two, *others = (outcome(exercise, source, inputs) for source in
-                                           [right(exercise), BISECTED, by_hand + BETWEEN, *slips])
-            for run in (one, two):
-                assert check.difference(expected.outputs[0]["samples"], run.outputs[0]["samples"], exercise.tolerance), seed
-                assert "the first time counts" in check.hint_for_numbers(exercise, run, expected, others), seed
+    seeds = [(seed, hidden) for seed in range(50) for hidden in (False, True)]
+    runs = [outcomes(exercise, source, (exercise.draw(*seed) for seed in seeds))
+            for source in [right(exercise), BISECTED, by_hand + BETWEEN, *slips]]
+    for seed, expected, one, two, *others in zip(seeds, *runs, strict=True):
+        for run in (one, two):
+            assert check.difference(expected.outputs[0]["samples"], run.outputs[0]["samples"], exercise.tolerance), seed
+            assert "the first time counts" in check.hint_for_numbers(exercise, run, expected, others), seed
 
 
 QUICK = ["scaled-rate", "samples-to-target", "noise-scale", "amax-history", "delayed-scale", "in-buckets", "collective-times",
          "nodes-touched", "bytes-sent", "agrees", "block-flops", "activation-bytes", "all-reduce-seconds", "pipeline-seconds",
          "step-seconds", "translate", "fp8-cast", "qkv-rows", "zigzag", "one-document", "read-index"]
-SEEDS = int(os.environ.get("EXERCISE_SEEDS", 24))     # 60 whenever a drawing has changed
+MANY = int(os.environ.get("EXERCISE_SEEDS", 60))
 SLOW = ["adaln", "guidance", "dit-flops", "training-bytes", "recompute", "box-overlap", "put-together", "go-on"]
 
 
 @pytest.mark.parametrize(("name", "seeds"), [*((name, 6) for name in QUICK),
-                                             *(pytest.param(name, SEEDS, marks=pytest.mark.slow) for name in QUICK),
-                                             *(pytest.param(name, SEEDS // 3, marks=pytest.mark.slow) for name in SLOW)])
+                                             *(pytest.param(name, MANY, marks=pytest.mark.slow) for name in QUICK),
+                                             *(pytest.param(name, MANY // 3, marks=pytest.mark.slow) for name in SLOW)])
 def test_no_known_mistake_passes_because_of_the_seed(name, seeds):
     exercise = find(name)
     sources = {slip.name: wrong(exercise, slip) for slip in known_mistakes(exercise)}
-    for seed in range(seeds):
-        inputs = exercise.draw(seed, False)
-        expected = outcome(exercise, right(exercise), inputs)
-        for slip, source in sources.items():
-            found = outcome(exercise, source, exercise.draw(seed, False))
-            assert fails(exercise, found, expected), (slip, seed)
-            assert not found.error.startswith("NameError"), f"{slip}: {found.error}"
+    expected, *others = (outcomes(exercise, source, (exercise.draw(seed, False) for seed in range(seeds)))
+                         for source in [right(exercise), *sources.values()])
+    for slip, found in zip(sources, others, strict=True):
+        for seed, run in enumerate(found):
+            assert fails(exercise, run, expected[seed]), (slip, seed)
+            assert not run.error.startswith("NameError"), f"{slip}: {run.error}"
 
 
 RULES = {                                            # for whether curves agree that are not the lesson's
@@ -144,14 +147,14 @@ RULES = {                                            # for whether curves agree 
 def test_a_verdict_by_another_rule_fails_on_every_seed(rule):
     """Whatever the threshold, whatever the share of the windows."""
     exercise = find("agrees")
+    drawn = [exercise.draw(seed, seed % 2 > 0) for seed in range(10)]
+    expected = outcomes(exercise, right(exercise), drawn)
     for number in range(20):
         text = RULES[rule].format(threshold=0.3 * (number + 1) / 20, share=(number + 1) / 20, seeds="(means.std(0) / means[0])",
                                   each="((own - means[0]).abs() / means[0])")
         source = right(exercise).replace("gap <= spread", text)
-        for seed in range(10):
-            inputs = exercise.draw(seed, seed % 2 > 0)
-            expected, found = (outcome(exercise, one, inputs) for one in (right(exercise), source))
-            assert fails(exercise, found, expected), (text, seed)
+        for seed, run in enumerate(outcomes(exercise, source, drawn)):
+            assert fails(exercise, run, expected[seed]), (text, seed)
 
 
 SEEDS = (3, 4, 2**100 + 1, 2**90 + 5)
@@ -223,7 +226,7 @@ def test_outputs_made_for_one_seed_fail_on_every_other(name):
         answers = [(notebook_cells.whole_answer(right(exercise)), inputs) for inputs in drawn]
         runs, _ = check.run_answers(exercise, answers, max(exercise.sizes), None)
     else:
-        runs = [outcome(exercise, right(exercise), inputs) for inputs in drawn]
+        runs = outcomes(exercise, right(exercise), drawn)
     assert not any(run.error for run in runs)
     for one, other in permutations(runs, 2):
         assert fails(exercise, one, other), "files made at home pass"
@@ -244,8 +247,7 @@ def test_outputs_of_whole_numbers_cannot_be_guessed(name):
     """Of a thousand outcomes that are equally likely, 300 draws would meet one that came before 41 times. For those whose
     outputs are nothing but small whole numbers."""
     exercise = find(name)
-    seen = set()
-    for seed in range(300):
-        (outputs,) = outcome(exercise, right(exercise), exercise.draw(seed, True)).outputs
-        seen.add(tuple(tuple(outputs[key].double().flatten().tolist()) for key in sorted(exercise.claims)))
+    runs = outcomes(exercise, right(exercise), (exercise.draw(seed, True) for seed in range(300)))
+    seen = {tuple(tuple(outputs[key].double().flatten().tolist()) for key in sorted(exercise.claims))
+            for outputs, in (run.outputs for run in runs)}
     assert len(seen) > 300 - 20, len(seen)
