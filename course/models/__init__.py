@@ -73,7 +73,7 @@ def family_of(config: FamilyConfig) -> str:
 def build_model(config: FamilyConfig, seed: int = 0) -> Model:
     """The serial model, on the meta device: shapes and names without memory, to be cut up and then initialised."""
     if type(config) not in MODELS:
-        raise CourseError(f"build_model knows no {type(config).__name__}: register it with its model (docs/contributors.md, A model)")
+        raise CourseError(f"build_model knows no {type(config).__name__}: register its model (docs/contributors.md, A model)")
     with torch.device("meta"):
         return MODELS[type(config)](config, seed)
 

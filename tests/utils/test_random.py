@@ -123,5 +123,5 @@ def test_a_model_that_is_none_of_the_courses_is_not_taken_for_a_vit():
     class DuoConfig:
         kind = "duo"
 
-    with pytest.raises(CourseError, match=r"build_model knows no DuoConfig: register it .*contributors\.md"):
+    with pytest.raises(CourseError, match=r"build_model knows no DuoConfig: register its model .*contributors\.md"):
         build_model(DuoConfig())
