@@ -229,3 +229,4 @@ def test_a_lesson_takes_as_long_as_the_readme_says(master: Path) -> None:
 def test_the_installation_page_has_the_pytorch_that_is_pinned():
     pinned = re.search(r"^torch==\S+", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     assert pinned and f"pip install {pinned[0]} " in (ROOT / "docs/install.md").read_text()
+    assert f"pytorch-gpu={pinned[0].partition('==')[2]} " in (ROOT / "environment.yml").read_text()     # pip leaves it alone

@@ -62,8 +62,8 @@ def text(verdict: Verdict, colour: bool = True, graded: bool = False) -> str:
 
 
 def html(verdict: Verdict, graded: bool = False) -> str:
-    """The same for a notebook; everything is escaped. Words have the page's colour and marks a background of their own: both are as
-    easy to read on light as on dark."""
+    """The same for a notebook; everything is escaped. Words have the page's colour and marks a background of their own: both are
+    as easy to read on light as on dark."""
     whole = "held" if verdict.passed else "failed"
     rows = "".join(f'<li style="list-style:none;white-space:pre-wrap;margin:.1em 0">{badge(outcome(fact))} '
                    f'{escape(printable(fact.text))}</li>' for fact in verdict.facts)
