@@ -158,7 +158,28 @@ def test_the_contributors_page_names_files_and_commands_that_exist():
     assert len(CONTRIBUTORS.splitlines()) <= 200
 
 
+# files that a page speaks of and that are not of the course: made by a user, of another project
+OTHERS = {"NAME.py", "NAME.sh", "NAME.yaml", "NAME.result.json", "NN_name.py", "lessonNN_name.py", "test_NAME.py", "config.yaml",
+          "index.json", "dataset.json", "nbgrader_config.py", "train.py", "dist_training.py", "modules.sh"}
+
+
+def strange_files(page: str) -> list[str]:
+    """The code files in backticks that are nowhere in the course, by the end of their path."""
+    here = [str(path.relative_to(ROOT)) for folder in ("course", "docs", "submit", "tests", "solutions", "experiments", "examples")
+            for path in (ROOT / folder).rglob("*.*")]
+    named = re.findall(r"`([\w./-]+\.(?:py|yaml|sh|json))`", page)
+    return [name for name in named if Path(name).name not in OTHERS and "_mine." not in name
+            and not any(f"/{path}".endswith(f"/{name}") for path in here)]
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "experiments/README.md", *MASTERS], ids=lambda path: path.stem)
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    assert strange_files(page.read_text()) == []
+
+
 def test_a_file_or_a_command_that_does_not_exist_is_found():
+    assert strange_files("`overlap.py`, `parallel/mesh.py`, `my/config.yaml`") == ["overlap.py"]
+
     assert missing_paths(f"{CONTRIBUTORS} `course/utils/gone.py`") == ["course/utils/gone.py"]
     assert unknown_commands("`course trian vit-demo` `course lessons bild 19` `course train vit-demo`") == [
         "course trian vit-demo", "course lessons bild 19"]
