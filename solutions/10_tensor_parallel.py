@@ -531,7 +531,8 @@ lab.recorded("sp_2xh100", table, why="Whole steps with sequence parallelism on t
 # %% [markdown]
 # **What you should see:** hiding is not free. It was meant to save what the collectives take, and cost more than it saved, in
 # every model. The section after this one measures a reason: NCCL's kernels need multiprocessors, and the multiplication
-# beside them has all of them. So `overlapped_linear.py` cuts nothing; backward it still starts collectives beside multiplications.
+# beside them has all of them. So `overlapped_linear.py` cuts nothing. In the backward pass it still starts collectives beside
+# multiplications.
 #
 # One question is left. A collective puts pieces one after the other: all samples' *first* pieces, then all their second ones,
 # where you want each sample's tokens together. Either gather the samples **one by one**, a call for each, all in one kernel; or
@@ -552,9 +553,9 @@ lab.recorded("sp_2xh100", table, why="The same steps, in a graph and left to the
 # %% [markdown]
 # **What you should see:** in a graph, one by one: calls that are replayed cost less than a copy. Left to these hosts, which need
 # 1.4 to 3.7 times as long as the GPU, samples of up to 2.4 MB are mostly faster as one: the host makes one call in place of many,
-# and the GPU, which waits for it, has time for the copy. With few samples of 8.4 MB it is one time so and one time otherwise.
-# Times of hosts are like that: only what is well beyond such differences says something. `overlapped_linear.py` asks whether a graph is
-# being recorded; if not, a batch below 64 MB of samples below 4 MB goes as one.
+# and the GPU, which waits for it, has time for the copy. For samples of 8.4 MB the results are mixed: host times vary, and
+# only a difference well beyond that says something. `overlapped_linear.py` asks whether a graph is being recorded; if not, a batch
+# below 64 MB of samples below 4 MB goes as one.
 #
 # ## Who moves the bytes
 #

@@ -165,8 +165,8 @@ OTHERS = {"NAME.py", "NAME.sh", "NAME.yaml", "NAME.result.json", "NN_name.py", "
 
 def strange_files(page: str) -> list[str]:
     """The code files in backticks that are nowhere in the course, by the end of their path."""
-    here = [str(path.relative_to(ROOT)) for folder in ("course", "docs", "submit", "tests", "solutions", "experiments", "examples")
-            for path in (ROOT / folder).rglob("*.*")]
+    folders = ("course", "docs", "submit", "tests", "solutions", "experiments", "examples")
+    here = [str(path.relative_to(ROOT)) for folder in folders for path in (ROOT / folder).rglob("*.*")]
     named = re.findall(r"`([\w./-]+\.(?:py|yaml|sh|json))`", page)
     return [name for name in named if Path(name).name not in OTHERS and "_mine." not in name
             and not any(f"/{path}".endswith(f"/{name}") for path in here)]
