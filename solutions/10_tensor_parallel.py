@@ -553,9 +553,9 @@ lab.recorded("sp_2xh100", table, why="The same steps, in a graph and left to the
 # %% [markdown]
 # **What you should see:** in a graph, one by one: calls that are replayed cost less than a copy. Left to these hosts, which need
 # 1.4 to 3.7 times as long as the GPU, samples of up to 2.4 MB are mostly faster as one: the host makes one call in place of many,
-# and the GPU, which waits for it, has time for the copy. For samples of 8.4 MB the results are mixed: host times vary, and
-# only a difference well beyond that says something. `overlapped_linear.py` asks whether a graph is being recorded; if not, a batch
-# below 64 MB of samples below 4 MB goes as one.
+# and the GPU, which waits for it, has time for the copy. For samples of 8.4 MB the results are mixed: host times vary,
+# and only a difference well beyond that says something. `overlapped_linear.py` asks whether a graph is being recorded; if not, a
+# batch below 64 MB of samples below 4 MB goes as one.
 #
 # ## Who moves the bytes
 #

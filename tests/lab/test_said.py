@@ -736,7 +736,7 @@ SAID: list[tuple[str, str, Numbers]] = [
     ("10", "which need {:.1f} to {:.1f} times as long as the GPU", lambda: [min(by_host()), max(by_host())]),
     ("10", "samples of up to {:.1f} MB are mostly faster as one",
      lambda: [at("sp_2xh100", f"{SP_MODELS[3]}, as one", "sample_mb")]),
-    ("10", "With few samples of {:.1f} MB it is one time so and one time otherwise.",
+    ("10", "For samples of {:.1f} MB the results are mixed",
      lambda: [at("sp_2xh100", f"{GPT1B}, as one", "sample_mb")]),
     ("10", "the gather of that DiT's 32 samples takes {:.0f} µs, the multiplication beside which it is done backward {:.0f}.",
      lambda: [symmetric("gather, NCCL"), symmetric("matmul")]),
@@ -1080,7 +1080,7 @@ WORDS: list[tuple[str, str, float, Callable[[], float], float]] = [
     ("10", "in a graph, one by one: calls that are replayed cost less than a copy.", 1.01,
      lambda: min(over_graph("as one, in a graph")), 2),
     ("10", "are mostly faster as one", 6, lambda: sum(ratio < 1 for ratio in as_one(SP_MODELS[:4])), 7),
-    ("10", "it is one time so and one time otherwise.", 1, lambda: sum(ratio < 1 for ratio in as_one([GPT1B])), 1),
+    ("10", "the results are mixed: host times vary", 1, lambda: sum(ratio < 1 for ratio in as_one([GPT1B])), 1),
     ("10", "the sum of both.", 0.97, lambda: symmetric("matmul beside gather, NCCL") / (
         symmetric("matmul") + symmetric("gather, NCCL")), 1.03),
     ("10", "one step is a sixth shorter", 1 / 6.5, lambda: 1 - symmetric_step(DIT, MEMORY) / symmetric_step(DIT, HAND), 1 / 5.5),
