@@ -59,6 +59,7 @@ HOSTILE = {                                          # a file, and what is said 
 }
 
 
+@pytest.mark.slow
 def test_hostile_files_are_read_within_limits_and_the_others_as_ever(tmp_path, monkeypatch):
     """All of one learner in one start of the sandbox, none of them in this process."""
     for inside in ("read_contents", "load_notebook", "Program"):

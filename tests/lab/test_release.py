@@ -180,7 +180,8 @@ def test_a_copy_that_hides_its_answers_computes_with_them(hiding):
     assert not list((hiding / "course/data").rglob("order*.pyc"))
 
 
-@pytest.mark.parametrize("exercise", ["training-step", pytest.param("column-row", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("exercise", ["training-step", "column-row"])
 def test_a_copy_that_hides_its_answers_checks_answers(hiding, tmp_path, exercise):
     mistake = known_mistakes(find(exercise))[0]
     for source, status, said in ((right(find(exercise)), 0, ""), (wrong(find(exercise), mistake), 1, mistake.hint[:40])):

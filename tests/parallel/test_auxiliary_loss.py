@@ -60,6 +60,7 @@ def test_every_layout_has_its_gradient(spec):
                 assert (part - full).abs().max().item() < 1e-12, name
 
 
+@pytest.mark.slow
 def test_it_is_recomputed_and_compiled_as_well():
     from course import config
     from course.parallel import build_mesh, join
