@@ -53,6 +53,7 @@ docs/learners
 docs/instructors
 docs/using
 docs/measured
+docs/faq
 docs/contributors
 docs/comparison
 ```

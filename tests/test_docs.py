@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from course import config
 from course.cli.main import app
 from tests import test_rooms
 
@@ -156,6 +157,15 @@ def test_the_contributors_page_names_files_and_commands_that_exist():
     assert missing_paths(CONTRIBUTORS) == [] and unknown_commands(CONTRIBUTORS) == []
     assert re.findall(r"^\| `course/(\w+)` \|", CONTRIBUTORS, re.MULTILINE) == test_rooms.ROOMS       # in the map's order
     assert len(CONTRIBUTORS.splitlines()) <= 200
+
+
+def test_the_questions_name_tests_and_commands_that_exist():
+    page = (ROOT / "docs/faq.md").read_text()
+    named = re.findall(r"`(tests/\S+\.py)(?:::(\w+))?`", page)
+    assert len(named) >= 9 and unknown_commands(page) == []
+    assert all(f"def {test}(" in (ROOT / file).read_text() for file, test in named)
+    lines = [line.split() for line in re.findall(r"`course (?:train|verify|profile) ([^`]+)`", page)]
+    assert len(lines) >= 5 and all(config.load(preset, settings) for preset, *settings in lines)
 
 
 # files that a page speaks of and that are not of the course: made by a user, of another project

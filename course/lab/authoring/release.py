@@ -12,8 +12,9 @@ from course.lab.checks.exercise import all_exercises
 from course.utils.atomic_files import atomic
 from course.utils.errors import CourseError
 
-RELEASED = (".gitignore", "README.md", "CHANGELOG.md", "CITATION.cff", "LICENSE", "Makefile", "pyproject.toml", "setup.py", "MANIFEST.in", "constraints.txt",
-       "environment.yml", "docs", "course", "experiments", "examples", "data/README.md", "submit", "tests")
+RELEASED = (".gitignore", "README.md", "CHANGELOG.md", "CITATION.cff", "LICENSE", "Makefile", "pyproject.toml", "setup.py",
+            "MANIFEST.in", "constraints.txt", "environment.yml", "docs", "course", "experiments", "examples", "data/README.md",
+            "submit", "tests")
 NOT_RELEASED = ("__pycache__", ".*", "*.pyc", "*.egg-info")
 GENERATED_DOCS = ("api",)                            # of docs: what `make docs` writes there
 LINK = re.compile(r"\]\([\w./]*?(\d\d_\w+)\.ipynb")
