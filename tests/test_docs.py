@@ -163,7 +163,7 @@ def test_the_questions_name_tests_and_commands_that_exist():
     page = (ROOT / "docs/faq.md").read_text()
     named = re.findall(r"`(tests/\S+\.py)(?:::(\w+))?`", page)
     assert len(named) >= 9 and unknown_commands(page) == []
-    assert all(f"def {test}(" in (ROOT / file).read_text() for file, test in named)
+    assert all(f"def {test or 'test_'}" in (ROOT / file).read_text() for file, test in named)
     lines = [line.split() for line in re.findall(r"`course (?:train|verify|profile) ([^`]+)`", page)]
     assert len(lines) >= 5 and all(config.load(preset, settings) for preset, *settings in lines)
 
