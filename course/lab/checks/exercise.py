@@ -45,7 +45,6 @@ class Exercise:
     cases: Callable[[Tensors], Cases] | None = None  # what was asked, in words, for each number of an output
     unknown: str = UNKNOWN                           # the hint where none fits
     tolerance: float = 1e-9                          # relative, in the 2-norm: float64 and a few hundred additions
-    why_tolerance: str = "rounding in float64"
     weigh: Callable[[Tensors, Tensors], Tensors] | None = None           # what is claimed, from inputs and a transcript
     sizes: tuple[int, ...] = (1,)                    # numbers of ranks it is run on, each in turn
     points: int = 1

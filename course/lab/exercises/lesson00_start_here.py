@@ -63,7 +63,7 @@ EXERCISES = [
         cases=lambda inputs: ["matmul_cost(m={}, k={}, n={}, itemsize={})".format(*size) for size in sizes(inputs)]),
     Exercise("roofline", "00", (f"{__name__}.roofline_seconds",), draw_work, run_roofline, {
         "seconds": "it gives the least time, whichever ceiling bounds it"}, limits=QUICK,
-        tolerance=1e-6, why_tolerance="whoever takes torch.max of a tensor computes in float32",
+        tolerance=1e-6,                              # whoever takes torch.max of a tensor computes in float32
         cases=lambda inputs: ["roofline_seconds(flops={:.6g}, moved={:.6g}, peak_flops={:.6g}, peak_bytes={:.6g})".format(*row)
                               for row in inputs["work"].tolist()]),
 ]

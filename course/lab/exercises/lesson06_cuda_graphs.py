@@ -347,7 +347,7 @@ EXERCISES = [
         "weights": "and the same weights after every step",
         "count": "replays count the steps",
         "skipped": "and the skipped ones among them"}, flags={"free": "its requires_grad is True"},
-        tolerance=1e-5, why_tolerance="a learning rate in float32 is as good as one in float64", points=2),
+        tolerance=1e-5, points=2),                       # a learning rate in float32 is as good as one in float64
     Exercise("graph-gain", "06", (f"{__name__}.graphed_time", f"{__name__}.break_even"), draw_graphs, run_graph_gain, {
         "time": "one launch, the work, and the gaps between kernels",
         "batch": "from which batch on a graph gains too little, be it hundreds, and 0 where a thousand are too few",

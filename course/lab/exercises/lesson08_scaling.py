@@ -189,13 +189,13 @@ EXERCISES = [
         "scale": "it finds the noise scale from the squared norms at two batch sizes"}, cases=noise_scale_cases),
     Exercise("scaled-rate", "08", (f"{__name__}.scaled_rate",), draw_rates, run_scaled_rate, {
         "linear": "the linear rule, for larger and smaller batches",
-        "sqrt": "the square-root rule"}, tolerance=1e-6, why_tolerance="a tensor of float32 will do"),
+        "sqrt": "the square-root rule"}, tolerance=1e-6),           # a tensor of float32 will do
     Exercise("learning-rate", "08", ("course.training.optimizer.learning_rate",), draw_schedules, run_learning_rate, {
         "cosine": "warm-up, then half a cosine, which ends at the last step and stays there",
         "floor": "the cosine ends at min_lr",
         "constant": "a constant rate, after its warm-up",
         "cold": "without warm-up the cosine begins at once"}, cases=rates_asked,
-        tolerance=1e-5, why_tolerance="rates are float32", points=2),
+        tolerance=1e-5, points=2),                       # rates are float32
     Exercise("samples-to-target", "08", (f"{__name__}.samples_to",), draw_curves, run_samples_to_target, {
         "samples": "it finds the samples when the target is first reached, between two validations",
         "first": "where already the first validation is below the target, its own samples count",

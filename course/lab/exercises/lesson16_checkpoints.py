@@ -375,8 +375,7 @@ EXERCISES = [
         "read": "what is wanted is read once, and nothing else",
         "formats": "integers and bfloat16 come through as they are, bit for bit",
         "single": "so does a single number, such as Adam's count of steps, whose box () has no sides"},
-        flags={"single": "another number came"}, limits=QUICK, points=2, tolerance=0.0,
-        why_tolerance="nothing is computed, so every bit stays"),
+        flags={"single": "another number came"}, limits=QUICK, points=2, tolerance=0.0),
     Exercise("translate", "16", (f"{__name__}.to_ours", f"{__name__}.to_theirs"), draw_attention, run_translate, {
         "weights": "to_ours: the two weights are right",
         "biases": "to_ours: and so are the two biases",
