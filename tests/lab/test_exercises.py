@@ -101,6 +101,13 @@ def fails(exercise, run, expected):
     return any(check.difference(there[key], here.get(key), exercise.tolerance) for key in exercise.claims)
 
 
+@pytest.mark.parametrize("exercise", all_exercises().values(), ids=lambda exercise: exercise.name)
+def test_each_known_mistake_is_another_answer(exercise):
+    """The right answer has the piece that a mistake replaces; whether it fails, tests/lab/test_answers.py tries."""
+    sources = [right(exercise), *(wrong(exercise, slip) for slip in known_mistakes(exercise))]
+    assert len(set(sources)) == len(sources) > 5
+
+
 @pytest.mark.slow
 def test_whoever_bisects_a_curve_fails_with_the_same_hint_on_every_seed():
     """A loss rises above its target again where bisection looks, and all other curves reach it once."""

@@ -17,7 +17,7 @@ LAID = """from course.parallel.mappings import all_reduce
         whole.tensor_split(axis.size, dim)[axis.rank].copy_(x)
         return all_reduce(whole, axis)"""
 ALL = "all_reduce(grad, ctx.axis), None"
-LEAVES = "\n\n    @staticmethod\n    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:\n        return grad, None"
+LEAVES = "\n\n    @staticmethod\n    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None]:\n        return grad, None"
 
 MISTAKES = {
     "qkv-rows": (
