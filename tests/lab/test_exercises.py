@@ -132,7 +132,7 @@ SLOW = ["adaln", "guidance", "dit-flops", "training-bytes", "recompute", "box-ov
 
 @pytest.mark.parametrize(("name", "seeds"), [*((name, 6) for name in QUICK),
                                              *(pytest.param(name, MANY, marks=pytest.mark.slow) for name in QUICK),
-                                             *(pytest.param(name, MANY // 3, marks=pytest.mark.slow) for name in SLOW)])
+                                             *(pytest.param(name, MANY // 6, marks=pytest.mark.slow) for name in SLOW)])
 def test_no_known_mistake_passes_because_of_the_seed(name, seeds):
     exercise = find(name)
     sources = {slip.name: wrong(exercise, slip) for slip in known_mistakes(exercise)}
