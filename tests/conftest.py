@@ -7,6 +7,7 @@ import signal
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from zlib import crc32
 
 import h5py
 import numpy as np
@@ -21,6 +22,8 @@ torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"                  # for the processes that tests start
 
 GRID = (8, 16)
+BY_TURNS = ("tests/lab/test_answers.py", "tests/lab/test_exercises.py", "tests/convert/test_reshard.py", "tests/experiments/",
+            "tests/bench/", "tests/inference/test_sample_images.py")
 TIMES = {"train/1979": 20, "train/1980": 20, "valid/1981": 11, "test/1982": 24}
 
 
@@ -32,6 +35,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if not item.get_closest_marker("xdist_group"):
             item.add_marker(pytest.mark.xdist_group(str(item.path)))
+    if part := os.environ.get("COURSE_PART"):
+        number, parts = map(int, part.split("/"))
+        others = [item for item in items if is_by_turns(item) and crc32(item.nodeid.encode()) % parts != number]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in set(others)]
+
+
+def is_by_turns(item: pytest.Item) -> bool:
+    """Whether a test is one of very many alike, or of an experiment, and takes long: of these continuous integration runs a part
+    each time, `COURSE_PART=0/4` to 3/4."""
+    return item.get_closest_marker("slow") is not None and item.nodeid.startswith(BY_TURNS)
 
 
 class Teller:
