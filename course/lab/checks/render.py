@@ -64,13 +64,13 @@ def text(verdict: Verdict, colour: bool = True, graded: bool = False) -> str:
 def html(verdict: Verdict, graded: bool = False) -> str:
     """The same for a notebook; everything is escaped. Words have the page's colour and marks a background of their own: both are
     as easy to read on light as on dark."""
-    whole = "held" if verdict.passed else "failed"
+    tint = MARKS["held" if verdict.passed else "failed"][2]
     rows = "".join(f'<li style="list-style:none;white-space:pre-wrap;margin:.1em 0">{badge(outcome(fact))} '
                    f'{escape(printable(fact.text))}</li>' for fact in verdict.facts)
     hint = f'<p style="margin:.4em 0"><b>Hint.</b> {escape(printable(verdict.hint))}</p>' if verdict.hint else ""
     output = shown_output(verdict, graded)
     output = f"<details><summary>What it printed</summary><pre>{escape(output)}</pre></details>" if output else ""
-    return (f'<div style="border-left:4px solid {MARKS[whole][2]};padding:.3em .9em;margin:.3em 0">{badge(whole)} <b>'
+    return (f'<div style="border-left:4px solid {tint};padding:.3em .9em;margin:.3em 0"><b style="font-weight:bold">'
             f'{escape(headline(verdict))}</b><ul style="margin:.3em 0;padding:0">{rows}</ul>{hint}{output}'
             f'<small>{escape(footer(verdict, graded))}</small></div>')
 
