@@ -22,6 +22,7 @@ torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"                  # for the processes that tests start
 
 GRID = (8, 16)
+LONGEST = "tests/lab/test_lessons.py"                # one process takes half an hour for them
 BY_TURNS = ("tests/lab/test_answers.py", "tests/lab/test_exercises.py", "tests/convert/test_reshard.py", "tests/experiments/",
             "tests/bench/", "tests/inference/test_sample_images.py")
 TIMES = {"train/1979": 20, "train/1980": 20, "valid/1981": 11, "test/1982": 24}
@@ -35,6 +36,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if not item.get_closest_marker("xdist_group"):
             item.add_marker(pytest.mark.xdist_group(str(item.path)))
+    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))        # or a process ends with them, and others with nothing
     if part := os.environ.get("COURSE_PART"):
         number, parts = map(int, part.split("/"))
         mine = [item for item in items if not is_by_turns(item) or crc32(item.nodeid.encode()) % parts == number]
