@@ -189,7 +189,6 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
 
 def test_a_file_or_a_command_that_does_not_exist_is_found():
     assert strange_files("`overlap.py`, `parallel/mesh.py`, `my/config.yaml`") == ["overlap.py"]
-
     assert missing_paths(f"{CONTRIBUTORS} `course/utils/gone.py`") == ["course/utils/gone.py"]
     assert unknown_commands("`course trian vit-demo` `course lessons bild 19` `course train vit-demo`") == [
         "course trian vit-demo", "course lessons bild 19"]

@@ -6,7 +6,7 @@ import torch
 
 from course import config as configuration
 from course.config import Config
-from course.config.schema import as_plain, differences
+from course.config.schema import as_plain, as_text, changed_leaves
 from course.planner import memory, memory_check
 from course.planner.search_space import changed
 
@@ -46,15 +46,9 @@ def settings_of(preset: str) -> str:
     config = configuration.load(preset)
     plain, default = as_plain(config), as_plain(Config())
     default["model"] = as_plain(type(config.model)())
-    changed_here = [line.replace(": ", "=", 1).rpartition(" -> ") for line in differences(default, plain)]
-    lines = [f"{before.partition('=')[0]}={shown(now)}" for before, _, now in changed_here if not before.startswith("preset=")]
+    lines = [f"{key}={as_text(value)}" for key, _, value in changed_leaves(default, plain) if key != "preset"]
     return "\n".join([comment_of(preset), "", *lines, "", "All others are as `course settings` has them.",
                       f"next: course train {preset}"])
-
-
-def shown(value: str) -> str:
-    """A value as it is typed."""
-    return value.lower() if value in ("True", "False") else value.replace(" ", "")
 
 
 def alone(config: Config) -> Config:

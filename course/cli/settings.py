@@ -8,6 +8,7 @@ import textwrap
 from typing import Any, Literal, get_args, get_origin
 
 from course.config import Config
+from course.config.schema import as_text
 from course.models import KINDS
 from course.utils.errors import CourseError, did_you_mean
 
@@ -37,10 +38,8 @@ def described(name: str, section: type) -> str:
     prefix = "" if name == "run" else "model." if name.startswith("model.") else f"{name}."
     lines = [f"{name}: {' '.join((section.__doc__ or '').split())}"]
     for entry in dataclasses.fields(section):
-        if name == "run" and not (simple := choices(entry.type)):
-            continue
-        simple = choices(entry.type)
-        lines += setting(f"{prefix}{entry.name}={shown(entry)}", simple, said.get(entry.name, ""))
+        if kind := choices(entry.type):
+            lines += setting(f"{prefix}{entry.name}={as_text(entry.default)}", kind, said.get(entry.name, ""))
     return "\n".join(lines)
 
 
@@ -51,14 +50,6 @@ def setting(assignment: str, kind: str, comment: str) -> list[str]:
     if len(assignment) > COLUMN - 4:
         return [f"  {assignment}", *(" " * COLUMN + line for line in right)]
     return [f"  {assignment:{COLUMN - 2}}{right[0]}", *(" " * COLUMN + line for line in right[1:])]
-
-
-def shown(entry: "dataclasses.Field[Any]") -> str:
-    """A default as it is typed."""
-    value = entry.default
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else str(value)
 
 
 def choices(kind: Any) -> str:
@@ -85,6 +76,4 @@ def comments(section: type) -> dict[str, str]:
                 before = f"{before} {comment}".strip()
             elif last and re.match(r" {20,}#", line):
                 found[last] += f" {comment}"
-            elif line.strip() and not line.startswith(("class", "@")) and found and "def " in line:
-                break
     return found

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -157,16 +157,26 @@ def as_plain(config: Any) -> dict[str, Any]:
     return TypeAdapter(type(config)).dump_python(config, mode="json")
 
 
-def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Lines such as `train.steps: 10 -> 20` for the leaves in which two plain configurations differ."""
-    lines = []
+    return [f"{key}: {a} -> {b}" for key, a, b in changed_leaves(old, new)]
+
+
+def changed_leaves(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(dotted key, old value, new value) of the leaves in which two plain configurations differ; None where a key is missing."""
     for key in {**old, **new}:
         a, b = old.get(key), new.get(key)
         if isinstance(a, Mapping) and isinstance(b, Mapping):
-            lines += differences(a, b, f"{prefix}{key}.")
+            yield from changed_leaves(a, b, f"{prefix}{key}.")
         elif a != b:
-            lines.append(f"{prefix}{key}: {a} -> {b}")
-    return lines
+            yield f"{prefix}{key}", a, b
+
+
+def as_text(value: Any) -> str:
+    """A value as it is typed behind `=`."""
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(as_text, value))}]"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _explain(kind: type, found: ErrorDetails) -> str:

@@ -19,6 +19,7 @@ import psutil
 import torch
 
 from course.config import Config
+from course.config.schema import as_text
 from course.config.validation import refusal
 from course.models import build_model
 from course.ops.number_formats import parameter_dtype
@@ -26,7 +27,7 @@ from course.parallel import Mesh
 from course.parallel.agree import run_on_all
 from course.planner import memory
 from course.planner.infeasible import TERMS
-from course.planner.search_space import as_text, changed, get_value
+from course.planner.search_space import changed, get_value
 from course.utils.errors import CourseError, is_out_of_memory
 
 SURE = 0.75                                         # of the bytes of tensors that are predicted, which no run should stay below

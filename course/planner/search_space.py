@@ -17,6 +17,7 @@ from typing import Any
 
 from course.config import Config
 from course.config.axes import AXES
+from course.config.schema import as_text
 from course.config.validation import batch_rule, pipeline_rule, refusal, tensor_rule
 from course.planner import collectives, memory, parameter_memory, step_time
 from course.planner.hardware import Hardware
@@ -278,11 +279,6 @@ def changed(config: Config, choices: Choice) -> Config:
         sections.setdefault(section, {})[name] = value
     own = sections.pop("", {})
     return replace(config, **own, **{name: replace(getattr(config, name), **values) for name, values in sections.items()})
-
-
-def as_text(value: Any) -> str:
-    """A value as settings have it."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def settings(config: Config, base: Config) -> list[str]:

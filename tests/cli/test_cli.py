@@ -6,7 +6,6 @@ import os
 import shlex
 import subprocess
 import sys
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -161,28 +160,22 @@ def test_presets_say_what_they_are(monkeypatch, capsys):
     assert all(len(words) == 4 for words in told.values())
 
 
-def test_a_preset_shows_its_settings_as_they_are_typed(monkeypatch, capsys):
+def test_a_preset_shows_its_settings_as_they_are_typed(monkeypatch, capsys, tmp_path):
     """With them the defaults are the preset again."""
     for preset in config.presets():
         *comment, lines, end = call(monkeypatch, capsys, "presets", preset)[1].split("\n\n")
         assert comment and end.rstrip().endswith(f"next: course train {preset}")
-        model = config.load(preset).model.kind
-        made = tmp_yaml(f"model: {{kind: {model}}}\n")
-        found = config.load(str(made), lines.split())
+        mine = tmp_path / "mine.yaml"
+        mine.write_text(f"model: {{kind: {config.load(preset).model.kind}}}\n")
+        found = config.load(str(mine), lines.split())
         assert replace(found, preset=preset) == config.load(preset), preset
     assert call(monkeypatch, capsys, "presets", "vit-dmeo")[1].startswith("course: there is no preset 'vit-dmeo' (did you mean")
-
-
-def tmp_yaml(text: str) -> Path:
-    """A preset of a user's."""
-    file = Path(tempfile.mkdtemp()) / "mine.yaml"
-    file.write_text(text)
-    return file
 
 
 def test_settings_are_all_listed_with_default_type_and_a_line(monkeypatch, capsys):
     """From the dataclasses: each has a comment, a later one too."""
     from course.cli import settings
+    from course.config.schema import as_text
 
     text = call(monkeypatch, capsys, "settings")[1]
     assert max(map(len, text.splitlines())) <= 130
@@ -191,7 +184,7 @@ def test_settings_are_all_listed_with_default_type_and_a_line(monkeypatch, capsy
         for entry in dataclasses.fields(section):
             if kind := settings.choices(entry.type):
                 key = f"{name.partition('.')[0]}.{entry.name}" if name != "run" else entry.name
-                assert f"  {key}={settings.shown(entry)}" in text and said[entry.name], key
+                assert f"  {key}={as_text(entry.default)}" in text and said[entry.name], key
                 assert kind.partition(" | ")[0] in text
     one = call(monkeypatch, capsys, "settings", "train")[1]
     assert "train.micro_batch=0" in one and "model.dim" not in one
