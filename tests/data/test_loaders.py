@@ -218,7 +218,7 @@ def interrupt(own_data: Path, tmp_path: Path, loader: str, number: int, *more: s
     else:
         os.killpg(process.pid, number)
     out, _ = process.communicate(timeout=60)
-    assert number == signal.SIGKILL or (process.returncode == 75 and f"stopped by {number.name}" in out), out
+    assert number == signal.SIGKILL or (process.returncode == 75 and f"stopped by {signal.Signals(number).name}" in out), out
     limit = time.time() + 20
     while any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in family):
         assert time.time() < limit, [p.cmdline() for p in family if p.is_running()]

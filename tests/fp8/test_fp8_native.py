@@ -46,7 +46,7 @@ def steps(training: Any, count: int) -> list[float]:
 
 def linear(recipe: str = "delayed", history: int = 4, amax: str = "max") -> tuple[Matmul, Scaling]:
     """A matmul and its scales, in one process."""
-    settings = FP8(recipe=recipe, history=history, amax=amax)           # type: ignore[arg-type]
+    settings = FP8(recipe=recipe, history=history, amax=amax)
     matmul = Matmul("linear", settings, CPU)
     return matmul, Scaling({"linear": matmul}, settings, build_mesh(config.Parallel(), World()))
 

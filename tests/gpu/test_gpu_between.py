@@ -1,5 +1,7 @@
 """The kernels between a block's matmuls, and Adam's: they compute what PyTorch does, and so do trainings with them."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -85,7 +87,7 @@ def test_adam_updates_as_pytorchs_does_and_the_average_follows(ema, betas):
         held = [torch.nn.Parameter(drawn(*shape, dtype=torch.float32)) for shape in ((1024, 1000), (7,), (512, 513))]
         assert [fused_adam.has_own_kernel(p) for p in held] == [True, False, True]
         lr = torch.tensor(1e-2, device="cuda")
-        optimizer = kind(held, lr, betas, 1e-8, 0.1, fused=True, capturable=True)
+        optimizer: Any = kind(held, lr, betas, 1e-8, 0.1, fused=True, capturable=True)
         average = MovingAverage(optimizer, ema) if ema else None
         for number in range(5):
             for p in held:
@@ -107,22 +109,23 @@ def test_adam_reads_gradients_and_writes_copies_in_16_bits(low, ema):
     for narrow in (True, False):
         torch.manual_seed(0)
         held = [torch.nn.Parameter(drawn(*shape, dtype=torch.float32)) for shape in ((1024, 1000), (7, 9), (512, 513))]
-        for p in held if narrow else ():
-            p.copy = p.detach().to(low)
+        copies = {p: p.detach().to(low) for p in held if narrow}
+        for p in copies:
             p.grad_dtype = low
         optimizer = fused_adam.Adam(held, torch.tensor(1e-2, device=held[0].device), (0.9, 0.999), 1e-8, 0.1, fused=True)
+        optimizer.copies = copies
         average = MovingAverage(optimizer, ema) if ema else None
         for number in range(5):
-            before = [fused_adam.low_precision_copy(p).clone() for p in held if narrow]
+            before = [copy.clone() for copy in copies.values()]
             for p in held:
                 given = (drawn(*p.shape, dtype=torch.float32) * 4).to(low)
                 p.grad = given if narrow else given.float()
             optimizer.grad_scale = torch.tensor(4.0, device=held[0].device)
             optimizer.found_inf = torch.tensor(float(number == 2), device=held[0].device)
             optimizer.step()
-            for p, old in zip(held, before, strict=narrow):
-                assert torch.equal(fused_adam.low_precision_copy(p), p.detach().to(low))
-                assert torch.equal(fused_adam.low_precision_copy(p), old) == (number == 2)
+            for (p, copy), old in zip(copies.items(), before, strict=True):
+                assert torch.equal(copy, p.detach().to(low))
+                assert torch.equal(copy, old) == (number == 2)
         states = [optimizer.state[p][name] for p in held for name in ("exp_avg", "exp_avg_sq", "step")]
         found.append([*(p.detach() for p in held), *states, *(average.values[p] for p in held if average)])
     for its, mine in zip(*found, strict=True):

@@ -479,7 +479,7 @@ def test_a_damaged_result_counts_for_nothing(tmp_path, damaged):
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group(str(Path(__file__).with_name("test_lessons.py")))     # which take all cores, too: one after another
+@pytest.mark.xdist_group("tests/lab/test_lessons.py")       # which take all cores, too: one after another
 @isolated
 @pytest.mark.filterwarnings("ignore::nbformat.warnings.DuplicateCellId")       # handed in by some of them
 def test_a_class_of_thirty_some_of_them_hostile(tmp_path):
