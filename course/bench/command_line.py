@@ -20,7 +20,8 @@ def command(usage: str, least: int = 1) -> Iterator[list[str]]:
     if len(words) < least or not flags <= set(re.findall(r"--\w+", usage)):
         path = Path(sys.argv[0])
         package = "experiments" if path.parent.name == "experiments" else "course.bench"
-        sys.exit(f"usage: python -m {package}.{path.stem} {usage}")
+        name = path.parent.name if path.stem == "__main__" else path.stem
+        sys.exit(f"usage: python -m {package}.{name} {usage}")
     try:
         yield words
     except CourseError as error:

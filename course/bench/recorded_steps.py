@@ -6,12 +6,11 @@
 The files are those of results/. A row has no prediction where another library computed (PyTorch's own, Transformer Engine).
 """
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
+from course.bench import results
 from course.bench.one_gpu_configs import BENCHMARKS
 from course.config import Config, load
 from course.planner import block_time, hardware, step_time
@@ -19,9 +18,7 @@ from course.planner.hardware import Hardware
 from course.planner.other_implementations import Workload16Bit, workload_as
 from course.planner.rank_workload import workload_of
 from course.planner.step_time import Time
-from course.utils.errors import CourseError
 
-RESULTS = Path(__file__).parent / "results"
 # words of a tensor-parallel case, and its settings
 WAYS = {"one GPU": ["parallel.sp=false"], "plain": ["parallel.sp=false"],
         "sequence": ["parallel.sp=true", "parallel.overlap=none"],
@@ -51,11 +48,7 @@ class Step:
 
 def rows(name: str) -> list[Row]:
     """The measured rows of results/NAMEh200.json. Raises `CourseError` if there is no such file."""
-    path = RESULTS / f"{name}h200.json"
-    if not path.is_file():
-        raise CourseError(f"there is no recorded result {path.name}; there are "
-                          f"{', '.join(sorted(file.name for file in RESULTS.glob('*h200.json')))}")
-    return [row for row in json.loads(path.read_text(encoding="utf-8"))["rows"] if "ms" in row]
+    return [row for row in results.load(f"{name}h200")["rows"] if "ms" in row]
 
 
 def steps() -> list[Step]:

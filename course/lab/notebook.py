@@ -1,7 +1,6 @@
 """What lessons call: check an answer, show code, set a measurement beside a prediction, show recorded results."""
 
 import base64
-import json
 import math
 import os
 import secrets
@@ -15,6 +14,7 @@ from typing import Any, SupportsFloat
 import torch
 from matplotlib.figure import Figure
 
+from course.bench.results import load as results
 from course.lab.authoring import stubs
 from course.lab.checks import check as checks
 from course.lab.checks import exercise as exercises
@@ -23,7 +23,6 @@ from course.lab.figures import widgets
 from course.utils.errors import CourseError
 from course.utils.machine import cores, in_notebook
 
-RESULTS = stubs.PACKAGE / "bench" / "results"
 MISSING_HINT = "write the cell of the exercise, run it, then this one"
 BROKEN_HINT = "mend that line, run the cell, then this one"
 IMPORTED_HINT = "define it in this notebook, in the exercise's cell, instead of importing it; run that cell, then this one"
@@ -175,20 +174,10 @@ def gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def results(name: str) -> dict[str, Any]:
-    """A recorded measurement: `course/bench/results/NAME.json`."""
-    path = RESULTS / f"{name}.json"
-    if not path.is_file():
-        available = ", ".join(sorted(file.stem for file in RESULTS.glob("*.json")))
-        raise CourseError(f"there is no recorded result {name}; there are {available}")
-    result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return result
-
-
 def recorded(name: str, rows: Mapping[str, Mapping[str, Any]], why: str = "This needs a GPU, and there is none here") -> None:
     """A table of recorded results (row -> column -> value) with the hardware and the days on which they were measured."""
     result = results(name)
-    clone = (RESULTS.parents[2] / "notebooks").is_dir()                 # where a notebook's folder has this one beside it
+    clone = (stubs.PACKAGE.parent / "notebooks").is_dir()                 # where a notebook's folder has this one beside it
     file = f"[{name}.json](../course/bench/results/{name}.json)" if clone else f"bench/results/{name}.json of the package"
     days = [result["date"], *(row["date"] for row in result.get("rows", ()) if "date" in row)]
     when = " to ".join(sorted({min(days), max(days)}))

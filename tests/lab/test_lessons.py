@@ -98,16 +98,23 @@ def test_a_changed_master_makes_both_stale(root):
 
 
 def test_changed_library_code_that_it_shows_makes_it_stale(root, monkeypatch):
+    master(root).write_text(MASTER.replace('print("ran")', 'lab.show("course.models.vit.ViT")'))
     put(root)
     monkeypatch.setattr(stubs, "shown_source", lambda dotted: f"other {dotted}")
+    assert len(lessons.verify([], root)) == 2
+
+
+def test_a_changed_answer_of_the_library_makes_it_stale(root, monkeypatch):
+    put(root)
+    monkeypatch.setattr(lessons.exercises, "right", lambda exercise, marked: f"other {exercise.name}")
     assert len(lessons.verify([], root)) == 2
 
 
 def test_a_result_measured_again_that_it_names_makes_it_stale(root, tmp_path, monkeypatch):
     results = tmp_path / "results"
     results.mkdir()
-    monkeypatch.setattr(lessons, "RESULTS", results)
-    master(root).write_text(MASTER.replace("Some words.", 'Some words of "fast_h200".'))
+    monkeypatch.setattr(lessons.results, "FOLDER", results)
+    master(root).write_text(MASTER.replace('print("ran")', 'print("fast_h200")'))
     for name in ("fast_h200", "other_h200"):
         (results / f"{name}.json").write_text("{}")
     put(root)
@@ -117,12 +124,38 @@ def test_a_result_measured_again_that_it_names_makes_it_stale(root, tmp_path, mo
     assert len(lessons.verify([], root)) == 2
 
 
+def test_text_takes_numbers_from_recorded_results(root, monkeypatch):
+    numbers = """# %% numbers=true
+def faster(name):
+    return value(name, "old") / value(name, "new")
+"""
+    recorded = {"rows": [{"case": "old", "ms": 30.0}, {"case": "new", "ms": 20.0}]}
+    monkeypatch.setattr(lessons.results, "load", lambda name: recorded)
+    master(root).write_text(numbers + MASTER.replace("Some words.", 'It is {result: faster("a") | .1f} times\n# as fast.'))
+    put(root)
+    for notebook in (lessons.learner_notebook(master(root)), lessons.instructor_notebook(master(root))):
+        assert notebook.cells[0].source == "# A lesson\nIt is 1.5 times\nas fast." and "faster" not in str(notebook)
+    recorded["rows"][0]["ms"] = 50.0
+    assert ["has other text than" in problem for problem in lessons.verify([], root)] == [True, True]
+    monkeypatch.setattr(lessons, "execute", lambda *_: pytest.fail("no code has changed"))
+    lessons.build([], root)
+    assert lessons.verify([], root) == [] and "It is 2.5 times" in (root / "solutions/42_answer.ipynb").read_text()
+
+
+@pytest.mark.parametrize(("directive", "says"), [("{result: value('vit_h200', 'no such row') | .1f}", "has 0 rows 'no such row'"),
+                                                 ("{result: nothing | .1f}", "nothing | .1f} cannot be filled in")])
+def test_a_number_that_is_not_there_stops_the_build(root, directive, says):
+    master(root).write_text(MASTER.replace("Some words.", directive))
+    with pytest.raises(CourseError, match=re.escape(says)):
+        lessons.build([], root)
+
+
 def test_an_edited_notebook_is_found(root):
     put(root)
     path = root / "notebooks/42_answer.ipynb"
     path.write_text(path.read_text().replace("Some words", "My words"))
     found, = lessons.verify([], root)
-    assert "was edited" in found and "solutions/42_answer.py" in found
+    assert "has other text than" in found and "solutions/42_answer.py" in found
 
 
 def test_new_points_reach_both_notebooks_and_outputs_stay(root, monkeypatch):

@@ -4,6 +4,9 @@ A master is a script in jupytext's percent format. A cell marked `exercise="name
 it imports an object of the library, and the notebooks show that object's source (the learner's: blank);
 or it holds its answer between nbgrader's markers. A cell that calls `check("name")` is the autograded
 test of nbgrader. `notebooks/NN_name.ipynb` is for learners, `solutions/NN_name.ipynb` executed.
+
+A cell marked `numbers=true` is in neither: its names are those that `{result: EXPRESSION | FORMAT}` in the text may use
+(`course/bench/results`), so that prose states recorded numbers without repeating them.
 """
 
 import ast
@@ -16,15 +19,17 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from course.bench import results
 from course.lab.authoring import stubs
 from course.lab.checks import exercise as exercises
 from course.lab.checks import notebook_cells, own_notebooks
 from course.lab.checks.exercise import Exercise
 from course.lab.grading import shipped_files
-from course.lab.notebook import BUILDING, RESULTS
+from course.lab.notebook import BUILDING
 from course.utils.atomic_files import atomic
 from course.utils.errors import CourseError
 
@@ -51,21 +56,28 @@ def masters(names: list[str], root: Path = ROOT) -> list[Path]:
 
 
 def build(names: list[str], root: Path = ROOT, force: bool = False) -> None:
-    """Write the notebooks of these lessons, executing those that are stale or whose cells somebody edited.
+    """Write the notebooks of these lessons, executing those whose code, or what it shows, is not what it was.
 
-    What nbgrader is told, points among it, is written into the others as they are: their outputs stay.
+    Text alone, points and what else nbgrader is told are written without executing anything: outputs stay.
     """
     for master in masters(names, root):
         write_notebook(learner_notebook(master), root / "notebooks" / f"{master.stem}.ipynb")
-        target, instructor = root / "solutions" / f"{master.stem}.ipynb", instructor_notebook(master)
-        notebook = None if force or is_stale(master, target) else notebook_cells.load_notebook(target)
-        if notebook is None or cell_texts(notebook) != cell_texts(instructor):
+        target, notebook = root / "solutions" / f"{master.stem}.ipynb", instructor_notebook(master)
+        before = None if force or is_stale(master, target) else notebook_cells.load_notebook(target)
+        if before is None or notebook_cells.code_cells(before) != notebook_cells.code_cells(notebook):
             print(f"executing {master.name}", flush=True)
-            notebook = execute(instructor, root / "notebooks")
-        for cell, new in zip(notebook.cells, instructor.cells, strict=True):
-            cell.metadata = new.metadata
+            notebook = execute(notebook, root / "notebooks")
+        else:
+            take_outputs(notebook, before)
         write_notebook(notebook, target)
         print(f"{master.stem}: up to date")
+
+
+def take_outputs(notebook: Any, executed: Any) -> None:
+    """Give a notebook's code cells the outputs of the same cells of an executed one."""
+    own, other = ([cell for cell in book.cells if cell.cell_type == "code"] for book in (notebook, executed))
+    for cell, before in zip(own, other, strict=True):
+        cell.outputs, cell.execution_count = before.outputs, before.execution_count
 
 
 def verify(names: list[str], root: Path = ROOT) -> list[str]:
@@ -77,8 +89,8 @@ def verify(names: list[str], root: Path = ROOT) -> list[str]:
             if is_stale(master, path):
                 problems.append(f"{folder}/{path.name} is stale: run `course lessons build {master.stem}`")
             elif cell_texts(notebook := notebook_cells.load_notebook(path)) != cell_texts(wanted):
-                problems.append(f"{folder}/{path.name} was edited: edit solutions/{master.name} instead, and run `course lessons "
-                                f"build {master.stem}`")
+                problems.append(f"{folder}/{path.name} has other text than solutions/{master.name}: edit that, and run `course "
+                                f"lessons build {master.stem}`, which executes what has other code")
             elif all_nbgrader_metadata(notebook) != all_nbgrader_metadata(wanted):
                 problems.append(f"{folder}/{path.name} has other points, or other metadata for nbgrader, than its exercises: run "
                                 f"`course lessons build {master.stem}`, which keeps its outputs")
@@ -119,7 +131,15 @@ def copy(folder: Path, home: Path | None = None) -> None:
 
 def instructor_notebook(master: Path) -> Any:
     """The notebook with answers between their markers, not executed."""
+    notebook = read_master(master)
+    notebook.metadata = notebook_cells.new_metadata({"lesson": master.stem[:2], "source": source_digest(master)})
+    return notebook
+
+
+def read_master(master: Path) -> Any:
+    """A master's cells, with answers expanded, numbers filled in and what nbgrader is told."""
     notebook = notebook_cells.load_notebook(master)
+    fill_numbers(notebook)
     for number, cell in enumerate(notebook.cells):
         cell.id = f"lesson{master.stem[:2]}-{number:03d}"
         name = cell.metadata.pop("exercise", None)
@@ -129,9 +149,24 @@ def instructor_notebook(master: Path) -> Any:
         elif cell.cell_type == "code" and (match := CHECK_CALL.search(cell.source)):
             exercise = exercises.find(match[1])
             cell.metadata["nbgrader"] = nbgrader_metadata(f"check-{exercise.name}", solution=False) | {"points": exercise.points}
-    notebook.metadata = notebook_cells.new_metadata(
-        {"lesson": master.stem[:2], "source": source_digest(master)})
     return notebook
+
+
+def fill_numbers(notebook: Any) -> None:
+    """Take the cells marked `numbers=true` out; what they define fills the text's `{result: ...}`. Raises `CourseError`."""
+    names = defined("\n".join(cell.source for cell in notebook.cells if cell.metadata.get("numbers")))
+    notebook.cells = [cell for cell in notebook.cells if not cell.metadata.get("numbers")]
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            cell.source = results.fill(cell.source, names)
+
+
+@cache
+def defined(source: str) -> dict[str, Any]:
+    """The names that code defines, beside those that read recorded results."""
+    names: dict[str, Any] = {"value": results.value, "load": results.load}
+    exec(source, names)
+    return names
 
 
 def learner_notebook(master: Path) -> Any:
@@ -162,12 +197,12 @@ def nbgrader_metadata(name: str, solution: bool) -> dict[str, Any]:
 
 
 def source_digest(master: Path) -> str:
-    """Of all that a lesson shows: its master, answers, library objects, the recorded results that it names; and this builder."""
-    text = master.read_text(encoding="utf-8")
-    marked = [exercises.find(name).objects for name in re.findall(r'^# %%.*exercise="([\w-]+)"', text, re.MULTILINE)]
-    shown = sorted({dotted for objects in marked for dotted in objects} | set(SHOW_CALL.findall(text)))
-    recorded = (path.read_text(encoding="utf-8") for path in sorted(RESULTS.glob("*.json")) if f'"{path.stem}"' in text)
-    parts = [BUILDER_VERSION, text, *(stubs.shown_source(dotted) for dotted in shown), *recorded]
+    """Of all that outputs depend on: the code cells, the library objects that they show, recorded results; and this builder."""
+    code = notebook_cells.code_cells(read_master(master))
+    text = "\n".join(code)
+    shown = sorted(set(SHOW_CALL.findall(text)))
+    recorded = (path.read_text(encoding="utf-8") for path in sorted(results.FOLDER.glob("*.json")) if f'"{path.stem}"' in text)
+    parts = [BUILDER_VERSION, *code, *(stubs.shown_source(dotted) for dotted in shown), *recorded]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
