@@ -39,7 +39,9 @@ def sample_run(run: Path, labels: list[int], each: int, settings: SamplerSetting
         raise CourseError(f"--labels {','.join(map(str, labels))}: this model has the labels 0 to {c.classes - 1}")
     decode = Decoder(vae, *latent_scale_and_shift(config)) if vae else None        # what is missing should be said before drawing
     model, step = load_model(run, config, device_of(config), average)
-    assert isinstance(model, DiT)
+    if not isinstance(model, DiT):
+        raise CourseError(f"{run} has a model of your own, {type(model).__name__}, which draws no samples: derive it from "
+                          "course.models.DiT, which denoises with guidance")
     start = time.perf_counter()
     each_label = torch.tensor(labels).repeat_interleave(each)
     samples = sample_latents(model, each_label, settings, config.precision).float()

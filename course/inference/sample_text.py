@@ -28,7 +28,9 @@ def sample_run(run: Path, prompt: str, count: int, temperature: float, top_k: in
     words = bpe.load(find_tokenizer(run, settings, tokenizer))
     last = set(end_tokens.of_run(run, settings) + end_tokens.of_tokenizer(words))
     model, step = load_model(run, settings, device_of(settings))
-    assert isinstance(model, GPT)
+    if not isinstance(model, GPT):
+        raise CourseError(f"{run} has a model of your own, {type(model).__name__}, which writes no text: derive it from "
+                          "course.models.GPT, whose blocks keep keys and values")
     known = bpe.ids(words, prompt)
     if max(known, default=0) >= settings.model.words:
         raise CourseError(f"the prompt has token {max(known)}, and the model knows {settings.model.words}: the tokenizer is not "

@@ -134,8 +134,13 @@ def test_what_cannot_be_drawn_is_a_sentence(run, arguments, words, monkeypatch):
     assert isinstance(error, CourseError) and words in str(error)
 
 
-def test_other_runs_are_a_sentence(tmp_path, run):
+def test_other_runs_are_a_sentence(tmp_path, run, monkeypatch):
     from course.inference import forecast_scores
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sample_images, "load_model", lambda *_: (torch.nn.Linear(1, 1), 1))
+        with pytest.raises(CourseError, match=r"a model of your own, Linear, .* derive it from course\.models\.DiT"):
+            sample_images.sample_run(run, [0], 1, SamplerSettings())
 
     config.save(config.load("vit-demo"), tmp_path / "config.yaml")
     with pytest.raises(CourseError, match="is of a model of kind vit: only a DiT draws"):

@@ -84,7 +84,7 @@ def test_a_text_ends_where_the_document_does(words, tmp_path, monkeypatch):
         sample_text.sample_run(run, "a\udcff", 1, 1, 0, 0, 1)
 
 
-def test_what_cannot_write_is_a_sentence(words, tmp_path):
+def test_what_cannot_write_is_a_sentence(words, tmp_path, monkeypatch):
     other = trainer.main(config.load("dit-demo", ["train.steps=1", "train.device=cpu", f"log.dir={tmp_path}"]))
     with pytest.raises(CourseError, match="a run of a dit, which writes no text"):
         sample_text.sample_run(other, "x", 1, 1, 0, 0, 1)
@@ -93,6 +93,10 @@ def test_what_cannot_write_is_a_sentence(words, tmp_path):
         sample_text.sample_run(run, "def add", 100, 1, 0, 0, 1)
     with pytest.raises(CourseError, match="forecasts no weather: let it write with `course sample"):
         forecast_scores.score_run(run)
+    with monkeypatch.context() as patch:
+        patch.setattr(sample_text, "load_model", lambda *_: (torch.nn.Linear(1, 1), 1))
+        with pytest.raises(CourseError, match=r"a model of your own, Linear, .* derive it from course\.models\.GPT"):
+            sample_text.sample_run(run, "x", 1, 1, 0, 0, 1)
     plain = json.loads((words / "tokenizer.json").read_text())
     (words / "tokenizer.json").write_text("no")
     with pytest.raises(CourseError, match=r"tokenizer\.json cannot be read"):
