@@ -16,6 +16,7 @@ from course.utils.errors import CourseError, did_you_mean
 
 MOST = 100_000                                       # values in a YAML file that anybody writes
 T = TypeVar("T")
+_adapters: dict[Any, TypeAdapter[Any]] = {}          # by dataclass
 
 
 def read_yaml(path: Path, wanted: str) -> dict[str, Any]:
@@ -121,9 +122,17 @@ def merge(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
 def build(kind: type[T], values: Mapping[str, Any], what: str) -> T:
     """A dataclass from nested plain values; wrong ones are a `CourseError` that names the key and the cure."""
     try:
-        return TypeAdapter(strict(kind)).validate_python(values)
+        checked: T = adapter(kind).validate_python(values)
     except ValidationError as error:
         raise CourseError(f"{what}: " + "; ".join(_explain(kind, found) for found in error.errors())) from error
+    return checked
+
+
+def adapter(kind: Any) -> TypeAdapter[Any]:
+    """What checks the values of a dataclass, made once: that takes most of the time of reading a configuration."""
+    if kind not in _adapters:
+        _adapters[kind] = TypeAdapter(strict(kind))
+    return _adapters[kind]
 
 
 def strict(kind: Any) -> Any:
@@ -154,7 +163,7 @@ def flat_keys(kind: type, prefix: str = "") -> list[str]:
 
 def as_plain(config: Any) -> dict[str, Any]:
     """A configuration as nested dicts of lists, numbers and strings."""
-    return TypeAdapter(type(config)).dump_python(config, mode="json")
+    return adapter(type(config)).dump_python(config, mode="json")
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
