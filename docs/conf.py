@@ -52,7 +52,7 @@ docs/install
 docs/learners
 docs/instructors
 docs/using
-docs/measured
+docs/results
 docs/faq
 docs/contributors
 docs/comparison

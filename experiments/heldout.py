@@ -29,7 +29,7 @@ from course import config as configuration
 from course.bench import gpu_pool, host_overhead_table, layout_harness, timing
 from course.bench.command_line import command
 from course.bench.gpu_pool import Row
-from course.bench.recorded_steps import RESULTS
+from course.bench.results import FOLDER
 from course.convert import reshard
 from course.models import DiTConfig, GPTConfig, build_model
 from course.parallel import build_mesh, joined
@@ -132,7 +132,7 @@ def trial(config: configuration.Config) -> None:
 
 def listed(name: str) -> list[Row]:
     """The configurations of a list, as committed."""
-    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["configurations"]
+    return json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))["configurations"]
 
 
 def predicted(row: Row, plain_step: float = 0.0) -> Time:
@@ -215,7 +215,7 @@ if __name__ == "__main__":
     with command("LIST FILE, or draw LIST") as words:
         if words[0] == "draw":
             seed = SEEDS[words[1]]
-            with atomic(RESULTS / f"{words[1]}.json") as temporary:
+            with atomic(FOLDER / f"{words[1]}.json") as temporary:
                 record = {"seed": seed, "grid": GRID, "configurations": drawn(seed)}
                 temporary.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         elif words[0] == "run":

@@ -4,7 +4,6 @@ Three panels: the way of the weather ViT from a plain loop to a fast one; the li
 the same kind of GPU; and how efficient four GPUs are, beside PyTorch's own parallelism.
 """
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from course.bench.command_line import command
-from course.bench.recorded_steps import RESULTS
+from course.bench.results import load
 from course.utils import plots
 
 OURS, THEIRS = "#0072B2", "#D55E00"                  # told apart by the colour-blind
@@ -41,9 +40,9 @@ FOUR = {"tp": ("tp", "symmetric, compiled", "DTensor sequence parallel, compiled
 
 def row(file: str, name: str) -> dict[str, Any]:
     """The row of that name, of those on most GPUs the first."""
-    rows = json.loads((RESULTS / f"{file}_h200.json").read_text(encoding="utf-8"))["rows"]
-    found = [one for one in rows if name in (one.get("rung"), one.get("case"))]
-    return max(found, key=lambda one: one.get("gpus", 1))
+    found = [one for one in load(f"{file}_h200")["rows"] if name in (one.get("rung"), one.get("case"))]
+    best: dict[str, Any] = max(found, key=lambda one: one.get("gpus", 1))
+    return best
 
 
 def one_gpu() -> dict[str, float]:

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 
 from course.bench.command_line import command
-from course.bench.recorded_steps import RESULTS
+from course.bench.results import FOLDER
 from course.bench.scaling_efficiency import judge
 from course.utils.atomic_files import atomic
 
@@ -26,7 +26,7 @@ MEANING = {
             "GB of optimizer states on each GPU"}
 
 
-def main(folder: Path, results: Path = RESULTS) -> None:
+def main(folder: Path, results: Path = FOLDER) -> None:
     """Write the results of every kind that the folder has."""
     for kind, meaning in MEANING.items():
         files = [folder / f"{kind}_{gpus}.json" for gpus in (1, 2, 4)]

@@ -9,11 +9,15 @@
 # %% [markdown]
 # # 05 · Compile and fuse
 #
-# Matrix multiplications do nearly all of a model's arithmetic. Between them stand small operations: norms, activations, sums,
-# scales. They compute next to nothing, and yet they take a good part of a step, because each of them carries whole
-# activations from memory and back. The remedy is to **fuse** them: read once, do everything, write once. In this lesson you
-# count what that saves, fuse one chain by hand with its backward pass, let `torch.compile` do the rest, and fix code that
-# stops it.
+# Matrix multiplications do nearly all of a model's arithmetic. Between them stand small operations: norms, activations,
+# sums, scales. They compute next to nothing, but each one reads and writes whole activations, so they take a good part of
+# a step. The remedy is to **fuse** them: read once, do everything, write once.
+#
+# **What you will learn**
+#
+# - how to count the bytes that an operation moves, and what fusing saves in time and memory;
+# - what `torch.compile` fuses, what it cannot fuse, and what makes it compile again;
+# - how to find and fix the graph breaks that stop it.
 #
 # | | |
 # |---|---|
@@ -23,8 +27,32 @@
 # | you write | bytes of a fused chain (4 lines), kernels of a block (7), a fused modulate (9), code without breaks (3) |
 # | you measure | kernels and time of a block and of a step, uncompiled and compiled; and recorded steps of an H200 |
 #
-# You should have done [lesson 01](01_baseline.ipynb); the roofline is that of [lesson 00](00_start_here.ipynb). Work in a copy:
+# Do [lesson 01](01_baseline.ipynb) first; [lesson 00](00_start_here.ipynb) explains the roofline. Work in a copy:
 # *File → Save Notebook As…*, `05_compile_and_fuse_mine.ipynb`.
+
+# %% numbers=true
+from course.bench import results
+
+
+def step_ms(case):
+    """Milliseconds of a training step on an H200."""
+    return results.value("vit_h200", case)
+
+
+def attention_tflops(backend):
+    """Of the reference model's attention, forward and backward."""
+    rows = results.load("beginning_h200")["attention"]
+    row, = (row for row in rows if row["shape"] == [16, 8, 4050, 48])
+    return row[backend]
+
+
+cudnn, flash = attention_tflops("cudnn"), attention_tflops("flash")
+account = results.load("profile_h200")["accounts"]["16 samples, bf16, compiled"]
+attention_share = account["kinds"]["attention"] / account["step"]
+flash_by_arithmetic = attention_share * (cudnn / flash - 1)
+flash_measured = step_ms("bf16, compiled, flash attention") / step_ms("bf16, compiled") - 1
+kernels_eager = results.value("vit_h200", "one sample: eager", "kernels")
+kernels_compiled = results.value("vit_h200", "one sample: compiled", "kernels")
 
 # %%
 import time
@@ -49,21 +77,21 @@ from course.bench import timing
 
 lab.begin("05")
 compiler = kernel_counter.compiler()
-print(f"torch.compile writes C++ here and has it compiled by {compiler}" if compiler else
-      "There is no C++ compiler here: cells that need one say so and go on. To have one: apt-get install g++, on a Mac "
-      "xcode-select --install")
+print(f"torch.compile writes C++ here, and {compiler} compiles it" if compiler else
+      "There is no C++ compiler here. Cells that need one say so and go on. To "
+      "install one, run apt-get install g++, or on a Mac xcode-select --install")
 
 # %% [markdown]
 # ## An operation that computes almost nothing
 #
-# A diffusion transformer normalises its tokens and then *modulates* them: it scales and shifts the features, by vectors that
-# depend on the image's class and on how noisy it is. In three lines, each an operation of PyTorch:
+# A diffusion transformer normalizes its tokens and then *modulates* them. It scales and shifts the features by vectors
+# that depend on the image's class and noise level. In three lines, each one PyTorch operation:
 #
 #     n = layer_norm(x)              mean 0, variance 1, over the features of each token
 #     m = n * (1 + scale)            one scale for each sample and feature
 #     y = m + shift
 #
-# That is about eight floating-point operations for each number of `x`: a matrix multiplication does thousands.
+# That is about eight floating-point operations for each number of `x`. A matrix multiplication does thousands.
 #
 # > **Predict.** `x` has 16 samples of 1024 tokens of width 768, 50 MB in float32. How many times as long as a *copy*,
 # > `x.clone()`, does the chain take?
@@ -88,42 +116,41 @@ apart_seconds = timing.seconds(lambda: chain(x, shift, scale), cpu, laps=5)
 lab.beside("the chain, in copies of x", my_copies, apart_seconds / copy_seconds, "copies")
 
 # %% [markdown]
-# **What you should see:** about three. A copy is two trips: `x` comes out of memory, and a copy of it goes in. The chain makes
-# six. Each line reads what the line before has just written, 50 MB that no cache holds until then.
+# **What you should see:** about three, or more. A copy makes two trips: `x` comes out of memory, and the copy goes in. The
+# chain makes six. Each line reads the 50 MB that the previous line has just written, and no cache holds so much.
 #
-# On a CPU there is a second reason for the same three: each new result of this size comes fresh from the operating system,
-# page by page, and that may take several times as long as a trip into memory that is already there, as the copy of lesson 00
-# made it. `clone` makes one new result, the chain three. On a GPU, where PyTorch keeps what is freed, only trips are left.
+# A CPU adds a second cost. Each large new tensor needs fresh pages from the operating system: one tensor for `clone`,
+# three for the chain. On a GPU PyTorch reuses freed memory, so only the trips count.
 
 # %%
 kernels_apart = [("layer_norm", ["x"], ["n"]), ("multiply", ["n"], ["m"]), ("add", ["m"], ["y"])]
 lab.picture(fusion.trips({"one after another": kernels_apart, "fused": [("all three", ["x"], ["y"])]}),
-            "Above, three kernels with an arrow from memory and an arrow to memory each, six trips. Below, one kernel with "
-            "one arrow from memory and one to it, two trips")
+            "Above, three kernels. Each has an arrow from memory and an arrow to "
+            "memory: six trips. Below, one kernel with one arrow from memory and one "
+            "to it: two trips")
 
 # %% [markdown]
-# A **kernel** is a program that runs on the GPU as a whole: one launch, one pass over the data. The lower half of the picture is
-# the same chain as one kernel. `n` and `m` exist in it, number by number, in registers, and never reach memory. (`shift` and
-# `scale` are read too; they are a thousandth of `x`, so the picture leaves them out.)
+# A **kernel** is one program that the GPU runs over the whole data: one launch, one pass. The lower half of the picture
+# shows the same chain as one kernel. `n` and `m` exist only in registers, number by number, and never reach memory. (The
+# picture omits `shift` and `scale`, which are a thousandth of `x`.)
 #
 # > **Question.** The fused kernel does the same arithmetic. Why is it three times as fast, and not just a little?
 #
 # <details><summary>Answer</summary>
-# Because arithmetic was never what it waited for. Eight operations on a number of four bytes, read once and written once,
-# are one FLOP a byte. Your machine can do several in the time in which a byte moves, and a GPU more, even without its matrix
-# units (lesson 00: the balance). Left of the balance, time is bytes and nothing else. A third of the
-# bytes is a third of the time.
+# The chain never waited for arithmetic. Eight operations per number, four bytes read and four written, are one FLOP per
+# byte. Your machine does several FLOPs while one byte moves, and a GPU does more (lesson 00: the balance). Left of the
+# balance, time is proportional to bytes. A third of the bytes takes a third of the time.
 # </details>
 #
 # ## Exercise: count the bytes
 #
-# Write this as a function, for any chain. An operator is a pair: the names of the tensors that it reads, and the name of the
-# one that it writes. Return two numbers:
+# Write this as a function for any chain. An operator is a pair: the names of the tensors that it reads, and the name of
+# the tensor that it writes. Return two numbers:
 #
-# - what the operators move **one after another**: each reads from memory all that it names, and writes its result there;
-# - what **one kernel** in their place moves: it reads each tensor that comes from outside once, however many of its
-#   operators use it; what it has computed itself it still holds. It writes the results that somebody needs afterwards,
-#   and no others.
+# - the bytes that the operators move **one after another**: each reads all its inputs from memory and writes its result
+#   there;
+# - the bytes that **one kernel** in their place moves. It reads each outside tensor once, however many operators use it.
+#   It keeps its own results on the chip. It writes only those results that are needed afterwards.
 
 # %% exercise="fused-bytes"
 Operator = tuple[Sequence[str], str]                 # the names of the tensors that it reads, and of the one that it writes
@@ -147,12 +174,12 @@ def fused_bytes(chain: Sequence[Operator], sizes: Mapping[str, int], kept: Colle
 check("fused-bytes")
 
 # %% [markdown]
-# Now three chains: two that a diffusion transformer has in every block, the modulated norm and the gated residual sum
-# `x + gate * branch`; and one that most transformers have, GELU as its authors wrote it down,
+# Now three chains. Two stand in every block of a diffusion transformer: the modulated norm, and the gated residual sum
+# `x + gate * branch`. The third is GELU, in the approximation from its paper:
 #
 # $$\mathrm{gelu}(x) \approx \tfrac{1}{2}\,x\left(1 + \tanh\left(0.798\,(x + 0.0447\,x^3)\right)\right)$$
 #
-# > **Predict.** How many times as many bytes does GELU move, written like that line by line, as fused into one kernel?
+# > **Predict.** Written line by line, how many times as many bytes does GELU move as one fused kernel?
 
 # %%
 my_gelu = 3.0                    # your prediction
@@ -169,22 +196,24 @@ for name, operators in {"modulated norm": modulated, "gated residual": gated, "G
     sizes = {one: vector if one in ("scale", "one_scale", "shift", "gate") else whole for one in names}
     apart, fused = fused_bytes(operators, sizes, kept=["y"])
     ratios[name] = apart / fused
-    print(f"{name:20} {apart / 1e6:7.1f} MB one after another, {fused / 1e6:6.1f} MB fused: {ratios[name]:.1f} times as many")
+    print(f"{name:20} {apart / 1e6:7.1f} MB one after another, {fused / 1e6:6.1f} MB fused: "
+          f"{ratios[name]:.1f} times as many")
 lab.beside("\nGELU", my_gelu, ratios["GELU by its formula"], "times", "counted")
 
 # %% [markdown]
-# Nobody writes GELU like that any more: `F.gelu` is one kernel that somebody has fused by hand, and so are `F.layer_norm` and
-# `scaled_dot_product_attention`. A library can do that for chains that it knows. It does not know yours.
+# Nobody writes GELU like that any more. `F.gelu` is one hand-written fused kernel, and so are `F.layer_norm` and
+# `scaled_dot_product_attention`. A library can fuse the chains that it knows. It does not know yours.
 #
 # ## torch.compile
 #
-# `torch.compile` fuses what it meets. It works in two stages, and it pays to know them apart, because they fail apart:
+# `torch.compile` fuses the chains of your own code. It has two stages. Learn to tell them apart, because they fail for
+# different reasons:
 #
-# 1. **Dynamo** goes through your Python once, with stand-ins for tensors, and records which operations it calls: a **graph**.
-#    It also notes what the record depends on (shapes, types, the Python values it saw) as *guards*. Whenever the guards hold,
-#    the recorded graph runs in place of your Python.
-# 2. **Inductor** makes kernels of the graph, and decides what to fuse. For a GPU it writes Triton, a language for
-#    kernels, for a CPU C++, and has it compiled.
+# 1. **Dynamo** runs through your Python once, with stand-ins for tensors, and records the operations: a **graph**. It also
+#    notes what the record depends on (shapes, types, Python values) as **guards**. While the guards hold, the recorded
+#    graph replaces your Python code.
+# 2. **Inductor** turns the graph into kernels and decides what to fuse. It generates Triton code for a GPU and C++ for a
+#    CPU, and compiles it.
 #
 # Here is what Dynamo records of the chain:
 
@@ -194,7 +223,7 @@ print(kernel_counter.graphs(chain, (x, shift, scale)))
 # %% [markdown]
 # One graph. Now the second stage.
 #
-# > **Predict.** How many times as fast will the compiled chain be? You have counted the bytes.
+# > **Predict.** How many times as fast is the compiled chain? You have counted the bytes.
 
 # %%
 my_speedup = 1.0                 # your prediction
@@ -209,18 +238,19 @@ if compiler:
     fused_seconds = timing.seconds(lambda: compiled_chain(x, shift, scale), cpu, laps=5)
     lab.beside("uncompiled over compiled", my_speedup, apart_seconds / fused_seconds, "times")
 else:
-    print("This needs a C++ compiler, and there is none here")
+    print("This cell needs a C++ compiler, and there is none here")
 
 # %% [markdown]
-# **What you should see:** one kernel, whose name lists what it has swallowed, and a speed-up of between 1.4 and four.
-# Three is what the bytes say; on a CPU the norm's arithmetic takes its part, on a GPU it does not. Values differ in the
-# last digits, since sums are taken in another order. Compiling took seconds where the chain takes a fraction of one; it
-# pays if the chain runs often. (If it took less than two seconds, the kernel was still on disk from an earlier run:
-# Inductor has a cache.)
+# **What you should see:** one kernel, whose name lists what it contains, and a speed-up between 1.4 and four. The bytes
+# predict three. On a CPU the norm's arithmetic takes time as well; on a GPU it does not. The last digits differ, because
+# sums run in another order.
 #
-# On the roofline both lie near the slope of memory, as measured by `clone`, new pages and all, so that it lies below that of
-# lesson 00. Fusing moves the mark to the right, the same FLOPs
-# for fewer bytes, and so up the slope.
+# Compilation took seconds, and the chain takes a fraction of one. So compiling pays only for chains that run often. (If
+# it took less than two seconds, Inductor found the kernel in its disk cache.)
+#
+# On the roofline, both versions lie near the memory slope. This slope is lower than in lesson 00, because `clone` also
+# pays for fresh memory pages. Fusing moves the point to the right, with the same FLOPs for fewer bytes, and so up the
+# slope.
 
 # %%
 peak_flops = 2 * 1024**3 / timing.matmul(1024, 1024, 1024, torch.float32, cpu)
@@ -232,29 +262,29 @@ points = {"one after another": (flops / apart, flops / apart_seconds)}
 if compiler:
     points["compiled"] = (flops / fused, flops / fused_seconds)
 lab.picture(style.roofline({"this machine": (peak_flops, peak_bytes)}, points, "A modulated norm on this machine"),
-            "A roof that rises with arithmetic intensity and then is flat. Two marks lie near its slope, far left of the flat "
-            "part; the compiled one lies further right and higher than the other")
+            "A roof that rises with arithmetic intensity and then is flat. Two marks "
+            "lie near its slope, far left of the flat part. The compiled one lies "
+            "further right and higher")
 
 # %% [markdown]
 # ## What does not fuse
 #
-# Now a whole block. What stands between two fused kernels?
+# Now take a whole block. What stands between two fused kernels?
 #
-# > **Question.** Why does a compiler not make one kernel of a whole block, matrix multiplications and all?
+# > **Question.** Why does a compiler not make one kernel of a whole block, including the matrix multiplications?
 #
 # <details><summary>Answer</summary>
-# In a chain each number of the result needs one number of the input, or one token's. In a matrix product each number
-# needs a whole row and a whole column: the next product cannot begin before the one before it is done. And a fast
-# product fills the chip's registers and shared memory with tiles of its matrices. So products are calls of a library
-# (cuBLAS, MKL), written for one purpose. Attention is, too: FlashAttention is two products and a softmax fused by hand.
-# (A short chain can be appended to a product, as the bias is in <code>addmm</code>. Inductor does so with products that
-# it writes itself, <code>mode="max-autotune"</code>.)
+# In a chain, each output number needs one input number, or one token. In a matrix product it needs a whole row and a whole
+# column. So the next product cannot begin before the previous one is done. A fast product also fills the chip's registers
+# and shared memory with tiles of its matrices. So products are calls of specialized libraries (cuBLAS, MKL). Attention has
+# its own kernel too: FlashAttention fuses two products and a softmax. (A short chain can be appended to a product, like
+# the bias in <code>addmm</code>. Inductor does so with products that it generates itself, <code>mode="max-autotune"</code>.)
 # </details>
 #
 # ## Exercise: kernels of a block
 #
-# So the rule is simple. Each matmul and each attention is a kernel of its own; everything else that stands between two of
-# them becomes one, norms included, since a norm needs no more than its own token. Count the kernels of a list of operators.
+# So the rule is simple. Each matmul and each attention is its own kernel. Everything else between two of them becomes one
+# kernel. That includes norms, because a norm needs only its own token. Count the kernels of a list of operators.
 
 # %% exercise="kernels"
 def kernels(operators: Sequence[str]) -> int:
@@ -273,15 +303,15 @@ def kernels(operators: Sequence[str]) -> int:
 check("kernels")
 
 # %% [markdown]
-# This is what a block of the diffusion transformer does (lesson 15 writes it):
+# A block of the diffusion transformer does this (you write it in lesson 15):
 #
-# 1. from the condition of each sample, a SiLU and a linear make shift, scale and gate for both branches;
-# 2. the first branch: a norm that only normalises; its result times the scale, to which 1 is added, plus the shift, the other two
-#    lines of the chain above; the linear for queries, keys and values; attention; a linear; the result times the gate, plus what
-#    came into the branch;
-# 3. the second: norm, scale and shift as before; a linear, GELU, a linear; gate and sum as before.
+# 1. A SiLU and a linear turn the condition of each sample into shift, scale and gate for both branches.
+# 2. The first branch has a norm, then the chain's other two lines: times the scale plus 1, plus the shift. Then come the
+#    linear for queries, keys and values, attention and another linear. Finally the result is multiplied by the gate and
+#    added to the branch's input.
+# 3. The second branch has norm, scale and shift as before; a linear, GELU, a linear; gate and sum as before.
 #
-# > **Predict.** How many operators does its forward pass start one after another, and how many kernels will be left? Count a
+# > **Predict.** How many operators does its forward pass start one after another, and how many kernels remain? Count a
 # > linear, a norm, attention, each sum and each product as one. Views, such as `chunk`, cost nothing.
 
 # %%
@@ -299,14 +329,13 @@ lab.beside("operators", my_operators, len(started), how="counted")
 lab.beside("kernels, by your rule", my_kernels, kernels(kinds), how="counted")
 
 # %% [markdown]
-# Is the rule right? Ask Inductor, for forward and backward pass.
+# Is the rule right? Ask Inductor, for the forward and the backward pass.
 #
-# > **Predict.** The arithmetic of this block is nearly all in its matrix multiplications. How many times as fast will forward
-# > and backward pass be, compiled, on this CPU?
+# > **Predict.** Nearly all arithmetic of this block is in its matrix multiplications. How many times as fast are forward
+# > and backward pass together on this CPU, when compiled?
 
 # %%
 my_block_speedup = 2.0           # your prediction
-
 
 # %%
 gradient = torch.randn(4, 256, 384)
@@ -329,19 +358,19 @@ if compiler:
     print(f"\nuncompiled {block_ms:.0f} ms, compiled {compiled_ms:.0f} ms")
     lab.beside("uncompiled over compiled", my_block_speedup, block_ms / compiled_ms, "times")
 else:
-    print("This needs a C++ compiler, and there is none here")
+    print("This cell needs a C++ compiler, and there is none here")
 
 # %% [markdown]
-# **What you should see:** your rule's number of kernels, with names that say what went together: norm and modulation; then
-# gate, residual sum, norm and modulation, across the border of the two branches; at the end gate and residual sum.
-# Megatron-LM's diffusion transformer names the same three as its fused steps.
+# **What you should see:** your rule's number of kernels. Their names say what was fused: norm and modulation; then gate,
+# residual sum, norm and modulation, across the border of the branches; finally gate and residual sum. Megatron-LM's
+# diffusion transformer names the same three fused steps.
 #
-# And a speed-up far smaller than three, perhaps none: in this block matrix products take nearly all of the time, and
-# its activations, 1.6 MB, stay in the CPU's cache. On a GPU the same chains weigh more, since it multiplies matrices
-# thousands of times as fast as your machine, but moves bytes only a hundred times as fast; you will see how much below.
+# The speed-up is far smaller than three, perhaps none. Matrix products take nearly all of the time here, and the
+# activations (1.6 MB) stay in the CPU's cache. On a GPU the same chains weigh more: it multiplies matrices thousands of
+# times as fast as your machine, but moves bytes only about a hundred times as fast.
 #
-# > **Question.** In bf16 by autocast (lesson 04) weights and norms stay in float32, and matrix products want 16 bits. Which
-# > operators come on top, and which of them can be fused away?
+# > **Question.** In bf16 with autocast (lesson 04), weights and norms stay in float32, and matrix products want 16 bits.
+# > Which operators does autocast add, and which of them can be fused away?
 
 # %%
 with torch.autocast("cpu", torch.bfloat16):
@@ -350,31 +379,90 @@ print(kernel_counter.format_counts(Counter(in_bf16) - Counter(started)), "more")
 
 # %% [markdown]
 # <details><summary>Answer</summary>
-# Casts, <code>_to_copy</code>: of each weight and bias, and of activations on their way into a product. Those of activations
-# are one more step in the chain before it, and fuse. Those of weights stand alone between memory and the library's product:
-# somebody has to write the 16-bit copy. Uncompiled, the way to bf16 thus <i>adds</i> trips to memory, which is one reason
-# why compiling and 16 bits go together.
+# Casts, <code>_to_copy</code>: of each weight and bias, and of activations on their way into a product. A cast of
+# activations is one more step of the preceding chain, and fuses. A cast of a weight stands alone: some kernel has to write
+# the 16-bit copy. Uncompiled, bf16 thus <i>adds</i> trips to memory. This is one reason to combine bf16 with compiling.
 # </details>
 #
-# ## Fused by hand: one product for three, and attention
+# ## A whole step
 #
-# Two fusions are in the library's models already, whether compiled or not. The first: queries, keys and values are **one**
-# linear, `qkv`, not three.
+# The longest chain of small operations comes last: Adam, for each parameter. The reference model has more than a hundred
+# parameter tensors.
 #
-# > **Question.** What does that save, in launches and in bytes, if the FLOPs are the same?
+# > **Predict.** For 100 parameters, how many operators does Adam start in a loop? And how many when it is fused?
+
+# %%
+my_loop, my_fused = 100, 100     # your predictions
+
+# %%
+parameters = [torch.randn(16, 16, requires_grad=True) for _ in range(100)]
+for parameter in parameters:
+    parameter.grad = torch.randn(16, 16)
+adams = {}
+for name, options in {"a loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}.items():
+    adam = torch.optim.Adam(parameters, 1e-3, **options)
+    adam.step()                                      # the first step makes its states
+    adams[name] = len(kernel_counter.operators(adam.step))
+    print(f"{name:8} {adams[name]:4} operators")
+lab.beside("in a loop", my_loop, adams["a loop"], how="counted")
+lab.beside("fused", my_fused, adams["fused"], how="counted")
+
+# %% [markdown]
+# The loop starts eight operators for each parameter. `foreach` (PyTorch's default on a GPU) starts eight for the *list* of
+# all parameters. `fused` updates all parameters in one operator and counts steps in another. It
+# needs no compiler, and the library always uses it. Its learning rate and its flag for skipped steps are tensors, so the
+# host reads no value.
+#
+# Now you can count the kernels of a step before any GPU runs it. Take a diffusion transformer of 28 blocks, as deep as
+# DiT-XL, and one training step, from the batch to the new weights.
+#
+# > **Predict.** How many operators does it start? And how many kernels remain when its blocks are compiled?
+
+# %%
+my_step, my_compiled_step = 1000, 500    # your predictions
+
+# %%
+def started_in_a_step(depth: int) -> int:
+    """Operators of one training step of a diffusion transformer with `depth` blocks."""
+    settings = config.load("dit-demo", [f"model.depth={depth}", "train.device=cpu"])
+    training = assemble.assemble(settings, parallel.build_mesh(settings.parallel, parallel.World(device=cpu)))
+    batch = training.model.example(2, cpu)
+    training.step(batch)                             # the first step makes the optimizer's states
+    return len(kernel_counter.operators(lambda: training.step(batch)))
+
+
+of_28, of_27 = started_in_a_step(28), started_in_a_step(27)
+print(f"{of_28} operators, {of_28 - of_27} of them for each block")
+lab.beside("operators of a step", my_step, of_28, how="counted")
+if compiler:
+    left = of_28 - 28 * (len(both_ways) - len(forward) - len(backward))
+    lab.beside("kernels, blocks compiled", my_compiled_step, left, how="counted")
+else:
+    print("Counting a compiled block's kernels needs a C++ compiler, and there is none here")
+
+# %% [markdown]
+# On a GPU the counts differ a little: the backward pass of a norm takes two or three kernels there. More than half of the
+# kernels in a compiled block are matrix products or attention. No fusing removes those.
+#
+# ## Fusions that the model already has
+#
+# The library's models contain two fusions, compiled or not. First, queries, keys and values come from **one** linear,
+# `qkv`, not three.
+#
+# > **Question.** What does that save, in launches and in bytes? The FLOPs are the same.
 #
 # <details><summary>Answer</summary>
-# Two launches, and two of three readings of the activations: 3 (T·D + D·D + T·D) numbers become T·D + 3 D·D + 3 T·D. A wider
-# product also fills the GPU better. The price is the order of rows, (3, heads, head_dim), which lesson 10 has to know.
+# Two launches, and two of three reads of the activations: 3 (T·D + D·D + T·D) numbers become T·D + 3 D·D + 3 T·D. A wider
+# product also fills the GPU better. The price is a fixed order of rows, (3, heads, head_dim), which matters in lesson 10.
 # </details>
 #
-# The second is **attention**. Its scores, tokens × tokens for each head, are an intermediate like any other, only larger.
-# FlashAttention (Dao et al. 2022, arXiv:2205.14135) goes through keys and values in blocks, and carries along for each row
-# no more than its largest score, the sum and the result so far: the scores never leave the chip. For the backward pass it
-# computes them again.
+# The second is **attention**. Its scores are tokens × tokens for each head: an intermediate like any other, only larger.
+# FlashAttention (Dao et al. 2022, arXiv:2205.14135) processes keys and values in blocks. For each row it keeps only the
+# largest score, the running sum and the running result. The scores never leave the chip, and the backward pass recomputes
+# them.
 #
-# > **Predict.** The reference model has 4050 tokens and 8 heads, and a batch of 16. How many GB are the scores of *one* block,
-# > in bf16? An H200 has 141 GB, for 12 blocks.
+# > **Predict.** The reference model has 4050 tokens and 8 heads, and a batch of 16. How many GB are the scores of *one*
+# > block in bf16? An H200 has 141 GB, for 12 blocks.
 
 # %%
 my_gb = 0.1                      # your prediction
@@ -391,20 +479,21 @@ for backend in (torch.nn.attention.SDPBackend.MATH, torch.nn.attention.SDPBacken
     with torch.nn.attention.sdpa_kernel(backend):
         _, kept = tensor_memory.saved_for_backward(lambda: F.scaled_dot_product_attention(q, k, v), (q, k, v))
         calls = kernel_counter.operators(lambda: F.scaled_dot_product_attention(q, k, v))
-    print(f"{backend.name.lower():15} {len(calls)} operators; keeps {kept / q.nbytes:4.1f} times q's bytes, besides q, k and v")
+    print(f"{backend.name.lower():15} {len(calls)} operators; keeps {kept / q.nbytes:4.1f} times "
+          "q's bytes, besides q, k and v")
 
 # %% [markdown]
-# The plain one keeps the scores, here 512 / 64 = 8 times as large as `q`, and copies of `q` and `k`; the fused one no more
-# than the result. Which implementation runs is the key `attention` of a configuration: `math` is the plain one, `flash`,
-# `efficient` and `cudnn` are fused, and `default` lets PyTorch choose. They give the same numbers up to rounding, so choose
-# by speed, and measure: the default on an H200 is cuDNN's, and below is how much that matters.
+# The plain implementation keeps the scores, here 512 / 64 = 8 times as large as `q`, and copies of `q` and `k`. The fused
+# one keeps only the result. The configuration key `attention` selects the implementation. `math` is the plain one; `flash`,
+# `efficient` and `cudnn` are fused; `default` lets PyTorch choose. They match up to rounding, so measure and take the
+# fastest.
 #
-# ## What is kept for the backward pass
+# ## What the backward pass keeps
 #
-# Fusing saves memory as well. A chain of PyTorch's operators keeps for its backward pass what *each* of them needs.
+# Fusing saves memory as well. In a chain of PyTorch operators, *each* one keeps what its own backward pass needs.
 #
-# > **Predict.** How many tensors as large as `x` does the modulated norm keep? Go through its lines: what does the gradient of
-# > each product need?
+# > **Predict.** How many tensors as large as `x` does the modulated norm keep? Go through its lines: what does the gradient
+# > of each product need?
 
 # %%
 my_kept = 1.0                    # your prediction
@@ -415,32 +504,34 @@ _, kept_apart = tensor_memory.saved_for_backward(lambda: chain(x_small, shift_sm
 lab.beside("kept by the chain, in units of x", my_kept, kept_apart / x_small.nbytes, how="counted")
 
 # %% [markdown]
-# Two: the norm keeps `x`, and the product keeps `n`, which is the other factor in the gradient of `scale`. But `n` is
-# `x` minus a mean, over a deviation: two numbers a token. From `x` and these two, `n` is there again in no time,
-# *inside* the kernel of the backward pass, where it costs no trip at all.
+# Two: the norm keeps `x`. The product keeps `n`, the other factor in the gradient of `scale`. But `n` follows from `x`
+# and two numbers per token, a mean and a deviation. The backward kernel can recompute it *inside*, without a trip to
+# memory.
 #
 # ## Exercise: a fused modulate
 #
-# Write the modulated norm as one `autograd.Function`, forward and backward: what a fused kernel computes, and what it keeps.
-# It may keep **one** tensor as large as `x`, two numbers a token and two vectors a sample.
+# Write the modulated norm as one `autograd.Function`, forward and backward: what a fused kernel computes and what it keeps.
+# It may keep **one** tensor as large as `x`, two numbers per token and two vectors per sample.
 #
 # Such a class has two static methods, and `Modulate.apply(x, shift, scale, eps)` runs them. PyTorch calls `forward` without
-# building a graph of what is in it. What backward will need goes into `ctx.save_for_backward(a, b, ...)`, and comes out of
-# `ctx.saved_tensors` there, in the same order. `backward` gets the gradient of what `forward` returned, and returns one for
-# each of its arguments, in their order; `None` for what needs none.
+# building a graph of its operations. Save what `backward` needs with `ctx.save_for_backward(a, b, ...)`, and read it there
+# from `ctx.saved_tensors`, in the same order. `backward` receives the gradient of the output. It returns one gradient for
+# each argument of `forward`, in order, and `None` for an argument that needs none.
 #
-# Forward is plain: with mean $\mu$ and variance $\sigma^2$ over the $D$ features of a token (the variance divides by $D$),
+# Forward is simple. With mean $\mu$ and variance $\sigma^2$ over the $D$ features of a token (the variance divides by $D$),
 #
 # $$n = r\,(x - \mu),\quad r = 1/\sqrt{\sigma^2 + \varepsilon},\qquad y = n\,(1 + \text{scale}) + \text{shift}.$$
 #
-# Backward, you get the gradient of $y$ and return those of `x`, `shift`, `scale` and `eps` (`None`). For those of `shift` and
-# `scale`, note how many tokens share one. For `x`, let $g$ be the gradient of $n$. A number of $x$ acts on $n$ directly, and
-# also through $\mu$ and $r$, which all features of the token share. Shifting all of $x$ changes nothing in $n$, nor does (but
-# for $\varepsilon$) stretching it. So from $g$ two things are taken away, its mean and its part along $n$:
+# Backward receives the gradient of $y$ and returns those of `x`, `shift`, `scale` and `eps` (`None`). For `shift` and
+# `scale`, note how many tokens share one.
+#
+# For `x`, let $g$ be the gradient of $n$. A number of $x$ acts on $n$ directly. It also acts through $\mu$ and $r$, which
+# all features of the token share. Shifting all of $x$ does not change $n$. Stretching $x$ does not either, apart from
+# $\varepsilon$. So subtract two parts from $g$, its mean and its component along $n$:
 #
 # $$\mathrm{d}x = r\,\bigl(g - \overline{g} - n\,\overline{g\,n}\bigr),$$
 #
-# where a bar is the mean over the features of a token. Do not write into the gradient that you are given.
+# where a bar is the mean over the features of a token. Do not modify the gradient that you receive.
 
 # %% exercise="fused-modulate"
 from course.lab.exercises.lesson05_compile_and_fuse import Modulate
@@ -449,10 +540,10 @@ from course.lab.exercises.lesson05_compile_and_fuse import Modulate
 check("fused-modulate")
 
 # %% [markdown]
-# Now count what yours keeps, and beside it what the compiler keeps of the plain chain. Nobody has told the compiler
-# about this trick.
+# Now count what your class keeps, and what the compiler keeps of the plain chain. Nobody told the compiler about this
+# trick.
 #
-# > **Predict.** How many tensors as large as `x` will the *compiled* chain keep?
+# > **Predict.** How many tensors as large as `x` does the *compiled* chain keep?
 
 # %%
 my_kept_compiled = 2.0           # your prediction
@@ -464,15 +555,15 @@ if compiler:
     _, kept_compiled = tensor_memory.saved_for_backward(lambda: torch.compile(chain)(x_small, shift_small, scale_small))
     lab.beside("kept by the compiled chain", my_kept_compiled, kept_compiled / x_small.nbytes, how="counted")
 else:
-    print("The compiled one needs a C++ compiler, and there is none here")
+    print("The compiled chain needs a C++ compiler, and there is none here")
 
 # %% [markdown]
-# The compiler sees forward and backward pass as *one* graph, and cuts it where the least has to be carried across: it
-# has found the same trick as you. (This is the partitioner of AOTAutograd, the stage between Dynamo and Inductor.)
+# The compiler sees forward and backward pass as *one* graph and cuts it where the least data crosses. It found the same
+# trick as you. (AOTAutograd's partitioner does this, between Dynamo and Inductor.)
 #
-# Does a real model get the same gradients with yours? Put it into the blocks of `dit-demo`. The library's block normalises
-# first, with `norm1` or `norm2`, and then calls `modulate`, which you saw above. Yours does both in one go. So the next cell
-# makes each norm hand `x` on as it is, and puts yours in the place of `modulate`.
+# Does a real model get the same gradients with your class? Put it into the blocks of `dit-demo`. The library's block
+# normalizes first (`norm1` or `norm2`) and then calls `modulate`. Yours does both. So the next cell replaces each norm by
+# the identity, and `modulate` by your class.
 
 # %%
 settings = config.load("dit-demo")
@@ -481,7 +572,7 @@ settings = config.load("dit-demo")
 def gradients_and_bytes(mine: bool) -> tuple[Tensor, int]:
     """All gradients of a batch, end to end, and what the forward pass keeps."""
     model = parallel.initialize_serial(models.build_model(settings.model), 0, cpu, torch.float64)
-    for number, parameter in enumerate(model.parameters()):             # gates start at zero, and nothing would pass
+    for number, parameter in enumerate(model.parameters()):             # gates start at zero and would block all gradients
         parameter.data += 0.1 * random.normal(number, torch.arange(parameter.numel())).view_as(parameter)
     batch = model.prepare(model.example(4, cpu), torch.zeros((), dtype=torch.int64))
     batch = {name: one.double() if one.is_floating_point() else one for name, one in batch.items()}
@@ -502,19 +593,85 @@ def gradients_and_bytes(mine: bool) -> tuple[Tensor, int]:
 
 (its, kept_its), (mine, kept_with_mine) = gradients_and_bytes(False), gradients_and_bytes(True)
 print(f"gradients of all {len(its):,} parameters differ by {((mine - its).norm() / its.norm()).item():.1e}, relative")
-print(f"kept for the backward pass: {kept_with_mine / kept_its:.0%} of what the library's keeps")
+print(f"kept for the backward pass: {kept_with_mine / kept_its:.0%} of what the library keeps")
 
 # %% [markdown]
-# In float64 they agree to rounding. On the GPU your class alone would not be faster, as each of its lines is still a kernel:
-# the fused kernel itself has to be written, in Triton or CUDA, or by a compiler. `torch.compile` takes your class as it is,
-# and follows both of its methods. Libraries have such Triton kernels (Transformer Engine, Apex, Liger). Look for them
-# before you write one. This course has some too, in `course/ops/fused_add_norm_triton.py`: `kernels=triton` puts them into a
-# model's blocks, and lesson 15 shows what they buy.
+# In float64 they match up to rounding. On a GPU your class alone would not be faster, because each of its lines is still a
+# kernel. Somebody has to write the fused kernel, in Triton or CUDA, or a compiler does. `torch.compile` accepts your class
+# and compiles both of its methods. Libraries such as Transformer Engine, Apex and Liger have such kernels; look there
+# first. This course has some in `course/ops/fused_add_norm_triton.py`. Switch them on with `kernels=triton` (lesson 15).
+#
+# ## When Dynamo compiles again
+#
+# A graph is valid while its guards hold. One of them is the shape.
+#
+# > **Predict.** Call the chain with batches of 16, 16, 12, 10 and 7 samples. How many graphs exist at the end?
+
+# %%
+my_graphs_of_sizes = 1           # your prediction
+
+# %%
+sizes_of_calls = [(torch.randn(n, 8, 16), torch.randn(n, 16), torch.randn(n, 16)) for n in (16, 16, 12, 10, 7)]
+lab.beside("graphs", my_graphs_of_sizes, len(kernel_counter.graphs(chain, *sizes_of_calls)), how="counted")
+
+# %% [markdown]
+# Two. The first graph is for 16 samples only. When the size changes, Dynamo compiles once more with a variable size, and
+# that graph serves all other sizes. For a large model each compilation takes from seconds to minutes, and on a cluster
+# *every rank waits* for the one that compiles. A smaller last batch of an epoch is the usual cause. So this library pads
+# all batches to one size, with weight zero (lesson 01). `TORCH_LOGS=recompiles` names the guard that failed.
+#
+# **Block by block.** A transformer repeats one block. If you compile the whole model, Dynamo records all blocks into one
+# graph. If you compile each block separately, the graph of the first one serves them all: they share the code, and
+# weights are inputs. This is called **regional** compilation.
+#
+# > **Predict.** Take the library's `vit-demo`, 12 blocks deep. How many operations does Dynamo record for the whole model,
+# > and how many block by block?
+
+# %%
+my_whole, my_regional = 100, 100         # your predictions
+
+# %%
+deep = config.load("vit-demo", ["model.depth=12"])
+model = parallel.initialize_serial(models.build_model(deep.model), 0, cpu, torch.float32)
+batch = model.prepare(model.example(2, cpu), torch.zeros((), dtype=torch.int64))
+taken = {}
+with torch.no_grad():
+    for name, modules in (("whole", ()), ("block by block", tuple(model.blocks.values()))):
+        begin = time.perf_counter()
+        found = kernel_counter.graphs(lambda: model(batch), modules=modules)
+        taken[name] = sum(map(len, found))
+        print(f"{name}: {len(found)} graph, recorded and run in {time.perf_counter() - begin:.1f} s")
+lab.beside("\noperations, the model as a whole", my_whole, taken["whole"], how="counted")
+lab.beside("block by block", my_regional, taken["block by block"], how="counted")
+
+# %% [markdown]
+# **What you should see:** about twelve times as many for the whole model. Inductor's work, most of the compile time, grows
+# in the same way. So `compile=true` compiles part by part: embedding, blocks, head and loss. Compiling 48 layers takes no
+# longer than 12.
+#
+# > **Question.** What do you lose at the borders? (Think of the last operator of a block and the first of the next.) And
+# > why compile the loss, which has no matrix product at all?
+#
+# <details><summary>Answer</summary>
+# A block ends with a residual sum, and the next begins with a norm: a chain. A compiler that sees both makes one kernel.
+# Across the border it makes two: one more launch and one more read of x per block, beside the 11 kernels that you counted.
+# The loss is <i>only</i> a chain: subtract, square, add up. For 16 samples of the reference model it covers 83 million
+# numbers, and uncompiled it makes a handful of trips with them.
+# </details>
+#
+# > **Question.** Stochastic depth drops a branch with a probability that rises from block to block, a Python number in
+# > each. What does that do to the shared code?
+#
+# <details><summary>Answer</summary>
+# The number is part of the guards, so Dynamo compiles every block again. By default it gives up on a function after eight
+# versions and runs it uncompiled, with only a warning. To share the code, make the number a tensor. Or raise the limit and
+# compile every block, as the library does.
+# </details>
 #
 # ## A graph with breaks
 #
-# Dynamo records tensors. What happens where the code asks for a *value*? The following guards a model against exploding
-# activations. It is the kind of thing that is written in five minutes to find a problem, and stays for years.
+# Dynamo records tensors. What happens where the code asks for a *value*? The next function protects a model against
+# exploding activations. People write such code in five minutes to find a problem, and it stays for years.
 
 # %%
 def tame_with_breaks(x: Tensor, sample: Tensor, limit: float) -> Tensor:        # (B, T, D), (B,)
@@ -525,14 +682,13 @@ def tame_with_breaks(x: Tensor, sample: Tensor, limit: float) -> Tensor:        
         x = x * (limit / largest)
     return x
 
-
 # %% [markdown]
-# Dynamo cannot guess which way the `if` goes. So it stops: it compiles what it has recorded, runs the line in Python, and
-# begins a new graph behind it. That is a **graph break**. Nothing is wrong with the result, and nobody tells you. But nothing
-# fuses across a break, and at each of these the host waits for the GPU, so the queue runs empty (lesson 02).
+# Dynamo cannot guess which way the `if` goes. So it compiles what it has recorded, runs the line in Python, and begins a
+# new graph behind it. That is a **graph break**. The result is right, and nobody tells you. But nothing fuses across a
+# break. At each of these breaks the host also waits for the GPU, so the queue runs empty (lesson 02).
 #
-# > **Predict.** Call it with an `x` beyond the limit, and then with one within it. How many graphs does Dynamo record
-# > in all?
+# > **Predict.** Call it with an `x` beyond the limit, and then with one within it. How many graphs does Dynamo record in
+# > all?
 
 # %%
 my_graphs = 2                    # your prediction
@@ -544,11 +700,10 @@ print(*recorded, sep="\n")
 lab.beside("graphs", my_graphs, len(recorded), how="counted")
 
 # %% [markdown]
-# Each piece between two breaks is a graph, if it computes anything: the comparison, the largest number, the product
-# behind the `if`. No two of them can share a kernel.
+# Each piece between two breaks is a graph, if it computes anything: the comparison, the largest number, the product behind
+# the `if`. No two of them can share a kernel.
 #
-# How do you *find* breaks? `fullgraph=True` turns the first break that Dynamo finds no way around into an error, which
-# names the line:
+# How do you *find* breaks? `fullgraph=True` turns the first unavoidable break into an error that names the line:
 
 # %%
 with kernel_counter.fresh_compilation():
@@ -560,28 +715,26 @@ with kernel_counter.fresh_compilation():
         print(*[line.strip() for line in place.strip().splitlines()[1:2]])
 
 # %% [markdown]
-# Why the `print`, when there is a mask and an `.item()` before it? Asked for a single graph, Dynamo goes on with their results as
-# unknowns, a size and a number; but to print one it would have to know it.
-#
-# In a run, `TORCH_LOGS=graph_breaks` prints each with its reason, and changes nothing else.
+# Why does it name the `print`, and not the mask or the `.item()` before it? With `fullgraph=True` Dynamo treats their
+# results as unknowns, a size and a number. But it cannot print an unknown number. In a run, `TORCH_LOGS=graph_breaks` prints
+# each break with its reason.
 #
 # ## Exercise: fix the breaks
 #
-# Write `tame` so that Dynamo records it whole, with the same results. Go through what breaks:
+# Write `tame` so that Dynamo records it whole, with the same results. Fix each break:
 #
-# - **`x[sample >= 0]`** has as many rows as there are real samples. A size that depends on the data cannot be known in
-#   advance. Keep the shape, and make sure that padding does not count: anything may stand in it, infinities too;
-# - **`.item()`** returns a Python number. Keep a tensor of one number, shape `()`;
-# - **`print`** needs the value too. Return the number as a second result. The code that logs can look at it every
-#   hundred steps;
-# - **`if`** needs it as well. Compute both outcomes, and choose: `torch.where(condition, one, other)`.
+# - **`x[sample >= 0]`** has as many rows as there are real samples. A size that depends on data is unknown in advance.
+#   Keep the shape, and make sure that padding does not count: it may hold anything, including infinities.
+# - **`.item()`** returns a Python number. Keep a tensor of one number, shape `()`.
+# - **`print`** needs the value too. Return the number as a second result. The logging code can read it every hundred steps.
+# - **`if`** needs it as well. Compute both outcomes and choose: `torch.where(condition, one, other)`.
 #
 # > **Question, before you write.** `.item()` did something more: what did it do to the *gradient*?
 #
 # <details><summary>Answer</summary>
-# It cut it off. A Python number has no history, so the factor was a constant for autograd. A tensor has a history, and
-# the gradient would go through the largest number too: another result, with no message. Say what you mean:
-# <code>detach()</code>.
+# It cut the gradient off. A Python number has no history, so the factor was a constant for autograd. A tensor has a
+# history: the gradient would flow through the largest number too and change the result, without a message. State what you
+# mean: <code>detach()</code>.
 # </details>
 
 # %% exercise="graph-break"
@@ -604,159 +757,39 @@ check("graph-break")
 print(*kernel_counter.graphs(tame, (example, ids, 1.0), (0.1 * example, ids, 1.0)), sep="\n")
 
 # %% [markdown]
-# One graph for both. Inductor makes of it a reduction and one pass over `x`, and the host never waits. The library's own
-# step obeys the same rule: look at lesson 01's `train_step`, where a flag on the device, not an `if`, makes the optimizer
-# keep its old state.
+# One graph for both calls. Inductor makes a reduction and one pass over `x` of it, and the host never waits. The library's
+# `train_step` obeys the same rule: a flag on the device, not an `if`, makes the optimizer keep its old state (lesson 01).
 #
-# ## Recompiling
+# ## Summary
 #
-# A graph is good for what its guards allow. One of them is the shape.
+# - Between matrix products, time is bytes. Count trips to memory, not FLOPs.
+# - A fused chain reads its outside inputs once, writes only what is needed afterwards, and keeps less for backward.
+# - Dynamo records graphs and Inductor writes kernels. Matrix products and attention stay separate kernels.
+# - An `if`, an `.item()`, a `print` or a mask as an index breaks the graph and makes the host wait.
+# - A repeated block compiles once; a new shape compiles again. Leave the first steps out of every measurement.
 #
-# > **Predict.** Call the chain with batches of 16, 16, 12, 10 and 7 samples. How many graphs are there at the end?
-
-# %%
-my_graphs_of_sizes = 1           # your prediction
-
-# %%
-sizes_of_calls = [(torch.randn(n, 8, 16), torch.randn(n, 16), torch.randn(n, 16)) for n in (16, 16, 12, 10, 7)]
-lab.beside("graphs", my_graphs_of_sizes, len(kernel_counter.graphs(chain, *sizes_of_calls)), how="counted")
-
-# %% [markdown]
-# Two. The first is for 16 samples and nothing else. When the size changes, Dynamo compiles once more, now with the size as a
-# variable, and that one serves all others. It is cheap here; of a large model each compilation takes from seconds to
-# minutes, and on a cluster *every rank waits* for the one that compiles. It happens at the last, smaller batch of an epoch.
-# In this library all batches have one size, filled up with padding of weight zero (lesson 01); this is one of the reasons.
-# `TORCH_LOGS=recompiles` says which guard failed.
+# ## Questions
 #
-# ## Block by block
+# 1. Your model has short sequences and wide layers. How much do you expect from `compile=true`?
+# 2. Which tensors would a fused gated residual sum keep for its backward pass?
+# 3. Compilation takes two minutes, and your cluster restarts the job every ten. What do you do?
 #
-# A transformer is the same block, again and again. Compile the model as a whole, and Dynamo records all of them into one
-# graph, which Inductor then works through. Compile each block in its place, and the first one's graph is good for all: code
-# is shared, weights are inputs. This is called **regional** compilation.
+# **Check your work from a terminal.** Save the notebook, then run `course check notebooks/05_compile_and_fuse_mine.ipynb`.
+# Next: [lesson 06](06_cuda_graphs.ipynb) records the launches of a step once and replays them as one.
 #
-# > **Predict.** The library's `vit-demo`, 12 blocks deep. How many operations does Dynamo record if the model is compiled as a
-# > whole, how many block by block?
-
-# %%
-my_whole, my_regional = 100, 100         # your predictions
-
-# %%
-deep = config.load("vit-demo", ["model.depth=12"])
-model = parallel.initialize_serial(models.build_model(deep.model), 0, cpu, torch.float32)
-batch = model.prepare(model.example(2, cpu), torch.zeros((), dtype=torch.int64))
-taken = {}
-with torch.no_grad():
-    for name, modules in (("whole", ()), ("block by block", tuple(model.blocks.values()))):
-        begin = time.perf_counter()
-        found = kernel_counter.graphs(lambda: model(batch), modules=modules)
-        taken[name] = sum(map(len, found))
-        print(f"{name}: {len(found)} graph, recorded and run in {time.perf_counter() - begin:.1f} s")
-lab.beside("\noperations, the model as a whole", my_whole, taken["whole"], how="counted")
-lab.beside("block by block", my_regional, taken["block by block"], how="counted")
-
-# %% [markdown]
-# **What you should see:** about twelve times as many. Inductor's work, which takes most of the time, grows in the same way.
-# So the library's `compile=true` compiles part by part: embedding, blocks, head and loss. Each block is compiled once, the
-# same code serves all blocks, and compiling takes no longer for 48 layers than for 12.
+# ## Appendix (optional): on GPUs
 #
-# > **Question.** What is lost at the borders? (Think of the last operator of a block, and of the first of the next.) And why
-# > is it worth compiling the loss, which has no matrix product at all?
+# Whole training steps of the reference model on an H200, 16 samples in bf16. Autocast leaves the residual stream in float32;
+# `stream=narrow` keeps it in bf16. Then every norm and every residual sum moves half the bytes.
 #
-# <details><summary>Answer</summary>
-# A block ends with a residual sum and the next begins with a norm: a chain, which a compiler that sees both makes one
-# kernel. Across the border it is two: one more launch and one more reading of x for each block, against the 11 that you
-# counted. The loss is nothing <i>but</i> a chain: subtract, square, add up, over the whole output, 83 million numbers for 16
-# samples of the reference model. Uncompiled it makes a handful of trips with them. (On an H200 the reference model was not
-# faster compiled as a whole, and its first step came later.)
-# </details>
-#
-# > **Question.** Stochastic depth drops a branch with a probability that rises from block to block, a Python number in each.
-# > What does that do to "the same code"?
-#
-# <details><summary>Answer</summary>
-# The number is part of the guards: every block is compiled again. By default Dynamo gives up on a function after eight versions
-# and runs it uncompiled, with a warning that nobody reads. Where code is to be shared, what differs has to be a tensor; or else
-# the limit has to be raised, as the library does, and every block be compiled.
-# </details>
-#
-# ## The optimizer
-#
-# At the end of the step stands the longest chain of small operations: Adam, for each parameter. The reference model has more
-# than a hundred tensors of parameters.
-#
-# > **Predict.** How many operators does Adam start for 100 of them, if it goes through them in a loop? And how many if it is
-# > fused?
-
-# %%
-my_loop, my_fused = 100, 100     # your predictions
-
-# %%
-parameters = [torch.randn(16, 16, requires_grad=True) for _ in range(100)]
-for parameter in parameters:
-    parameter.grad = torch.randn(16, 16)
-adams = {}
-for name, options in {"a loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}.items():
-    adam = torch.optim.Adam(parameters, 1e-3, **options)
-    adam.step()                                      # the first makes its states
-    adams[name] = len(kernel_counter.operators(adam.step))
-    print(f"{name:8} {adams[name]:4} operators")
-lab.beside("in a loop", my_loop, adams["a loop"], how="counted")
-lab.beside("fused", my_fused, adams["fused"], how="counted")
-
-# %% [markdown]
-# The loop starts eight operators for each parameter. `foreach` (PyTorch's default on a GPU) starts eight for *lists* of
-# parameters, and `fused` does all of Adam for all parameters in one, and counts steps in another: `torch.optim.Adam(...,
-# fused=True)`. (A list of hundreds of tensors is a few kernels on a GPU, since only so many addresses fit into one launch.)
-# It needs no compiler, and the library always uses it. It also takes the learning rate, and the flag that skips a step, as
-# tensors: no value is asked for.
-#
-# ## A whole step
-#
-# You can now count the kernels of a step before any GPU has seen it. Take a diffusion transformer of 28 blocks, as deep as
-# DiT-XL, and one step of the library's training, from the batch to the new weights.
-#
-# > **Predict.** How many operators does it start? And how many kernels are left, if its blocks are compiled?
-
-# %%
-my_step, my_compiled_step = 1000, 500    # your predictions
-
-
-# %%
-def started_in_a_step(depth: int) -> int:
-    """Operators of one training step of a diffusion transformer of so many blocks."""
-    settings = config.load("dit-demo", [f"model.depth={depth}", "train.device=cpu"])
-    training = assemble.assemble(settings, parallel.build_mesh(settings.parallel, parallel.World(device=cpu)))
-    batch = training.model.example(2, cpu)
-    training.step(batch)                             # the first makes the optimizer's states
-    return len(kernel_counter.operators(lambda: training.step(batch)))
-
-
-of_28, of_27 = started_in_a_step(28), started_in_a_step(27)
-print(f"{of_28} operators, {of_28 - of_27} of them for each block")
-lab.beside("operators of a step", my_step, of_28, how="counted")
-if compiler:
-    left = of_28 - 28 * (len(both_ways) - len(forward) - len(backward))
-    lab.beside("kernels, blocks compiled", my_compiled_step, left, how="counted")
-else:
-    print("Which kernels a compiled block has needs a C++ compiler, and there is none here")
-
-# %% [markdown]
-# On a GPU the counts differ a little: its backward pass of a norm is two or three kernels. More than half of what is left
-# in a compiled block are matrix products, and those no fusing removes.
-#
-# ## On an H200
-#
-# Now time. These are whole training steps. First the reference model, 16 samples in bf16, random data on the device.
-#
-# > Compiled you have met it before, at 183 samples a second. **Predict** the time of a step whose stream between the blocks is
-# > *narrow*, besides: what norms and residual sums read and write is then bf16, half of it. The next cell prints the other two.
+# > **Predict** the time of a compiled step with a narrow residual stream. The next cell prints the other two times.
 
 # %%
 rows = {row["rung"]: row for row in lab.results("vit_h200")["rows"]}
 
 
 def step_ms(rung: str, samples: int = 16) -> float:
-    """Milliseconds of a step of so many samples."""
+    """Milliseconds of a step with this number of samples."""
     return 1e3 * samples / rows[rung]["samples_per_s"]
 
 
@@ -775,22 +808,16 @@ lab.beside("\na step, compiled, narrow", my_narrow_ms, step_ms("bf16, compiled, 
 lab.picture(style.grouped_bars({"16 samples": {rung: step_ms(rung) for rung in reference_rungs}}, "ms a step",
                                "vit-short on an H200",
                           {"bf16, compiled, narrow stream": my_narrow_ms}),
-            "Three bars: bf16 uncompiled, compiled, which is shorter, and compiled with a narrow stream, a little shorter still; "
-            "a diamond marks what was predicted for the last one")
+            "Bars of milliseconds a step. "
+            + "; ".join(f"{rung}: {step_ms(rung):.0f}" for rung in reference_rungs)
+            + ". A diamond marks your prediction for the last one")
 
 # %% [markdown]
-# **What you should see:** a gain worth having for one word in a configuration, and far from a factor of three. Matrix
-# products and attention are the larger part of this step, and compiling leaves them alone. What shrinks is what lies between
-# them.
+# The gain is worthwhile but far from a factor of three: attention alone takes {result: attention_share | .0%} of the
+# compiled step. cuDNN's attention, PyTorch's choice on this GPU, reaches {result: cudnn | .0f} TFLOP/s here.
+# FlashAttention-2 (`attention=flash`) reaches {result: flash | .0f}. Both are fused.
 #
-# The third bar takes away bytes instead of trips. What flows from block to block is in float32, because autocast leaves sums
-# so; `stream=narrow` keeps it in bf16, as Megatron-LM does. Every norm and every residual sum then moves half as much.
-#
-# And a choice of kernel can matter more than all of this. Attention is two thirds of the compiled step. cuDNN's, PyTorch's
-# choice on this GPU, does 308 TFLOP/s with this model's heads (forward and backward); FlashAttention-2, `attention=flash`, does
-# 184. Both are fused, and both keep the scores out of memory.
-#
-# > **Predict** the compiled step with FlashAttention-2, from these numbers.
+# > **Predict** the compiled step with FlashAttention-2.
 
 # %%
 my_flash_ms = 90.0               # your prediction
@@ -799,26 +826,21 @@ my_flash_ms = 90.0               # your prediction
 lab.beside("a step, compiled, attention=flash", my_flash_ms, step_ms("bf16, compiled, flash attention"), "ms", "recorded")
 
 # %% [markdown]
-# Two thirds of the step take 308/184 as long: 45% more by this arithmetic, 38% when it was measured, and nobody changed a line
-# of the model. Which attention one gets is worth a look in the profile.
+# The arithmetic gives {result: flash_by_arithmetic | .0%} more time, the measurement {result: flash_measured | .0%}. Check
+# in a profile which attention runs.
 #
-# > **Question.** Compiling takes time before the first step. After how many steps has it paid?
+# > **Question.** Compiling delays the first step. After how many steps has it paid?
 
 # %%
 extra = rows["bf16, compiled"]["first_s"] - rows["bf16, on the device"]["first_s"]
-print(f"{extra:.1f} s later at the first step, {eager_ms - fast_ms:.1f} ms less for each: it pays after "
-      f"{1e3 * max(extra, 0) / (eager_ms - fast_ms):.0f} steps")
+print(f"The first step comes {extra:.1f} s later, and each step saves {eager_ms - fast_ms:.1f} ms: "
+      f"compiling pays after {1e3 * max(extra, 0) / (eager_ms - fast_ms):.0f} steps")
 
 # %% [markdown]
-# A training of thousands of steps hardly notices; a job that is restarted every ten minutes does. Inductor keeps what it
-# compiled in a folder, `TORCHINDUCTOR_CACHE_DIR`, and reads it at the next start. On a cluster put it where it survives the
-# job.
+# Small models on small batches are different. One sample of a small model (12 layers of width 768, 256 tokens) starts
+# {result: kernels_eager | d} kernels, each shorter than its launch. The GPU waits for the host (lesson 02).
 #
-# In this regime compiling helps by fewer bytes. Small models on small batches have another. One sample of a small model (12
-# layers of width 768, 256 tokens) is hundreds of kernels, each shorter than its launch, and the GPU waits for the host (lesson
-# 02). Memory does not bound this step. But fewer kernels are fewer launches.
-#
-# > **Predict.** How many of 843 kernels are left when it is compiled, and how many times as fast is the step?
+# > **Predict.** How many of these kernels remain when it is compiled, and how many times as fast is the step?
 
 # %%
 my_kernels = 400                 # your predictions
@@ -835,43 +857,18 @@ lab.recorded("vit_h200", {rung: {"kernels": rows[rung]["kernels"], "ms a step": 
              why="One sample of a small model")
 
 # %% [markdown]
-# **What you should see:** slower, not faster! One kernel in seven is gone; matrix products, attention and the casts of the
-# weights are still there, one by one. And the host takes longer over each of those that are left: before a compiled part
-# runs, its guards ask whether all inputs are what they were when it was compiled, and what then hands out memory and launches
-# the kernels is Python that Inductor wrote, where PyTorch's own operators do it in C++. While the GPU is busy nobody notices, as
-# in the large step above. Here the host is all that one waits for.
+# Compiled, the step is slower! Only {result: 1 - kernels_compiled / kernels_eager | .0%} of the kernels are gone, and the
+# host takes longer over each remaining one. It checks guards first. Then Python code from Inductor allocates memory and
+# launches the kernels. PyTorch's own operators do both in C++. A busy GPU hides this cost. Here the GPU waits for the host.
 #
-# Compile what is bound by memory. Against launches something else is needed: the host starts the same kernels in every step, in
-# the same order as in the step before. Why again and again? That is the next lesson, and there compiled kernels come back.
-#
-# ## In practice
+# So compile what is bound by memory. Against launch overhead you need CUDA graphs, the topic of lesson 06.
 #
 # ```
-# course train vit-opt                                         # bf16 and compile=true
-# course train vit-short compile=true attention=flash          # or cudnn, efficient, math
+# course train vit-opt                                      # bf16 and compile=true
+# course train vit-short compile=true attention=flash       # or cudnn, efficient, math
 # TORCH_LOGS=graph_breaks,recompiles course train vit-short compile=true train.steps=3
-# TORCH_LOGS=output_code course train vit-demo compile=true train.steps=1       # the kernels that Inductor wrote
-# TORCHINDUCTOR_CACHE_DIR=$HOME/inductor course train vit-opt  # keep them from job to job
-# course profile vit-opt                                       # which kernels are left, and what they take
-# course bench vit --out FILE                                  # the ladder above, on your GPU
+# TORCH_LOGS=output_code course train vit-demo compile=true train.steps=1    # the kernels from Inductor
+# TORCHINDUCTOR_CACHE_DIR=$HOME/inductor course train vit-opt     # keep compiled kernels between jobs
+# course profile vit-opt                                    # the remaining kernels and their times
+# course bench vit --out FILE                               # these steps, on your GPU
 # ```
-#
-# - Make it work first, then compile. Errors in compiled code are harder to read.
-# - Compile what repeats, a block, with `fullgraph=True` while you develop: breaks then cannot creep in.
-# - Leave out the first steps when you measure: they compile.
-# - Keep shapes the same from step to step, and values out of Python.
-#
-# ## What you know now
-#
-# - Between matrix products, time is bytes. Count trips to memory, not FLOPs.
-# - A fused chain reads what comes from outside once, and writes what is needed afterwards; it also keeps less for the
-#   backward pass.
-# - Dynamo records graphs, Inductor writes kernels. Matrix products and attention stand alone, what lies between them is fused.
-# - An `if`, an `.item()`, a `print` or a mask as an index breaks the graph, and makes the host wait.
-# - A block is compiled once for all blocks; a new shape compiles again.
-# - The gain is what lay between the products: large where kernels are small, modest where products are most of the step.
-#
-# **Check your work once more, from outside.** Save the notebook; then, in a terminal: `course check
-# notebooks/05_compile_and_fuse_mine.ipynb`.
-#
-# Next: [lesson 06](06_cuda_graphs.ipynb), where a step's launches are recorded once and replayed as one.

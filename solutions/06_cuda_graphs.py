@@ -9,11 +9,16 @@
 # %% [markdown]
 # # 06 · CUDA graphs
 #
-# A small step spends most of its time being launched: the host puts one kernel after another into the GPU's queue, and the
-# GPU finishes each before the next is there. A **CUDA graph** is the whole list of launches, recorded once and then handed
-# over at once, step after step. It makes small steps several times faster, and it asks for something in return: nothing in
-# the step may be decided in Python any more, and everything has to stay where it was. In this lesson you write both sides of
-# that bargain.
+# A small step spends most of its time on launches. The host puts one kernel after another into the GPU's queue, and the GPU
+# finishes each before the next one arrives. A **CUDA graph** is the whole list of launches, recorded once and then submitted
+# at once, step after step. It makes small steps several times faster. In return, Python may decide nothing in the step any
+# more, and every tensor has to stay at its address. You write both sides of this bargain.
+#
+# **What you will learn**
+#
+# - how to compute whether a graph makes a step faster, and from which batch on it does not;
+# - how to capture and replay a step: warm-up, static buffers, copies in and out;
+# - how to turn decisions in Python into decisions on the device.
 #
 # | | |
 # |---|---|
@@ -23,8 +28,27 @@
 # | you write | when a graph is worth it (6 lines), a step in static buffers (16), a step that decides nothing on the host (10) |
 # | you measure | a step, launched piece by piece and replayed, against its batch |
 #
-# You should have done [lesson 02](02_profiling.ipynb); the end compares with what [lesson 05](05_compile_and_fuse.ipynb)
-# measured. Work in a copy: *File → Save Notebook As…*, `06_cuda_graphs_mine.ipynb`.
+# Do [lesson 02](02_profiling.ipynb) first; the appendix compares with [lesson 05](05_compile_and_fuse.ipynb). Work in a copy:
+# *File → Save Notebook As…*, `06_cuda_graphs_mine.ipynb`.
+
+# %% numbers=true
+from course.bench import results
+
+
+def of_step(case, field):
+    """A field of a recorded training step on an H200."""
+    return results.value("vit_h200", case, field)
+
+
+def more_memory(case, graphed):
+    """The memory of a step in a graph over the same step without."""
+    return of_step(graphed, "memory_gb") / of_step(case, "memory_gb") - 1
+
+
+kernels = of_step("one sample: eager", "kernels")
+eager_us = 1e3 * of_step("one sample: eager", "ms") / kernels       # for each kernel
+extra_small = more_memory("one sample: eager", "one sample: in a graph")
+extra_large = more_memory("bf16, compiled", "bf16, compiled, in a graph")
 
 # %%
 import itertools
@@ -50,28 +74,42 @@ lab.begin("06")
 # %% [markdown]
 # ## One launch for all
 #
-# In lesson 02 a launch took the host 5 µs. That was the launch alone. Before PyTorch comes to it, Python has run a line of
-# the model, autograd has noted what the backward pass will need, and the dispatcher has looked for the right kernel. An
-# operation of an eager step costs the host more like 20 µs.
+# In lesson 02 a launch took the host 5 µs. That was the launch alone. Before it, Python runs a line of the model, autograd
+# notes what the backward pass needs, and the dispatcher finds the right kernel. An operation of an eager step costs the host
+# about {result: round(eager_us, -1) | .0f} µs.
 #
-# > **Predict.** 1,000 kernels, 20 µs of the host's time each, 3 µs on the GPU each, and 1 µs in which the GPU goes from one
-# > to the next. Launched one after another they take 20 ms: the GPU waits for the host. A graph with all of them takes the
-# > host 10 µs to launch. How many milliseconds does the step take then?
+# > **Predict.** A step has 1,000 kernels. Each takes 20 µs of the host's time and 3 µs on the GPU. The GPU needs 1 µs to move
+# > on to the next. Launched one after another they take 20 ms, because the GPU waits for the host. The host launches a
+# > graph of all of them in 10 µs. How many milliseconds does the step take then?
 
 # %%
 my_graphed_ms = 10.0             # your prediction
 
 # %% [markdown]
+# Here are the first twelve kernels of a transformer with one sample: a matrix multiplication, a norm, an addition and a GELU,
+# three times over.
+
+# %%
+small = [8.0, 1.0, 1.0, 1.5]     # microseconds of each, for one sample
+rows = {"eager": cuda_graphs.eager_bars([20.0] * 12, small * 3, 1.0),
+        "graph": cuda_graphs.graph_bars(small * 3, 10.0, 1.0)}
+lab.picture(cuda_graphs.timeline(rows, title="twelve kernels: 20 µs for each launch, and all in a graph"),
+            "Four lanes. Eager: the host launches for 240 microseconds without a "
+            "pause, and thin bars of work follow on the GPU, far apart. In a graph: "
+            "one launch of 10 microseconds, then the same bars close together, done "
+            "after 56 microseconds")
+
+# %% [markdown]
 # ## Exercise: when is a graph worth it?
 #
-# Write it down for any step.
+# Write two functions for any step:
 #
-# - `graphed_time` is the time of a step in a graph: the host launches all kernels at once, then the GPU works through them,
-#   with a gap between one and the next.
-# - `break_even` says from which batch on a graph gains too little: the smallest batch at which the eager step takes less than
+# - `graphed_time` is the time of a step in a graph. The host launches all kernels at once. Then the GPU runs them, with a gap
+#   between each two.
+# - `break_even` is the batch from which a graph gains too little: the smallest one at which the eager step takes less than
 #   `1 + least` times as long as the graphed one. The work of each kernel grows in proportion to the batch.
 #
-# `eager_time(launches, works, gap)` is given: `replay` of lesson 02, with gaps.
+# `eager_time(launches, works, gap)` is given. It is `replay` of lesson 02, with gaps.
 
 # %%
 lab.show("course.lab.exercises.lesson06_cuda_graphs.eager_time")
@@ -86,20 +124,10 @@ check("graph-gain")
 lab.beside("1,000 kernels in a graph", my_graphed_ms, 1e3 * graphed_time([3e-6] * 1000, 10e-6, 1e-6), "ms", "computed")
 
 # %% [markdown]
-# Three for each kernel and one for each gap: four milliseconds, and the GPU is the one that sets the pace. Here are the first
-# twelve kernels of a transformer with one sample, a matrix multiplication, a norm, an addition and a GELU three times over.
-
-# %%
-small = [8.0, 1.0, 1.0, 1.5]     # microseconds of each, for one sample
-rows = {"eager": cuda_graphs.eager_bars([20.0] * 12, small * 3, 1.0),
-        "graph": cuda_graphs.graph_bars(small * 3, 10.0, 1.0)}
-lab.picture(cuda_graphs.timeline(rows, title="twelve kernels, 20 µs for each launch; and all of them in a graph"),
-            "Four lanes. Eager: the host launches without a pause for 240 microseconds, and thin bars of work follow on the "
-            "GPU, far apart. In a graph: one launch of 10 microseconds, then the same bars close together, done after 56")
-
-# %% [markdown]
-# > **Predict.** 400 such kernels. From which batch on does a graph gain less than a tenth? (Up to which batch does the eager
-# > step take the same time, whatever the batch?)
+# Now the GPU sets the pace: its work and its gaps are all that counts.
+#
+# > **Predict.** Take 400 kernels like the twelve above. From which batch on does a graph gain less than a tenth? (Up to which
+# > batch does the eager step take the same time, whatever the batch?)
 
 # %%
 my_break_even = 32               # your prediction
@@ -116,16 +144,15 @@ lab.beside("samples from which on a graph gains less than 10%", my_break_even, b
            how="computed")
 
 # %% [markdown]
-# So a graph makes no kernel faster. It takes the host out of the way, and gains exactly the time that the GPU would
-# have waited for the host: a lot with one sample, nothing with many. (The gaps between kernels become a little shorter
-# too, which this arithmetic leaves out.) Keep that in mind for the measurements.
+# So a graph makes no kernel faster. It removes the host from the step and saves the time that the GPU would have waited for
+# it: a lot with one sample, nothing with many. (The gaps between kernels become a little shorter too; this arithmetic ignores
+# that.)
 #
-# ## A graph that you can look into
+# ## A graph that you can inspect
 #
-# Where there is no GPU there are no CUDA graphs. But what makes them hard to use is not the GPU. It is that a list of
-# launches holds *addresses*: where each kernel reads, where each writes. So the course has a **tape**: the list of PyTorch's
-# operations in a block of code, with the very tensors that they read and write. It is used as a graph is, and the same holds
-# for both.
+# Without a GPU there are no CUDA graphs. But the GPU is not what makes them hard to use. The hard part is that a list of
+# launches holds *addresses*: where each kernel reads and where it writes. So the course has a **tape**: the list of PyTorch
+# operations in a block of code, with the tensors that they read and write. You use it like a graph, and the same rules hold.
 #
 # | on a GPU | on a tape |
 # |---|---|
@@ -133,8 +160,7 @@ lab.beside("samples from which on a graph gains less than 10%", my_break_even, b
 # | `with torch.cuda.graph(graph): ...` | `with cpu_graph.capturing(graph): ...` |
 # | `graph.replay()` | `graph.replay()` |
 #
-# (Where a tape is less than a graph, it says so itself: `help(cpu_graph)`. The main thing: a replay of a tape still calls PyTorch
-# once for every operation.)
+# (`help(cpu_graph)` lists the differences. The main one: a replay of a tape still calls PyTorch once for every operation.)
 #
 # > **Predict** what the next cell prints.
 
@@ -147,13 +173,13 @@ with cpu_graph.capturing(graph):
 print("z after the capture:", z.tolist())
 
 # %% [markdown]
-# No numbers: **capturing computes nothing**. It only writes down what is to be done. `y` and `z` exist, their memory is
-# reserved, and nobody has written into it (the tape puts NaN there, so that you notice; on a GPU there is whatever was
-# there before). What the tape holds is this:
+# No numbers: **a capture computes nothing**. It only records the operations. `y` and `z` exist and their memory is reserved,
+# but nobody has written into it. (The tape fills it with NaN, so that you notice. On a GPU it holds whatever was there
+# before.) Here is the content of the tape:
 
 # %%
 def address(tensor: Tensor) -> str:
-    """The last digits of where a tensor lies."""
+    """The last digits of a tensor's address."""
     return f"…{tensor.data_ptr() % 16**5:05x}"
 
 
@@ -163,8 +189,8 @@ for call in graph.calls:
 print(f"x lies at {address(x)}, y at {address(y)}, z at {address(z)}")
 
 # %% [markdown]
-# How does the tape know? Below autograd, every operation of PyTorch passes through a place where a program may watch
-# it. Skim this; the rest of the lesson does not need it.
+# How does the tape know? Below autograd, PyTorch lets a program intercept every operation. Skim this class; the rest of the
+# lesson does not need it.
 
 # %%
 lab.show("course.lab.instruments.cpu_graph.Recorder")
@@ -177,9 +203,9 @@ graph.replay()
 print("z after a replay:", z.tolist())
 
 # %% [markdown]
-# Now there are numbers. A replay does what is on the list; no line of your Python runs.
+# Now there are numbers. A replay executes the list; no line of your Python runs.
 #
-# > **Predict.** The next cell gives `x` new numbers and replays, in two ways. What will `z` be, each time?
+# > **Predict.** The next cell gives `x` new numbers and replays, in two ways. What is `z` each time?
 
 # %%
 captured_x = x
@@ -191,13 +217,13 @@ graph.replay()
 print("after captured_x.copy_: ", z.tolist())
 
 # %% [markdown]
-# The first replay knew nothing of the new tensor. `x = ...` makes the *name* point to other memory; the list has the old
-# address, and what lies there has not changed. Nothing crashes, nothing warns: the step trains on the first batch forever.
-# Whatever a replay is to read must be **copied to where it reads**.
+# The first replay did not see the new tensor. `x = ...` points the *name* to other memory. The list still has the old address,
+# and the numbers there have not changed. Nothing crashes and nothing warns: such a step trains on the first batch forever.
+# **Copy every input to the address that a replay reads.**
 #
 # The same holds at the other end.
 #
-# > **Predict.** Three replays, and the result of each is kept in a list. What does the list hold?
+# > **Predict.** A list keeps the results of three replays. What does the list hold?
 
 # %%
 kept = []
@@ -208,24 +234,23 @@ for value in (1.0, 2.0, 3.0):
 print([result[0].item() for result in kept])
 
 # %% [markdown]
-# Three times the last one. The list has three names for one piece of memory, and every replay writes there. This is the bug
-# of **reading a stale buffer**, once at each end: a batch that was there before, a result that has been written over. A loss
-# that is logged ten steps later is another step's loss, all ten points of the curve are the same, and nobody is told. A
-# result that is to last must be **copied away** before the next replay.
+# Three times the last result. The list has three names for one piece of memory, and every replay writes there. This bug is
+# called **reading a stale buffer**, and it exists at both ends: an old batch, or an overwritten result. A loss that you log
+# ten steps later belongs to another step, and there is no error. **Copy away every result** before the next replay.
 
 # %%
 lab.picture(cuda_graphs.buffers(),
-            "Three batches on the left, an arrow labelled copy_ into a grey box, the graph. In it: captured batch, kernels, "
-            "captured loss. An arrow labelled clone leads to three losses on the right")
+            "Three batches on the left. An arrow labeled copy_ leads into a gray box, "
+            "the graph. The box holds the captured batch, kernels and the captured "
+            "loss. An arrow labeled clone leads to three losses on the right")
 
 # %% [markdown]
-# ## What must have happened before
+# ## What must happen before a capture
 #
-# A capture writes down *everything* that happens in it, including what was meant to happen only once. Adam makes its
-# two averages when it is first called, filled with zeros, and a count of its steps beside them.
+# A capture records *everything*, including what should happen only once. On its first call, Adam creates its two averages,
+# filled with zeros, and a step count.
 #
-# > **Predict.** The step below is captured without having run before, and replayed three times. How many steps has Adam
-# > counted?
+# > **Predict.** The next cell captures a step that has never run, and replays it three times. How many steps does Adam count?
 
 # %%
 weight = torch.nn.Parameter(torch.ones(3))
@@ -248,31 +273,30 @@ print("Adam has counted", int(adam.state[weight]["step"]), "of 3 steps. On the t
       ", ".join(call.name for call in too_early.calls))
 
 # %% [markdown]
-# One. Making the states has been recorded too (`zeros`, `zeros_like`), so every replay begins with new ones: Adam
-# without a memory. That is why real steps come before a capture, the **warm-up**. In them, everything that is made once
-# is made: the optimizer's states, the work space of cuBLAS (NVIDIA's matrix multiplications), the connections of NCCL (the
-# library that sends between GPUs, lesson 07), compiled kernels. They are steps of the training like all others, each on a batch
-# of its own.
+# One. The tape also recorded the creation of the states (`zeros`, `zeros_like`). So every replay starts with new ones: Adam
+# without a memory. This is why real steps run before a capture, the **warm-up**. They create everything that is created once:
+# the optimizer's states, the workspace of cuBLAS (NVIDIA's matrix multiplications), compiled kernels, and the connections of
+# NCCL (lesson 07). Warm-up steps are ordinary training steps, each on its own batch.
 #
 # ## Exercise: static buffers
 #
-# Now put it together. `Captured(step, device)` is called as `step` is, batch after batch, and returns what `step` would:
+# Now combine these rules. `Captured(step, device)` is called like `step`, batch after batch, and returns what `step` would:
 #
-# - the first `warm` calls run the step, `with warming(self.device):` (on a GPU this puts them on a stream of their own, as
-#   the capture will be; on a CPU it does nothing);
-# - the next call **captures** the step: on tensors of *your own*, `with capturing(self.graph):`. Keep what it returns;
-# - this call and all others **fill** the captured tensors with their batch, **replay**, and return results that nobody writes
-#   over.
+# - The first `warm` calls run the step `with warming(self.device):`. On a GPU this moves them to a separate stream, the one
+#   that the capture needs. On a CPU it does nothing.
+# - The next call **captures** the step `with capturing(self.graph):`, on tensors of *its own*. Keep what the step returns.
+# - This call and all later ones **fill** the captured tensors with their batch, **replay**, and return results that no later
+#   replay overwrites.
 #
-# One more rule. A batch that does not fit has to be refused with a `CourseError`, before anything is copied: other names,
-# other shapes or other types. `kinds(batch)` gives all three.
+# One more rule. Refuse a batch that does not fit (other names, shapes or types) with a `CourseError`, before you copy
+# anything. `kinds(batch)` returns all three.
 #
-# > **Question, before you write.** A batch of one sample, where four were captured. Does `copy_` complain?
+# > **Question, before you write.** You captured four samples, and a batch of one sample arrives. Does `copy_` complain?
 #
 # <details><summary>Answer</summary>
 # No. <code>copy_</code> broadcasts: all four rows become the one sample, and the step trains on it as if it were four. It
-# also converts float64 to float32 without a word. (The last batch of an epoch is the usual case. This course's loaders never
-# give a shorter one: they fill it up with padding, which weighs nothing.)
+# also converts float64 to float32 silently. (The last batch of an epoch is the usual case. This course's loaders pad it to
+# full size, with padding of weight zero.)
 # </details>
 
 # %%
@@ -285,9 +309,8 @@ from course.lab.exercises.lesson06_cuda_graphs import Captured
 check("static-buffers")
 
 # %% [markdown]
-# Your class knows nothing of the step that it captures. So give it the library's: a vision transformer, Adam with a learning
-# rate that warms up, clipping, dropout. Once as it is, once captured.
-
+# Your class knows nothing about the step that it captures. So give it the library's step: a vision transformer, Adam with a
+# learning rate that warms up, gradient clipping, dropout. Train once eagerly and once captured.
 
 # %%
 cpu = torch.device("cpu")
@@ -310,8 +333,8 @@ print(f"{sum(torch.equal(a, b) for a, b in pairs)} of {len(pairs)} losses and {s
 print("most frequent on the tape:", Counter(call.name for call in captured.graph.calls).most_common(6))
 
 # %% [markdown]
-# Not nearly equal: equal. Forward pass, backward pass and optimizer were recorded as one list, and replaying it is training.
-# The library's own class for a GPU is yours with some more thoughts in it. Read it and find them.
+# They are bit-for-bit equal. The tape recorded forward pass, backward pass and optimizer as one list, and replaying it is
+# training. The library's own class for a GPU (`graphs=true`) does a little more than yours. Read it and find the differences.
 
 # %%
 lab.show("course.training.cuda_graph.GraphedStep")
@@ -319,20 +342,141 @@ lab.show("course.training.cuda_graph.GraphedStep")
 # %% [markdown]
 # <details><summary>What is different</summary>
 #
-# - `wait_parameters`: a graph has to end *complete*. Work that was put on another stream in the capture (ZeRO's gathering of
-#   parameters) must have come back before it ends.
-# - `record_stream`: the batch was made on one stream and is used on another. This tells the memory allocator not to give its
-#   memory to somebody else while the other stream may be reading.
-# - `capture_error_mode="thread_local"`: some CUDA calls are forbidden while anybody captures, and PyTorch watches NCCL from a
-#   thread of its own, which makes such calls now and then. This forbids them to the capturing thread alone.
-# - a failing capture is turned into a sentence, and gives back the state of the generator of random numbers, which it had
-#   changed.
-# - `symmetric.new_graph`: ranks that write into each other's memory (lesson 10) wait once more where a graph begins.
+# - `wait_parameters`: a graph has to end *complete*. Work on another stream (ZeRO gathers parameters there) must finish
+#   before the capture ends.
+# - `record_stream`: one stream made the batch, another uses it. This tells the memory allocator not to reuse its memory too
+#   early.
+# - `capture_error_mode="thread_local"`: CUDA forbids some calls during a capture. PyTorch's NCCL watchdog makes such calls in
+#   its own thread. This mode forbids them only in the capturing thread.
+# - A failed capture raises a readable error and restores the state of the random number generator.
+# - `symmetric_memory.new_graph`: ranks that write into each other's memory (lesson 10) wait once more where a graph begins.
 # </details>
 #
-# ## What was decided in the capture
+# PyTorch has graphs of its own: `torch.compile(model, mode="reduce-overhead")`. It captures each compiled **piece**, so a step
+# has a few launches, and the optimizer runs as before. It copies inputs for you and captures new graphs for new shapes. It skips
+# a piece that it cannot capture, with only a log message. It overwrites results too. If it reports *accessing tensor output of
+# CUDAGraphs that has been overwritten*, you need a `clone`.
 #
-# Why could the library's step be captured just like that? Because it was written for it. Most steps are more like this one.
+# ## What it costs: memory
+#
+# A replay writes to the addresses of the capture. So this memory belongs to the graph as long as the graph lives, *between*
+# replays too. It comes from a **private pool** of PyTorch's allocator. Within one capture, freed memory is reused as usual.
+# A second graph gets a second pool, unless you pass the first one's (`pool=graph.pool()`). Share a pool only between graphs
+# that always replay in the order of their captures.
+#
+# A tape does not reuse memory: it keeps everything.
+#
+# > **Predict.** How many times the peak memory of an eager step (activations, gradients) does the tape of that step keep?
+
+# %%
+my_memory = 1.0                  # your prediction, times
+
+# %%
+one, other = assembled(), assembled()
+batch = one.model.example(16, cpu)
+for _ in range(3):
+    one.step(batch)
+with tensor_memory.MemoryMeter() as eager:
+    one.step(batch)
+captured = Captured(other.step, cpu)
+for _ in range(4):
+    captured(batch)
+lab.beside("the tape's memory over an eager step's", my_memory, captured.graph.bytes / eager.peak, "times", "counted")
+
+# %% [markdown]
+# A CUDA graph reuses memory and costs far less. On an H200 the peak grows by {result: extra_small | .1%} for a small model
+# with one sample, and by {result: extra_large | .0%} for the reference model.
+#
+# ## Measure it: your machine
+#
+# A replay of the tape skips the Python of the model, of autograd and of the optimizer. It only calls PyTorch once per
+# operation. On a CPU nothing runs beside the host: its time comes *on top of* the work. So a replay saves time here too.
+#
+# > **Predict.** Take the tiny model from above, one sample, on one core. How many times as long as a replay does the eager
+# > step take? And with 64 samples?
+
+# %%
+my_gain = {1: 5.0, 64: 1.0}      # your prediction, times
+
+# %%
+def medians(*steps: Callable[[], object], rounds: int = 25) -> list[float]:
+    """Median milliseconds of each step. They take turns, so a busy moment hits all alike."""
+    times: list[list[float]] = [[] for _ in steps]
+    for _, (step, taken) in itertools.product(range(rounds), zip(steps, times, strict=True)):
+        begin = time.perf_counter()
+        step()
+        taken.append(time.perf_counter() - begin)
+    return [1e3 * sorted(taken)[rounds // 2] for taken in times]
+
+
+def eager_and_replayed(samples: int) -> tuple[float, float]:
+    """Milliseconds of the library's step, and of the same step in your class."""
+    one, other = assembled(), assembled()
+    captured, batch = Captured(other.step, cpu), one.model.example(samples, cpu)
+    for _ in range(4):
+        one.step(batch)
+        captured(batch)
+    first, second = medians(lambda: one.step(batch), lambda: captured(batch))
+    return first, second
+
+
+background_load.report()
+threads = torch.get_num_threads()
+torch.set_num_threads(1)         # threads of such small operations mostly wait for one another
+found = {samples: eager_and_replayed(samples) for samples in (1, 4, 16, 64)}
+torch.set_num_threads(threads)
+gains = {samples: eager / replayed for samples, (eager, replayed) in found.items()}
+curve = style.curves({"eager": (list(found), [eager for eager, _ in found.values()]),
+                        "replayed": (list(found), [replayed for _, replayed in found.values()])}, "samples", "ms",
+                       "a step of the tiny model on one core of this machine")
+lab.picture(curve, "Two rising lines: the eager step lies above the replayed one for every "
+            "batch. On Linux the distance grows with the batch")
+for samples, predicted in my_gain.items():
+    lab.beside(f"eager over replayed, {samples} sample{'s' if samples > 1 else ''}", predicted, gains[samples], "times")
+
+# %% [markdown]
+# **What you should see:** with one sample the eager step takes about one and a half times as long. That is the Python of a
+# step. A graph on a GPU gains far more: it pays for one launch, where a tape still calls every operation.
+#
+# If Python were all, each batch would save the same milliseconds. On Linux the two lines part: larger batches save more.
+#
+# > **Question.** What else does an eager step do for every operation? A replay does not do it, and it takes longer for larger
+# > tensors.
+#
+# <details><summary>Answer</summary>
+# It allocates its result. A large piece of memory comes from the operating system, page by page on the first write. It goes
+# back when the tensor is freed. Both happen in every step. A replay writes where it wrote before. The next cell counts the pages.
+# </details>
+
+# %%
+import resource
+
+
+def new_pages(step: Callable[[], object], rounds: int = 10) -> float:
+    """Memory pages that the operating system provides for one step."""
+    step()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(rounds):
+        step()
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / rounds
+
+
+torch.set_num_threads(1)         # as above: each thread allocates memory on its own
+one, other = assembled(), assembled()
+captured, batch = Captured(other.step, cpu), one.model.example(64, cpu)
+for _ in range(4):
+    captured(batch)
+print(f"64 samples: {new_pages(lambda: one.step(batch)):,.0f} new pages in an eager step, "
+      f"{new_pages(lambda: captured(batch)):,.0f} in a replay; a page has {resource.getpagesize()} bytes")
+torch.set_num_threads(threads)
+
+# %% [markdown]
+# So the fixed addresses alone save time on a CPU. On a GPU they save nothing: PyTorch's **caching allocator** keeps freed
+# memory and reuses it. A gain belongs to the machine on which you measured it; look for its reason.
+#
+# ## What Python decided in the capture
+#
+# Why could you capture the library's step without a change? It was written for that. Most steps look more like this one.
 
 # %%
 lab.show("course.lab.exercises.lesson06_cuda_graphs.on_host")
@@ -342,15 +486,15 @@ lab.show("course.lab.exercises.lesson06_cuda_graphs.on_host")
 # > Capture it in the step with the count 0. Which of the three stops the capture with an error, and which goes unnoticed?
 #
 # <details><summary>Answer</summary>
-# The <code>if</code> stops it: Python wants to know a value that has not been computed. <code>torch.tensor(...)</code>
-# stops it as well: it copies a number from the host's memory, which a graph does not hold on to. The learning rate goes
-# unnoticed. A Python number goes into the graph as the number that it was, here 1/8 of the peak, and stays that for all
-# steps. The count goes unnoticed too: it is 1 after the capture, and 1 after a thousand replays.
+# The <code>if</code> stops it: Python needs a value that has not been computed. <code>torch.tensor(...)</code> stops it as
+# well: it copies a number from host memory, and a graph does not keep that memory. The learning rate goes unnoticed. A Python
+# number enters the graph as a constant, here 1/8 of the peak, for all steps. The count goes unnoticed too: it is 1 after the
+# capture, and 1 after a thousand replays.
 # </details>
 
 # %%
 def try_to_capture(step: Callable[..., Tensor], state: OnHost | OnDevice) -> None:
-    """Capture a step on random numbers, and say what came of it."""
+    """Capture a step on random numbers, and print the outcome."""
     batch = {"x": torch.randn(4, 3), "y": torch.randn(4)}
     try:
         with cpu_graph.capturing(cpu_graph.Graph()):
@@ -374,9 +518,9 @@ def without_the_first(state: OnHost, batch: Batch) -> Tensor:
 try_to_capture(without_the_first, OnHost(torch.zeros(3, requires_grad=True)))
 
 # %% [markdown]
-# On a GPU both stop with `operation not permitted when stream is capturing`, and a traceback whose last line of yours is the
-# one to look at. (Without `device=...` the first would not even stop there: a CPU tensor of one number is taken as a number.)
-# The errors are the kind part. Here is the other one.
+# On a GPU both stop with `operation not permitted when stream is capturing`. Look at your own last line in the traceback.
+# (Without `device=...` the first one would not stop: PyTorch treats a CPU tensor of one number as a number.) These errors are
+# the lucky case. Here is the other one.
 #
 # > **Predict.** Three replays. Which rate, which count?
 
@@ -390,25 +534,72 @@ for _ in range(3):
 print(f"rate {rate.item()}, count {count}; the rate of the third step is {PEAK * 3 / RAMP}")
 
 # %% [markdown]
-# Nothing ever told the graph that there was a count. No error points to what was quietly frozen, so you have to look
-# for it: learning rates, loss scales, step counts, probabilities that change, seeds made in Python.
+# The graph never learned that there was a count. No error points to frozen values, so look for them: learning rates, loss
+# scales, step counts, changing probabilities, seeds made in Python.
+#
+# **When a capture fails or goes wrong:**
+#
+# 1. **Read the first error.** A forbidden call invalidates the capture, and every later call fails as well (`operation failed
+#    due to a previous error during capture`).
+# 2. **Find what waits.** `torch.cuda.set_sync_debug_mode("error")` stops an eager step at each operation that waits for the
+#    GPU: `.item()`, `.cpu()`, an `if` on a tensor, `nonzero`, a boolean mask as an index.
+# 3. **Find what is frozen.** Train eagerly and replayed, from the same weights on the same batches, and compare all
+#    parameters. Compare ten replays, because the first one still uses true values. Vary batches and learning rate, and include
+#    a bad batch.
+#
+# > **Question.** You load a checkpoint into a training that has been captured already. The losses continue as if nothing had
+# > been loaded, or the optimizer continues with its old averages. How can that be?
+#
+# <details><summary>Answer</summary>
+# The graph trains the tensors of the capture. A load that creates <i>new</i> tensors changes nothing that the graph reads.
+# <code>load_state_dict</code> of a module copies in place; that of PyTorch's optimizers replaces the state tensors. So load
+# first, then warm up and capture.
+# </details>
+#
+# **Random numbers.** PyTorch's default GPU generator supports graphs: kernels read seed and offset from device memory, and each
+# replay moves on. So `nn.Dropout` draws new numbers in every replay. Register your own generators with the graph. Random
+# numbers from Python or NumPy are frozen. This course computes random numbers from a step count that is a tensor (lesson 01).
+#
+# **Several GPUs.** NCCL's collectives are kernels, and a graph captures them like others. Every rank has to capture, and to
+# replay equally often, or the others wait forever. The first collective of the warm-up creates the connections. The decision to
+# call a collective must be the same on all ranks.
+#
+# **Pipelines.** Their ranks run different programs, and the host orders their sends and receives. So the library refuses to
+# capture them:
+
+# %%
+try:
+    config.load("vit-demo", ["graphs=true", "parallel.pp=2"])
+except CourseError as error:
+    print(error)
+
+# %% [markdown]
+# The library keeps everything that changes between steps, beside the weights, as tensors on the device:
+
+# %%
+lab.show("course.training.step.Progress")
+
+# %% [markdown]
+# It computes the learning rate from `step`, with tensor operations (lesson 08). Adam gets the rate as a tensor and reads it on
+# the device, and `capturable=True` keeps Adam's own step count there as well. (PyTorch's learning-rate schedulers also work.
+# They compute a number on the host and fill it into that tensor *between* two replays.)
 #
 # ## Exercise: decided on the device
 #
-# Write the same step so that it can be captured. Everything that changes is a tensor in `state` now: `weight`, `count` and
-# `skipped`.
+# Write the step `on_host` so that it can be captured. Everything that changes is now a tensor in `state`: `weight`, `count`
+# and `skipped`.
 #
-# - What changes from step to step is **computed from tensors**. `dropout(x, step)` takes the count as a tensor already.
-# - What changes is changed **in place**: the next replay reads the same memory.
+# - **Compute from tensors** what changes from step to step. `dropout(x, step)` takes the count as a tensor already.
+# - Change it **in place**: the next replay reads the same memory.
 # - Where Python would choose, compute **both outcomes** and let the device choose: `torch.where(condition, a, b)`.
 #
-# `PEAK`, `RAMP`, `dropout` and `mean_square` are those of the step above.
+# `PEAK`, `RAMP`, `dropout` and `mean_square` are those of `on_host`.
 #
 # > **Question, before you write.** Why not multiply the gradient by 0 where the loss is not finite?
 #
 # <details><summary>Answer</summary>
 # The gradient of such a loss is NaN or infinite, and 0 times that is NaN. <code>torch.where</code> takes one of two numbers
-# as it is, whatever the other one may be.
+# as it is, whatever the other one is.
 # </details>
 
 # %% exercise="decided-on-device"
@@ -418,9 +609,8 @@ from course.lab.exercises.lesson06_cuda_graphs import on_device
 check("decided-on-device")
 
 # %% [markdown]
-# See it skip a bad batch and go on, with nobody looking. (After the capture no Python of the step runs: who could have
-# looked?) It regresses three weights, 1, −2 and 0.5, with dropout, which makes them smaller by the share that is dropped:
-# they end near three quarters of that.
+# Watch the step skip a bad batch and continue without the host. It fits three weights, 1, −2 and 0.5. Dropout shrinks them by
+# the dropped share, so they end near three quarters of that.
 
 # %%
 state = OnDevice(torch.zeros(3, requires_grad=True), torch.zeros((), dtype=torch.int64), torch.zeros((), dtype=torch.int64))
@@ -439,199 +629,34 @@ for number in range(20):
               f"weight {[round(w, 2) for w in state.weight.tolist()]}")
 
 # %% [markdown]
-# ## The same in the library
-#
-# What changes between steps beside the weights stands in one place, as tensors on the device:
-
-# %%
-lab.show("course.training.step.Progress")
-
-# %% [markdown]
-# The learning rate is computed from `step`, a *tensor*, and so is its warm-up: with `torch.minimum` where you would write `min`
-# (lesson 08 writes it). Adam gets
-# it as a tensor and reads it on the device, and `capturable=True` tells PyTorch that Adam's own step count is to lie there as
-# well. (PyTorch's learning-rate schedulers work too: they compute a number on the host, and where the optimizer was given a
-# tensor they fill it in, *between* two replays.)
-#
-# And a skipped step? Look at how `train_step` ends (you have seen it in [lesson 01](01_baseline.ipynb)):
-#
-# - `bad` is a tensor, 1.0 if the loss or the gradient's norm is not finite on any rank;
-# - it becomes the optimizer's `found_inf`. The fused kernels of Adam and SGD read it *on the device* and, where it is not 0,
-#   leave weights and states alone;
-# - what counts good and bad steps takes it as well:
+# The library's step does the same. `bad` is a tensor, 1.0 if the loss or gradient norm is not finite on any rank. Fused Adam
+# and SGD read it *on the device* as `found_inf` and skip the update. The counters take it as well:
 
 # %%
 lab.show("course.training.step.update_progress")
 
 # %% [markdown]
-# > **Question.** With fp16, PyTorch's `GradScaler` skips bad steps too. For most optimizers it does so with an `if` on the
-# > host, which waits for the device. What would that do to a capture?
+# ## Summary
 #
-# <details><summary>Answer</summary>
-# It reads <code>found_inf</code> with <code>.item()</code>, so the capture fails. To fused optimizers it hands
-# <code>found_inf</code> and the scale as tensors and leaves the choice to them, as the library does.
-# </details>
+# - A graph removes the host from the step. It saves the time that the device would wait for the host, and nothing else.
+# - Addresses are fixed: copy batches in, copy results out, change states in place.
+# - A capture computes nothing and records everything. Warm up first.
+# - Python decides once, for all replays. Learning rates, counts, scales and skipped steps must be tensors.
+# - An error in a capture is the lucky case. Compare with eager steps to find frozen values.
 #
-# **Random numbers.** PyTorch's own generator on a GPU knows of graphs: a capture lets kernels read seed and offset from the
-# device's memory, and each replay moves on. So `nn.Dropout` draws new numbers in every replay; a generator that you made
-# yourself does so only if it is registered with the graph. What Python or NumPy draw is frozen. This course's random numbers
-# are a function of a step count that is a tensor ([lesson 01](01_baseline.ipynb)), so there is nothing to be done.
+# ## Questions
 #
-# **Several GPUs.** NCCL's collectives are kernels, and are captured like others: `bad` above is a maximum over all ranks,
-# taken inside the graph. Three things follow. Every rank has to capture, and to replay equally often, or the others wait
-# forever. The connections must be there before the capture: they come with the first collective, in the warm-up. And what
-# decides whether there will be a collective must not be on one rank alone.
+# 1. A profile shows an idle GPU while the host reads data. Does a graph help?
+# 2. Your replayed loss is constant to the last digit. What are two possible reasons?
+# 3. Which tensors of your own training step change between steps, and who changes them?
 #
-# **Pipelines** are refused. Their ranks run different programs that meet in sends and receives, in an order that the host
-# keeps; the library does not capture that, and says so. (Frameworks that want both, such as Megatron-LM, can capture layer by
-# layer, and leave the schedule to the host.)
-
-# %%
-try:
-    config.load("vit-demo", ["graphs=true", "parallel.pp=2"])
-except CourseError as error:
-    print(error)
-
-# %% [markdown]
-# ## What it costs: memory
+# **Check your work from a terminal.** Save the notebook, then run `course check notebooks/06_cuda_graphs_mine.ipynb`.
+# Next: [lesson 07](07_data_parallel.ipynb), with more than one GPU.
 #
-# A replay writes to the addresses of the capture. So this memory must belong to the graph as long as it lives, *between*
-# replays too: it comes from a **private pool** of PyTorch's allocator, which gives nothing back to anybody else. Within one
-# capture memory is used again as ever: when a tensor is freed, the next may take its place. An eager step shares what it
-# frees with everybody; a second graph gets a second pool, unless it is told to use the first one's (`pool=graph.pool()`),
-# which is right only if the two always replay one after the other, in the order of their captures.
+# ## Appendix (optional): on GPUs
 #
-# A tape does not use memory twice: it keeps whatever it made.
-#
-# > **Predict.** How many times the most that an eager step holds at once (activations, gradients) is what the tape of that
-# > step keeps?
-
-# %%
-my_memory = 1.0                  # your prediction, times
-
-# %%
-one, other = assembled(), assembled()
-batch = one.model.example(16, cpu)
-for _ in range(3):
-    one.step(batch)
-with tensor_memory.MemoryMeter() as eager:
-    one.step(batch)
-captured = Captured(other.step, cpu)
-for _ in range(4):
-    captured(batch)
-lab.beside("the tape's memory over an eager step's", my_memory, captured.graph.bytes / eager.peak, "times", "counted")
-
-# %% [markdown]
-# A CUDA graph, which does use memory again, costs far less: a few percent on top of the eager step, or nothing. The
-# most memory that tensors took on an H200, with and without:
-
-# %%
-rungs = {row["rung"]: row for row in lab.results("vit_h200")["rows"]}
-SMALL = {"eager": "one sample: eager", "in a graph": "one sample: in a graph", "compiled": "one sample: compiled",
-         "compiled, in a graph": "one sample: compiled, in a graph"}
-LARGE = {"compiled": "bf16, compiled", "compiled, in a graph": "bf16, compiled, in a graph"}
-lab.recorded("vit_h200", {f"{model}, {label}": {"GB": rungs[rung]["memory_gb"]}
-                          for model, group in (("one sample", SMALL), ("the reference model", LARGE))
-                          for label, rung in group.items()}, why="Peak of training")
-
-# %% [markdown]
-# ## Measure it: your machine
-#
-# A replay of the tape skips the Python of the model, of autograd and of the optimizer, and asks PyTorch for one operation
-# after another. On a CPU nothing runs beside the host: host and device are the same cores, and what the host does comes *on
-# top of* the work. So something can be saved here too, for a reason of its own.
-#
-# > **Predict.** The tiny model from above, one sample, on one core. How many times as long as a replay does the eager
-# > step take? And with 64 samples?
-
-# %%
-my_gain = {1: 5.0, 64: 1.0}      # your prediction, times
-
-
-# %%
-def medians(*steps: Callable[[], object], rounds: int = 25) -> list[float]:
-    """Milliseconds of each step, the median of so many rounds by turns, so that a busy moment hits all alike."""
-    times: list[list[float]] = [[] for _ in steps]
-    for _, (step, taken) in itertools.product(range(rounds), zip(steps, times, strict=True)):
-        begin = time.perf_counter()
-        step()
-        taken.append(time.perf_counter() - begin)
-    return [1e3 * sorted(taken)[rounds // 2] for taken in times]
-
-
-def eager_and_replayed(samples: int) -> tuple[float, float]:
-    """Milliseconds of the library's step and of your class around it."""
-    one, other = assembled(), assembled()
-    captured, batch = Captured(other.step, cpu), one.model.example(samples, cpu)
-    for _ in range(4):
-        one.step(batch)
-        captured(batch)
-    first, second = medians(lambda: one.step(batch), lambda: captured(batch))
-    return first, second
-
-
-background_load.report()
-threads = torch.get_num_threads()
-torch.set_num_threads(1)         # or the threads' waiting for one another would be most of such small operations
-found = {samples: eager_and_replayed(samples) for samples in (1, 4, 16, 64)}
-torch.set_num_threads(threads)
-gains = {samples: eager / replayed for samples, (eager, replayed) in found.items()}
-curve = style.curves({"eager": (list(found), [eager for eager, _ in found.values()]),
-                        "replayed": (list(found), [replayed for _, replayed in found.values()])}, "samples", "ms",
-                       "a step of the tiny model on one core of this machine")
-lab.picture(curve, "Two rising lines: the eager step lies above the replayed one for every batch, on Linux by more for big ones")
-for samples, predicted in my_gain.items():
-    lab.beside(f"eager over replayed, {samples} sample{'s' if samples > 1 else ''}", predicted, gains[samples], "times")
-
-# %% [markdown]
-# **What you should see:** with one sample the eager step takes about one and a half times as long: that is the Python of a
-# step. It is far from the five times of the arithmetic above, and it should be: a tape still pays for calling every
-# operation, where a graph on a GPU pays once for all.
-#
-# If that were all, the same milliseconds would be saved for every batch, and the two lines would lie side by side. On Linux
-# they part: the larger the batch, the more milliseconds are saved.
-#
-# > **Question.** What else does an eager step do for every operation, which a replay does not, and which takes longer for
-# > larger tensors?
-#
-# <details><summary>Answer</summary>
-# It makes its result, and for that it needs memory. A large piece comes from the operating system, page by page as it
-# is first written to, and goes back when the tensor is freed, again in every step. A replay writes where it wrote
-# before. The next cell counts the pages.
-# </details>
-
-# %%
-import resource
-
-
-def new_pages(step: Callable[[], object], rounds: int = 10) -> float:
-    """Pages of memory that the operating system has to find for one step."""
-    step()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for _ in range(rounds):
-        step()
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / rounds
-
-
-torch.set_num_threads(1)         # as above: each thread asks for memory on its own
-one, other = assembled(), assembled()
-captured, batch = Captured(other.step, cpu), one.model.example(64, cpu)
-for _ in range(4):
-    captured(batch)
-print(f"64 samples: {new_pages(lambda: one.step(batch)):,.0f} new pages in an eager step, "
-      f"{new_pages(lambda: captured(batch)):,.0f} in a replay; a page has {resource.getpagesize()} bytes")
-torch.set_num_threads(threads)
-
-# %% [markdown]
-# So the fixed addresses of a graph save something by themselves. On a GPU they would save nothing: asking the driver for
-# memory is so slow there that PyTorch keeps what is freed and hands it out again, in its **caching allocator**. Measuring has
-# shown a gain that nobody had predicted, and its reason says that it will not be there on the next machine. Both are worth
-# knowing.
-#
-# ## Measure it: an H200
-#
-# A step of 12 layers of width 768, 256 tokens, **one** sample, in bf16. How many operations is that? The number does not
-# depend on the width, so count them on a narrow model.
+# Take 12 layers of width 768 with 256 tokens, **one** sample, in bf16. The number of operations does not depend on the width,
+# so count them on a narrow model.
 
 # %%
 narrow = assembled("model.depth=12", "precision=bf16")
@@ -642,27 +667,26 @@ operations = len(counted.graph.calls)
 print(f"{operations} operations in a step of 12 layers")
 
 # %% [markdown]
-# > **Predict.** How many times as fast as the eager step is the same step in a graph?
+# > **Predict.** On an H200, how many times as fast as the eager step is the same step in a graph?
 
 # %%
 my_times = 2.0                   # your prediction
 
 # %%
+rungs = {row["rung"]: row for row in lab.results("vit_h200")["rows"]}
+SMALL = {"eager": "one sample: eager", "in a graph": "one sample: in a graph", "compiled": "one sample: compiled",
+         "compiled, in a graph": "one sample: compiled, in a graph"}
+LARGE = {"compiled": "bf16, compiled", "compiled, in a graph": "bf16, compiled, in a graph"}
 speed = {label: rungs[rung]["samples_per_s"] for label, rung in SMALL.items()}
 lab.beside("one sample, in a graph, over eager", my_times, speed["in a graph"] / speed["eager"], "times", "recorded")
 for label in ("eager", "in a graph"):
     print(f"{label}: {1e6 / speed[label] / operations:.0f} µs for each operation")
 
 # %% [markdown]
-# **What you should see:** the eager step is bound by its launches, tens of microseconds for each operation: Python, autograd
-# and the dispatcher come with every launch. In the graph an operation takes a few microseconds, which is what a small kernel
-# and the gap after it take: now the GPU sets the pace. (On a GPU some operations are two or three kernels: it ran the 843 of
-# lesson 05.)
+# In the graph an operation takes as long as a small kernel and the gap after it. (Some operations are two or three kernels:
+# the GPU runs {result: kernels | d}.) Compiled without a graph this step is *slower* (lesson 05).
 #
-# Compiled, this step was slower (lesson 05): fewer kernels, but the host took longer over each. In a graph the host is out of
-# the way.
-#
-# > **Predict.** The compiled step in a graph: how many times as fast as the compiled step, and as the uncompiled one in a graph?
+# > **Predict.** How many times as fast is the compiled step in a graph as without one? And as the uncompiled step in a graph?
 
 # %%
 my_compiled_times = 2.0          # your predictions
@@ -674,11 +698,10 @@ lab.beside("compiled, in a graph, over compiled", my_compiled_times, both / spee
 lab.beside("compiled over uncompiled, both in a graph", my_fewer_kernels, both / speed["in a graph"], "times", "recorded")
 
 # %% [markdown]
-# Each cures what the other leaves: the graph takes the host away, and compiling makes the kernels fewer and their bytes
-# less. Only together do they make both the GPU's work and the wait for it as short as can be.
+# The graph removes the host, and compiling reduces kernels and bytes.
 #
-# > **Predict.** The reference model (width 384, 4,050 tokens, 16 samples), in bf16 and compiled: how many percent faster in a
-# > graph?
+# > **Predict.** The reference model (width 384, 4,050 tokens, 16 samples), in bf16 and compiled: how many percent faster is it
+# > in a graph?
 
 # %%
 my_percent = 10                  # your prediction
@@ -690,27 +713,22 @@ print(f"predicted {my_percent}% faster, recorded {more:+.1f}%: {1e3 * 16 / large
       f"{1e3 * 16 / large['compiled, in a graph']:.1f} ms")
 
 # %% [markdown]
-# Next to nothing, as your `break_even` would have said: its kernels run for far longer than they take to launch, so the host
-# is ahead all the time, and the GPU never waits for it. Lesson 02's picture of this model showed it: no idle time, nothing to
-# gain. Before you reach for a graph, look whether the device is idle *because the host launches*.
-#
-# Here is the whole ladder, and after it your own rung.
+# Its kernels run far longer than they take to launch. Before you use a graph, check that the device is idle *because the host
+# launches*.
 
 # %%
 about = lab.results("vit_h200")
 speeds = {"12 layers of width 768, 256 tokens, one sample": speed, "the reference model, 16 samples": large}
 lab.picture(style.grouped_bars(speeds, "samples/s", f"training steps in bf16, {about['hardware']}, PyTorch {about['torch']}"),
-            "Bars of samples per second. One sample: in a graph the bar is several times as long as eager, compiled it is "
-            "shorter, compiled and in a graph the longest. The reference model: two bars of the same length")
+            "Bars of samples per second. "
+            + ". ".join(f"{model}: " + ", ".join(f"{label} {per_s:.0f}" for label, per_s in bars.items())
+                        for model, bars in speeds.items()))
 lab.beside("\none sample of the tiny model, replayed from a tape on your machine", my_gain[1], gains[1], "times")
-
-# %% [markdown]
-# If there is a GPU here, the next cell measures the library's own graph on it.
 
 # %%
 if lab.gpu():
     def milliseconds(*overrides: str) -> float:
-        """Of a step on the GPU, of twenty, after five that do not count."""
+        """Of a step on the GPU: the mean of twenty, after five warm-up steps."""
         settings = config.load("vit-demo", ["data.source=mock", "train.device=cuda", "precision=bf16", *overrides])
         training = assemble.assemble(settings, parallel.build_mesh(settings.parallel, parallel.join("cuda")))
         batch = training.model.example(1, torch.device("cuda"))
@@ -728,56 +746,7 @@ else:
     print("There is no GPU here: the numbers above are those of an H200.")
 
 # %% [markdown]
-# ## When a capture fails
-#
-# 1. **Look at the first error.** A forbidden call invalidates the capture, and whatever comes after it fails as well
-#    (`operation failed due to a previous error during capture`).
-# 2. **Find what waits.** `torch.cuda.set_sync_debug_mode("error")` makes an eager step stop at the operations that wait for
-#    the GPU, one after another: `.item()`, `.cpu()`, an `if` on a tensor, `nonzero`, a boolean mask as an index.
-# 3. **Find what was frozen.** No error tells. Train some steps eagerly and some replayed, from the same weights on the same
-#    batches, and compare all parameters, as you did above. The first replay proves little, for what was frozen is still true
-#    then: compare ten, with other batches, a learning rate that changes, and a bad batch among them.
-#
-# > **Question.** A checkpoint is loaded into a training that has been captured already. The losses go on as if nothing had
-# > been loaded, or the optimizer starts again with the averages of before. How can that be?
-#
-# <details><summary>Answer</summary>
-# The graph trains the tensors of the capture. Loading that makes <i>new</i> tensors changes nothing that the graph
-# reads. <code>load_state_dict</code> of a module copies in place; that of PyTorch's optimizers puts other tensors in
-# the place of the states. So load first, then warm up and capture.
-# </details>
-#
-# ## In practice
-#
 # ```
-# course train vit-short graphs=true precision=bf16 compile=true        # the whole step in one graph, after 3 warm-up steps
-# course profile vit-short                                              # is the device idle while the host launches?
-# course bench vit --out ladder.json                                    # all rungs of the ladder, on your GPU
+# course train vit-short graphs=true precision=bf16 compile=true    # the whole step in one graph
+# course bench vit --out results.json                               # these measurements, on your GPU
 # ```
-#
-# PyTorch has graphs of its own, without a line of yours: `torch.compile(model, mode="reduce-overhead")`. What it does
-# differently:
-#
-# - it captures the compiled **pieces**, forward and backward each on its own, so there are a few launches a step; the
-#   optimizer, and whatever stands between the pieces, is launched as ever. The library captures the **whole step** in one;
-# - it copies inputs into static buffers for you (weights it takes to stay where they are), warms up by itself, and leaves out
-#   a piece that cannot be captured, with a message in the logs, instead of refusing;
-# - other shapes get graphs of their own, beside the first, all from one pool of memory;
-# - results are overwritten by the next run here too. It notices when you read one too late: *accessing tensor output of
-#   CUDAGraphs that has been overwritten by a subsequent run*. The cure is yours: `clone`.
-#
-# `torch.cuda.make_graphed_callables` is between the two: it captures forward and backward of the modules that you name.
-#
-# ## What you know now
-#
-# - A graph takes the host out of the way. It gains what the device would have waited for it, and nothing else.
-# - Addresses are fixed: copy batches in, copy results out, change states in place.
-# - A capture computes nothing and records everything: warm up first.
-# - What Python decides is decided for good. Learning rates, counts, scales and skipped steps are tensors, and the device
-#   chooses.
-# - An error in a capture is the lucky case. Compare with eager steps to find what was frozen.
-#
-# **Check your work once more, from outside.** Save the notebook; then, in a terminal: `course check
-# notebooks/06_cuda_graphs_mine.ipynb`.
-#
-# Next: [lesson 07](07_data_parallel.ipynb), with more than one GPU.

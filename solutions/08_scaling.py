@@ -9,10 +9,15 @@
 # %% [markdown]
 # # 08 · Scaling and convergence
 #
-# With data parallelism n GPUs process n times the samples in a second, if the batch grows with them. Is the model
-# trained n times sooner? Only if a sample in a large batch teaches as much as one in a small batch, and whether it does
-# is not a question about computers. In this lesson you measure how batch, learning rate and the number of samples
-# depend on one another, and find out up to which batch more GPUs buy time.
+# With data parallelism, n GPUs process n times the samples per second if the batch grows with them. Is the model trained n
+# times sooner? Only if a sample in a large batch teaches as much as a sample in a small batch. That is a question about
+# learning, not about computers. In this lesson you measure how batch, learning rate and samples depend on one another.
+#
+# **What you will learn**
+#
+# - What the noise in a gradient says about useful batch sizes.
+# - How the best learning rate depends on the batch, and why warm-up matters.
+# - Up to which batch more GPUs save time, and why throughput alone does not tell you.
 #
 # | | |
 # |---|---|
@@ -22,8 +27,49 @@
 # | you write | the noise in a gradient (3 lines), two scaling rules (4), a learning-rate schedule (7), samples to a target (9) |
 # | you measure | the noise in a gradient; the best learning rate, and samples, steps and time to a target, against the batch |
 #
-# Work in a copy: *File → Save Notebook As…*, `08_scaling_mine.ipynb`. The curves of this lesson are of real runs, 55 of them,
-# which would take your laptop a night: their logs come with the course, and the command that makes them stands at the end.
+# Work in a copy: *File → Save Notebook As…*, `08_scaling_mine.ipynb`. The curves of this lesson come from {result: runs | d}
+# real runs. They would take your laptop a night, so their logs come with the course.
+
+# %% numbers=true
+from course.bench.results import load
+
+recorded_runs = load("convergence")["runs"]
+runs = len(recorded_runs)
+tried_rates = sorted({run["lr"] for run in recorded_runs})
+
+def run_at(batch, lr):
+    run, = (run for run in recorded_runs if (run["batch"], run["lr"]) == (batch, lr)
+            and (run["warmup"], run["schedule"]) == (20, "constant"))
+    return run
+
+def samples_of(batch, lr, goal=0.12):
+    run = run_at(batch, lr)
+    steps, losses = run["step"], run["valid_loss"]
+    validated = zip(steps, steps[1:], losses, losses[1:], strict=False)
+    for before, now, high, low in validated:
+        if low is not None and low <= goal:
+            return batch * (before + (now - before) * (high - goal) / (high - low))
+    return float("inf")
+
+def least_samples(batch):
+    return min(samples_of(batch, lr) for lr in tried_rates)
+
+def squared_norms(lr):
+    run = run_at(4, lr)
+    columns = zip(run["valid_loss"], run["grad_norm"], strict=True)
+    near = [norm**2 for loss, norm in columns if abs(loss / 0.14 - 1) < 0.05]
+    return sum(near) / len(near)
+
+validations = len(run_at(4, 0.001)["step"])
+norm_factor = squared_norms(0.00025) / squared_norms(0.004)
+speeds = {int(batch): rate for batch, rate in load("convergence")["speed"].items()}   # per second
+step_ms = [1e3 * batch / rate for batch, rate in speeds.items()]
+shortest_ms, longest_ms = min(step_ms), max(step_ms)
+seconds_of = {batch: least_samples(batch) / rate for batch, rate in speeds.items()}
+batch_4_slower = seconds_of[4] / seconds_of[64]
+batch_4_samples = least_samples(4) / least_samples(64)
+two, eight, sixteen, thirty_two = (n * least_samples(4) / least_samples(4 * n)
+                                   for n in (2, 8, 16, 32))
 
 # %%
 import math
@@ -52,12 +98,12 @@ simulation.make(schema.build(simulation.Weather, {"path": "data/weather-32x64"},
 # ## Fewer, larger steps
 #
 # Start with an experiment that fits on your machine: 640 samples, in 160 steps of 4 or in 40 steps of 16. Everything else is
-# the same, the learning rate of 0.002 as well.
+# the same, also the learning rate of 0.002.
 #
 # > **Predict.** Which of the two ends at the lower validation loss? By how many percent?
 
 # %%
-my_percent = 0                   # your prediction: by how many percent batch 16 ends higher than 4; if lower, with a minus
+my_percent = 0                   # your prediction: batch 16 over batch 4, in percent
 
 # %%
 cpu = torch.device("cpu")
@@ -98,33 +144,33 @@ print({f"batch {batch}": round(loss, 4) for batch, loss in losses.items()})
 lab.beside("batch 16 ends higher than 4 by", my_percent, 100 * (losses["16"] / losses["4"] - 1), "%")
 
 # %% [markdown]
-# The same samples, the same arithmetic, and the larger batch is behind: it took a quarter of the steps, and each was no
-# longer than the small batch's. What did it get for four times as many samples in a step? A *better direction*. Is it so much
-# better that a step may be longer?
+# Samples and arithmetic are the same, and the larger batch is behind. It took a quarter of the steps, and each step was no
+# longer than the small batch's. Four times as many samples per step buy a *better direction*. Is it so much better that a
+# step may be longer?
 #
 # > **Question.** Why is the direction better?
 #
 # <details><summary>Answer</summary>
-# The gradient of a batch is an estimate of the gradient over all data, and the average of more samples is a better estimate: its
-# variance falls as one over the batch.
+# The gradient of a batch estimates the gradient over all data. The average of more samples is a better estimate: its variance
+# falls as one over the batch.
 # </details>
 #
 # ## How noisy is a gradient?
 #
-# Call the gradient over all data $G$, and the sum of the variances of one sample's gradient's elements $\mathrm{tr}(\Sigma)$.
-# The gradient $G_B$ of a batch of $B$ samples has on average the squared norm
+# Call the gradient over all data $G$. Let $\mathrm{tr}(\Sigma)$ be the variance of one sample's gradient, summed over its
+# elements. The gradient $G_B$ of a batch of $B$ samples has on average the squared norm
 #
 # $$\mathbb{E}\,\lVert G_B\rVert^2 = \lVert G\rVert^2 + \frac{\mathrm{tr}(\Sigma)}{B}$$
 #
-# The quotient $\mathrm{tr}(\Sigma)/\lVert G\rVert^2$ is the **gradient noise scale**, in samples: for a batch of that size
+# The quotient $\mathrm{tr}(\Sigma)/\lVert G\rVert^2$ is the **gradient noise scale**, in samples. For a batch of that size,
 # signal and noise are equally large (McCandlish et al. 2018, *An Empirical Model of Large-Batch Training*, section 2.2). A
-# batch far below it is almost all noise; far above it there is no noise left to average away.
+# batch far below it is almost all noise; a batch far above it has no noise left to average away.
 #
 # ## Exercise: the noise scale
 #
-# $G$ is not known, but two equations for two batch sizes have two unknowns. `small` and `large` are the mean squared norms of
-# gradients over `b` and over `B` samples. Data parallelism gives both for nothing: the norm of each rank's gradient before
-# the all-reduce, and that of the mean after it.
+# You do not know $G$, but two batch sizes give two equations for the two unknowns. `small` and `large` are the mean squared
+# norms of gradients over `b` and over `B` samples. Data parallelism gives both for free: the norm of each rank's gradient
+# before the all-reduce, and the norm of the mean after it.
 
 # %% exercise="noise-scale"
 def noise_scale(small: float, large: float, b: int, B: int) -> float:
@@ -139,8 +185,8 @@ def noise_scale(small: float, large: float, b: int, B: int) -> float:
 check("noise-scale")
 
 # %% [markdown]
-# Measure it on the model that you trained with batches of 4, with the gradients of 64 samples, one by one, and of all of them.
-# All are taken at the same weights: that is what the two equations assume.
+# Measure the noise scale of the model that you trained with batches of 4. Use the gradients of 64 single samples, and the
+# gradient of all 64. All are taken at the same weights, as the two equations assume.
 #
 # > **Predict.** At which batch are signal and noise equal?
 
@@ -171,12 +217,12 @@ early_noise = measure_noise(small_model)
 lab.beside("noise scale after 640 samples", my_noise_scale, early_noise, "samples")
 
 # %% [markdown]
-# **What you should see:** about two samples. So soon after the start all samples agree on what is to be learned first: the
-# gradient is long, and four samples know its direction well. Sixteen know it a little better, at four times the price.
+# **What you should see:** about two samples. So soon after the start, all samples agree on what to learn first. The gradient
+# is long, and four samples know its direction well. Sixteen know it a little better, at four times the price.
 #
-# And later, when what all agree on has been learned? Let the small batch go on, to 2,560 samples, and measure again.
+# Later, the model has learned what all samples agree on. Let the small batch continue to 2,560 samples, and measure again.
 #
-# > **Predict.** How large is it then?
+# > **Predict.** How large is the noise scale then?
 
 # %%
 my_later_noise = 5               # your prediction, in samples
@@ -186,16 +232,17 @@ late_noise = measure_noise(after(480, small))
 lab.beside("noise scale after 2,560 samples", my_later_noise, late_noise, "samples")
 
 # %% [markdown]
-# Larger, about three. The gradient gets shorter faster than its noise does. Remember that number: it is a forecast, for the
-# price of a backward pass, of the batch up to which a larger one is worth having. It is a rough one. It takes all directions as
-# equally important, and knows nothing of Adam.
+# It is larger, three or four samples, because the gradient shrinks faster than its noise. Remember that number. For the price
+# of a backward pass, it forecasts the batch up to which a larger one is worth having. The forecast is rough: it takes all
+# directions as equally important, and it knows nothing of Adam.
 #
 # ## How long may a step be?
 #
-# A longer step gains more along the gradient, and loses more to noise. For plain gradient descent far below the noise scale
-# the best learning rate is proportional to the batch, the **linear** rule (Goyal et al. 2017). Adam divides the gradient by
-# its own size, and noise makes up most of that size: there the best rate goes with the **root** of the batch (Malladi et al.
-# 2022). Above the noise scale both end: then the best rate depends no longer on the batch, but on how curved the loss is.
+# A longer step gains more along the gradient and loses more to noise. Consider plain gradient descent far below the noise
+# scale. There the best learning rate is proportional to the batch, the **linear** rule (Goyal et al. 2017). Adam divides the
+# gradient by its own size, and noise makes up most of that size. So for Adam the best rate grows with the **root** of the
+# batch (Malladi et al. 2022). Above the noise scale both rules end: the best rate then depends on the curvature of the loss,
+# not on the batch.
 #
 # ## Exercise: two rules
 
@@ -213,8 +260,8 @@ def scaled_rate(lr: float, batch: int, new_batch: int, rule: str) -> float:
 check("scaled-rate")
 
 # %% [markdown]
-# The reference model of this course is trained with 0.0005 at 16 samples, and NERSC's course, where it comes from, scales with
-# the root of the batch. The presets `vit-bs16` to `vit-bs2048` do so.
+# The reference model of this course trains with 0.0005 at 16 samples. NERSC's course, its origin, scales the rate with the
+# root of the batch, and so do the presets `vit-bs16` to `vit-bs2048`.
 #
 # > **Predict** the rate of `vit-bs2048`. What would the linear rule give?
 
@@ -231,8 +278,8 @@ lab.beside("\nvit-bs2048", my_rate, config.load("vit-bs2048").optim.lr, how="pre
 # %% [markdown]
 # Back to the experiment: 40 steps of 16 samples, with the rate that each rule gives.
 #
-# > **Predict.** You measured the noise scale. Which of the three rates will be the best one for 16 samples? And how
-# > much of the distance to the small batch will it make up?
+# > **Predict.** You measured the noise scale. Which of the three rates will be the best one for 16 samples? And how much of
+# > the distance to the small batch will it make up?
 
 # %%
 my_best_rule = "sqrt"            # your prediction: "same", "sqrt" or "linear"
@@ -249,20 +296,21 @@ lab.beside("of the distance to batch 4 it makes up", my_share,
            100 * (losses["16"] - min(ends.values())) / (losses["16"] - losses["4"]), "%")
 
 # %% [markdown]
-# **What you should see:** it hardly matters. Rates of 0.002 and of four times that end within a percent of one another,
-# and far behind the batch of 4. Neither rule makes up for 120 fewer steps. The noise scale predicted it: a batch of 4
-# is above it already, so there is little noise left to average away, and a better direction is not what was missing.
-# The rules speak of batches *below* the noise scale, and that is where these batches may be later on. To see it, one
-# has to train for longer, and to try many rates with every batch: that is what the reference runs did.
+# **What you should see:** it hardly matters. Rates from 0.002 to four times that end within about a percent of one another,
+# and far behind the batch of 4. Neither rule makes up for 120 fewer steps. The noise scale predicted this. A batch of 4 is
+# already above it, so little noise is left to average away, and a better direction does not help.
+#
+# The rules describe batches *below* the noise scale, and later in training these batches may be there. To see it, you have to
+# train longer and try many rates with every batch. The reference runs do that.
 #
 # ## Warm-up and schedule
 #
-# The runs above began with 20 steps in which the rate rose from almost nothing, the **warm-up**. The first steps are the
-# dangerous ones. Weights are random; and Adam divides each gradient by an estimate of its size that at first rests on that one
-# gradient, so its first step moves *every* weight by the whole rate, however little its gradient says.
+# The runs above began with a **warm-up**: 20 steps in which the rate rose from almost nothing. The first steps are dangerous.
+# The weights are random. Adam divides each gradient by an estimate of its size, and at first that estimate rests on a single
+# gradient. So Adam's first step moves *every* weight by the whole rate, however little its gradient says.
 #
-# > **Predict.** The rate of the linear rule, 0.008, with 5 steps of warm-up instead of 20. How much higher is the loss after 640
-# > samples?
+# > **Predict.** Use the linear rule's rate, 0.008, with 5 steps of warm-up instead of 20. How much higher is the loss after
+# > 640 samples?
 
 # %%
 my_cold_percent = 5              # your prediction
@@ -273,24 +321,24 @@ print(f"validation loss with 20 steps of warm-up {losses['16, linear']:.4f}, wit
 lab.beside("it is higher by", my_cold_percent, 100 * (hasty / losses["16, linear"] - 1), "%")
 
 # %% [markdown]
-# A few steps decide over the whole run. Had all runs had 5 steps of warm-up, you would have concluded that the linear
-# rule ruins training, when it was the warm-up that was too short. A fair comparison of batches or rates gives each of
-# them everything else that it needs.
+# A few steps decide the whole run. With 5 steps of warm-up in all runs, you would have concluded that the linear rule ruins
+# training. In fact the warm-up was too short. A fair comparison of batches or rates gives each of them everything else that
+# it needs.
 #
-# At the end a long step is of no use: noise makes the weights jump about the floor of the valley, at a height that the noise and
-# the rate decide. So the rate falls, here along half a cosine (Loshchilov and Hutter 2017).
+# At the end of training a long step does not help. Noise makes the weights jump about the floor of the valley, at a height
+# that depends on the noise and the rate. So the rate falls, here along half a cosine (Loshchilov and Hutter 2017).
 #
 # ## Exercise: the schedule
 #
-# `step` is a tensor, the number of steps done so far, and `config.optim` has `lr` (the peak), `warmup` (steps), `schedule`
-# ("cosine" or "constant") and `min_lr` (where the cosine ends); `config.train.steps` is the number of all steps. Return the
+# `step` is a tensor, the number of steps done so far. `config.optim` has `lr` (the peak), `warmup` (steps), `schedule`
+# ("cosine" or "constant") and `min_lr` (where the cosine ends). `config.train.steps` is the number of all steps. Return the
 # rate of the next step, a float32 tensor:
 #
-# - "constant": `lr`; "cosine": half a cosine from `lr`, at step `warmup`, to `min_lr`, at step `train.steps`, and
-#   `min_lr` ever after;
+# - "constant": `lr`; "cosine": half a cosine from `lr`, at step `warmup`, to `min_lr`, at step `train.steps`, and `min_lr`
+#   ever after;
 # - while `step < warmup` at most `lr · (step + 1) / warmup`.
 #
-# Use tensor operations only: no `if` on `step`, no `.item()`. The step of training does not wait for the device.
+# Use tensor operations only: no `if` on `step`, no `.item()`, so that the training step does not wait for the device.
 
 # %% exercise="learning-rate"
 from course.training.optimizer import learning_rate
@@ -302,7 +350,7 @@ check("learning-rate")
 # > **Question.** Why `step + 1`, and not `step`?
 #
 # <details><summary>Answer</summary>
-# The first step is number 0. With a rate of 0 it would change nothing, and a batch would be thrown away.
+# The first step is number 0. With a rate of 0 it would change nothing and waste a batch.
 # </details>
 
 # %%
@@ -319,10 +367,13 @@ slider = widgets.explore(schedule_of, warmup=[20, 0, 50, 100], min_lr=[0.0, 2e-4
 # %% [markdown]
 # ## The reference runs
 #
-# `vit-demo` on 16 simulated years, 5,744 samples, with six batches from 4 to 128 and seven learning rates: 42 runs, each with
-# a warm-up of 20 steps and then a *constant* rate, so that a curve does not depend on where it was going to end. Some more show
-# what that leaves out. Each was validated 33 times, always on the same 359 samples, on a year that is not among the 16. There is
-# one run of each kind, so do not read anything into differences of a percent or two.
+# The reference runs train `vit-demo` on 16 simulated years, 5,744 samples. Six batches from 4 to 128 and seven learning rates
+# make 42 runs. Each has a warm-up of 20 steps and then a *constant* rate, so that a curve does not depend on where the run
+# ends. A few more runs change the warm-up or the schedule.
+#
+# Each run was validated {result: validations | d} times, always on the same 359 samples from a year outside the training
+# data. There is one run of each kind, so differences of a percent or two mean nothing. To repeat the runs, use
+# `python -m experiments.convergence`.
 
 # %%
 found = lab.results("convergence")
@@ -333,8 +384,8 @@ print(f"{len(found['runs'])} runs on {found['hardware']}, PyTorch {found['torch'
 print("batches", batches, "\nrates  ", rates)
 
 # %% [markdown]
-# TensorBoard shows them all, as it shows runs of yours. Its horizontal axis counts samples here, so that batches compare. Choose
-# some of the runs on the left by a part of their names, such as `b016` for a batch, or `lr4.0e-03` for a rate.
+# TensorBoard shows them all, as it shows your own runs. Its horizontal axis counts samples here, so that batches compare.
+# Filter the runs on the left by a part of their names, such as `b016` for a batch or `lr4.0e-03` for a rate.
 
 # %%
 logs = Path("runs/reference")
@@ -345,8 +396,8 @@ address = lab.tensorboard(logs)
 # %% [markdown]
 # Look at one batch first, with all its rates.
 #
-# > **Predict.** The largest rate is 64 times the smallest. How will their curves differ? Which of the seven will be the lowest in
-# > the end?
+# > **Predict.** The largest rate is 64 times the smallest. How will their curves differ? Which of the seven will be the
+# > lowest in the end?
 
 # %%
 def curves_of(batch: int):
@@ -364,292 +415,24 @@ slider = widgets.explore(curves_of, batch=[16, *(batch for batch in batches if b
                          alt="Validation loss against samples, a curve for each of seven learning rates.")
 
 # %% [markdown]
-# **How to read it:** below the best rates each halving costs more: the curve is smooth, and slow, and its distance to the others
-# grows. The largest rate is beyond a cliff: at 16 samples it learns next to nothing for most of the run, at 128 for the
-# first 15,000 samples. A factor of two below it lies one of the best rates. Move the slider to 4: there five rates, from
-# 0.0005 to 0.008, end close together. At 128 only the two next to the cliff do well, and the highest of them has a spike.
+# **How to read it:** below the best rates, each halving costs more: the curve is smooth and slow, and falls further behind.
+# The largest rate is beyond a cliff: for a long time it learns almost nothing. A factor of two below the cliff lies one of
+# the best rates. Move the slider to 4: there, five rates from 0.0005 to 0.008 end close together. At 128 only the two rates
+# next to the cliff do well.
 #
-# > **Question.** Somebody tells you that they compared two batches, both with a rate of 0.001. What did they find out?
-#
-# <details><summary>Answer</summary>
-# Which batch suits a rate of 0.001, and it is the small one. At 4 that is one of the good rates, at 128 one of the slow ones.
-# A comparison of batches needs the best rate of each, and that means a search for each.
-# </details>
-#
-# ## Exercise: samples to a target
-#
-# To compare curves, ask how many samples each needs to a given loss. Find the first validation at or below `target`, and take
-# the point on the straight line between it and the validation before. If already the first is below, its own samples count;
-# if none is, return `math.inf`. `steps` are counted in optimizer steps, each of `batch` samples.
-
-# %% exercise="samples-to-target"
-def samples_to(target: float, steps: list[float], losses: list[float], batch: int) -> float:
-    """Samples after which the loss first reaches the target, by a straight line between two validations; infinity if never."""
-    ### BEGIN SOLUTION
-    reached = [number for number, loss in enumerate(losses) if loss <= target]
-    if not reached:
-        return math.inf
-    first = reached[0]
-    if first == 0:
-        return batch * steps[0]
-    high, low = losses[first - 1], losses[first]
-    way = (high - target) / (high - low)
-    return batch * (steps[first - 1] * (1 - way) + steps[first] * way)
-    ### END SOLUTION
-
-# %%
-check("samples-to-target")
-
-# %% [markdown]
-# The target is a validation loss of 0.12. Higher, and it is met so early that it says little of training; at 0.116 all that is
-# left of batch 4 is one rate, and it gets there in the very last validation. At 0.12 every batch has at least two rates
-# to choose from.
-
-# %%
-target = 0.12
-needed = {(batch, lr): samples_to(target, run["step"], numbers(run["valid_loss"]), batch) for (batch, lr), run in grid.items()}
-print(f"samples to a validation loss of {target} (-: not reached)\n\n  batch" + "".join(f"{lr:>9g}" for lr in rates))
-for batch in batches:
-    row = [needed[batch, lr] for lr in rates]
-    print(f"{batch:7}" + "".join(f"{samples:9,.0f}" if samples < math.inf else f"{'-':>9}" for samples in row))
-
-# %% [markdown]
-# ## The best rate against the batch
-#
-# At batch 4 four rates are within 7% of one another. Which of them is "the best" is chance, and a law fitted to chance is one
-# as well. So take for each batch *all* rates that need at most a tenth more samples than its best one, and the middle of
-# their range.
-#
-# > **Predict.** With which power of the batch does that middle grow? 1 is the linear rule, 0.5 the root, 0 not at all.
-
-# %%
-my_power = 0.5                   # your prediction
-
-# %%
-fewest = {batch: min(needed[batch, lr] for lr in rates) for batch in batches}
-
-
-def good_rates(batch: int, margin: float = 1.1) -> list[float]:
-    """The rates that need at most `margin` times the samples of the batch's best rate."""
-    return [lr for lr in rates if needed[batch, lr] <= margin * fewest[batch]]
-
-
-middle = {batch: math.sqrt(min(good_rates(batch)) * max(good_rates(batch))) for batch in batches}
-power = np.polyfit(np.log(batches), np.log(list(middle.values())), 1)[0]
-for batch in batches:
-    print(f"batch {batch:4}: good rates {', '.join(f'{lr:g}' for lr in good_rates(batch))}")
-lab.beside("\nthe middle grows with the batch to the power", my_power, power, how="computed")
-
-# %%
-rules = {rule: (batches, [scaled_rate(middle[4], 4, batch, rule) for batch in batches]) for rule in ("sqrt", "linear")}
-half = math.sqrt(2)                                  # rates were tried in steps of two: each stands for half a step around it
-lab.picture(data_parallel.logarithmic({"good rates and their middle": (batches, list(middle.values()))}, "batch", "learning rate",
-                                     f"Rates that reach {target} with at most a tenth more samples", rules,
-                                     bars={"good rates and their middle": [(min(good_rates(batch)) / half,
-                                                                            max(good_rates(batch)) * half)
-                                                                           for batch in batches]}),
-            "The range of good rates for each batch as a bar: its upper end stays, its lower end rises; beside it the root rule "
-            "and the linear rule, which both rise faster than the middles of the bars")
-
-# %% [markdown]
-# **How to read it:** neither rule. The middle grows with about a quarter power here, and the ends of the bars say why. The
-# *upper* end is the same for all batches: 0.016 is too much at every one of them. If noise set that limit, it would be further
-# out at 128; so it is rather how curved the loss is. The *lower* end rises by a factor of four to eight while the batch grows
-# by 32. A small batch forgives: it seems that its noise slows long steps down about as much as their length speeds them up.
-# A large batch has only its long steps to live on. So the range closes from below.
-#
-# The textbook's powers are about batches well below the noise scale and rates well below the cliff. Here both limits are near,
-# and both rules would have sent batch 128 to the cliff or beyond it. What matters in practice: a rule says where you *begin* to
-# search when the batch changes. And the power depends on what you call good: with `margin=1.05` it is another one (try it).
-#
-# ## Samples and steps
-#
-# Now take each batch at its best. If a sample taught the same in a large batch, samples would not depend on the batch, and
-# steps would fall as one over it. McCandlish et al. (section 2.3) say what happens instead:
-#
-# $$\text{samples} = E_{min}\left(1 + \frac{B}{B_{crit}}\right),\qquad \text{steps} = S_{min}\left(1 + \frac{B_{crit}}{B}\right)$$
-#
-# At the **critical batch** $B_{crit} = E_{min} / S_{min}$ one needs twice the fewest samples, and twice the fewest
-# steps. Far below it a larger batch is free: as many samples, fewer steps. Far above it one pays in samples and saves
-# almost no steps.
-#
-# > **Predict** the critical batch of this model. You measured a noise scale above.
-
-# %%
-my_critical = 10                 # your prediction, in samples
-
-
-# %%
-def fit(fewest: dict[int, float]) -> tuple[float, float]:
-    """The fewest samples and the fewest steps of the law closest to these samples by batch, in relative error."""
-    measured = np.array(list(fewest.values()))
-    s_min, e_min = np.polyfit(list(fewest), measured, 1, w=1 / measured)
-    return e_min, s_min
-
-
-e_min, s_min = fit(fewest)
-critical = e_min / s_min
-law = [e_min + s_min * batch for batch in batches]
-lab.picture(data_parallel.logarithmic({"samples": (batches, list(fewest.values())),
-                                      "steps": (batches, [fewest[batch] / batch for batch in batches])},
-                                     "batch", "to the target", f"Samples and steps to a validation loss of {target}",
-                                     {"law, samples": (batches, law),
-                                      "law, steps": (batches, [e_min / batch + s_min for batch in batches])}),
-            "Samples rise with the batch, slowly and then faster; steps fall, fast and then slowly; the fitted law is dashed")
-for batch, samples in zip(batches, law, strict=True):
-    print(f"batch {batch:4}: {fewest[batch]:7,.0f} samples, {fewest[batch] / batch:6,.0f} steps; "
-          f"by the law {samples:7,.0f} and {samples / batch:6,.0f}")
-misses = [100 * abs(samples / fewest[batch] - 1) for batch, samples in zip(batches, law, strict=True)]
-print(f"the law misses the measured samples by up to {max(misses):.0f}%")
-lab.beside("critical batch", my_critical, critical, "samples", "computed")
-
-# %% [markdown]
-# **How to read it:** both regimes are there. From 4 to 8 the samples stay and the steps halve: free. From 64 to 128 the samples
-# almost double, and the steps are almost as many as before: paid for nothing. The law is rough: batches in the middle do better
-# than it says, those at both ends worse. (Batch 128 also sees each of the 5,744 samples ten times on its way, batch 4 twice. That
-# may cost it some of what it lacks.)
-#
-# So how sure is the number? Leave out one batch at a time and fit again; and choose other targets.
-#
-# > **Predict.** A target that is met sooner, 0.15: a smaller critical batch, a larger one, or the same?
-
-# %%
-my_easier = "same"               # your prediction: "smaller", "larger" or "same"
-
-# %%
-for other in (0.15, 0.14, 0.13, 0.12):
-    least = {batch: min(samples_to(other, grid[batch, lr]["step"], numbers(grid[batch, lr]["valid_loss"]), batch) for lr in rates)
-             for batch in batches}
-    fits = [fit({batch: least[batch] for batch in batches if batch != left_out}) for left_out in (None, *batches)]
-    every, *others = [e_least / s_least for e_least, s_least in fits]
-    print(f"validation loss {other}: critical batch {every:.0f}, one batch left out {min(others):.0f} to {max(others):.0f}")
-print(f"you said {my_easier}")
-
-# %% [markdown]
-# Smaller: the further training has come, the larger a batch is worth having, as the noise scale grows. (GPT-3 was
-# trained like that: with a small batch at first, which grew to its full size. Brown et al. 2020, appendix B.) And a number like
-# this is known to within a quarter of its value, no better.
-#
-# ## Is that the noise scale?
-
-# %%
-print(f"noise scale after 640 samples {early_noise:.1f}, after 2,560 {late_noise:.1f}; "
-      f"critical batch for a loss of {target} {critical:.1f}")
-
-# %% [markdown]
-# Not the same number: the critical batch is many times as large. The theory that equates them is about plain gradient
-# descent, whose step is the best one at every moment, on a loss that curves alike in all directions. What the forecast
-# is good for is the order of magnitude: a few, perhaps tens, and not thousands.
-#
-# It also grows on the way to the target. Could one not have it for nothing? Every run of the reference wrote down the norm of
-# its gradient at each validation, batch 4 and batch 128 among them: two batch sizes, two equations.
-#
-# > **Predict.** Around the same loss, which batch has the longer gradients? What does the noise scale come out as?
-
-# %%
-def squared_norm(batch: int, lr: float) -> float:
-    """The mean squared norm of a batch's gradient in the run of this rate, where the loss is within 5% of 0.14."""
-    run = grid[batch, lr]
-    squares = [norm**2 for loss, norm in zip(numbers(run["valid_loss"]), run["grad_norm"], strict=True)
-               if abs(loss / 0.14 - 1) < 0.05]
-    return sum(squares) / len(squares) if squares else math.nan
-
-
-print("mean squared norm of the gradient near a loss of 0.14, x 1000\n\n  batch" + "".join(f"{lr:>9g}" for lr in rates))
-for batch in batches:
-    norms = [1000 * squared_norm(batch, lr) for lr in rates]
-    print(f"{batch:7}" + "".join(f"{'-':>9}" if math.isnan(norm) else f"{norm:9.2f}" for norm in norms))
-between_runs = noise_scale(squared_norm(4, 0.004), squared_norm(128, 0.004), 4, 128)
-print(f"\n'noise scale' from batches of 4 and 128 at the rate 0.004: {between_runs:.1f} samples")
-
-# %% [markdown]
-# A negative number of samples. Something is wrong, and it is not the formula.
-#
-# > **Question.** What do the two equations assume that is not so here? Look along a row.
+# > **Question.** Somebody compared two batches, both with a rate of 0.001. What did they find out?
 #
 # <details><summary>Answer</summary>
-# That both batches are drawn at the <i>same weights</i>. These are different runs, and runs at the same loss can be at very
-# different places: along the row of batch 4 the squared norm falls by a factor of 60 from the rate 0.00025 to 0.004. A likely
-# reason: a long step, or a noisy one, cannot stay in a narrow valley, it jumps from wall to wall and out of it. So high rates
-# and small batches end up in wide valleys, where gradients are short. That difference is far larger than the noise of a
-# gradient. With data parallelism there is no such trouble: the gradient of one rank and the mean over all are taken at the same
-# weights.
+# Which batch suits a rate of 0.001: the small one. At batch 4 it is one of the good rates, at 128 one of the slow ones. To
+# compare batches, search for the best rate of each.
 # </details>
 #
-# ## Who should take which batch?
+# ## Do short runs tell the truth?
 #
-# > **Question.** Samples cost money, steps cost time. Somebody has a thousand GPUs and is in a hurry, somebody else one GPU
-# > and a week. Which batch would you advise?
+# **Warm-up.** You compared five steps of warm-up with twenty in a run of 40 steps. Perhaps a long run forgets its beginning?
+# Take batch 64 at its three highest rates, 688 steps, with 20 steps of warm-up and with none.
 #
-# <details><summary>Answer</summary>
-# The second wants the fewest samples: a batch well below the critical one, just large enough to keep the GPU busy. The first
-# pays for time: the critical batch costs twice the samples for twice the fewest steps, and beyond it prices rise quickly. A
-# larger batch than that buys almost nothing.
-# </details>
-#
-# ## Time
-#
-# What you wait for is neither samples nor steps. These are the samples/s of `vit-demo` on the GPU that made the runs, and the
-# time to the target that follows. The model is tiny; lesson 06 told you what a GPU does with tiny models.
-#
-# > **Predict.** Which batch reaches the target first on this one device?
-
-# %%
-my_fastest = 16                  # your prediction
-
-# %%
-speed = {int(batch): value for batch, value in found["speed"].items()}
-seconds = {batch: fewest[batch] / speed[batch] for batch in batches}
-table = {f"batch {batch}": {"samples/s": speed[batch], "ms a step": 1000 * batch / speed[batch],
-                            "samples to the target": fewest[batch], "steps": fewest[batch] / batch,
-                            "s to the target": seconds[batch]} for batch in batches}
-lab.recorded("convergence", table, why="One device")
-lab.beside("\nfastest batch", my_fastest, min(seconds, key=lambda batch: seconds[batch]), "samples", how="recorded")
-
-# %% [markdown]
-# **How to read it:** a step takes 6 or 7 ms, whether it has 4 samples or 128. The GPU waits for launches, so a larger batch
-# costs no time, and time to the target is simply the number of steps. Batch 128 is the first by the few percent that separate
-# its steps from those of 64, for twice the samples. And 32 is not far behind.
-#
-# > **Question.** Batch 4 takes six times as long as 64 here. Is that the fault of the small batch?
-#
-# <details><summary>Answer</summary>
-# No, of the empty GPU. Batch 4 needs about a third of the samples of 64, and on a device that is busy with 4 samples it
-# would be done first. So the first question is how large a batch has to be to fill one device. Only then comes the question
-# of this lesson, what to do with the second one.
-# </details>
-#
-# Now suppose a model so large that 4 samples keep a device busy, and many devices, each with 4 samples of the batch, as in lesson
-# 07, and communication for nothing. Samples a second grow with their number: a perfect scaling efficiency.
-#
-# > **Predict.** 32 devices instead of one: how many times sooner is the target reached?
-
-# %%
-my_speedup = 32                  # your prediction
-
-# %%
-devices = [batch // 4 for batch in batches]
-sooner = [fewest[4] / fewest[batch] * count for count, batch in zip(devices, batches, strict=True)]
-lab.picture(data_parallel.logarithmic({"measured samples": (devices, sooner)}, "devices, 4 samples each", "times sooner",
-                                     "Target reached, against one device; communication for nothing",
-                                     {"if samples did not depend on the batch": (devices, devices)}),
-            "Times sooner against devices: it follows the dashed line for two devices, falls behind, and is flat from 16 to 32")
-print("devices, times sooner:", ", ".join(f"{count}: {times:.1f}" for count, times in zip(devices, sooner, strict=True)))
-lab.beside("32 devices, times sooner", my_speedup, sooner[-1], how="computed")
-
-# %% [markdown]
-# Two devices are worth two, eight are worth five, and the last sixteen are worth almost nothing. That is the end
-# of data parallelism as a way to be done sooner, and no network is to blame. Samples a second grew 32 times, and a report that
-# shows only them shows a success. The critical batch grows as the loss falls, for language models up to one or two million
-# tokens (Kaplan et al. 2020, section 5.1). But there always is one. Whoever has more GPUs than that must cut the *model*, not
-# the batch: lessons 09 to 14.
-#
-# ## What the runs leave out
-#
-# **Warm-up.** You saw what five steps do instead of twenty, in a run of 40 steps. Perhaps a long run forgets its beginning?
-# Batch 64 at its three highest rates, 688 steps, with 20 steps of warm-up and with none.
-#
-# > **Predict.** By how many percent is the loss at the end higher without warm-up, at the best rate, 0.008?
+# > **Predict.** At the best rate, 0.008, by how many percent is the loss at the end higher without warm-up?
 
 # %%
 my_cold_start = 3                # your prediction
@@ -671,12 +454,11 @@ warm, cold = (last_loss(64, 0.008, warmup, "constant") for warmup in (20, 0))
 lab.beside("\nhigher without warm-up at 0.008", my_cold_start, 100 * (cold / warm - 1), "%", how="recorded")
 
 # %% [markdown]
-# It does not forget. No run broke off, no loss became infinite, and a log of a cold start alone looks like training: it is just
-# worse, 668 steps later. The higher the rate, the worse, and larger batches are trained with higher rates. That is why one
-# reads of warm-up wherever one reads of large batches (Goyal et al. 2017).
+# A long run does not forget. No run broke off, and no loss became infinite. The log of a cold start looks like training; the
+# run is just worse. The damage grows with the rate, and larger batches use higher rates. That is why papers on large batches
+# stress warm-up (Goyal et al. 2017).
 #
-# **The cosine.** The same number of steps, with a constant rate and with one that falls, for a batch below the critical one and
-# for one above it.
+# **The cosine.** Take the same number of steps, with a constant rate and with one that falls, at batches 16 and 64.
 #
 # > **Predict.** By how many percent is the loss lower in the end, at batch 16 and the best rate of each? And at 64?
 
@@ -693,37 +475,282 @@ for batch in (16, 64):
               f"cosine {ends['cosine'][lr]:.4f}")
     gain[batch] = 100 * (1 - min(ends["cosine"].values()) / min(ends["constant"].values()))
 print(f"\nthe cosine's best is lower by {gain[16]:.1f}% at batch 16 (you said {my_gain_16}%), "
-      f"by {gain[64]:.1f}% at batch 64 (you said {my_gain_64}%); a minus says that it is higher")
+      f"by {gain[64]:.1f}% at batch 64 (you said {my_gain_64}%); a minus means higher")
 
 # %% [markdown]
-# **How to read it:** less than one hears. Half a cosine has half the mean rate, so it comes half as far; where the rate is low,
-# distance is what limits, and the cosine is *worse* at both batches. It pays where the weights jump about: at batch 16, at the
-# highest rates. At 64 there is little noise to get rid of, and the best constant run is as good, or a little
-# better. (Differences of one percent in single runs are no proof of either.)
+# **How to read it:** the gain is small. Half a cosine has half the mean rate, so it moves half as far. Where the rate is low,
+# distance is the limit, and the cosine is *worse* at both batches. It pays where the weights jump about: at batch 16, at the
+# highest rates. At 64 there is little noise to remove, and the best constant run is about as good.
 #
-# These runs end while the loss is still falling fast. A run that goes on for many times as long comes to the floor that noise and
-# rate decide, and there the end of a schedule has more to gain. Its price is that one has to know the end in advance: half
-# of a cosine run is not a cosine run.
+# These runs end while the loss is still falling fast. A much longer run reaches the floor that noise and rate set, and there
+# the schedule's end gains more. Its price: you have to know the end in advance, because half of a cosine run is not a cosine
+# run.
 #
-# ## Make these runs yourself
+# ## The noise scale for free?
 #
-# On a GPU it takes minutes, without one (leave out `device=cuda`) an hour on many cores. Finished runs are kept, so the same
-# command goes on where it was stopped:
+# Every reference run recorded the norm of its gradient at each validation. Batch 4 and batch 128 give two batch sizes, so two
+# equations.
 #
-# ```
-# python -m experiments.convergence jobs=8 device=cuda out=runs/convergence.json
-# python -m experiments.convergence out=runs/convergence.json tensorboard=runs/mine
-# ```
+# > **Predict.** Around the same loss, which batch has the longer gradients? What does the noise scale come out as?
+
+# %%
+def squared_norm(batch: int, lr: float) -> float:
+    """The mean squared norm of a batch's gradient in the run of this rate, where the loss is within 5% of 0.14."""
+    run = grid[batch, lr]
+    squares = [norm**2 for loss, norm in zip(numbers(run["valid_loss"]), run["grad_norm"], strict=True)
+               if abs(loss / 0.14 - 1) < 0.05]
+    return sum(squares) / len(squares) if squares else math.nan
+
+
+print("mean squared norm of the gradient near a loss of 0.14, x 1000\n\n  batch" + "".join(f"{lr:>9g}" for lr in rates))
+for batch in batches:
+    norms = [1000 * squared_norm(batch, lr) for lr in rates]
+    print(f"{batch:7}" + "".join(f"{'-':>9}" if math.isnan(norm) else f"{norm:9.2f}" for norm in norms))
+between_runs = noise_scale(squared_norm(4, 0.004), squared_norm(128, 0.004), 4, 128)
+print(f"\n'noise scale' from batches of 4 and 128 at the rate 0.004: {between_runs:.1f} samples")
+
+# %% [markdown]
+# The result is a negative number of samples. The formula is right, so something else is wrong.
 #
-# ## What you know now
+# > **Question.** What do the two equations assume that is not true here? Look along a row.
 #
-# - A gradient is an estimate. Its noise scale says, to an order of magnitude, up to which batch averaging helps. It has to be
-#   measured at one and the same weights.
-# - A larger batch narrows the choice of rates from below; curvature limits it from above. A rule for the rate is where a search
-#   begins, and each batch deserves its own search, with enough warm-up.
-# - Samples to a target rise with the batch, steps fall; around the critical batch more of it stops being worth its price.
-# - Time to a target is what counts. Fill one device first; then samples a second can scale perfectly while the time does not.
+# <details><summary>Answer</summary>
+# That both batches are drawn at the <i>same weights</i>. These are different runs, and runs at the same loss can be at very
+# different places. Along the row of batch 4 the squared norm falls by a factor of {result: norm_factor | .0f} from the rate
+# 0.00025 to 0.004. A likely reason: long or noisy steps cannot stay in a narrow valley. They jump from wall to wall and out
+# of it, so high rates and small batches end up in wide valleys, where gradients are short. That difference is far larger than
+# the noise of a gradient. Data parallelism avoids this: one rank's gradient and the mean over all ranks belong to the same
+# weights.
+# </details>
 #
-# **Check your work once more, from outside.** Save the notebook; then, in a terminal:
-# `course check notebooks/08_scaling_mine.ipynb`. Next: [lesson 09](09_mesh.ipynb), which puts
-# processes into groups for whatever else can be cut.
+# ## How samples and steps trade
+#
+# If a sample taught the same in a large batch, the samples to a given loss would not depend on the batch. The steps would
+# fall as one over the batch. McCandlish et al. (section 2.3) say what happens instead:
+#
+# $$\text{samples} = E_{min}\left(1 + \frac{B}{B_{crit}}\right),\qquad \text{steps} = S_{min}\left(1 + \frac{B_{crit}}{B}\right)$$
+#
+# At the **critical batch** $B_{crit} = E_{min} / S_{min}$ you need twice the fewest samples and twice the fewest steps. Far
+# below it a larger batch is free: as many samples, fewer steps. Far above it you pay in samples and save almost no steps. To
+# find it, take each batch at its best rate.
+#
+# > **Predict** the critical batch of this model. You measured a noise scale above.
+
+# %%
+my_critical = 10                 # your prediction, in samples
+
+
+# %% [markdown]
+# > **Question.** Samples cost money, steps cost time. Somebody has a thousand GPUs and is in a hurry, somebody else has one
+# > GPU and a week. Which batch would you advise?
+#
+# <details><summary>Answer</summary>
+# The second wants the fewest samples: a batch well below the critical one, just large enough to keep the GPU busy. The first
+# pays for time: the critical batch costs twice the samples for twice the fewest steps. Beyond it prices rise quickly, and a
+# larger batch buys almost nothing.
+# </details>
+#
+# ## What will the runs say?
+#
+# At a small batch, several rates need almost equally many samples, so which of them is "the best" is chance. Therefore take
+# *all* rates that need at most a tenth more samples than the batch's best rate, and the middle of their range.
+#
+# > **Predict.** With which power of the batch does that middle grow? 1 is the linear rule, 0.5 the root, 0 not at all.
+
+# %%
+my_power = 0.5                   # your prediction
+
+# %% [markdown]
+# You wait neither for samples nor for steps, but for their time. One GPU made all runs, and lesson 06 showed what a GPU does
+# with tiny models.
+#
+# > **Predict.** Which batch reaches the target first on this one GPU?
+
+# %%
+my_fastest = 16                  # your prediction
+
+# %% [markdown]
+# Now suppose a model so large that 4 samples fill a device. Many devices take 4 samples of the batch each, as in lesson 07,
+# and communication is free. Then the scaling efficiency is perfect.
+#
+# > **Predict.** With 32 devices instead of one, how many times sooner do you reach the target?
+
+# %%
+my_speedup = 32                  # your prediction
+
+# %% [markdown]
+# ## Exercise: samples to a target
+#
+# To compare curves, ask how many samples each needs to reach a given loss. Find the first validation at or below `target`.
+# Take the point on the straight line between it and the validation before. If already the first is below, its own samples
+# count; if none is, return `math.inf`. `steps` counts optimizer steps, each of `batch` samples.
+
+# %% exercise="samples-to-target"
+def samples_to(target: float, steps: list[float], losses: list[float], batch: int) -> float:
+    """Samples after which the loss first reaches the target, by a straight line between two validations; infinity if never."""
+    ### BEGIN SOLUTION
+    reached = [number for number, loss in enumerate(losses) if loss <= target]
+    if not reached:
+        return math.inf
+    first = reached[0]
+    if first == 0:
+        return batch * steps[0]
+    high, low = losses[first - 1], losses[first]
+    way = (high - target) / (high - low)
+    return batch * (steps[first - 1] * (1 - way) + steps[first] * way)
+    ### END SOLUTION
+
+# %%
+check("samples-to-target")
+
+# %% [markdown]
+# The target is a validation loss of 0.12. Every batch reaches it with at least two rates.
+
+# %%
+target = 0.12
+needed = {(batch, lr): samples_to(target, run["step"], numbers(run["valid_loss"]), batch) for (batch, lr), run in grid.items()}
+print(f"samples to a validation loss of {target} (-: not reached)\n\n  batch" + "".join(f"{lr:>9g}" for lr in rates))
+for batch in batches:
+    row = [needed[batch, lr] for lr in rates]
+    print(f"{batch:7}" + "".join(f"{samples:9,.0f}" if samples < math.inf else f"{'-':>9}" for samples in row))
+
+# %% [markdown]
+# ## The best rate against the batch
+
+# %%
+fewest = {batch: min(needed[batch, lr] for lr in rates) for batch in batches}
+
+
+def good_rates(batch: int, margin: float = 1.1) -> list[float]:
+    """The rates that need at most `margin` times the samples of the batch's best rate."""
+    return [lr for lr in rates if needed[batch, lr] <= margin * fewest[batch]]
+
+
+middle = {batch: math.sqrt(min(good_rates(batch)) * max(good_rates(batch))) for batch in batches}
+power = np.polyfit(np.log(batches), np.log(list(middle.values())), 1)[0]
+for batch in batches:
+    print(f"batch {batch:4}: good rates {', '.join(f'{lr:g}' for lr in good_rates(batch))}")
+lab.beside("\nthe middle grows with the batch to the power", my_power, power, how="computed")
+
+# %%
+rules = {rule: (batches, [scaled_rate(middle[4], 4, batch, rule) for batch in batches]) for rule in ("sqrt", "linear")}
+half = math.sqrt(2)                                  # rates were tried in factors of two
+lab.picture(data_parallel.logarithmic({"good rates and their middle": (batches, list(middle.values()))}, "batch", "learning rate",
+                                     f"Rates that reach {target} with at most a tenth more samples", rules,
+                                     bars={"good rates and their middle": [(min(good_rates(batch)) / half,
+                                                                            max(good_rates(batch)) * half)
+                                                                           for batch in batches]}),
+            "The good rates of each batch as a bar: its upper end stays, its lower end rises. The dashed "
+            "root and linear rules both rise faster than the middles of the bars")
+
+# %% [markdown]
+# **How to read it:** neither rule holds. The *upper* end is the same for all batches, so curvature probably sets it, not
+# noise. The *lower* end rises: a small batch forgives a low rate, a large batch needs long steps. A rule tells you where to
+# *begin* a search.
+#
+# ## The critical batch
+
+# %%
+def fit(fewest: dict[int, float]) -> tuple[float, float]:
+    """The fewest samples and the fewest steps of the law closest to these samples by batch, in relative error."""
+    measured = np.array(list(fewest.values()))
+    s_min, e_min = np.polyfit(list(fewest), measured, 1, w=1 / measured)
+    return e_min, s_min
+
+
+e_min, s_min = fit(fewest)
+critical = e_min / s_min
+law = [e_min + s_min * batch for batch in batches]
+lab.picture(data_parallel.logarithmic({"samples": (batches, list(fewest.values())),
+                                      "steps": (batches, [fewest[batch] / batch for batch in batches])},
+                                     "batch", "to the target", f"Samples and steps to a validation loss of {target}",
+                                     {"law, samples": (batches, law),
+                                      "law, steps": (batches, [e_min / batch + s_min for batch in batches])}),
+            "Samples rise with the batch, slowly and then faster; steps fall, fast and then slowly; "
+            "the fitted law is dashed")
+for batch, samples in zip(batches, law, strict=True):
+    print(f"batch {batch:4}: {fewest[batch]:7,.0f} samples, {fewest[batch] / batch:6,.0f} steps; "
+          f"by the law {samples:7,.0f} and {samples / batch:6,.0f}")
+misses = [100 * abs(samples / fewest[batch] - 1) for batch, samples in zip(batches, law, strict=True)]
+print(f"the law misses the measured samples by up to {max(misses):.0f}%")
+lab.beside("critical batch", my_critical, critical, "samples", "computed")
+
+# %% [markdown]
+# Both regimes are there: from 4 to 8 samples stay and steps halve; from 64 to 128 samples almost double and steps hardly
+# change. How certain is the number? Leave out one batch at a time, and choose other targets.
+#
+# > **Predict.** For an easier target, 0.15: a smaller critical batch, a larger one, or the same?
+
+# %%
+my_easier = "same"               # your prediction: "smaller", "larger" or "same"
+
+# %%
+for other in (0.15, 0.14, 0.13, 0.12):
+    least = {batch: min(samples_to(other, grid[batch, lr]["step"], numbers(grid[batch, lr]["valid_loss"]), batch) for lr in rates)
+             for batch in batches}
+    fits = [fit({batch: least[batch] for batch in batches if batch != left_out}) for left_out in (None, *batches)]
+    every, *others = [e_least / s_least for e_least, s_least in fits]
+    print(f"validation loss {other}: critical batch {every:.0f}, one batch left out {min(others):.0f} to {max(others):.0f}")
+print(f"you said {my_easier}")
+
+# %% [markdown]
+# It is smaller: the further training goes, the larger a useful batch. (GPT-3's batch grew during training; Brown et al. 2020,
+# appendix B.)
+
+# %%
+print(f"noise scale after 640 samples {early_noise:.1f}, after 2,560 {late_noise:.1f}; "
+      f"critical batch for a loss of {target} {critical:.1f}")
+
+# %% [markdown]
+# The critical batch is several times the noise scale. The theory that equates them assumes plain gradient descent and equal
+# curvature in all directions. Trust the forecast's order of magnitude.
+#
+# ## Time to the target
+
+# %%
+speed = {int(batch): value for batch, value in found["speed"].items()}
+seconds = {batch: fewest[batch] / speed[batch] for batch in batches}
+table = {f"batch {batch}": {"samples/s": speed[batch], "ms a step": 1000 * batch / speed[batch],
+                            "samples to the target": fewest[batch], "steps": fewest[batch] / batch,
+                            "s to the target": seconds[batch]} for batch in batches}
+lab.recorded("convergence", table, why="One device")
+lab.beside("\nfastest batch", my_fastest, min(seconds, key=lambda batch: seconds[batch]), "samples", how="recorded")
+
+# %% [markdown]
+# **How to read it:** a step takes {result: shortest_ms | .0f} to {result: longest_ms | .0f} ms at every batch, because this
+# tiny model leaves the GPU waiting for launches. So batch 4 takes {result: batch_4_slower | .1f} times as long as 64,
+# although it needs only {result: batch_4_samples | .0%} of the samples. Fill one device first.
+#
+# Now give 4 samples to each device, at full speed:
+
+# %%
+devices = [batch // 4 for batch in batches]
+sooner = [fewest[4] / fewest[batch] * count for count, batch in zip(devices, batches, strict=True)]
+lab.picture(data_parallel.logarithmic({"measured samples": (devices, sooner)}, "devices, 4 samples each", "times sooner",
+                                     "Target reached, against one device; communication for nothing",
+                                     {"if samples did not depend on the batch": (devices, devices)}),
+            "Times sooner against devices: on the dashed line at first, then far below it, flat at the end")
+print("devices, times sooner:", ", ".join(f"{count}: {times:.1f}" for count, times in zip(devices, sooner, strict=True)))
+lab.beside("32 devices, times sooner", my_speedup, sooner[-1], how="computed")
+
+# %% [markdown]
+# Two devices reach the target {result: two | .1f} times sooner, eight {result: eight | .1f}, sixteen {result: sixteen | .1f},
+# and 32 only {result: thirty_two | .1f} times. Throughput grew 32 times. With more GPUs than the critical batch can use, cut
+# the *model*: lessons 09 to 14.
+#
+# ## Summary
+#
+# - A gradient is an estimate; its noise scale, measured at fixed weights, forecasts the useful batch roughly.
+# - A larger batch narrows the range of good rates from below; curvature limits it from above.
+# - A scaling rule starts a search; each batch needs its own search and enough warm-up.
+# - Around the critical batch, more samples stop saving steps.
+# - Time to a target counts: throughput can scale perfectly while that time does not.
+#
+# ## Questions
+#
+# 1. Your throughput doubles with twice the GPUs. What else must you report?
+# 2. When in training would you increase the batch?
+# 3. Which batch would you try first for a new model, and how would you choose its rate?
+#
+# **Check your work from outside.** Save the notebook; then, in a terminal: `course check notebooks/08_scaling_mine.ipynb`.
+# Next: [lesson 09](09_mesh.ipynb) arranges processes in groups.

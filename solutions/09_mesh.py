@@ -9,10 +9,16 @@
 # %% [markdown]
 # # 09 · The process mesh
 #
-# A launcher gives you ranks: 0, 1, 2, ..., a plain list of processes. A large model wants them in groups, and several kinds
-# of groups at once: GPUs that share one matrix, GPUs that share one sequence, GPUs that hold copies of the same weights.
-# The **mesh** turns the list into a box with one axis for each kind. It is one `reshape` and one `permute`. Which axis
-# comes last in it can make a training step's communication several times as slow, and you will compute by how much.
+# A launcher gives you ranks 0, 1, 2, ..., a plain list of processes. A large model needs several kinds of groups at once:
+# GPUs that share one matrix, GPUs that share one sequence, GPUs that hold copies of the same weights. The **mesh** turns the
+# list into a box with one axis for each kind. It takes one `reshape` and one `permute`. The order of the axes can make
+# communication several times as slow, and you will compute by how much.
+#
+# **What you will learn**
+#
+# - How to lay ranks out in a mesh, and how to form the groups of an axis.
+# - How the order of the axes decides which axis uses NVLink.
+# - How to predict the bytes that each axis sends in a training step.
 #
 # | | |
 # |---|---|
@@ -22,8 +28,13 @@
 # | you write | the layout (4 lines), the groups (1), the nodes that a group touches (2), the bytes of each axis (8) |
 # | you measure | the bytes that a real training step sends along each axis |
 #
-# You should have done lesson 07: you know what an all-reduce is, and what it sends. Work in a copy: *File → Save Notebook
-# As…*, `09_mesh_mine.ipynb`.
+# Do lesson 07 first: you need to know what an all-reduce is, and what it sends. Work in a copy: *File → Save Notebook As…*,
+# `09_mesh_mine.ipynb`.
+
+# %% numbers=true
+from course.bench.results import load
+
+nvlink_speed = load("beginning_h200")["all_reduce"]["4"]["512"]     # GB/s
 
 # %%
 from itertools import permutations
@@ -57,8 +68,8 @@ lab.begin("09")
 # | `cp`, context parallel | every sample | a part of its tokens | 11 |
 # | `pp`, pipeline parallel | the stack of layers | a few layers, a *stage* | 12 |
 #
-# All can be used at once. With `pp=2`, `dp=4`, `cp=2`, `tp=4` the world has 2 × 4 × 2 × 4 = 64 ranks, and every rank has
-# four coordinates. Two ranks talk along an axis if they differ in **that coordinate alone**.
+# You can use all of them at once. With `pp=2`, `dp=4`, `cp=2`, `tp=4` the world has 2 × 4 × 2 × 4 = 64 ranks, and every rank
+# has four coordinates. Two ranks communicate along an axis if they differ in **that coordinate alone**.
 #
 # Begin with two axes. Here are eight ranks as a box of 2 × 4: `dp=2` down, `tp=4` across.
 
@@ -67,7 +78,7 @@ box = torch.arange(8).view(2, 4)
 print(box)
 
 # %% [markdown]
-# > **Predict.** Which ranks does rank 5 talk to along `tp`, and which along `dp`? Write down both groups, in order.
+# > **Predict.** Which ranks does rank 5 communicate with along `tp`, and which along `dp`? Write down both groups, in order.
 
 # %%
 my_tp_group = [0, 1]             # your prediction
@@ -79,29 +90,29 @@ print("tp: the row of rank 5   ", box[row].tolist(), "- you said", my_tp_group)
 print("dp: the column of rank 5", box[:, column].tolist(), "- you said", my_dp_group)
 
 # %% [markdown]
-# The rows are the groups along `tp`, the columns those along `dp`. Neighbouring ranks, such as 4 and 5, are in the same
-# row: `tp` is the **fastest** axis, since it changes with every rank, and `dp` the **slowest**. In this course an order is
-# written slowest first: `dp-tp`, as the dims of a tensor are.
+# The rows are the groups along `tp`, the columns the groups along `dp`. Neighboring ranks, such as 4 and 5, are in the same
+# row. So `tp` is the **fastest** axis, because it changes with every rank, and `dp` the **slowest**. This course writes an
+# order slowest first, `dp-tp`, like the dims of a tensor.
 #
 # > **Question.** Which ranks would share a row if the order were `tp-dp`, with the same sizes?
 #
 # <details><summary>Answer</summary>
-# Then <code>torch.arange(8).view(4, 2)</code> has tp down and dp across. Its tp groups are the columns, 0 2 4 6 and 1 3 5
-# 7; 0 1, 2 3, 4 5 and 6 7 are the dp groups. The same sizes, other neighbours.
+# <code>torch.arange(8).view(4, 2)</code> has tp down and dp across. Its tp groups are the columns, 0 2 4 6 and 1 3 5 7. Its
+# dp groups are the rows: 0 1, 2 3, 4 5 and 6 7. The sizes are the same, the neighbors differ.
 # </details>
 #
-# Not everybody spells it like this. Megatron-LM's default, `tp-cp-ep-dp-pp`, names the **fastest** axis first; torchtitan
-# lists the dims of its mesh slowest first, as here. Read before you compare.
+# Conventions differ. Megatron-LM's default, `tp-cp-ep-dp-pp`, names the **fastest** axis first. torchtitan lists the dims of
+# its mesh slowest first, as here. Read before you compare.
 
 # %% [markdown]
 # ## Exercise: lay the ranks out
 #
-# Whatever the order, the library wants the box in one form: a tensor of ranks with the dims `(pp, dp, cp, tp)`, as `AXES`
-# lists them. So the order decides **which** rank stands where, and nothing else in the library has to know it.
+# The library wants the box in one form, whatever the order: a tensor of ranks. Its dims are `(pp, dp, cp, tp)`, as `AXES`
+# lists them. The order decides only **which** rank stands where. Nothing else in the library has to know it.
 #
-# - `sizes` is a dict such as `{"pp": 2, "dp": 4, "cp": 2, "tp": 4}`;
-# - `order` is a string such as `"cp-tp-pp-dp"`: all four axes, slowest first;
-# - return the ranks 0, 1, 2, ... with the shape (pp, dp, cp, tp).
+# - `sizes` is a dict such as `{"pp": 2, "dp": 4, "cp": 2, "tp": 4}`.
+# - `order` is a string such as `"cp-tp-pp-dp"`: all four axes, slowest first.
+# - Return the ranks 0, 1, 2, ... with the shape (pp, dp, cp, tp).
 #
 # Look up `Tensor.permute`: its argument says, for each dim of the *result*, which dim of the input it is.
 
@@ -112,20 +123,20 @@ from course.parallel.mesh import lay_out
 check("lay-out")
 
 # %% [markdown]
-# > **Question.** Why is a `view` not enough? `arange(8).view(2, 4)` and `arange(8).view(4, 2)` are both boxes of eight
-# > ranks.
+# > **Question.** Why is a `view` not enough? `arange(8).view(2, 4)` and `arange(8).view(4, 2)` are both boxes of eight ranks.
 #
 # <details><summary>Answer</summary>
-# A view never changes the order in which ranks are read: the last dim always has neighbours. To make the dims come out as
-# (pp, dp, cp, tp) while <i>another</i> axis than tp has the neighbours, the dims have to change places, with their strides:
-# that is permute. For tp-dp above, <code>arange(8).view(4, 2).permute(1, 0)</code> is [[0, 2, 4, 6], [1, 3, 5, 7]].
+# A view never changes the order in which ranks are read: the last dim always has neighbors. The dims must come out as (pp,
+# dp, cp, tp) even if <i>another</i> axis than tp has the neighbors. So the dims have to change places together with their
+# strides, and that is permute. For tp-dp above, <code>arange(8).view(4, 2).permute(1, 0)</code> is [[0, 2, 4, 6], [1, 3, 5,
+# 7]].
 # </details>
 #
 # ## Exercise: the groups of an axis
 #
-# A collective runs in a **group**. Along an axis there is one group for each way of fixing all the other coordinates: with
-# 64 ranks and `tp=4`, sixteen. Write `groups(grid, dim)`: from the box, the groups along one of its dims, a row for each.
-# Within a row the ranks stand in the order of the axis. The rows stand in the order of the other dims.
+# A collective runs in a **group**. Along an axis there is one group for each way to fix all other coordinates: with 64 ranks
+# and `tp=4`, sixteen. Write `groups(grid, dim)`, which returns the groups along one dim of the box, a row for each. Within a
+# row the ranks follow the order of the axis. The rows follow the order of the other dims.
 #
 # It is one line: move the dim to the end, and read the box in rows.
 
@@ -143,21 +154,20 @@ for order in ("pp-dp-cp-tp", "tp-cp-dp-pp"):
 # %% [markdown]
 # ## A real mesh
 #
-# This is the library's function around yours. It checks the sizes, lays the ranks out, and hands the box to PyTorch's
-# `DeviceMesh`, which makes a process group for every row. What comes back are **values**: `mesh.tp` is an `Axis` with a
-# size, this rank's position along it, the ranks along it, and the group. It is passed to whoever needs it. Nobody looks
-# groups up in a global table, so nobody can use a table that is not set up yet.
+# This is the library's function around yours. It checks the sizes, lays the ranks out, and passes the box to PyTorch's
+# `DeviceMesh`, which makes a process group for every row. It returns **values**: `mesh.tp` is an `Axis` with a size, this
+# rank's position along it, the ranks along it, and the group. Functions that communicate take it as an argument. There is no
+# global table of groups, so no code can read one that is not set up yet.
 
 # %%
 lab.show("course.parallel.mesh.build_mesh")
 lab.show("course.parallel.mesh.Axis")
 
 # %% [markdown]
-# Four ranks, `dp=2` and `tp=2`, with your two functions in the library's place. Each rank brings its own number, and the
-# numbers are added up along `tp`, then those of the start along `dp`.
+# Start four ranks with `dp=2` and `tp=2`, with your two functions in the library's place. Each rank contributes its own
+# number. The program adds these numbers along `tp`, and separately along `dp`.
 #
 # > **Predict** both sums of every rank, for the order `pp-dp-cp-tp`. Then for `tp-pp-cp-dp`.
-
 
 # %%
 def add_up_along(order: str) -> str:
@@ -175,17 +185,17 @@ for order in ("pp-dp-cp-tp", "tp-pp-cp-dp"):
     print(order, *ranks(4)(add_up_along, order), sep="\n  ")
 
 # %% [markdown]
-# With `tp` last, ranks 0 and 1 are a tensor-parallel pair: 0 + 1 = 1. With `dp` last they are copies of each other, and
-# rank 0 shares its matrices with rank 2.
+# With `tp` last, ranks 0 and 1 are a tensor-parallel pair: 0 + 1 = 1. With `dp` last they hold copies of the same weights,
+# and rank 0 shares its matrices with rank 2.
 #
-# One more axis is worth a name. Gradients are averaged over all ranks that have the **same weights and other data**: those
-# along `dp`, which have other samples, and those along `cp`, which have other tokens. In the box the two dims lie side by
-# side, so the joint axis is `grid.flatten(1, 2)`: the library calls it `dp_cp`.
+# Gradients need one more axis. They are averaged over all ranks with the **same weights and other data**. Ranks along `dp`
+# have other samples, ranks along `cp` other tokens. In the box the two dims lie side by side, so the joint axis is
+# `grid.flatten(1, 2)`. The library calls it `dp_cp`.
 #
-# ## What cannot be laid out
+# ## What `build_mesh` refuses
 #
-# Sizes whose product is not the number of processes are refused, with the arithmetic. So is an order that leaves an axis
-# out.
+# The product of the sizes must be the number of processes; otherwise the library refuses the mesh and shows the arithmetic.
+# It also refuses an order that leaves an axis out.
 
 # %%
 attempts = {"tp=3 on 4 processes": lambda: build_mesh(Parallel(tp=3), World(size=4)),
@@ -197,28 +207,28 @@ for what, attempt in attempts.items():
         print(f"{what}: {error}")
 
 # %% [markdown]
-# > **Question.** With `tp=2` and 8 processes, and nothing said about `dp`, nothing is refused. What does `dp=0`, the
-# > default, mean?
+# > **Question.** With `tp=2` and 8 processes, and `dp` not set, nothing is refused. What does `dp=0`, the default, mean?
 #
 # <details><summary>Answer</summary>
-# "What the other axes leave": 8 / 2 = 4. A job on more GPUs needs no other configuration, and the global batch stays what
-# it was.
+# "What the other axes leave": 8 / 2 = 4. A job on more GPUs needs no other configuration, and the global batch stays the
+# same.
 # </details>
 #
 # ## Which link does an axis use?
 #
-# GPUs come in **nodes**, mostly of 8. Inside a node they are joined by NVLink, between nodes by a network with one card for
+# GPUs come in **nodes**, mostly of 8. NVLink connects the GPUs inside a node. A network connects the nodes, with one card for
 # each GPU:
 #
-# | link | bytes a second, each GPU | source |
+# | link | bandwidth of each GPU | source |
 # |---|--:|---|
-# | NVLink, all-reduce of 512 MB over 4 H200s | 347 GB/s | measured for this course (PyTorch 2.11, NCCL 2.28.9) |
-# | network, 400 Gb/s InfiniBand | 50 GB/s | the card's data sheet; nothing is faster than that |
+# | NVLink, all-reduce of 512 MB over 4 H200s | {result: nvlink_speed | .0f} GB/s | measured for this course |
+# | network, 400 Gb/s InfiniBand | 50 GB/s | the card's data sheet, an upper limit |
 #
-# A factor of seven. Ranks are numbered node by node: 0 to 7 on the first, 8 to 15 on the second. So **the order decides
-# which axis stays inside a node**. A collective is as fast as its slowest link, and the groups of an axis all work at the
-# same time and wait for one another in the next layer. So an axis is on NVLink only if *every* group of it is within one
-# node.
+# That is a factor of {result: nvlink_speed / 50 | .0f}. Launchers number ranks node by node: 0 to 7 on the first, 8 to 15 on
+# the second. So **the order decides which axis stays inside a node**.
+#
+# A collective is as fast as its slowest link. The groups of an axis all work at the same time and wait for one another in the
+# next layer. So an axis uses NVLink only if *every* group of it is within one node.
 #
 # ## Exercise: the nodes that a group touches
 #
@@ -237,11 +247,11 @@ def nodes_touched(groups: Tensor, per_node: int) -> int:
 check("nodes-touched")
 
 # %% [markdown]
-# Now explore. The picture shows 16 GPUs on two nodes; squares with the same letter are a group along the chosen axis.
-# Below it stands which link each axis uses, in the order that you chose.
+# Now explore. The picture shows 16 GPUs on two nodes; squares with the same letter are a group along the chosen axis. Below
+# the squares you see which link each axis uses in the chosen order.
 #
-# > **Predict, before you move anything:** with `pp=2, dp=2, tp=4`, which order puts *only* `pp` on the network? Is there
-# > one that puts only `tp` there? And with `tp=16`, can any order keep it off the network?
+# > **Predict, before you move anything:** with `pp=2, dp=2, tp=4`, which order puts *only* `pp` on the network? Is there one
+# > that puts only `tp` there? And with `tp=16`, can any order keep it off the network?
 
 # %%
 shapes = {"pp=2 dp=2 tp=4": {"pp": 2, "dp": 2, "cp": 1, "tp": 4}, "dp=2 cp=2 tp=4": {"pp": 1, "dp": 2, "cp": 2, "tp": 4},
@@ -255,32 +265,31 @@ def sixteen_gpus(sizes: str, order: str, axis: str):
 
 slider = widgets.explore(sixteen_gpus, sizes=list(shapes), order=["pp-dp-cp-tp", "tp-dp-cp-pp", "tp-pp-cp-dp", "dp-pp-cp-tp"],
                          axis=["tp", "dp", "cp", "pp"],
-                         alt="Two nodes of eight GPUs, each with its rank and the letter of its group along the chosen axis; "
-                             "below, the link that every axis uses in this order.")
+                         alt="Two nodes of eight GPUs, each with its rank and the letter of its group along "
+                             "the chosen axis; below, the link that every axis uses in this order.")
 
 # %% [markdown]
 # <details><summary>Answer</summary>
-# pp-dp-cp-tp: the slowest axis is the one that steps from node to node. For tp alone it has to be the slowest, as in
-# tp-dp-cp-pp: its four steps are 4 ranks wide, so each group touches both nodes, while dp and pp stay within four
-# neighbours. A group of 16 never fits into a node of 8: tp=16 is on the network in every order. That is why tensor
+# pp-dp-cp-tp: the slowest axis steps from node to node. To put only tp on the network, make tp the slowest axis, as in
+# tp-dp-cp-pp. Its neighbors are then 4 ranks apart, so each tp group touches both nodes, while dp and pp stay within four
+# consecutive ranks. A group of 16 never fits into a node of 8: tp=16 is on the network in every order. That is why tensor
 # parallelism rarely goes beyond 8.
 # </details>
 #
 # ## How much does each axis send?
 #
-# To choose an order you have to know what each axis sends in a step. Let one **activation** be the tensor between two
-# layers that a rank has of one micro-batch: samples × tokens / cp × dim numbers. The weights are cut over `tp` and `pp`.
-# You will build all of these in the next lessons; here is what they cost one GPU:
+# To choose an order, you have to know what each axis sends in a step. Let one **activation** be the tensor between two layers
+# that a rank has of one micro-batch: samples × tokens / cp × dim numbers. `tp` and `pp` cut the weights. You will build all
+# of these axes in the next lessons. One GPU sends:
 #
-# - **tp**: in each layer two all-reduces of an activation in the forward pass, two in the backward pass (lesson 10);
-# - **cp**, gathering keys and values: in each layer an all-gather of both forward, a reduce-scatter of both their
-#   gradients backward. A rank's keys are as large as an activation divided by `tp`, since `tp` cuts the heads. So are
-#   its values;
-# - **pp**, a stage in the middle: one activation to the next stage forward, one gradient of it back, for each micro-batch;
+# - **tp**: in each layer two all-reduces of an activation in the forward pass, two in the backward pass (lesson 10).
+# - **cp**, gathering keys and values: in each layer an all-gather of both forward, and a reduce-scatter of the gradients of
+#   both backward. `tp` cuts the heads, so a rank's keys are as large as an activation divided by `tp`. So are its values.
+# - **pp**, a stage in the middle: one activation to the next stage forward, one gradient of it back, for each micro-batch.
 # - **dp**: an all-reduce of all gradients that this GPU has, once a step, over dp × cp.
 #
-# And what the collectives send, for n ranks and a *whole* tensor of S bytes, from lesson 07: an all-gather or a
-# reduce-scatter (n − 1) / n · S each, an all-reduce, which is both, 2 (n − 1) / n · S.
+# Lesson 07 told you what the collectives send, for n ranks and a *whole* tensor of S bytes. An all-gather or a reduce-scatter
+# sends (n − 1) / n · S. An all-reduce does both and sends 2 (n − 1) / n · S.
 #
 # The model: a GPT of 40 layers of width 5120, 12.6 billion parameters, sequences of 8192 tokens, on 64 GPUs.
 #
@@ -296,10 +305,30 @@ work = {"layers": 40, "dim": 5120, "tokens": 8192,                      # tokens
 my_gigabytes = {"tp": 10.0, "cp": 10.0, "pp": 10.0, "dp": 10.0}         # your prediction
 
 # %% [markdown]
+# *How often* an axis sends matters most: `tp` sends four times in every layer for every micro-batch, `pp` twice for every
+# micro-batch, `dp` once a step.
+#
+# You will use your formula in two ways. First you will compare it with a real step, because nobody should trust a formula
+# that nobody has checked. The library records every collective before it starts (`course.ranks.collective_trace`); `ranks`
+# uses this record to tell you who waits for whom.
+#
+# > **Predict.** How far will the formula be off, for a model of 4 layers, on `dp=2, tp=2` and on `pp=2, cp=2`? Exact, 1%,
+# > 10%, worse?
+#
+# Then you will combine bytes and links. For each of the 24 orders, your functions find the axes that stay within a node and
+# the seconds that each axis needs. The estimate adds the axes up and hides nothing behind computing.
+#
+# > **Predict.** Between the best order and the worst, what factor? For scale: the arithmetic of this step, 6 FLOPs for each
+# > parameter and token at 400 TFLOP/s a GPU, takes 1.5 s.
+
+# %%
+my_factor = 2                    # your prediction: seconds of the worst order over seconds of the best
+
+# %% [markdown]
 # ## Exercise: bytes sent
 #
-# Write it down as a function. All layers on this GPU, all micro-batches of a step. An axis of size 1 sends nothing; the
-# formulas say so by themselves, except for one.
+# Write the formula as a function. Count all layers on this GPU and all micro-batches of a step. An axis of size 1 sends
+# nothing; the formulas say so by themselves, except for one.
 #
 # Careful with the gather of keys: (n − 1) / n · S, and S is the *whole*, the keys of all `cp` ranks.
 
@@ -326,21 +355,11 @@ for axis, guess in my_gigabytes.items():
     lab.beside(axis, guess, sent[axis] / 1e9, "GB", "computed")
 
 # %% [markdown]
-# **What you should see:** tensor parallelism sends 81 GB, six times as much as context parallelism, fifteen times as much as
-# averaging the gradients, sixty times as much as the pipeline. The main reason is *how often*: `tp` speaks four times in every
-# layer for every micro-batch, `pp` twice for every micro-batch, `dp` once a step. Divide your formulas by one another to see
-# what a ratio depends on. That of `tp` to `cp` depends on their sizes alone: both send so many activations a layer. That of
-# `tp` to `pp` grows with the layers of a stage. And that of `tp` to `dp` grows with the tokens that a GPU works on in a step,
-# over the width.
+# **What you should see:** tensor parallelism sends 81 GB. That is six times as much as context parallelism, fifteen times as
+# much as `dp`, and sixty times as much as the pipeline. Divide your formulas by one another to see what each ratio depends
+# on.
 #
 # ## Is that what a real step sends?
-#
-# A formula that nobody has checked is an opinion. The library writes down every collective before it starts
-# (`course.ranks.collective_trace`: it is how `ranks` can tell you who waits for whom). So train a step and count.
-#
-# > **Predict.** How far will the formula be off, for a model of 4 layers, on `dp=2, tp=2` and on `pp=2, cp=2`? Exact, 1%,
-# > 10%, worse?
-
 
 # %%
 def one_counted_step(overrides: list[str]) -> dict[str, float]:
@@ -371,31 +390,20 @@ for sizes_of_4, samples, micros in layouts:
             print(f"   {axis}: formula {formula[axis] / 1e6:6.3f} MB, counted {counted[axis] / 1e6:6.3f} MB")
 
 # %% [markdown]
-# **What you should see:** `tp` and `cp` exact. Two are off, and you can say why:
+# **What you should see:** `tp` and `cp` are exact; two are off.
 #
 # > **Question.** `dp` sends 11% more beside `tp=2`, and about 2% more beside `pp=2`. `pp` sends exactly half. Why?
 #
 # <details><summary>Answer</summary>
-# Tensor parallelism cuts the linears of attention and MLP. The norms, the embedding, the positions and the head are whole
-# on every rank, and in a model of width 128 they are a tenth of all parameters (in the large one, less than a percent). The
-# pipeline cuts everything, but not into equal halves: rank 0 has the embedding. And with two stages there is no middle: the
-# first only sends activations, the last only gradients.
+# tp leaves norms, embedding, positions and head whole, a tenth of this small model. pp cuts everything, but not into equal
+# halves: rank 0 has the embedding. With two stages, the first sends only activations, the last only gradients.
 # </details>
 #
 # ## The best order
-#
-# Now put bytes and links together. For each of the 24 orders: which axes stay within a node, and how many seconds does each
-# axis need for what it sends? (One after the other. How much of it can hide behind computing is another question; lessons
-# 07 and 10.)
-#
-# > **Predict.** Between the best order and the worst, what factor? For scale: the arithmetic of this step, 6 FLOPs for each
-# > parameter and token at 400 TFLOP/s a GPU, takes 1.5 s.
 
 # %%
-my_factor = 2                    # your prediction: seconds of the worst order over seconds of the best
-
-# %%
-bytes_per_second = {"NVLink": 347e9, "network": 50e9}
+nvlink = 1e9 * lab.results("beginning_h200")["all_reduce"]["4"]["512"]
+bytes_per_second = {"NVLink": nvlink, "network": 50e9}
 
 
 def seconds(order: str) -> dict[str, float]:
@@ -410,42 +418,28 @@ orders = dict(sorted(orders.items(), key=lambda entry: sum(entry[1].values())))
 best, *_, worst = orders.values()
 lab.beside("worst over best", my_factor, sum(worst.values()) / sum(best.values()), how="computed")
 lab.picture(style.stacked(orders, "seconds of communication in a step", "64 GPUs, pp=2 dp=4 cp=2 tp=4, nodes of 8"),
-            "24 bars in three groups: orders with tp and cp within a node are the shortest, orders with tp within and cp across "
-            "nodes about one and a half times as long, orders with tp across nodes four to five times")
+            "24 bars in three groups: orders with tp and cp within a node are the shortest; orders with tp "
+            "within and cp across nodes are longer; orders with tp across nodes are by far the longest")
 
 # %% [markdown]
-# **What you should see:** three families, and almost a factor of five from best to worst. `tp` on the network alone takes
-# 1.6 s, as long as all of the arithmetic. `tp` comes last; before it, as far as the node reaches, `cp`. What is left
-# crosses the network anyway, and hardly minds: `pp` sends little, and what `dp` sends can hide behind the backward pass
-# (lesson 07). That is the order `pp-dp-cp-tp`, the library's default.
+# **What you should see:** three families, and almost a factor of five. `tp` on the network alone takes 1.6 s, as long as the
+# arithmetic. So put `tp` last and `cp` before it, as far as the node reaches. `pp` sends little, and backward can hide `dp`.
+# That order, `pp-dp-cp-tp`, is the library's default.
 #
-# > **Question.** The bars of `pp-dp-cp-tp` and `dp-pp-cp-tp` are equal. On a real cluster, groups of nodes share a switch,
-# > and between the switches the network is slower. Which of the two would you choose?
+# ## Summary
 #
-# <details><summary>Answer</summary>
-# The slowest axis goes through the slowest part of the network. pp sends fewer bytes, so it should be the slowest:
-# pp-dp-cp-tp. On the other hand gradients travel only once a step, while a stage waits for every activation: where
-# latency counts more than bytes, the choice is closer. Megatron-LM's default also has pp slowest.
-# </details>
+# - A mesh is the list of ranks as a box: `arange`, `view`, `permute`.
+# - The groups of an axis are the rows once its dim is the last.
+# - The order decides who are neighbors, and so which axis gets the fast links.
+# - `tp` sends most and belongs within a node; then `cp`, `dp`, and `pp` outermost.
+# - You can predict the bytes of a step and count them on a laptop.
 #
-# > **Question.** A colleague trains on nodes of 4 GPUs with `tp=8`, because the model does not fit otherwise. What would
-# > you look at first?
+# ## Questions
 #
-# <details><summary>Answer</summary>
-# At what else could make it fit: pp=2 with tp=4, since a pipeline's traffic is small enough for the network, or ZeRO
-# and activation checkpointing (lesson 13). Then compute both, with your functions: on nodes of 4, tp=8 is on the
-# network in every order, as tp=16 was above.
-# </details>
+# 1. `pp-dp-cp-tp` and `dp-pp-cp-tp` take equally long here. Which would you choose if the network between groups of nodes is
+#    slower?
+# 2. A colleague needs `tp=8` on nodes of 4 GPUs, because the model does not fit otherwise. What would you try first?
+# 3. What changes the ratio of `tp` to `dp`?
 #
-# ## What you know now
-#
-# - A mesh is the list of ranks, seen as a box: `arange`, `view`, `permute`. The groups of an axis are the rows when its dim
-#   is the last.
-# - The order decides who are neighbours, and so which axis has the fast links.
-# - `tp` sends by far the most and belongs innermost, within a node; then `cp`; then `dp`; `pp` outermost.
-# - Bytes per step can be predicted, and counted on a laptop: the count does not depend on how fast the machine is.
-#
-# **Check your work once more, from outside.** Save the notebook; then, in a terminal: `course check
-# notebooks/09_mesh_mine.ipynb`.
-#
-# Next: [lesson 10](10_tensor_parallel.ipynb), where you build what speaks four times in every layer.
+# **Check your work from outside.** Save the notebook; then, in a terminal: `course check notebooks/09_mesh_mine.ipynb`. Next:
+# [lesson 10](10_tensor_parallel.ipynb) builds the axis that sends most.

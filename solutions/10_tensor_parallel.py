@@ -9,10 +9,16 @@
 # %% [markdown]
 # # 10 · Tensor and sequence parallel
 #
-# A layer of a large model does not fit one GPU, or takes too long on it. **Tensor parallelism** cuts the matrices of a
-# layer: each GPU has some of the heads and some of the hidden units, and works on all tokens. It takes two short mappings
-# and two linears. You write all four, and the library trains its real model with them. **Sequence parallelism** then cuts
-# what tensor parallelism has to leave whole.
+# Sometimes a layer of a large model does not fit one GPU, or takes too long on it. **Tensor parallelism** cuts the matrices
+# of a layer: each GPU has some heads and some hidden units, and works on all tokens. You write two short mappings and two
+# linears, and the library trains its real model with them. **Sequence parallelism** then cuts what tensor parallelism leaves
+# whole.
+#
+# **What you will learn**
+#
+# - How to cut an MLP and attention so that each needs only one sum.
+# - Why the gradient of a collective is another collective.
+# - What sequence parallelism saves, and which gradients it leaves partial.
 #
 # | | |
 # |---|---|
@@ -20,10 +26,40 @@
 # | reading and doing | about 2 hours |
 # | computing | 1 minute on two cores, most of it in checks |
 # | you write | copy and reduce (5 lines), a rank's rows of qkv (3), column and row linear (4), gather and scatter (6) |
-# | you measure | all-reduces and bytes of a step, activations kept for the backward pass; and read times of H200s and H100s |
+# | you measure | all-reduces and bytes of a step, activations kept for the backward pass |
 #
-# You should have done [lesson 09](09_mesh.ipynb). Work in a copy: *File → Save Notebook As…*,
-# `10_tensor_parallel_mine.ipynb`.
+# Do [lesson 09](09_mesh.ipynb) first. Work in a copy: *File → Save Notebook As…*, `10_tensor_parallel_mine.ipynb`.
+
+# %% numbers=true
+from course.bench.results import load, value
+
+def stack_on(gpus, case="one GPU"):
+    return value("tp_h200", case, gpus=gpus)
+
+def bus(gpus):
+    return load("beginning_h200")["all_reduce"][str(gpus)]["134"]       # GB/s
+
+def expected(gpus):
+    sent = 8 * 4 * 2 * (gpus - 1) / gpus * 4 * 4096 * 4096 * 2
+    return stack_on(1) / gpus + sent / bus(gpus) / 1e6                  # ms
+
+def exchange_us(case):
+    return 1e3 * value("symmetric_2xh100", case, size=[32, 256, 1152])
+
+def dit_ms(way):
+    return value("symmetric_2xh100", f"DiT-XL/2, 256 px, 32 samples, {way}, in a graph",
+                 part="steps/rows")
+
+gather_us, multiply_us = exchange_us("gather, NCCL"), exchange_us("matmul")
+engine_adds_us = exchange_us("matmul beside gather, through memory") - multiply_us
+def four_gpus(way, field):
+    return value("sp_4xh200", f"DiT-XL/2, 256 px, 32 samples, Triton kernels, {way}, in a graph",
+                 field)
+
+NONE, MEMORY = "no sequence parallelism", "through memory"
+dit_longer = four_gpus(MEMORY, "ms") / four_gpus(NONE, "ms") - 1
+dit_memory = 1 - four_gpus(MEMORY, "memory_gb") / four_gpus(NONE, "memory_gb")
+dit_saved = 1 - dit_ms("Triton kernels, through memory") / dit_ms("Triton kernels")
 
 # %%
 import torch
@@ -33,9 +69,10 @@ from torch import Tensor
 from course.training import assemble
 from course.lab.instruments import tensor_memory
 from course.lab.instruments import bytes_sent
+from course.lab.instruments.forward_trace import trace
 from course import config, models, parallel
 from course.training import verify
-from course.lab.figures import scaling_table
+from course.lab.figures import scaling_table, who_holds
 from course.lab import notebook as lab
 from course.lab.notebook import check
 from course.ranks.notebook_ranks import ranks
@@ -45,15 +82,15 @@ from course.training.step import build_compute
 lab.begin("10")
 
 # %% [markdown]
-# ## Cut an MLP by hand
+# ## Cut an MLP in two
 #
-# An MLP is two matrices with GELU between them: $z = \mathrm{gelu}(x A^\top)\, B^\top$. No GPU yet, no processes: just two
-# halves on one machine. There are two ways to cut a matrix. By its **output** features, the *rows* of PyTorch's weight,
-# each half computes some of the outputs from all of the input. By its **input** features, the *columns* of the weight, each
-# half takes some of the input and computes a *part of the sum* of every output.
+# An MLP is two matrices with GELU between them: $z = \mathrm{gelu}(x A^\top)\, B^\top$. Start without GPUs and processes: two
+# halves on one machine. There are two ways to cut a matrix. If you cut it by its **output** features, the *rows* of PyTorch's
+# weight, each half computes some outputs from all of the input. If you cut it by its **input** features, the *columns* of the
+# weight, each half takes some of the input. It then computes a *part of the sum* of every output.
 #
-# > **Predict.** Cut `A` by its outputs. Which way should `B` be cut, so that nothing has to be sent between the two? And
-# > how many sums over the two halves does the MLP take?
+# > **Predict.** Cut `A` by its outputs. Which way should you cut `B`, so that nothing has to be sent between the two? And how
+# > many sums over the two halves does the MLP take?
 
 # %%
 generator = torch.Generator().manual_seed(0)
@@ -66,27 +103,59 @@ halves = []
 for part_of_A, part_of_B in zip(A.chunk(2, 0), B.chunk(2, 1), strict=True):
     hidden = F.gelu(x @ part_of_A.T)                                    # (5, 16), half of the hidden units
     halves.append(hidden @ part_of_B.T)                                 # (5, 8), a part of every output
-print("the sum of both halves is the whole, to", (halves[0] + halves[1] - serial).abs().max().item())
+print("the sum of both halves differs from the whole by at most",
+      (halves[0] + halves[1] - serial).abs().max().item())
 
 # %% [markdown]
-# Cut `B` by its inputs: half of the hidden units is just what it needs, and it is here already. GELU works on each unit
-# alone, so it does not mind. **One** sum at the end, for two matrix multiplications. Attention works the same way: `qkv` is
-# cut by its outputs such that each half has whole *heads*, every head attends on its own, and the output matrix is cut by
-# its inputs.
+# Cut `B` by its inputs: each half needs exactly the hidden units that it already has. GELU works on each unit alone, so the
+# cut does not affect it. Two matrix multiplications need **one** sum, at the end. Attention works the same way. Cut `qkv` by
+# its outputs such that each half has whole *heads*; every head attends on its own. Cut the output matrix by its inputs.
 #
-# The first kind is called **column** parallel, the second **row** parallel, after the matrices of the paper (Shoeybi et al.
-# 2019, arXiv:1909.08053), where inputs multiply from the left. Each model of the library says in a table which of its
-# linears is which:
+# The first kind of cut is called **column** parallel, the second **row** parallel. The names come from the paper (Shoeybi et
+# al. 2019, arXiv:1909.08053), where inputs multiply from the left. Each model of the library has a table that says which
+# linear is which:
 
 # %%
 print(models.layers.TENSOR_PLAN)
 
 # %% [markdown]
+# Two ranks now run the library's vision transformer with `tp=2`, and report what they hold. Each box is a weight of one
+# block. The colored part is what a rank has.
+#
+# > **Question.** Why is the bias of `up` cut, and the bias of `down` not?
+
+# %%
+ONE_BLOCK = ("vit-demo", "model.depth=1", "train.global_batch=2")
+WEIGHTS = {name: f"blocks.0.{name}" for name in (
+    "norm2.weight", "mlp.up.weight", "mlp.up.bias", "mlp.down.weight", "mlp.down.bias")}
+MLP = {"norm": "blocks.0.norm2", "up": "blocks.0.mlp.up", "down": "blocks.0.mlp.down", "+ residual": "blocks.0"}
+
+whole_model = trace(*ONE_BLOCK)
+two = ranks(2)(trace, *ONE_BLOCK, "parallel.tp=2")
+lab.picture(who_holds.parameters(two, WEIGHTS, title="weights of an MLP and the norm before it, tp=2"),
+            "Five boxes for each of two ranks. Both have the whole norm. Rank 0 has the upper half of mlp.up.weight, the first "
+            "half of its bias and the left half of mlp.down.weight; rank 1 has the other halves. Both have the whole bias of down.")
+
+# %% [markdown]
+# <details><summary>Answer</summary>
+# The bias of <code>up</code> belongs to hidden units, and each rank has half of them. The bias of <code>down</code> is added
+# once, after the sum. If both ranks added it to their parts, the sum would have it twice.
+# </details>
+#
+# The same two ranks compute the MLP, from left to right. Outlines show the whole activation, tokens downward and features
+# across; the colored part is what a rank has. The bar is a collective.
+
+# %%
+lab.picture(who_holds.forward(whole_model, two, MLP, title="forward pass of the MLP, tp=2"),
+            "Norm: both ranks have all of it. Up: rank 0 has the left half of the hidden units, rank 1 the right half. Then one "
+            "all-reduce over both ranks. Down and residual sum: both ranks have all of it.")
+
+# %% [markdown]
 # > **Question.** Why not cut both by their outputs? Each half would have half of the result, and nothing to add up.
 #
 # <details><summary>Answer</summary>
-# The second matrix needs <i>all</i> hidden units for each of its outputs. So they would have to be gathered in between: 32
-# numbers a token to send, four times the width, where the sum at the end has 8. And the result is in halves, which the
+# The second matrix needs <i>all</i> hidden units for each of its outputs. So the ranks would have to gather them in between:
+# 32 numbers a token, four times the width, where the sum at the end has 8. And the result would be in halves, which the
 # residual sum after it cannot use.
 # </details>
 #
@@ -94,14 +163,13 @@ print(models.layers.TENSOR_PLAN)
 #
 # Now let the halves be two ranks. The forward pass needs one all-reduce, at the exit of each pair of linears.
 #
-# > **Question.** Both ranks compute a part from the same `x`. In the backward pass, each rank gets a gradient of `x` by way
-# > of *its* hidden units. What is the gradient of `x`? And what happens to the gradient of the output, on its way back
-# > through the sum?
+# > **Question.** Both ranks compute a part from the same `x`. In the backward pass, each rank gets a gradient of `x` through
+# > *its* hidden units. What is the gradient of `x`? And what happens to the gradient of the output, on its way back through
+# > the sum?
 #
 # <details><summary>Answer</summary>
 # x went into both parts, so its gradient is the sum of both: another all-reduce, at the <i>entrance</i>, in the backward
-# pass. The sum at the exit is z = z0 + z1, so dz0 = dz1 = dz: the gradient goes through as it is, and every rank has it
-# already.
+# pass. The sum at the exit is z = z0 + z1, so dz0 = dz1 = dz. The gradient passes unchanged, and every rank already has it.
 # </details>
 #
 # So the region in which ranks compute parts has a door on each side, and each door does something in one direction only:
@@ -111,20 +179,20 @@ print(models.layers.TENSOR_PLAN)
 # | **copy**, at the entrance | identity | all-reduce | *f* |
 # | **reduce**, at the exit | all-reduce | identity | *g* |
 #
-# Each is the other one backwards. In the language of linear algebra, the backward pass of a linear map is its *transpose*.
-# The transpose of "give everyone a copy" is "add up what everyone has", and the other way round.
+# Each is the other one backwards. In linear algebra, the backward pass of a linear map is its *transpose*. The transpose of
+# "give everyone a copy" is "add up what everyone has", and vice versa.
 
 # %% [markdown]
 # ## Exercise: copy and reduce
 #
-# PyTorch does not know that. Its collectives have no gradient that you could rely on, so you say what happens, in an
-# `autograd.Function` for each: `forward` gets the tensor and the axis, and stores in `ctx` what `backward` needs;
-# `backward` gets the gradient and returns one for each argument of `forward`, `None` for the axis.
+# PyTorch does not know these gradients. You cannot rely on its collectives to have one, so you define each pair in an
+# `autograd.Function`. `forward` gets the tensor and the axis, and stores in `ctx` what `backward` needs. `backward` gets the
+# gradient and returns one for each argument of `forward`, `None` for the axis.
 #
 # You get `all_reduce(x, axis)`, the sum over the axis in new memory. One rule holds for every mapping of the library: **the
 # forward pass never writes into its input, the backward pass never into its gradient.** Both may be in use elsewhere: the
-# residual connection has the same tensor. `dist.all_reduce` writes in place, which is why the library's helper clones first.
-# `copy` may return its input as it is. Autograd then makes a view of it, which has a gradient of its own.
+# residual connection has the same tensor. `dist.all_reduce` writes in place, so the library's helper clones first. `copy` may
+# return its input as it is. Autograd then makes a view of it, which has a gradient of its own.
 
 # %% exercise="copy-reduce"
 from course.parallel.mappings import Copy, Reduce  # noqa: F401
@@ -133,18 +201,17 @@ from course.parallel.mappings import Copy, Reduce  # noqa: F401
 check("copy-reduce")
 
 # %% [markdown]
-# The check has trained the library's vision transformer on 2 and on 4 ranks with your classes, and compared losses and
-# weights. It has counted the bytes that each pass sends, too. The right sum is not enough: whoever gathers all tensors and adds
-# them up gets it as well, for twice the bytes on 4 ranks.
+# The check trained the library's vision transformer on 2 and on 4 ranks with your classes, and compared losses and weights.
+# It also counted the bytes that each pass sends, because the right sum is not enough. To gather all tensors and add them up
+# gives the same sum, for twice the bytes on 4 ranks.
 #
-# ## Does it train as one process does?
+# ## Does it match one process?
 #
-# "Is the difference between tp=1 and tp=8 rounding or a mistake?" is the question that users of large frameworks ask
-# most. You need not guess: `course verify` trains the same model from the same weights twice, on one process and in the
-# layout, in 64 bits and with plain gradient descent, and compares every parameter after every step.
-# (`model.residual=false` does not touch the blocks' residual sums. It is about the end of the model: `vit-demo` adds
-# its input to its output and has a head that starts at zero, so that in the first step nothing but the head would
-# move.)
+# "Is the difference between tp=1 and tp=8 rounding or a mistake?" Users of large frameworks ask this most. You need not
+# guess. `course verify` trains the same model from the same weights twice, on one process and in the layout. It uses 64 bits
+# and plain gradient descent, and compares every parameter after every step. (`model.residual=false` does not change the
+# blocks' residual sums. It changes the end of `vit-demo`, which adds its input to its output and has a head that starts at
+# zero. Otherwise only the head would move in the first step.)
 #
 # > **Predict.** By how much will they differ, relative to how much training changed them? A 64-bit number has 16 digits.
 
@@ -152,14 +219,13 @@ check("copy-reduce")
 equal = verify.main("vit-demo", ["model.depth=2", "model.residual=false", "parallel.tp=2", "train.steps=2"])
 
 # %% [markdown]
-# **12 digits, not 16:** a weight is rounded relative to its own size, and a step changes it by a small part of that.
+# **12 digits, not 16:** a weight is rounded relative to its own size, and a step changes it by a small part of its size.
 #
-# And what does it say of a mistake? Below, `copy` forgets the all-reduce of its backward pass. Nothing crashes, nothing
-# hangs. Every shape is right.
+# How does a mistake look? Below, `copy` forgets the all-reduce of its backward pass. Nothing crashes, nothing hangs, and
+# every shape is right.
 #
 # > **Predict.** Which parameters will be wrong after the first step: those inside the region, behind the door, or those in
 # > front of it? And will the *loss* of the first step tell you?
-
 
 # %%
 def with_a_mistake() -> list[verify.Gap]:
@@ -170,7 +236,7 @@ def with_a_mistake() -> list[verify.Gap]:
         def backward(ctx, grad):
             return grad, None
 
-    Forgetful.__name__ = "Copy"                      # whose place it takes
+    Forgetful.__name__ = "Copy"                      # it replaces the library's Copy
     with lab.yours(Forgetful):
         return verify.compare(settings)
 
@@ -181,16 +247,16 @@ equal = verify.tell(settings, ranks(2)(with_a_mistake)[0])
 
 # %% [markdown]
 # <details><summary>Answer</summary>
-# The first loss is right, since the forward pass is; the second is off by a hundred-millionth. The parameters in front of a
-# door are wrong, because their gradients have come through it: norms, the embedding, the positions, all blocks below. The last
-# MLP and the head are right: they lie behind the last door. Adam would hide a wrong <i>factor</i> (lesson 07). Here the other
-# rank's part is missing, so directions are wrong, and the ranks' copies of a norm drift apart. Still the loss would go down, a
-# little worse, and nobody would know why.
+# The first loss is right, because the forward pass is; the second is off by a hundred-millionth. The parameters in front of a
+# door are wrong, because their gradients came through it: norms, the embedding, the positions, all blocks below. The last MLP
+# and the head lie behind the last door and are right.<br> Adam would hide a wrong <i>factor</i> (lesson 07). Here the other
+# rank's part is missing, so directions are wrong, and the ranks' copies of a norm drift apart. The loss would still go down,
+# a little worse, and nobody would know why.
 # </details>
 #
 # ## Which rows of qkv?
 #
-# The matrix of queries, keys and values is one linear. Its output features, and so the rows of its weight, are laid out as
+# One linear holds the matrices of queries, keys and values. Its output features, the rows of its weight, have the layout
 # `(3, heads, head_dim)`: first all heads' queries, then all keys, then all values. A rank needs its heads' queries, keys
 # *and* values.
 #
@@ -202,8 +268,8 @@ my_rows = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]     # your prediction
 # %% [markdown]
 # ## Exercise: the rows of a rank
 #
-# Return the numbers of the rows of `qkv.weight` that a rank has, in the order in which it has them: its queries, then its
-# keys, then its values. `size` divides `heads`.
+# Return the numbers of a rank's rows of `qkv.weight`, in the rank's order: its queries, then its keys, then its values.
+# `size` divides `heads`.
 
 # %% exercise="qkv-rows"
 def qkv_rows(heads: int, head_dim: int, size: int, rank: int) -> Tensor:
@@ -221,50 +287,60 @@ check("qkv-rows")
 print("rank 0:", qkv_rows(4, 2, 2, 0).tolist(), "- you said", my_rows)
 
 # %% [markdown]
-# Three blocks, not one. A plain `chunk` gives rank 0 all queries and half of the keys. Nothing in the shapes would tell you,
-# if the code behind it splits what it gets into three. Lesson 16 meets the same in checkpoints. In the library every
-# parameter carries its *logical* shape: for qkv `(3, heads, head_dim, dim)`, in the `global_shape` of its `Placement`. So
-# "cut dim 1 of it" is all there is to say, and checkpoints, clipping and `verify` read the same.
+# The picture shows the same in the library: the weights of attention on two ranks. `qkv` has its output features downward,
+# and `out` has its input features across.
+
+# %%
+ATTENTION = {name: f"blocks.0.{name}" for name in ("attn.qkv.weight", "attn.qkv.bias", "attn.out.weight", "attn.out.bias")}
+lab.picture(who_holds.parameters(two, ATTENTION, title="weights of attention, tp=2"),
+            "Of attn.qkv.weight and its bias each of two ranks has three stripes: half of the queries, of the keys and of the "
+            "values. Rank 0 has the left half of attn.out.weight, rank 1 the right half. Both have the whole bias of out.")
+
+# %% [markdown]
+# The rank gets three blocks, not one. A plain `chunk` gives rank 0 all queries and half of the keys. The shapes would not
+# reveal it if the code behind it splits its part into three. Lesson 16 meets the same problem in checkpoints. In the library
+# every parameter carries its *logical* shape, the `global_shape` of its `Placement`: for qkv `(3, heads, head_dim, dim)`. So
+# "cut dim 1" says everything, and checkpoints, clipping and `verify` use the same description.
 #
 # > **Question.** Why may a rank not have half of every head instead?
 #
 # <details><summary>Answer</summary>
-# A score is the product of a query and a key over <i>all</i> dims of a head, and then comes a softmax. Half of the dims
-# gives a part of the sum, and the sum has to be complete before the softmax: tokens × tokens numbers a head to all-reduce.
+# A score is the product of a query and a key over <i>all</i> dims of a head, and then comes a softmax. Half of the dims gives
+# a part of the sum, which must be complete before the softmax. That means an all-reduce of tokens × tokens numbers a head.
 # </details>
 
 # %% [markdown]
 # ## Exercise: column and row linear
 #
-# A linear stays the module that it is. Surgery leaves this rank's part of its weight and bias, and puts an object into its
-# slot `communication`, which does what ranks have to exchange around the product. First the cut: it goes along a dim of a
-# parameter's **logical** shape. A bias has the logical shape `(3, heads, head_dim)` for qkv and `(features,)` else, the `rows`
-# of the linear; a weight has one dim more, the inputs, at the end.
+# A linear stays the module that it is. The library leaves this rank's part of its weight and bias, and puts an object into
+# its slot `communication`. This object does the communication around the product. First the cut: it goes along a dim of a
+# parameter's **logical** shape. A bias has as its logical shape the `rows` of the linear: `(3, heads, head_dim)` for qkv,
+# `(features,)` otherwise. A weight has one more dim at the end, the inputs.
 
 # %%
 lab.show("course.parallel.tensor_parallel.linear.cut_dims")
 
 # %% [markdown]
-# > **Question.** Along which dim does a column linear cut the weight of qkv, along which that of the MLP's `up`? And why
-# > does a row linear not cut its bias?
+# > **Question.** Along which dim does a column linear cut the weight of qkv, along which that of the MLP's `up`? And why does
+# > a row linear not cut its bias?
 #
 # <details><summary>Answer</summary>
-# qkv along dim 1, the heads; up along dim 0, the hidden units: the last dim but one of the bias, if there is more than one.
-# A row linear's outputs are not cut, every rank has all of them once the parts are added up, so it needs the whole bias.
+# qkv along dim 1, the heads; up along dim 0, the hidden units. That is the last dim but one of the bias's shape, if it has
+# more than one. Once the parts are added up, every rank has all outputs of a row linear, so it needs the whole bias.
 # </details>
 #
-# You write the two objects: each is called in the place of the product. `enter_region(x, axis, tokens)` and
-# `leave_region(x, axis, tokens)` are the doors: your copy and reduce, as long as `tokens` is `None`. Pass `self.tokens` on; it is
-# for sequence parallelism, below. A column linear goes through its door and multiplies; a row linear multiplies, and goes
-# through its door. `multiply(x, weight, bias)` is the product: `F.linear`, or that of another number format, such as FP8. The
-# bias may be left out.
+# You write the two objects; the library calls each in place of the product. `enter_region(x, axis, tokens)` and
+# `leave_region(x, axis, tokens)` are the doors: your copy and reduce, as long as `tokens` is `None`. Pass `self.tokens` on;
+# sequence parallelism, below, uses it. A column linear goes through its door and multiplies; a row linear multiplies and goes
+# through its door. `multiply(x, weight, bias)` is the product: `F.linear`, or the product of another number format, such as
+# FP8. You may leave out the bias.
 #
 # > **Question, before you write.** Where does the row linear's bias go: before the sum, or after it?
 #
 # <details><summary>Answer</summary>
-# After it. Before it, each rank would add the bias to its part, and the sum would have it <code>tp</code> times. At
-# first nothing shows it: biases start at zero, so the first loss is right. In bf16 the parts and their sum are in 16 bits and the
-# bias is kept in 32: bring it to the format of the sum, or all that follows is in 32 as well.
+# After it. Before it, each rank would add the bias to its part, and the sum would have it <code>tp</code> times. At first
+# nothing shows this: biases start at zero, so the first loss is right. In bf16 the parts and their sum have 16 bits and the
+# bias 32. Convert it to the format of the sum, or everything that follows is in 32 bits as well.
 # </details>
 
 # %% exercise="column-row"
@@ -276,9 +352,9 @@ check("column-row")
 # %% [markdown]
 # ## Count
 #
-# > **Predict.** Lesson 09 has said how many all-reduces one training step takes **per block**, forward and backward together.
-# > Where in the block are they? And how many kilobytes does each have? The model has 128 tokens of width 128 and a batch of 4,
-# > in 32 bits.
+# > **Predict.** Lesson 09 said how many all-reduces one training step takes **per block**, forward and backward together.
+# > Where in the block are they? And how many kilobytes does each have? The model has 128 tokens of width 128 and a batch of
+# > 4, in 32 bits.
 
 # %%
 my_all_reduces = 2               # for each block, if you remember
@@ -286,7 +362,7 @@ my_kilobytes = 100               # your prediction
 
 # %%
 small = ["data.source=mock", "train.device=cpu", "train.global_batch=4", "parallel.data=naive", "parallel.overlap=none",
-         "model.residual=false"]                     # random numbers for data, nothing that hides a message, no sum at the end
+         "model.residual=false"]                     # random data, no hidden messages, no sum at the end
 
 
 def count_a_step(*overrides: str) -> list[bytes_sent.Collective]:
@@ -304,22 +380,24 @@ lab.beside("kilobytes of each", my_kilobytes, calls[0].bytes / 1000, "kB", "coun
 
 # %% [markdown]
 # **What you should see:** four: forward at the exits of attention and MLP, backward at their entrances. Each has samples ×
-# tokens × width numbers, whatever `tp` is. They lie *between* matrix multiplications that need their result, so nothing
-# hides them unless one works at it. That is the price, and the reason why lesson 09 puts `tp` on the fastest links.
+# tokens × width numbers, whatever `tp` is. They lie *between* matrix multiplications that need their result, so nothing hides
+# them by itself. That is the price of tensor parallelism, and the reason why lesson 09 puts `tp` on the fastest links.
 
 # %% [markdown]
-# ## What is kept for the backward pass
+# ## What a block keeps for the backward pass
 #
-# Weights are not all that takes memory in training. `saved_for_backward` counts the bytes that a forward pass keeps: it
-# hooks into autograd wherever a tensor is saved.
+# Training needs memory for more than weights. `saved_for_backward` counts the bytes that a forward pass keeps: it hooks into
+# autograd wherever a tensor is saved.
 
 # %%
 lab.show("course.lab.instruments.tensor_memory.saved_for_backward")
 
 # %% [markdown]
-# Count in units of one activation, samples × tokens × width numbers. A block keeps: the inputs of the two norms and their
-# outputs, **4**; queries, keys, values and the answer of attention, **4**; the hidden units before and after GELU, 4 times
-# the width each, **8**. 16 together.
+# Count in units of one activation, samples × tokens × width numbers. A block keeps 16 of them:
+#
+# - **4**: the inputs of the two norms and their outputs;
+# - **4**: queries, keys, values and the result of attention;
+# - **8**: the hidden units before and after GELU, 4 times the width each.
 #
 # > **Predict.** Which of these does tensor parallelism cut? How many are left on each rank, with `tp=2` and with `tp=4`?
 
@@ -346,81 +424,50 @@ for tp in (2, 4):
     lab.beside(f"tp={tp}", my_units[tp], units[tp], "activations a block", "counted")
 
 # %% [markdown]
-# **What you should see:** 4 + 12/tp. What lies inside the two regions is cut: 12 of the 16. What lies between them is not:
-# every rank has the inputs and outputs of the norms for all tokens, computes the same norms, the same dropout, the same
-# residual sums. With `tp=8` these 4 are nearly three quarters of all.
+# **What you should see:** 4 + 12/tp. Tensor parallelism cuts the 12 that lie inside the two regions. It does not cut the 4
+# between them: every rank computes the same norms, the same dropout and the same residual sums for all tokens. With `tp=8`
+# these 4 are nearly three quarters of all.
 #
 # ## Sequence parallelism
 #
-# Norms, dropout and residual sums work on each token alone. So between the regions, cut by **tokens**: each rank has tokens
-# / tp of them. At the entrance the column linear needs all tokens: an all-gather. At the exit each rank needs the sum for
-# its own tokens only: a reduce-scatter. (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.)
+# Norms, dropout and residual sums work on each token alone. So between the regions, cut by **tokens**: each rank has tokens /
+# tp of them. At the entrance the column linear needs all tokens: an all-gather. At the exit each rank needs the sum for its
+# own tokens only: a reduce-scatter. (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.)
 #
 # | | forward | backward |
 # |---|---|---|
 # | **gather**, at the entrance | all-gather | reduce-scatter |
 # | **scatter**, at the exit | reduce-scatter | all-gather |
 #
-# > **Question.** What does this cost in bytes, compared with copy and reduce? (Lesson 07: how does a ring do an
-# > all-reduce?)
+# %%
+split = ranks(2)(trace, *ONE_BLOCK, "parallel.tp=2", "parallel.sp=true")
+lab.picture(who_holds.forward(whole_model, split, MLP, title="forward pass of the MLP, tp=2 with sequence parallelism"),
+            "Norm: rank 0 has the upper half of the tokens, rank 1 the lower half. An all-gather. Up: each rank has all tokens "
+            "and half of the hidden units. A reduce-scatter. Down and residual sum: each rank has half of the tokens again.")
+
+# %% [markdown]
+# > **Question.** What does this cost in bytes, compared with copy and reduce? (Lesson 07: how does a ring do an all-reduce?)
 #
 # <details><summary>Answer</summary>
-# Nothing. An all-reduce <i>is</i> a reduce-scatter and an all-gather, one after the other. Forward: one all-gather and one
-# reduce-scatter for each region, where there was one all-reduce. Backward the same.
+# Nothing. An all-reduce <i>is</i> a reduce-scatter followed by an all-gather. Forward, each region has one all-gather and one
+# reduce-scatter in place of one all-reduce. Backward the same.
 # </details>
 #
 # > **Question.** Why is the backward pass of this all-gather a reduce-scatter, and not just each rank's slice of the
 # > gradient?
 #
 # <details><summary>Answer</summary>
-# Behind the door every rank used <i>all</i> tokens, each for its own heads or hidden units. So every rank has a part of
-# every token's gradient: add them up, and give each rank the sum for its tokens. A slice would be right if all ranks
-# computed the same from the gathered tensor: some libraries offer both, and taking the wrong one trains without an error
-# message.
+# Behind the door every rank used <i>all</i> tokens, each for its own heads or hidden units. So every rank has a part of every
+# token's gradient. Add the parts up, and give each rank the sum for its tokens. A slice would be right if all ranks computed
+# the same from the gathered tensor. Some libraries offer both, and the wrong one trains without an error message.
 # </details>
-#
-# ## Exercise: gather and scatter
-#
-# The same form as before, with a dim. You get `all_gather(x, dim, axis, n)`, which joins the ranks' pieces, equally
-# long or not, into a tensor of n rows along `dim`, and `reduce_scatter(x, dim, axis)`, this rank's piece of the sum.
-
-# %% exercise="gather-scatter"
-from course.parallel.mappings import Gather, Scatter  # noqa: F401
-
-# %%
-check("gather-scatter")
-
-# %% [markdown]
-# > **Predict.** What does a block keep now, with `tp=4`? One thing to decide: the column linear multiplies *gathered*
-# > tokens, and keeps its input for the gradient of its weight. And which collectives does a block make in a step, how many
-# > of each?
-
-# %%
-my_units_sp = 4.0                # your prediction, for tp=4 with sequence parallelism
-
-# %%
-sequence = ranks(4)(kept_by_a_block, "parallel.tp=4", "parallel.sp=true")[0]
-lab.beside("tp=4 with sequence parallelism", my_units_sp, sequence, "activations a block", "counted")
-with_sp = ranks(2)(count_a_step, "parallel.tp=2", "parallel.sp=true")[0]
-for op in sorted({call.op for call in with_sp}):
-    print(f"{op:15} {sum(call.op == op for call in with_sp) / depth:5.2f} for each block")
-print(f"bytes sent by a rank, sequence parallel over tensor parallel: "
-      f"{sum(call.sent for call in with_sp) / sum(call.sent for call in calls):.3f}")
-
-# %% [markdown]
-# **What you should see:** the inputs of the two norms are cut, so 2 + 2/tp + 12/tp = 5.5 where there were 7. The two that
-# are left are the gathered inputs of the column linears. They need not be kept: gather them *again* in the backward pass,
-# beside a matrix multiplication that has to be done anyway. Then all is cut, 16/tp.
-# `course/parallel/tensor_parallel/overlapped_linear.py` does that: more bytes, less memory. Whether they are hidden, we measure
-# below.
-#
-# Four all-gathers and four reduce-scatters a block, where there were four all-reduces: the same bytes. And yet the step
-# sends a tenth more: there is one more all-reduce in it.
 #
 # ## Partial gradients
 #
-# > **Question.** Whose gradients does that last all-reduce complete? Look at a norm's weight: it is whole on every rank,
-# > and now each rank normalises its own tokens with it.
+# Cut tokens have a consequence for the weights that stay whole. A norm's weight is the same on every rank, but now each rank
+# normalizes only its own tokens with it.
+#
+# > **Question.** What does one rank's gradient of this weight lack? What must the ranks do with their gradients?
 
 # %%
 def norm_gradients() -> tuple[Tensor, Tensor]:
@@ -445,210 +492,113 @@ for label, gradient in found.items():
     print(f"{label:15} differs from one process by {((gradient - whole).norm() / whole.norm()).item():.1e}")
 
 # %% [markdown]
-# Each rank has seen half of the tokens, so its gradient is a **part**: it must be added up over `tp`, besides being averaged
-# over `dp`. That goes for every parameter that `tp` does not cut and that works on cut tokens: norms, the biases of row
-# linears, the embedding, the head. The library marks them, `partial_over` in their placements, from one rule and
-# without naming any, and adds all of them up in one all-reduce at the end.
+# Each rank has seen half of the tokens, so its gradient is a **part**. The ranks must add these parts up over `tp`, besides
+# averaging over `dp`. This holds for every whole parameter that works on cut tokens: norms, the biases of row linears, the
+# embedding, the head. The library marks them as `partial_over` in their placements, by one rule and without naming any. It
+# adds all of them up in one all-reduce at the end.
 
 # %%
 lab.show("course.parallel.tensor_parallel.sequence.mark_partial")
 lab.show("course.parallel.data_parallel.gradients.add_partial_gradients")
 
 # %% [markdown]
-# > **Question.** What happens if one norm is forgotten? (It has happened, in a course like this one.)
+# > **Question.** What happens if the library forgets one norm? (It has happened, in a course like this one.)
 #
 # <details><summary>Answer</summary>
-# Every rank updates it with the gradient of its own tokens. The copies of one parameter drift apart, and nothing notices:
-# the loss goes down, a little worse. <code>course verify</code> names the parameter after one step.
+# Every rank updates it with the gradient of its own tokens. The copies of one parameter drift apart, and nothing notices: the
+# loss goes down, a little worse. <code>course verify</code> names the parameter after one step.
 # </details>
+#
+# How much memory will be left? One thing to consider: the column linear multiplies *gathered* tokens, and keeps its input for
+# the gradient of its weight.
+#
+# > **Predict.** What does a block keep with sequence parallelism and `tp=4`? And which collectives does a block make in a
+# > step, how many of each?
+
+# %%
+my_units_sp = 4.0                # your prediction, for tp=4 with sequence parallelism
+
+# %% [markdown]
+# ## Exercise: gather and scatter
+#
+# The form is the same as before, with a dim. You get `all_gather(x, dim, axis, n)`, which joins the ranks' pieces into a
+# tensor of n rows along `dim`; the pieces may differ in length. You also get `reduce_scatter(x, dim, axis)`, this rank's
+# piece of the sum.
+
+# %% exercise="gather-scatter"
+from course.parallel.mappings import Gather, Scatter  # noqa: F401
+
+# %%
+check("gather-scatter")
+
+# %%
+sequence = ranks(4)(kept_by_a_block, "parallel.tp=4", "parallel.sp=true")[0]
+lab.beside("tp=4 with sequence parallelism", my_units_sp, sequence, "activations a block", "counted")
+with_sp = ranks(2)(count_a_step, "parallel.tp=2", "parallel.sp=true")[0]
+for op in sorted({call.op for call in with_sp}):
+    print(f"{op:15} {sum(call.op == op for call in with_sp) / depth:5.2f} for each block")
+print(f"bytes sent by a rank, sequence parallel over tensor parallel: "
+      f"{sum(call.sent for call in with_sp) / sum(call.sent for call in calls):.3f}")
+
+# %% [markdown]
+# **What you should see:** the inputs of the two norms are cut, so 2 + 2/tp + 12/tp = 5.5 remain where there were 7. The uncut
+# two are the gathered inputs of the column linears. The library can gather them *again* in the backward pass: more bytes,
+# less memory. Four all-gathers and four reduce-scatters a block replace four all-reduces. The step sends a tenth more,
+# because it also completes the partial gradients. Compare it with one process:
 
 # %%
 equal = verify.main("vit-demo", ["model.depth=2", "model.residual=false", "parallel.tp=2", "parallel.sp=true", "train.steps=2"])
 
 # %% [markdown]
-# ## On GPUs
+# ## Summary
 #
-# From here on there is no exercise. *Compiled* is lesson 05's word, a *CUDA graph* lesson 06's, *Triton kernels* lesson 15's,
-# and DiT-XL/2 is the model of that lesson. If you are in a hurry, read the tables and go on to *What you know now*.
+# - Column, then row: two matrices, one sum. Attention and MLP each take one all-reduce forward and one backward.
+# - A collective's gradient is its transpose: copy | reduce, gather | scatter.
+# - Cut qkv by heads, add a row linear's bias once, and never overwrite an input.
+# - Sequence parallelism cuts the rest for the same bytes; whole parameters then have partial gradients.
+# - `course verify` tells whether a layout matches one process, and which parameters differ.
 #
-# A stack of 8 blocks of width 4096, a batch of 4 × 4096 tokens, forward and backward in bf16, takes 304 ms on one
-# H200. An activation is 4 × 4096 × 4096 × 2 bytes = 134 MB, and an all-reduce of that size runs at 287 GB/s over 2 GPUs and
-# at 328 GB/s over 4 (bus bandwidth, PyTorch 2.11, NCCL 2.28.9).
+# ## Questions
 #
-# > **Predict** the times of PyTorch's own tensor parallelism, DTensor, on 2 and on 4 GPUs: arithmetic divided, communication
-# > that nothing hides.
-
-# %%
-my_ms = {2: 152.0, 4: 76.0}      # your prediction: this one has no communication at all
+# 1. Why does `tp` rarely exceed the GPUs of one node?
+# 2. Which parameters of a new layer would need a sum over `tp`?
+# 3. A timeline shows a gather and a multiplication at the same time. What proves that the gather is hidden?
+#
+# **Check your work from outside.** Save the notebook; then, in a terminal:
+# `course check notebooks/10_tensor_parallel_mine.ipynb`. Next: [lesson 11](11_context_parallel.ipynb), for sequences too long
+# for one GPU.
+#
+# ## Appendix (optional): on GPUs
+#
+# A stack of 8 blocks of width 4096 takes {result: stack_on(1) | .0f} ms on one H200: 4 × 4096 tokens in bf16, forward and
+# backward. Divided arithmetic plus all-reduces that nothing hides would take {result: expected(2) | .0f} ms on 2 GPUs and
+# {result: expected(4) | .0f} ms on 4.
 
 # %%
 rows = lab.results("tp_h200")["rows"]
-ms = {(row["case"], row["gpus"]): row["ms"] for row in rows}
-bandwidth = {2: 287e9, 4: 328e9}
-activation = 4 * 4096 * 4096 * 2
-for tp in (2, 4):
-    talking = 8 * 4 * 2 * (tp - 1) / tp * activation / bandwidth[tp]
-    divided = ms["one GPU", 1] / tp
-    print(f"{tp} GPUs: arithmetic {divided:.0f} ms + communication {1000 * talking:.0f} ms = {divided + 1000 * talking:.0f} ms")
-    lab.beside("DTensor", my_ms[tp], ms["DTensor sequence parallel", tp], "ms", "recorded")
+lab.recorded("tp_h200", scaling_table.table(
+    rows, lambda case: "one GPU, compiled" if "compiled" in case else "one GPU"),
+    why="Tensor parallelism without and with sequence parallelism and overlap, and DTensor")
 
 # %% [markdown]
-# **What you should see:** 167 and 96 ms by arithmetic, 176 and 116 recorded. The rest is smaller matrices, which are less
-# efficient, and on 4 GPUs mostly DTensor itself: compiled it takes 98, as you will see, and this library's plain tensor
-# parallelism 104. Communication alone is a fifth of that; what can be won is to run it *beside* the multiplications.
-
-# %%
-lab.recorded("tp_h200", scaling_table.table(rows, lambda case: "one GPU, compiled" if "compiled" in case else "one GPU"),
-             why="The same stack: tensor parallelism without and with sequence parallelism and overlap, and DTensor")
-
-# %% [markdown]
-# **What you should see:** sequence parallelism alone saves memory (9.9 GB become 7.3 on 4 GPUs), not time. *Overlap*, in which
-# NCCL runs beside the multiplications, takes 18 ms less than that on 2 GPUs, and 6 if both are compiled; on 4, compiled,
-# nothing. And it needs fewer copies, too. So what does NCCL hide? *Symmetric*, in which it has no part, takes 95 ms on 4 GPUs,
-# where plain tensor parallelism takes 104, and 168 on 2, where that takes 175. (It needs 0.5 GB more than the table says, which
-# are not PyTorch's to count.) Whatever you have read about overlap, measure it: that is the rest of this lesson.
+# **What you should see:** sequence parallelism saves memory, not time. *Overlap* runs NCCL beside multiplications; compiled
+# on 4 GPUs, it gains nothing. *Symmetric* writes into the other GPUs' memory without NCCL and is fastest.
 #
-# Beside *which* multiplications? In its backward pass a column linear multiplies twice. While it computes the gradient of its
-# input, it gathers that input again, which it needs for the gradient of its weight; and while it computes that one, it scatters
-# the first result. A row linear has nothing to hide behind, and forward nothing has, unless you cut the batch: gather one half,
-# then multiply it while the other is gathered.
-#
-# > **Predict.** DiT-XL/2 on two H100s, 32 samples of 0.6 MB, the whole step in a CUDA graph, so that no host counts (lesson 06).
-# > In two parts it takes 72.8 ms. Whole, so that nothing is hidden forward, how long?
-
-# %%
-my_ms = 75.0                     # your prediction, of the whole step
-
-# %%
-by_case = {row["case"]: row["ms"] for row in lab.results("sp_2xh100")["rows"]}
-models = ["DiT-XL/2, 256 px, 32 samples", "GPT 124M, 32 samples", "GPT 350M, 16 samples", "DiT-XL/2, 512 px, 16 samples",
-          "GPT 1.3B, 4 samples"]
-lab.beside("a step that is not cut in two", my_ms, by_case[f"{models[0]}, in a graph"], "ms", "recorded")
-table = {model: {"two parts": by_case[f"{model}, in two parts, in a graph"], "whole": by_case[f"{model}, in a graph"]}
-         for model in models}
-lab.recorded("sp_2xh100", table, why="Whole steps with sequence parallelism on two H100s, in a graph, in ms")
-
-# %% [markdown]
-# **What you should see:** hiding is not free. It was meant to save what the collectives take, and cost more than it saved, in
-# every model. The section after this one measures a reason: NCCL's kernels need multiprocessors, and the multiplication
-# beside them has all of them. So `overlapped_linear.py` cuts nothing. In the backward pass it still starts collectives beside
-# multiplications.
-#
-# One question is left. A collective puts pieces one after the other: all samples' *first* pieces, then all their second ones,
-# where you want each sample's tokens together. Either gather the samples **one by one**, a call for each, all in one kernel; or
-# gather the batch **as one** and put it in order by a copy.
-#
-# > **Question.** A call costs the host some microseconds, a copy the GPU. Which is faster in a graph? And without one, if the
-# > host needs longer for a step than the GPU does?
-
-# %%
-found = lab.results("sp_2xh100")
-again = {row["case"]: row["ms"] for row in found["again"]["rows"]}
-table = {model: {"one by one, graph": by_case[f"{model}, in a graph"], "as one, graph": by_case[f"{model}, as one, in a graph"],
-                 "one by one, host": by_case[f"{model}, one by one"], "as one, host": by_case[f"{model}, as one"],
-                 "one by one, another host": again[f"{model}, one by one"], "as one, another host": again[f"{model}, as one"]}
-         for model in models}
-lab.recorded("sp_2xh100", table, why="The same steps, in a graph and left to their hosts, in ms")
-
-# %% [markdown]
-# **What you should see:** in a graph, one by one: calls that are replayed cost less than a copy. Left to these hosts, which need
-# 1.4 to 3.7 times as long as the GPU, samples of up to 2.4 MB are mostly faster as one: the host makes one call in place of many,
-# and the GPU, which waits for it, has time for the copy. For samples of 8.4 MB the results are mixed: host times vary,
-# and only a difference well beyond that says something. `overlapped_linear.py` asks whether a graph is being recorded; if not, a
-# batch below 64 MB of samples below 4 MB goes as one.
-#
-# ## Who moves the bytes
-#
-# What runs beside a multiplication is not hidden for that reason alone. Ask the simplest question: how long do a gather and a
-# multiplication that need nothing of each other take, each alone and both at once?
-#
-# > **Predict.** Two H100s, in a graph: the gather of that DiT's 32 samples takes 75 µs, the multiplication beside which it is
-# > done backward 60. And both at once?
+# > **Predict.** On two H100s, a gather by NCCL takes {result: gather_us | .0f} µs and a multiplication
+# > {result: multiply_us | .0f} µs. How long do both take at once?
 
 # %%
 my_us = 80.0                     # your prediction
 
 # %%
-exchanged = lab.results("symmetric_2xh100")
-us = {row["case"]: 1e3 * row["ms"] for row in exchanged["rows"] if row["size"] == [32, 256, 1152]}
-lab.beside("gather and multiply at once, by NCCL", my_us, us["matmul beside gather, NCCL"], "µs", "recorded")
-lab.recorded("symmetric_2xh100", {what: {"µs": us[case]} for what, case in (
-    ("multiplication", "matmul"), ("gather, NCCL", "gather, NCCL"), ("both at once", "matmul beside gather, NCCL"),
-    ("gather, a kernel writes", "gather, through memory"),
-    ("gather, a copy engine writes", "gather, through memory, by an engine"),
-    ("multiplication beside a copy engine", "matmul beside gather, through memory"))},
-    why="The same gather in three ways, on two H100s")
+exchanged = lab.results("symmetric_2xh100")["rows"]
+us = {row["case"]: 1e3 * row["ms"] for row in exchanged if row["size"] == [32, 256, 1152]}
+lab.beside("gather and multiply at once, by NCCL", my_us, us["matmul beside gather, NCCL"],
+           "µs", "recorded")
 
 # %% [markdown]
-# **What you should see:** 134, the sum of both. NCCL's gather is a kernel: it needs multiprocessors, the multiplication has
-# all of them. A timeline may show both at once; the sum says that nothing is won. (Lesson 17 finds that gradients which are
-# averaged beside the backward pass on H200s, without a graph, cost 74% of their time.) To hide it, something else has to move
-# the bytes: a GPU has **copy engines**, which do nothing but that. An engine's gather takes 52 µs, and adds 19 to the
-# multiplication beside it.
-#
-# So let each rank *write into the others' memory*, over NVLink. PyTorch maps memory of one GPU into another's process
-# (symmetric memory); then a copy is all it takes, by a kernel (44 µs) where nothing runs beside it, else by an engine.
-#
-# > **Question.** Nobody calls the other rank now. How does it know that its tokens have come? And how do you know that it has
-# > read the last ones, before you write over them?
-
-# %%
-lab.show("course.parallel.tensor_parallel.symmetric_memory.DoubleBuffer")
-lab.show("course.parallel.tensor_parallel.symmetric_memory.Gather")
-
-# %% [markdown]
-# <details><summary>Answer</summary>
-# A <b>barrier</b> after the copies answers the first. It answers the second, too, if exchanges take turns with two places, A and
-# B. Whoever is at the barrier of an exchange in B has read what lay in A, since its stream does one thing after the other. So the
-# next exchange may write into A again. One barrier an exchange, 4.4 µs, is enough. (The first exchange in a CUDA graph cannot
-# know what ran before, and has one more.)
-# </details>
-
-# %%
-steps = {row["case"]: row["ms"] for row in exchanged["steps"]["rows"]}
-ways = {"NCCL": "Triton kernels", "through memory": "Triton kernels, through memory"}
-table = {model: {way: steps[f"{model}, {words}, in a graph"] for way, words in ways.items()}
-         for model in (models[0], models[2])}
-lab.recorded("symmetric_2xh100", table, why="Whole steps with sequence parallelism, in a graph, Triton kernels, in ms")
-
-# %% [markdown]
-# **What you should see:** one step is a sixth shorter, the other a seventh: by the times above about half of it by hiding, half
-# because writing is faster than NCCL. `parallel.overlap=symmetric` does that, on GPUs of one node; over a network NCCL is what
-# there is. (By NCCL this DiT took 66 ms above: here its kernels are Triton, and tensor parallelism cuts its modulation, too.)
-#
-# On these two GPUs sequence parallelism is even faster through memory than none: that DiT takes 48.7 ms without.
-#
-# > **Predict.** The same on *four* H200s. Each rank multiplies half as much as on two, and receives 3/4 of all tokens in place of
-# > half. Is it still faster than none, with its four all-reduces a block, forward and backward?
-
-# %%
-four = {row["case"]: row for row in lab.results("sp_4xh200")["rows"]}
-ways = {"NCCL": "Triton kernels", "through memory": "Triton kernels, through memory",
-        "no sequence parallelism": "Triton kernels, no sequence parallelism"}
-table = {f"{model}, {way}": {"ms": row["ms"], "GB": row["memory_gb"]} for model in (models[0], models[-1])
-         for way, words in ways.items() for row in [four[f"{model}, {words}, in a graph"]]}
-lab.recorded("sp_4xh200", table, why="Whole steps on four H200s, in a graph")
-
-# %% [markdown]
-# **What you should see:** the DiT takes 3% longer than with none, the GPT of 1.3 billion 3% less, in 30 and 23% less memory; by
-# NCCL they take a third and a quarter longer. Forward nothing hides a gather, and with the scatter it takes as long as the
-# all-reduce that both replace. Backward, this DiT's multiplications of 33 µs are too short now to hide a gather of 56; those of
-# the GPT take 93, and hide most of one of 90 ([exchange_h200.json](../course/bench/results/exchange_h200.json) has all of them).
-# So on four the memory costs little or nothing. (On two H200s, [sp_2xh200.json](../course/bench/results/sp_2xh200.json), it takes
-# 2 to 5% less time than none.)
-
-# %% [markdown]
-# ## What you know now
-#
-# - Column, then row: two matrices, one sum. Attention and MLP take one all-reduce each forward, and one each backward.
-# - A collective's gradient is another collective, its transpose: copy | reduce, gather | scatter.
-# - Cut qkv by heads, add a row linear's bias once, write into nobody's tensor.
-# - Sequence parallelism cuts what is left, for the same bytes; then parameters that are whole have gradients that are
-#   partial.
-# - Beside a multiplication that fills the GPU, NCCL hides little or nothing: measure it. Copy engines hide more.
-# - `course verify` says whether a layout trains as one process does, and if not, which parameters differ most.
-#
-# **Check your work once more, from outside.** Save the notebook; then, in a terminal: `course check
-# notebooks/10_tensor_parallel_mine.ipynb`.
-#
-# Next: [lesson 11](11_context_parallel.ipynb), where the sequence itself is too long for one GPU.
+# **What you should see:** as long as one after the other. NCCL's gather needs multiprocessors, and the multiplication
+# occupies them all. **Copy engines** do nothing but copy: gathering with one adds only {result: engine_adds_us | .0f} µs to
+# the multiplication. Set `parallel.overlap=symmetric` to use them within a node. On two H100s it shortens a step of DiT-XL/2
+# with sequence parallelism by {result: dit_saved | .0%}. On four H200s that step takes {result: dit_longer | .0%} longer than
+# without sequence parallelism, and it needs {result: dit_memory | .0%} less memory.

@@ -10,11 +10,15 @@
 # # 11 · Context parallel
 #
 # One sample can be too long for one GPU: a book, an hour of video, a map of the whole earth in small patches. **Context
-# parallelism** cuts the sample itself: each rank has some of its *tokens*, through the whole model. Almost nothing in a
-# transformer minds. Attention does, since every token looks at all others. There are three ways to make that possible,
-# and you write the parts of two: gathering keys and values, and a ring that never holds more than two pieces. For the
-# ring you need the trick behind flash attention, and a way to share out the work of causal attention that leaves nobody
-# waiting.
+# parallelism** splits the sample itself: each rank keeps some of its *tokens* through the whole model. Most of a
+# transformer works on each token alone. Attention does not, because every token looks at all others. There are three
+# ways to compute it, and you write parts of two: a gather of keys and values, and a ring.
+#
+# **What you will learn**
+#
+# - how context parallelism divides the memory of long samples, and why only attention has to communicate;
+# - how answers for separate blocks of keys merge into exact attention: the idea behind flash attention and ring attention;
+# - how to balance causal attention over ranks, and how to choose between gather, ring and all-to-all.
 #
 # | | |
 # |---|---|
@@ -22,10 +26,30 @@
 # | reading and doing | about 2 hours |
 # | computing | 1 minute on two cores, most of it in checks |
 # | you write | keys and values in order (3 lines), the merge of two answers (3), a zigzag (2), what a round computes (3) |
-# | you measure | activations against tokens, bytes sent, the balance of causal rings; and read times of 4 H200s |
+# | you measure | activations against tokens, bytes sent, the balance of causal rings |
 #
 # You should have done [lesson 10](10_tensor_parallel.ipynb). Work in a copy: *File → Save Notebook As…*,
 # `11_context_parallel_mine.ipynb`.
+
+# %% numbers=true
+from course.bench.results import load, value
+
+
+def efficiency_on_four(case):
+    return value("cp_h200", case, "efficiency", gpus=4)
+
+
+def attention_rates(shape):
+    row, = (row for row in load("beginning_h200")["attention"] if row["shape"] == shape)
+    return row
+
+
+ring_16k, ring_64k = map(efficiency_on_four, ("16k full ring", "64k full ring"))
+gather_16k, gather_64k = map(efficiency_on_four, ("16k full gather", "64k full gather"))
+causal_gather = efficiency_on_four("64k causal gather")
+causal_ring = efficiency_on_four("64k causal ring")
+long_rates = attention_rates([1, 32, 32768, 128])
+flash_over_cudnn = long_rates["flash"] / long_rates["cudnn"]
 
 # %%
 import torch
@@ -50,11 +74,12 @@ lab.begin("11")
 # %% [markdown]
 # ## Memory against tokens
 #
-# Tensor parallelism cuts a layer's width, pipelines cut its depth. With long samples neither is the problem.
+# Tensor parallelism cuts a layer's width, and pipeline parallelism cuts the model's depth. Neither helps when the samples
+# are long.
 #
-# > **Predict.** For its backward pass, a GPT block keeps some megabytes of a sample of 512 tokens. How many times as
-# > much does it keep of a sample of 2048? PyTorch's attention does not keep the scores, tokens × tokens of them; it
-# > computes them again. And on two ranks with half of the tokens each?
+# > **Predict.** A GPT block keeps activations for its backward pass. How many times as much does it keep for a sample of
+# > 2048 tokens as for one of 512? (PyTorch's attention does not keep the tokens × tokens matrix of scores. It computes
+# > the scores again.) And how much does each of two ranks keep, with half of the tokens each?
 
 # %%
 my_times = 16.0                  # your prediction: 2048 tokens over 512, one process
@@ -79,25 +104,25 @@ lab.beside("2048 tokens over 512", my_times, kept[2048] / kept[512], "times", "c
 lab.beside("each of two ranks", my_share, halved / kept[2048], "of one process", "counted")
 
 # %% [markdown]
-# **What you should see:** four times as much for four times the tokens: memory is *linear* in the tokens, and half of
-# the tokens take half of the memory, or almost. The work of attention is quadratic, so at some length it is nearly all
-# the work there is.
+# **What you should see:** four times as many tokens need four times the memory, so memory is *linear* in the tokens. Half
+# of the tokens need about half of the memory. The work of attention grows with the square of the tokens, so in long
+# samples it is nearly all of the work.
 #
-# ## What does a piece need of the others?
+# ## What does a piece need from the others?
 #
-# Give each rank a piece of the tokens, and all the weights. Go through a block: norms, linears, GELU, residual sums,
+# Give each rank a piece of the tokens and all of the weights. Go through a block: norms, linears, GELU, residual sums,
 # dropout.
 #
-# > **Question.** Which of these need tokens of another rank? And what, besides attention, does at the very end?
+# > **Question.** Which of these need tokens of another rank? Besides attention, which step at the very end does?
 #
 # <details><summary>Answer</summary>
-# None: they work on each token alone. Attention needs the <i>keys and values</i> of all tokens, and only these: queries
-# stay where they are. And the loss: it is a sum over all tokens, so at the end the ranks' sums have to be added up.
+# None of them: they work on each token alone. Attention needs the <i>keys and values</i> of all tokens; the queries stay
+# where they are. At the end, the loss is a sum over all tokens, so the ranks add up their sums.
 # </details>
 #
-# So there are two **seams** in the model. One is attention's core, which is given this rank's queries, keys and values:
-# there surgery puts a module that gets the keys and values of the other ranks. At the other, a loss's sum over tokens
-# is completed. Nothing else in the model knows.
+# So the model has two **seams**. The first is the core of attention, which gets this rank's queries, keys and values.
+# There, surgery inserts a module that fetches the keys and values of the other ranks. The second completes the loss's sum
+# over tokens. Nothing else in the model changes.
 
 # %%
 lab.show("course.parallel.context_parallel.attention.apply_context_parallel")
@@ -105,25 +130,26 @@ lab.show("course.parallel.context_parallel.attention.apply_context_parallel")
 # %% [markdown]
 # ## First way: gather keys and values
 #
-# The simplest: all-gather keys and values, so that every rank has all of them, and answer one's own queries.
+# The simplest way: all-gather the keys and values, so that every rank has all of them. Each rank then answers its own
+# queries.
 #
-# You wrote a gather in lesson 10; it knows its backward pass, a reduce-scatter. What is left is a matter of **order**. A
-# rank need not have neighbouring tokens (you will soon see why), and the gather puts the pieces together rank by rank.
+# You wrote a gather in lesson 10. Its backward pass is a reduce-scatter. What remains is the **order** of the tokens. The
+# gather concatenates the pieces rank by rank, but the tokens of a rank need not be neighbors (you will see why).
 #
-# - `tokens.order(device)` is a tuple: for each rank the positions of its tokens, in the order in which it has them;
-# - `tokens.cp` is the axis, and `mappings.gather(x, dim, axis, n)` your gather of lesson 10. Pieces need not be equally long:
-#   n is the number of all tokens;
-# - `tokens.zigzag` says whether the pieces are in another order than that of time. If not, leave them as they come;
-# - `permute_tokens(x, dim, index)` is `x.index_select(dim, index)` for an index that has every place once. Either is right. But
-#   `index_select` cannot know that no place comes twice, so on a GPU it adds gradients up, atomically, number by number;
-#   `permute_tokens` copies them back by the inverse.
+# - `tokens.order(device)` is a tuple: for each rank, the positions of its tokens, in the order in which it has them.
+# - `tokens.cp` is the axis, and `mappings.gather(x, dim, axis, n)` is your gather of lesson 10. Pieces may differ in
+#   length; n is the number of all tokens.
+# - `tokens.zigzag` says whether the gathered pieces are out of time order. If not, leave them as they are.
+# - `permute_tokens(x, dim, index)` equals `x.index_select(dim, index)` for an index that has every position once. Either
+#   is correct. On a GPU, the backward pass of `index_select` uses atomic additions, because an index may repeat.
+#   `permute_tokens` copies the gradients back instead.
 #
-# > **Question, before you write.** Two ranks, order `[0, 1, 6, 7]` and `[2, 3, 4, 5]`. The gathered keys stand as 0 1 6 7 2
-# > 3 4 5. Which index brings them into the order of time?
+# > **Question, before you write.** Two ranks have the order `[0, 1, 6, 7]` and `[2, 3, 4, 5]`. The gathered keys are
+# > 0 1 6 7 2 3 4 5. Which index puts them into time order?
 #
 # <details><summary>Answer</summary>
-# Position 2 stands in place 4, position 6 in place 2: the index is 0 1 4 5 6 7 2 3. It is the <i>inverse</i> of the
-# permutation, which <code>argsort</code> gives: the places, sorted by position.
+# Position 2 is in place 4, and position 6 is in place 2. So the index is 0 1 4 5 6 7 2 3. It is the <i>inverse</i> of the
+# permutation, which <code>argsort</code> computes: the places, sorted by position.
 # </details>
 #
 # ## Exercise: keys and values, in order
@@ -135,20 +161,20 @@ from course.parallel.context_parallel.attention import gather_in_order  # noqa: 
 check("gather-in-order")
 
 # %% [markdown]
-# > **Question.** This is right, simple, and fast. What is wrong with it for a million tokens?
+# > **Question.** This is correct, simple and fast. What is wrong with it for a million tokens?
 #
 # <details><summary>Answer</summary>
-# Every rank holds the keys and values of <i>all</i> tokens, in every layer. The rest of the activations is cut by cp; these
-# are not. With many ranks they are what memory goes to.
+# Every rank holds the keys and values of <i>all</i> tokens, in every layer. Context parallelism divides all other
+# activations by cp, but not these. With many ranks they take most of the memory.
 # </details>
 #
 # ## Second way: a ring
 #
-# Let the keys and values go round instead. In each round every rank answers its queries for the block of keys that is
-# there, passes it on, and gets the next. After as many rounds as there are ranks every query has met every key. No rank
-# ever holds more than two blocks, and while it computes with one, the next is under way.
+# Let the keys and values travel around a ring of ranks. In each round, every rank computes attention of its queries with
+# the block of keys it holds. Meanwhile it sends this block to the next rank and receives another. After as many rounds as
+# there are ranks, every query has met every key. No rank ever holds more than two blocks.
 #
-# But a softmax has a denominator, the sum over **all** keys. Can one answer for a block, not knowing the others?
+# But a softmax has a denominator: the sum over **all** keys. Can a rank answer for one block without knowing the others?
 
 # %%
 generator = torch.Generator().manual_seed(0)
@@ -162,12 +188,12 @@ print("the last three: ", second)
 print("their mean:     ", (first + second) / 2)
 
 # %% [markdown]
-# Not the mean. Each block's answer is a weighted mean of its values, divided by its own denominator $Z = \sum_j e^{s_j}$.
-# For all keys the denominator is $Z_1 + Z_2$, so
+# The mean is wrong. Each block's answer is a weighted mean of its values, divided by its own denominator
+# $Z = \sum_j e^{s_j}$. For all keys the denominator is $Z_1 + Z_2$, so
 #
 # $$\text{out} = \frac{Z_1\,\text{out}_1 + Z_2\,\text{out}_2}{Z_1 + Z_2}$$
 #
-# A mean again, weighed by the denominators. So a block returns, besides its answer, one number for each query: the
+# This is a mean weighted by the denominators. So besides its answer, a block returns one number for each query: the
 # *logarithm* of its denominator, the **log-sum-exp**, $\text{lse} = \log Z$. Why the logarithm?
 #
 # > **Predict** what the next cell prints.
@@ -177,17 +203,18 @@ big = torch.tensor([1000.0, 999.0])
 print("exp, sum, log:", big.exp().sum().log().item(), "  logsumexp:", big.logsumexp(0).item())
 
 # %% [markdown]
-# Scores can be large, and $e^{1000}$ is no number in any format. But only *ratios* of denominators matter, and these are
-# differences of logarithms: with $\text{lse} = \log(e^{\text{lse}_1} + e^{\text{lse}_2})$, which `torch.logaddexp` computes
-# safely, the weights are $e^{\text{lse}_1 - \text{lse}}$ and $e^{\text{lse}_2 - \text{lse}}$. Neither exponent is ever
-# above zero. This is the **online softmax** (Milakov and Gimelshein 2018, arXiv:1805.02867); flash attention does it inside
-# one GPU, block by block, and the ring (Liu, Zaharia and Abbeel 2023, arXiv:2310.01889) from GPU to GPU.
+# Scores can be large, and $e^{1000}$ overflows in every floating-point format of a GPU. But only *ratios* of denominators
+# matter, and these are differences of logarithms. `torch.logaddexp` computes
+# $\text{lse} = \log(e^{\text{lse}_1} + e^{\text{lse}_2})$ safely. Then the weights are $e^{\text{lse}_1 - \text{lse}}$ and
+# $e^{\text{lse}_2 - \text{lse}}$, and neither exponent is ever positive. This is the **online softmax** (Milakov and
+# Gimelshein 2018, arXiv:1805.02867). Flash attention uses it block by block inside one GPU. Ring attention (Liu, Zaharia
+# and Abbeel 2023, arXiv:2310.01889) uses it between GPUs.
 #
 # ## Exercise: merge
 #
-# `out` (B, h, T, d) and `lse` (B, h, T) are the answer for some keys, `new_out` and `new_lse` that for others. Change
-# `out` and `lse` into the answer for all of these keys, **in place**: the ring passes views, a part of its queries at a
-# time.
+# `out` (B, h, T, d) and `lse` (B, h, T) are the answer for some keys, `new_out` and `new_lse` the answer for other keys.
+# Change `out` and `lse` **in place** into the answer for all of these keys. In place, because the ring passes views: some
+# rows of its queries at a time.
 
 # %% exercise="merge"
 from course.parallel.context_parallel.ring_attention import merge
@@ -198,15 +225,15 @@ check("merge")
 # %%
 out, lse = first.clone(), scores[:, :3].logsumexp(-1)
 merge(out, lse, second, scores[:, 3:].logsumexp(-1))
-print("merged, differs from all six keys by", (out - whole).abs().max().item())
+print("largest difference from the answer for all six keys:", (out - whole).abs().max().item())
 
 # %% [markdown]
-# With your merge in it, this is all of the ring's forward pass. `rounds` does the sending: it yields the keys and values of
-# one rank after the other, its own first, while the next are under way. `blocks.forward` is attention with one block of
-# keys: on GPUs a fused kernel, which returns the log-sum-exp because its own backward pass needs it.
+# The functions below are the whole ring, and `merge` is yours. `rounds` sends and receives: it yields each rank's keys and
+# values in turn, its own first, while the next block is on its way. `block_attention.forward` computes attention with one
+# block of keys. On GPUs it is a fused kernel, which returns the log-sum-exp because its own backward pass needs it.
 #
-# `register_operator` makes the function one operation to PyTorch, such as a matrix multiplication is: `torch.compile` does not
-# look into it, so what is sent beside what is computed stays so. An operator takes no objects, so the group goes by its name.
+# `custom_op` (here: `operator`) makes a function one opaque operation for PyTorch. `torch.compile` does not look into it,
+# so communication still overlaps computation. Such an operator takes no Python objects, so it gets the group's name.
 
 # %%
 lab.show("course.parallel.context_parallel.ring_attention.ring")
@@ -215,25 +242,116 @@ lab.show("course.parallel.context_parallel.ring_attention.Ring")
 lab.show("course.parallel.context_parallel.ring_attention.ring_backward")
 
 # %% [markdown]
-# > **Question.** Look at `save_for_backward`. What does the ring keep, and what does it do again in the backward pass? What
-# > travels home there?
+# > **Question.** Look at `save_for_backward`. What does the ring keep, and what does it repeat in the backward pass? What
+# > travels back to its owner there?
 #
 # <details><summary>Answer</summary>
-# It keeps its own queries, keys, values, answer and log-sum-exp, nothing of other ranks. So the keys go round a second
-# time. Each rank adds its part to the gradients of keys that are not its own, and these travel after their keys until they
-# are back where they belong. Backward, the <i>final</i> log-sum-exp gives the right softmax for each block at once: no
-# merging.
+# It keeps its own queries, keys, values, answer and log-sum-exp, and nothing of other ranks. So in the backward pass the
+# keys and values travel around the ring again. Each rank adds its part to the gradients of other ranks' keys and values.
+# These gradients follow their keys around the ring until they reach their owner. No merging is needed: the <i>final</i>
+# log-sum-exp gives the correct softmax for each block at once.
 # </details>
+#
+# ## Third way: exchange tokens for heads
+#
+# Attention heads are independent. So change what is split, just for attention: an **all-to-all** gives each rank all
+# tokens of *some heads*. Attention then runs unchanged, causal or not. Another all-to-all restores the split over tokens
+# (Ulysses: Jacobs et al. 2023, arXiv:2309.14509).
+
+# %%
+lab.show("course.parallel.context_parallel.attention.AllToAllAttend")
 
 # %% [markdown]
+# > **Question.** What limits the number of ranks here, and how does tensor parallelism change this limit?
+#
+# <details><summary>Answer</summary>
+# The number of heads: each rank needs at least one whole head, and tp has already divided the heads. If 32 query heads
+# share 8 heads of keys and values, the limit is lower still. The ring has no such limit. Also, an all-to-all cannot
+# overlap attention, because attention cannot begin before it ends.
+# </details>
+#
+# How many bytes does each way send? Call a rank's piece of the keys one **unit**: samples × tokens / n × width numbers.
+# Its values, queries and answer are one unit each.
+#
+# > **Predict**, for n = 4, how many units one rank sends in one layer, forward and backward together:
+# >
+# > - gather: an all-gather of keys and values, then a reduce-scatter of their gradients;
+# > - ring: n − 1 rounds of keys and values, twice, and n − 1 rounds of their gradients;
+# > - all-to-all: three units before attention and one after, of which the share (n − 1) / n leaves the rank; and the same
+# >   backward.
+
+# %%
+my_units = {"gather": 10.0, "ring": 10.0, "all_to_all": 10.0}           # your prediction
+
+
+# %%
+def units_sent(method: str) -> float:
+    """What this rank sends for the attention of one layer, forward and backward, in units of its piece of the keys."""
+    settings = config.load("gpt-demo", ["train.device=cpu", "train.global_batch=2", "parallel.cp=4", f"parallel.context={method}",
+                                        "model.depth=1", "precision=fp64"])
+    training = assemble.assemble(settings, build_mesh(settings.parallel, parallel.join("cpu")))
+    _, calls = bytes_sent.collectives(lambda: verify.one_step(training, 1))
+    moves = ("all-gather", "reduce-scatter", "all-to-all", "send")      # not the all-reduces of loss and gradients
+    unit = 2 * settings.model.context / 4 * settings.model.dim * 8
+    return sum(call.sent for call in calls if call.op.startswith(moves)) / unit
+
+
+for method in my_units:
+    lab.beside(method, my_units[method], ranks(4)(units_sent, method)[0], "units", "counted")
+
+# %% [markdown]
+# **What you should see:** 12, 18 and 6. All-to-all sends least, and with more ranks it sends less, because the pieces
+# shrink. Gather and ring do not shrink: n − 1 pieces are nearly all tokens, for any n. The ring sends most, and in bf16
+# even more, because its gradients travel in float32. But the ring hides this behind computation. A round's work grows with
+# the square of a piece's tokens, and its bytes grow linearly. So with enough tokens a round computes for longer than it
+# sends.
+#
+# | | bytes | memory for keys and values | limit |
+# |---|---|---|---|
+# | gather | 4 (n − 1) units, not hidden | of all tokens, in each layer | memory |
+# | ring | 6 (n − 1) units, hidden behind computation | its own, in each layer | pieces long enough to hide the sending |
+# | all-to-all | 8 (n − 1) / n units, not hidden | of its heads | heads |
+#
+# ## One rule for all gradients
+#
+# All ranks of `cp` have the same weights, and each rank has seen some of the tokens. Two steps make the gradients correct:
+#
+# - The second seam sums the loss over `cp`, in *both* directions: all-reduce | all-reduce. So every rank has the same
+#   loss, and its gradients are `cp` times too large.
+# - The library averages **all** gradients over `dp × cp`, which divides them by `cp`. No parameter needs special
+#   treatment.
+
+# %%
+lab.show("course.parallel.tensor_parallel.sequence.SumOverSplitTokens")
+
+# %% [markdown]
+# > **Question.** Suppose the seam's backward pass were the identity. By what factor would the gradients be wrong? Would
+# > training with Adam show it?
+#
+# <details><summary>Answer</summary>
+# They would be too small by a factor of cp. Adam hides such a factor (lesson 07); only gradient clipping would act at
+# different times. Plain gradient descent, which <code>course verify</code> uses, shows the factor at once.
+# </details>
+#
+# > **Predict:** does a GPT with causal ring attention train as one process does, and to how many digits? And with tensor
+# > parallelism as well?
+
+# %%
+for layout in (["parallel.cp=2", "parallel.tp=2"], ["parallel.cp=4"]):
+    equal = verify.main("gpt-demo", [*layout, "model.depth=1", "train.steps=1"])
+
+# %% [markdown]
+# Ask the same of every framework. In engineers' notes about a diffusion transformer (lesson 15), context parallelism
+# changed the loss after 400 steps from 0.183 to 0.215. Nothing crashed, and nobody compared.
+#
 # ## Causal attention, and who waits for whom
 #
-# In a language model a token sees only tokens before it: half of all scores. Take 4 ranks and give each one a quarter of
-# the tokens, in order. The picture shows the scores, queries down, keys across, in the colour of the rank that computes
-# them. The slider goes through the rounds: in round t rank r meets the keys of rank r − t.
+# In a language model a token sees only itself and the tokens before it, which is about half of all scores. Take 4 ranks
+# and give each one a quarter of the tokens, in order. The picture shows the scores, with queries down and keys across. The
+# color says which rank computes a score. The slider selects the round: in round t, rank r has the keys of rank r − t.
 #
-# > **Predict, before you move it.** A round lasts until the slowest rank is done. What share of its time does an average
-# > rank work, over all four rounds? And with many ranks?
+# > **Predict, before you move it.** A round lasts until the slowest rank is done. Over all four rounds, what percentage of
+# > the time does an average rank work? And with many ranks?
 
 # %%
 my_percent = 100.0               # your prediction, for 4 ranks
@@ -253,16 +371,16 @@ lab.beside("4 ranks, one piece each", my_percent, 100 * at_work, "%", "computed"
 
 # %% [markdown]
 # <details><summary>Answer</summary>
-# 57%. In round 0 each rank has a triangle, half of a square. After that, in each round some ranks have a whole square and
-# the others nothing, as keys that lie ahead are of no use to them; and the round lasts as long as a square. n ranks have
-# n²/2 squares to do in n − ½ rounds: n / (2 n − 1), so almost half of the machine waits. On 8 GPUs
-# this rule says 53%, and <a href="https://github.com/zhuzilin/ring-flash-attention">ring-flash-attention</a> reports 54% on 8
-# H800s, forward and backward.
+# 57%. In round 0 each rank has a triangle, half of a square. In every later round some ranks have a whole square. The
+# others have nothing, because the keys they hold lie in the future. The round still lasts as long as a square. The n ranks
+# have n²/2 squares to compute in n − ½ rounds, so the share is n / (2 n − 1): with many ranks, half of the machine
+# waits. For 8 GPUs this rule gives 53%, and
+# <a href="https://github.com/zhuzilin/ring-flash-attention">ring-flash-attention</a> reports 54%.
 # </details>
 #
-# The work is there, it is only badly shared: rank 0 has the beginning, which sees little, rank 3 the end, which sees
-# everything. So give everyone some of each. Cut the tokens into **2 n** pieces, and give rank r the piece r from the front
-# and piece r from the back: a **zigzag**.
+# The work is only badly distributed. Rank 0 has the beginning, which sees little; rank 3 has the end, which sees
+# everything. So give every rank some of both. Cut the tokens into **2 n** pieces. Rank r gets piece r from the front and
+# piece r from the back: a **zigzag**.
 #
 # ## Exercise: the zigzag
 #
@@ -279,38 +397,12 @@ for rank, positions in enumerate(zigzag(16, 4, torch.device("cpu"))):
     print(f"rank {rank}: {positions.tolist()}")
 
 # %% [markdown]
-# > **Predict.** In a round after the first, rank r has the keys of another rank s: a front piece and a back piece, as it
-# > has a front and a back piece of queries. Of the four pairs of pieces, how many have to be computed if s < r? And if s >
-# > r? Draw them.
+# > **Predict.** In a round after the first, rank r has the keys of another rank s. These are a front piece and a back
+# > piece, and its own queries are a front piece and a back piece too. Of the four pairs of pieces, how many must be
+# > computed if s < r? And if s > r? Draw them, then look at the picture.
 
 # %%
 my_pairs = {"s < r": 4, "s > r": 4}                  # your prediction, of four
-
-# %% [markdown]
-# ## Exercise: what a round computes
-#
-# Return two slices: which rows (of this rank's queries) and which columns (of the keys from `source`) see each other.
-# If attention is not causal, everything sees everything. If it is, each rank has a zigzag: `queries` is the number of
-# both pieces' rows together. The rank's own keys are done already, so `source` differs from `rank`.
-
-# %% exercise="visible"
-from course.parallel.context_parallel.ring_attention import visible
-
-# %%
-check("visible")
-
-# %%
-print("of four pairs of pieces, you said, have to be computed:", my_pairs)
-
-# %% [markdown]
-# <details><summary>Answer</summary>
-# s < r: the front piece of s lies before both pieces of r, and its back piece behind both: all rows, the first half of the
-# columns. s > r: the front piece of r lies before all that s has, its back piece behind all of it: the second half of the
-# rows, all columns. Two pairs of four, either way.
-# </details>
-#
-# Two of four, for every rank in every round. And no mask: each of them is a full rectangle, for which attention is fastest.
-# Only the rank's own keys, round 0, need the triangle.
 
 # %%
 def in_a_zigzag(turn: int):
@@ -319,17 +411,21 @@ def in_a_zigzag(turn: int):
 
 
 slider = widgets.explore(in_a_zigzag, turn=[0, 1, 2, 3],
-                         alt="The same triangle, shared in a zigzag; beside it the work of each rank in this round.")
+                         alt="The same triangle of causal scores, distributed in a zigzag, by rank and round. "
+                             "Beside it, bars: in each round all ranks have the same work.")
 
 # %% [markdown]
-# ## Seen, not only drawn
+# After round 0, each round computes a full rectangle without a mask, for which attention is fastest. Only round 0, a
+# rank's own keys, needs the triangle.
 #
-# Pictures can be wrong too. Count what the library computes: how many scores each rank asks `blocks.forward` for, in each
-# round, when a real ring of 4 ranks answers 64 tokens. Once with your zigzag, once with one piece each, for which `zigzag`
-# and `visible` have to be others.
+# ## Count the work of a real ring
 #
-# > **Predict** both tables, in squares of 16 × 16 scores. (Round 0 counts as a whole square here: a fused kernel leaves out
-# > half of it, this one does not.)
+# A picture can be wrong, so count what the library computes. A ring of 4 ranks answers 64 tokens. In each round, how many
+# scores does each rank request from `block_attention.forward`? The cell runs it twice: with one piece for each rank, and
+# with your zigzag.
+#
+# > **Predict** both tables, in squares of 16 × 16 scores. Count round 0 as a whole square: unlike a fused kernel, the CPU
+# > code computes the masked half too.
 
 # %%
 def pieces_in_a_row(total: int, size: int, device: torch.device) -> tuple[Tensor, ...]:
@@ -340,7 +436,7 @@ def all_or_nothing(causal: bool, rank: int, source: int, queries: int, keys: int
     return (slice(None), slice(None)) if source < rank else (slice(0, 0), slice(None))
 
 
-pieces_in_a_row.__name__, all_or_nothing.__name__ = "zigzag", "visible"          # whose place they take
+pieces_in_a_row.__name__, all_or_nothing.__name__ = "zigzag", "visible"  # they replace these
 
 
 def counted_ring(*mine) -> tuple[list[float], float]:
@@ -366,114 +462,67 @@ def counted_ring(*mine) -> tuple[list[float], float]:
     return squares, (answer - serial.index_select(2, order)).abs().max().item()
 
 
-for label, mine in {"one piece each": (pieces_in_a_row, all_or_nothing), "zigzag": (zigzag, visible)}.items():
+ways = {"one piece each": (pieces_in_a_row, all_or_nothing), "zigzag": (zigzag,)}
+for label, mine in ways.items():
     found = ranks(4)(counted_ring, *mine)
-    print(f"{label}; wrong by at most {max(error for _, error in found):.0e}")
+    print(f"{label}; largest error {max(error for _, error in found):.0e}")
     for rank, (squares, _) in enumerate(found):
-        print(f"   rank {rank}: " + "  ".join(f"{square:.2f}" for square in squares) + "   squares, round by round")
+        print(f"   rank {rank}: " + "  ".join(f"{square:.2f}" for square in squares) + "   in rounds 0 to 3")
 
 # %% [markdown]
-# **What you should see:** both are right. Round 0, a rank's own keys, is counted as a whole square in both. After it come whole
-# squares and zeros with one piece each, and with the zigzag a half on every rank in every round.
+# **What you should see:** both answers are correct. Round 0 is a whole square in both. After that, one piece for each rank
+# gives whole squares and zeros. The zigzag gives half a square to every rank in every round.
 #
-# ## Third way: exchange tokens for heads
+# ## Exercise: what a round computes
 #
-# Heads do not look at one another. So turn the cut round for the time of attention: an **all-to-all** sends each rank all
-# tokens of *some heads*. Attention runs as it always does, causal or not, and another all-to-all brings tokens back
-# together (Ulysses: Jacobs et al. 2023, arXiv:2309.14509).
+# The library decided above which half a round computes. Now write that function. Return two slices: which rows (of this
+# rank's queries) and which columns (of the keys from `source`) see each other. If attention is not causal, everything sees
+# everything. If it is causal, each rank has a zigzag. `queries` and `keys` count both pieces together. The rank has
+# already handled its own keys, so `source` differs from `rank`.
+
+# %% exercise="visible"
+from course.parallel.context_parallel.ring_attention import visible
 
 # %%
-lab.show("course.parallel.context_parallel.attention.AllToAllAttend")
+check("visible")
+
+# %%
+print("your prediction, pairs to compute out of four:", my_pairs)
+for source in (0, 2):
+    print(f"rank 1, keys of rank {source}: rows, columns", visible(True, 1, source, 8, 8))
 
 # %% [markdown]
-# > **Question.** What limits the number of ranks here, and what does tensor parallelism have to do with it?
-#
 # <details><summary>Answer</summary>
-# The number of heads: each rank needs at least one whole head, of those that tp has left. A model with 32 query heads that
-# share 8 heads of keys and values leaves even less. The ring has no such limit. And an all-to-all cannot hide behind
-# attention: attention cannot begin before it.
+# Two of four, either way. If s < r, the front piece of s lies before both pieces of r, and its back piece after both: all
+# rows, the first half of the columns. If s > r, the front piece of r lies before both pieces of s, and its back piece
+# after both: the second half of the rows, all columns.
 # </details>
 #
-# How many bytes does each way send? Let a rank's piece of the keys be one **unit**, samples × tokens / n × width numbers;
-# so are its values, queries and answer.
+# ## Summary
 #
-# > **Predict** for n = 4, forward and backward together, what one rank sends in one layer, in units. Gather: keys and
-# > values, all-gathered, then reduce-scattered. Ring: n − 1 rounds of keys and values, twice, and n − 1 times their
-# > gradients. All-to-all: three units and one, of which (n − 1) / n leave the rank, and the same backward.
-
-# %%
-my_units = {"gather": 10.0, "ring": 10.0, "all_to_all": 10.0}           # your prediction
-
-
-# %%
-def units_sent(method: str) -> float:
-    """What this rank sends for the attention of one layer, forward and backward, in units of its piece of the keys."""
-    settings = config.load("gpt-demo", ["train.device=cpu", "train.global_batch=2", "parallel.cp=4", f"parallel.context={method}",
-                                        "model.depth=1", "precision=fp64"])
-    training = assemble.assemble(settings, build_mesh(settings.parallel, parallel.join("cpu")))
-    _, calls = bytes_sent.collectives(lambda: verify.one_step(training, 1))
-    moves = ("all-gather", "reduce-scatter", "all-to-all", "send")      # not the all-reduces of loss and gradients
-    unit = 2 * settings.model.context / 4 * settings.model.dim * 8
-    return sum(call.sent for call in calls if call.op.startswith(moves)) / unit
-
-
-for method in my_units:
-    lab.beside(method, my_units[method], ranks(4)(units_sent, method)[0], "units", "counted")
-
-# %% [markdown]
-# **What you should see:** 12, 18 and 6. All-to-all sends least, and less with more ranks, as pieces get smaller. Gather and
-# ring do not: (n − 1) pieces are nearly all tokens, however many ranks there are. The ring sends most (and more in bf16:
-# gradients travel in float32), but hides it: with enough tokens a round computes longer than it sends, as computing grows
-# with the square of a piece's tokens and sending with the tokens.
+# - Activations grow linearly with the tokens, and context parallelism divides them. Tokens meet only in attention.
+# - Answers for blocks of keys merge exactly if each brings its log-sum-exp.
+# - A causal ring of neighboring tokens wastes almost half of the time. A zigzag balances every round.
+# - Gather costs memory, the ring needs long pieces, and all-to-all needs enough heads.
+# - One seam sums the loss over cp, and all gradients are averaged over dp × cp.
 #
-# | | bytes | memory for keys and values | limit |
-# |---|---|---|---|
-# | gather | 4 (n − 1) units, not hidden | all tokens', in each layer | memory |
-# | ring | 6 (n − 1) units, hidden behind work | its own, in each layer; two at work | pieces long enough to hide the sending |
-# | all-to-all | 8 (n − 1) / n units, not hidden | its heads' | heads |
+# ## Questions
 #
-# ## One rule for all gradients
+# 1. A model has 8 heads of keys and values, and tp=4. Which ways allow cp=4?
+# 2. You double both the sample length and cp. What happens to each rank's memory and attention time?
+# 3. Each token sees only the 4096 tokens before it. Which rounds of a ring could you skip?
 #
-# The weights are the same on all ranks of `cp`, and each rank has seen some of the tokens. What makes their gradients
-# right?
+# **Check your work from outside.** Save the notebook; then, in a terminal: `course check
+# notebooks/11_context_parallel_mine.ipynb`. Next: [lesson 12](12_pipeline_parallel.ipynb), which spreads the layers over
+# GPUs.
 #
-# - The loss's sum over tokens passes through one seam. There it is added up over `cp`, in *both* directions: all-reduce |
-#   all-reduce. So every rank has the same loss, and its gradient comes out `cp` times too large.
-# - **All** gradients, of whatever parameter, are averaged over `dp × cp`, which divides by `cp`. No list of parameters that
-#   need special care.
-
-# %%
-lab.show("course.parallel.tensor_parallel.sequence.SumOverSplitTokens")
-
-# %% [markdown]
-# > **Question.** Suppose the seam's backward pass were the identity, and everything else as it is. By what factor would the
-# > gradients be wrong, and would training with Adam notice?
+# ## Appendix (optional): on GPUs
 #
-# <details><summary>Answer</summary>
-# Too small by a factor of cp. Adam would hide that (lesson 07). Clipping would act at other times, and that is all that anybody
-# could see. Plain gradient descent, which <code>course verify</code>
-# uses, is wrong by that factor at once.
-# </details>
+# Efficiency is the time on one GPU divided by four times the time on four. Here four H200s run attention with 32 heads of
+# width 128, forward and backward, in bf16. Without a causal mask, the ring reaches {result: ring_16k | .0%} at 16,384
+# tokens and {result: ring_64k | .0%} at 65,536.
 #
-# > **Predict:** does a GPT with causal ring attention over a zigzag train as one process does, to how many digits? With
-# > tensor parallelism beside it?
-
-# %%
-for layout in (["parallel.cp=2", "parallel.tp=2"], ["parallel.cp=4"]):
-    equal = verify.main("gpt-demo", [*layout, "model.depth=1", "train.steps=1"])
-
-# %% [markdown]
-# Ask this of every framework. In a table of a diffusion transformer from engineers' notes (lesson 15), the loss after 400 steps
-# is 0.183 with flash and with fused attention, and 0.215 with context parallelism over 2 GPUs. Nothing crashed. Nobody
-# compared.
-#
-# ## On GPUs
-#
-# Four H200s, 32 heads of 128, forward and backward in bf16, not causal. This library's ring is 60% efficient at 16,384 tokens
-# and 88% at 65,536. Efficiency is the time on one GPU, over four times that on four.
-#
-# > **Predict** it for a plain gather of keys and values, at the same two lengths: better or worse than a ring, which hides
-# > its sending?
+# > **Predict** the efficiency of a plain gather: better or worse than the ring, which hides its sending?
 
 # %%
 my_gather = {"16k": 50.0, "64k": 80.0}               # your prediction, in percent
@@ -484,36 +533,16 @@ efficiency = {row["case"]: 100 * row["efficiency"] for row in rows if row["gpus"
 for length, percent in my_gather.items():
     lab.beside(f"gather, {length} tokens", percent, efficiency[f"{length} full gather"], "%", "recorded")
 
-# %% [markdown]
-# **What you should see:** the plain gather wins, 77% and 92%. Its sending is not hidden, and still costs less than what the ring
-# adds: four kernels in place of one, and three merges. Over slower links, or where memory runs out, the ring can win. So
-# measure your own case; the library keeps all three, and `parallel.context` chooses.
-
 # %%
 lab.recorded("cp_h200", scaling_table.table(rows, lambda case: " ".join([*case.split()[:2], "one GPU"])),
-             why="This library's three ways beside PyTorch's")
+             why="This library's three ways and PyTorch's")
 
 # %% [markdown]
-# **What you should see:** all three gain with the length, because arithmetic grows with its square and bytes do not. On four
-# GPUs of one node all-to-all is the fastest in every row: its bytes are few, and each head stays one large kernel. Causal, the
-# plain gather falls behind: the two pieces of a zigzag need a mask that of the fused kernels only flash attention has, which
-# here runs at about six tenths of cuDNN's rate: it is 52% efficient at 64k tokens, the ring 82%. The ring, which starts a kernel
-# for each round and merges, is ahead of PyTorch's in every row.
+# **What you should see:** the gather wins, with {result: gather_16k | .0%} and {result: gather_64k | .0%}. Its exposed
+# communication costs less than the ring's four smaller kernels and three merges. All-to-all is the fastest of all, in
+# every row. With a causal mask and 64k tokens, the gather is {result: causal_gather | .0%} efficient and the ring
+# {result: causal_ring | .0%}. The gather needs a mask that only flash attention supports here.
+# Flash attention runs at {result: flash_over_cudnn | .0%} of cuDNN's speed.
 #
-# And the memory? Of the three the ring has the largest peak here. But this is *one* attention, and its peak counts what is on
-# its way, blocks and their gradients in float32, which is gone when the layer is done. What counts in a model of many layers is
-# what each keeps until its backward pass: with the gather everybody's keys and values, with the ring its own.
-
-# %% [markdown]
-# ## What you know now
-#
-# - Memory is linear in the tokens, and context parallelism divides it; attention is the only place where tokens meet.
-# - Answers for blocks of keys merge if each brings its log-sum-exp. Subtract before you exponentiate.
-# - A causal ring with neighbouring tokens waits almost half of the time; a zigzag makes every round the same work for all.
-# - Gather, ring, all-to-all: memory, hiding, and heads decide.
-# - The loss's sum passes through one seam, and all gradients are averaged over dp × cp.
-#
-# **Check your work once more, from outside.** Save the notebook; then, in a terminal: `course check
-# notebooks/11_context_parallel_mine.ipynb`.
-#
-# Next: [lesson 12](12_pipeline_parallel.ipynb), where the layers themselves are spread over GPUs.
+# The ring has the largest peak memory of the three here, because the benchmark runs one layer and counts blocks in flight.
+# In a deep model, the keys and values that each layer keeps decide.

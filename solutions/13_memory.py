@@ -9,10 +9,15 @@
 # %% [markdown]
 # # 13 · Memory
 #
-# "CUDA out of memory" is the error that everybody who trains large models knows best. Memory is also what most of parallelism
-# is about: tensor, pipeline and context parallelism were invented because something did not fit. In this lesson you find out
-# where the bytes go, byte by byte, and write the two remedies that are used most: **ZeRO-1**, which stops data-parallel ranks
-# from all keeping the same, and **activation checkpointing**, which throws away what can be computed again.
+# Everybody who trains large models knows "CUDA out of memory". Tensor, pipeline and context parallelism exist because
+# something did not fit. In this lesson you find out where the bytes go, and write the two most common remedies. **ZeRO-1**
+# splits what data-parallel ranks all keep. **Activation checkpointing** discards activations and computes them again.
+#
+# **What you will learn**
+#
+# - how many bytes belong to each parameter, and how many activations a block keeps for each token;
+# - how ZeRO divides weights, gradients and optimizer states over ranks without sending more bytes;
+# - what recomputing activations saves and what it costs, and which remedy fits which problem.
 #
 # | | |
 # |---|---|
@@ -25,6 +30,23 @@
 # You should have done [lesson 01](01_baseline.ipynb) (the training step), [lesson 07](07_data_parallel.ipynb) (data
 # parallelism) and [lesson 10](10_tensor_parallel.ipynb) (what a block keeps). Work in a copy: *File → Save Notebook As…*,
 # `13_memory_mine.ipynb`.
+
+# %% numbers=true
+from course.bench.results import value
+from course.lab.figures.memory import footprint
+
+
+def gigabytes(size, stage, *kinds):
+    found = footprint(size, "bf16", 8, stage, "none")
+    return sum(found[kind] for kind in kinds or ("weights", "gradients", "optimizer states"))
+
+
+def step_ms(case):
+    return value("zero_h200", case, gpus=4)
+
+
+faster_with_copies = 1 - step_ms("ZeRO-1, 16-bit copies") / step_ms("ddp")
+slower_without = step_ms("ZeRO-1") / step_ms("ddp") - 1
 
 # %%
 from collections.abc import Callable
@@ -49,14 +71,15 @@ lab.begin("13")
 # %% [markdown]
 # ## What belongs to a parameter
 #
-# Take the model of lesson 01, float32, trained with Adam. Of four kinds of memory three grow with the number of parameters:
+# Take the model of lesson 01 in float32 and train it with Adam. There are four kinds of memory, and three grow with the
+# number of parameters:
 #
-# - the **weights** themselves;
+# - the **weights**;
 # - their **gradients**, `.grad`;
-# - the **optimizer's states**: what it remembers from step to step. Adam keeps a running mean of the gradient and one of its
-#   square.
+# - the **optimizer states**: what the optimizer remembers between steps. Adam keeps a running mean of the gradient and one of
+#   its square.
 #
-# > **Predict.** How many bytes are there for each parameter, all three together?
+# > **Predict.** How many bytes does each parameter need, all three together?
 
 # %%
 my_bytes = 8                     # your prediction
@@ -67,7 +90,7 @@ cpu = torch.device("cpu")
 
 
 def new_model(how: str = "none") -> nn.Module:
-    """The model of the preset with fresh weights; `how` it keeps activations is the second half of this lesson."""
+    """The model of the preset with fresh weights. `how`: see the second half of this lesson."""
     model = parallel.initialize_serial(models.build_model(settings.model), 0, cpu, torch.float32)
     return checkpoint_activations(model, how)
 
@@ -89,7 +112,7 @@ parameters = sum(p.numel() for p in model.parameters())
 
 
 def count_bytes() -> dict[str, int]:
-    """Of all tensors that belong to the model's parameters, by kind."""
+    """The bytes of weights, gradients and optimizer states."""
     return {"weights": sum(p.nbytes for p in model.parameters()),
             "gradients": sum(p.grad.nbytes for p in model.parameters() if p.grad is not None),
             "optimizer states": sum(x.nbytes for state in optimizer.state.values() for x in state.values())}
@@ -104,38 +127,38 @@ for kind, size in after.items():
 lab.beside("\nbytes a parameter", my_bytes, sum(after.values()) / parameters)
 
 # %% [markdown]
-# Sixteen: 4 for the weight, 4 for the gradient, 8 for Adam's two means. (A little above: Adam counts its steps, once for each
-# tensor.) The weights are a *quarter* of what belongs to them.
+# Sixteen: 4 for the weight, 4 for the gradient, 8 for Adam's two means. The result is slightly higher, because Adam also
+# stores a step count for each tensor. The weights are only a *quarter* of the total.
 #
-# What had been there before the first step?
+# What was there before the first step?
 
 # %%
 print(before)
 
 # %% [markdown]
-# > **Question.** Why does a training that runs out of memory often do so in its second step, not in its first?
+# > **Question.** Training often runs out of memory in the second step, not in the first. Why?
 #
 # <details><summary>Answer</summary>
-# At first there are weights alone. Gradients appear in the first backward pass, the states at the end of the first step, when the
-# activations are gone. The second step is the first one in which everything is there at once. So test whether a setting fits
-# with at least two steps.
+# At the start there are only weights. The first backward pass adds gradients. The states appear at the end of the first step,
+# when the activations are gone. The second step is the first with everything at once. So test a setting with at least two
+# steps.
 # </details>
 #
-# **In 16 bits** it is no less. The usual recipe keeps weights and gradients in bf16, 2 + 2 bytes, and adds a float32 copy of
-# the weights to the optimizer's states, because small updates would be rounded away: 4 + 8. Sixteen again ([Rajbhandari et
-# al. 2020](https://arxiv.org/abs/1910.02054), section 3.1). Megatron-LM adds gradients up in float32: eighteen. What 16 bits
-# save is activations and time.
+# **16-bit training** needs as much. The usual recipe keeps weights and gradients in bf16: 2 + 2 bytes. It adds a float32 copy
+# of the weights to the optimizer states, because bf16 would round small updates away: 4 + 8. That is sixteen again
+# ([Rajbhandari et al. 2020](https://arxiv.org/abs/1910.02054), section 3.1). Megatron-LM accumulates gradients in float32,
+# which makes eighteen. 16-bit formats save activations and time.
 #
 # ## Activations
 #
-# The fourth kind does not belong to parameters: it is what the forward pass keeps for the backward pass. To compute the
-# gradient of a matrix multiplication you need its input, for that of GELU too, and so on. PyTorch lets you watch: whatever
-# autograd wants to keep goes through a hook (`saved_for_backward` of lesson 05 is one). Count the bytes, each piece of memory
-# once, and leave out weights and the batch, which are there anyway.
+# The fourth kind does not belong to parameters: it is what the forward pass keeps for the backward pass. The gradient of a
+# matrix multiplication needs its input, and so does that of GELU. PyTorch passes everything that autograd keeps through a
+# hook (`saved_for_backward` of lesson 05 uses it). The next cell counts these bytes, each storage once. It leaves out weights
+# and the batch, which are in memory anyway.
 
 # %%
 def kept_bytes(model: nn.Module, batch: dict[str, Tensor]) -> int:
-    """What autograd keeps of a forward pass, besides the model and the batch."""
+    """Bytes that autograd keeps from a forward pass, without the model and the batch."""
     known = {x.untyped_storage().data_ptr() for x in [*model.parameters(), *batch.values()]}
     kept: dict[int, int] = {}
 
@@ -146,13 +169,12 @@ def kept_bytes(model: nn.Module, batch: dict[str, Tensor]) -> int:
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        loss = loss_of(model, batch)                 # while it lives, all that was kept does
+        loss = loss_of(model, batch)                 # it keeps all saved tensors alive
     assert loss.isfinite()
     return sum(kept.values())
 
-
 # %% [markdown]
-# Here is what a block computes:
+# This is what a block computes:
 
 # %%
 lab.show("course.models.layers.Attention")
@@ -160,9 +182,9 @@ lab.show("course.models.layers.MLP")
 lab.show("course.models.layers.Block")
 
 # %% [markdown]
-# > **Predict.** One sample has 128 tokens of width 128, so one activation of the shape (1, T, D) has 128 · 128 · 4 = 65,536
-# > bytes. How many of those does **one block** keep? Lesson 10 has counted; find it yourself now. Walk through the block: which
-# > inputs does each operation need again? The MLP is four times as wide.
+# > **Predict.** A sample has 128 tokens of width 128, so one activation of the shape (1, T, D) has 128 · 128 · 4 = 65,536
+# > bytes. How many of these does **one block** keep? Lesson 10 counted them; now find the number yourself. Which inputs does
+# > each operation need again? The MLP is four times as wide.
 
 # %%
 my_activations = 8               # your prediction, in units of (B, T, D)
@@ -177,7 +199,7 @@ settings = config.load("vit-demo")
 lab.beside("kept by one block", my_activations, sizes[5] - sizes[4], "(B, T, D)")
 
 # %% [markdown]
-# Sixteen, by counting what one more block adds. In units of (B, T, D):
+# Sixteen, measured as what one more block adds. In units of (B, T, D):
 #
 # | operation | keeps | |
 # |---|---|--:|
@@ -188,36 +210,38 @@ lab.beside("kept by one block", my_activations, sizes[5] - sizes[4], "(B, T, D)"
 # | GELU | its input | 4 |
 # | `mlp.down` | its input, GELU's output | 4 |
 #
-# The few hundredths above are the norms' means and variances, and one number for each query of attention. That attention
-# keeps no matrix of T × T scores is thanks to its fused kernel, which computes them again in the backward pass: what you are
-# going to do with whole blocks.
+# A few hundredths come from the norms' means and variances, and from one number for each query of attention. Attention keeps
+# no T × T matrix of scores: its fused kernel computes the scores again in the backward pass. You will soon do the same with
+# whole blocks.
 #
-# > **Predict.** How do the bytes grow with the number of samples: the activations, and the other three kinds? At how many
-# > samples are there more bytes of activations than of all the others?
+# > **Predict.** How do the bytes grow with the number of samples: activations, and the other three kinds? From how many
+# > samples on do activations need more bytes than all the others?
 
 # %%
 samples = [1, 2, 4, 8, 16]
 activations = [kept_bytes(model, batch_of(model, count)) / 1e6 for count in samples]
 curve = style.curves({"activations": (samples, activations)}, "samples", "MB", "What training keeps",
                        {"weights, gradients, states": sum(after.values()) / 1e6, "weights alone": after["weights"] / 1e6})
-lab.picture(curve, "Activations rise on a straight line through the origin; the others are horizontal lines, which it crosses")
+lab.picture(curve,
+            "Activations rise on a straight line through the origin. It crosses two horizontal "
+            "lines, one for the weights and one for weights, gradients and states.")
 
 # %% [markdown]
-# Activations grow with the samples, or with the tokens of one long sample; the rest stays. From four samples on they
-# are the larger part here. For small batches of large models the optimizer is the problem, for large batches or long
-# sequences activations are. They need different remedies. Always ask first **which bytes**.
+# Activations grow with the samples, or with the tokens of one long sample. The rest is constant. Here activations are the
+# larger part from four samples on. Large models with small batches have a problem with optimizer states; large batches and
+# long sequences have a problem with activations. The remedies differ, so always ask first **which bytes**.
 
 # %% [markdown]
 # ## Part one: what data-parallel ranks keep twice
 #
-# In data parallelism each of n ranks has all weights, all gradients and all states, and they are *equal* on all ranks, after
-# averaging. That is n − 1 copies too many. **ZeRO** (*zero redundancy optimizer*) cuts them into n shares, in three stages,
-# each of which adds one to the one before:
+# In data parallelism each of n ranks has all weights, gradients and states. After averaging they are *equal* on all ranks, so
+# n − 1 copies are redundant. **ZeRO** (*zero redundancy optimizer*) divides them into n shares. It has three stages, and each
+# stage includes the ones before:
 #
 # | stage | a rank keeps only its share of | |
 # |---|---|---|
 # | 0 | nothing: plain data parallelism | |
-# | 1 | the optimizer's states | |
+# | 1 | the optimizer states | |
 # | 2 | and the gradients | |
 # | 3 | and the weights | PyTorch calls it FSDP |
 #
@@ -244,8 +268,8 @@ def training_bytes(parameters: int, ranks: int, stage: int) -> tuple[float, floa
 check("training-bytes")
 
 # %% [markdown]
-# > **Predict.** A GPT of 7 billion parameters, data parallel on 8 H200s. Which stages fit, activations aside? (The data sheet's
-# > "141 GB" count in 2³⁰ bytes. Of the GB used here, of 10⁹, an H200 has 151.)
+# > **Predict.** A GPT of 7 billion parameters trains data parallel on 8 H200s. Which stages fit, activations aside? (The "141
+# > GB" of the data sheet use 2³⁰ bytes for a GB. With 10⁹ bytes, as here, an H200 has 151 GB.)
 
 # %%
 bars = {}
@@ -253,34 +277,36 @@ for stage in range(4):
     weights, gradients, states = training_bytes(7 * 10**9, 8, stage)
     bars[f"ZeRO-{stage}"] = {"weights": weights / 1e9, "gradients": gradients / 1e9, "optimizer states": states / 1e9}
 lab.picture(style.stacked(bars, "GB", limits={"one H200": 151}, title="7 billion parameters on 8 ranks"),
-            "Bars of 112, 63, 38.5 and 14 GB for the stages 0 to 3. Half of the first is optimizer states")
+            "Stacked bars for the stages 0 to 3: "
+            + ", ".join(f"{sum(bar.values()):g} GB" for bar in bars.values())
+            + ". Half of the first bar is optimizer states.")
 
 # %% [markdown]
-# All of them do, stage 0 barely: its 112 GB leave little for activations. Stage 1 takes away nearly half, the largest
-# single saving, and it is almost free. You are going to write it.
+# All of them fit, but stage 0 leaves little for activations. Stage 1 removes nearly half: it is the largest single saving,
+# and it is almost free. You will write it.
 #
-# > **Question.** Stages 1 and 2 move as many bytes as plain data parallelism does, stage 3 half as many again. How can stage
-# > 1 cost nothing?
+# > **Question.** Stages 1 and 2 move as many bytes as plain data parallelism, and stage 3 moves half as many again. How can
+# > stage 1 cost nothing?
 #
 # <details><summary>Answer</summary>
-# An all-reduce is a reduce-scatter, after which each rank has the sum of <i>its share</i>, and an all-gather, which tells all
-# others (lesson 07). ZeRO-1 puts the optimizer's step in between: reduce-scatter the gradients, update the share, all-gather
-# the new <i>weights</i>. The same bytes; and each rank computes 1/n of the update. Stage 3 has to gather weights once more,
-# for the backward pass.
+# An all-reduce is a reduce-scatter and an all-gather (lesson 07). After the first each rank has the sum of <i>its share</i>,
+# and the second sends the shares to all ranks. ZeRO-1 puts the optimizer's step in between: reduce-scatter the gradients,
+# update the share, all-gather the new <i>weights</i>. The bytes are the same, and each rank computes 1/n of the update. Stage
+# 3 gathers the weights once more, for the backward pass.
 # </details>
 #
 # ## Exercise: ZeRO-1
 #
-# To see nothing but the idea, let all weights lie end to end in one flat tensor, and the gradients in another of the same
-# length n, of which `axis.size` is a divisor.
+# To keep it simple, all weights lie end to end in one flat tensor, and the gradients in another. `axis.size` divides their
+# length n.
 #
-# - `__init__` cuts out this rank's share (rank r has the r-th part), as a parameter of its own, and gives it to an optimizer.
-#   `make` makes one: `make([p])` returns, for instance, `torch.optim.Adam([p], 0.1)`. Keep it as an attribute: the check counts
-#   what it holds;
-# - `step(gradient)` does the three steps. Average: the **mean** over the ranks counts. It changes `weights` in place, since
-#   the model uses it, and leaves `gradient` as it is. Between steps keep nothing larger than a share.
+# - `__init__` makes a parameter of this rank's share (rank r has the r-th part) and gives it to an optimizer. `make` creates
+#   the optimizer: `make([p])` may return `torch.optim.Adam([p], 0.1)`. Keep it as an attribute, because the check counts what
+#   it holds.
+# - `step(gradient)` does the three steps with the **mean** of the ranks' gradients. It changes `weights` in place, because the
+#   model uses that tensor, and does not change `gradient`. Between steps, keep nothing larger than a share.
 #
-# Two collectives are all that you need, both with the output first, then the input:
+# You need two collectives. Both take the output first, then the input:
 #
 # - `reduce_scatter_single(share, whole, group=self.axis.group)`: `share` becomes this rank's part of the sum of all ranks'
 #   `whole`;
@@ -314,14 +340,14 @@ class ZeroOptimizer:
         ### END SOLUTION
 
 # %% [markdown]
-# The check trains on 2 and on 4 ranks, each with a loss of its own, with gradient descent and with Adam, then in groups of
-# two, and counts the numbers that your optimizer keeps, and what is sent and kept besides.
+# The check trains on 2 and on 4 ranks, each with its own loss, with gradient descent and with Adam. Then it trains in groups
+# of two. It counts what your optimizer keeps and sends.
 #
-# > **Question.** Why with both? What would Adam alone not notice?
+# > **Question.** Why with both optimizers? What would Adam alone not show?
 #
 # <details><summary>Answer</summary>
-# A factor (lesson 07): a gradient that is n times too large, a sum in place of a mean, gives nearly the same step. Gradient
-# descent moves n times as far. This is why parity tests in this course use it.
+# A factor (lesson 07). If you sum instead of averaging, the gradient is n times too large, but Adam's step is nearly the same.
+# Gradient descent moves n times as far. So parity tests in this course use gradient descent.
 # </details>
 
 # %%
@@ -330,30 +356,30 @@ check("zero-optimizer")
 # %% [markdown]
 # ## The library's ZeRO-1
 #
-# A real model differs in two ways: its weights are many tensors, and nobody wants to wait for communication. The library lays
-# parameters end to end in **buckets** (lesson 07), and each bucket does what you wrote, beside the computing:
+# A real model has many weight tensors, and communication should overlap computation. So the library lays parameters end to
+# end in **buckets** (lesson 07). Each bucket does what you wrote:
 
 # %%
 lab.show("course.parallel.data_parallel.zero1.ZeRO1")
 
 # %% [markdown]
-# `start` is called in the backward pass, when the last gradient of a bucket is there; `complete` before the optimizer's step;
-# `after_optimizer_step` after it; and each block waits for its weights just before its forward pass. All the rest of the training
-# is as before: clipping, checkpoints and `verify` read the parameters' placements, which say which segment is here.
+# The backward pass calls `start` when the last gradient of a bucket is ready. `complete` runs before the optimizer's step and
+# `after_optimizer_step` after it. Each block waits for its weights just before its forward pass. Clipping, checkpoints and
+# `verify` read from the parameters' placements which segment a rank has. Nothing else changes.
 #
-# With `precision=bf16` there is a third thing to share. The float32 weights are for the optimizer; what a rank multiplies with
-# is their cast to 16 bits (lesson 04). So each rank keeps the float32 **master weights** of its share alone (`masters`, above),
-# and of all linears a 16-bit copy. The all-gather carries half the bytes, and the training is the same to the bit.
+# With `precision=bf16`, ranks share a third thing. The optimizer needs float32 weights, but the matrix multiplications use
+# 16-bit casts of them (lesson 04). So each rank keeps float32 **master weights** only for its share (`masters` above), and
+# 16-bit copies of all linear layers. The all-gather then sends half the bytes, and the training is identical to the bit.
 #
-# > **Predict.** 2 ranks: how many bytes of states a parameter does each keep? Will the training be equal to that of one
-# > process?
+# > **Predict.** With 2 ranks, how many bytes of optimizer states does each rank keep for each parameter? Will the training
+# > equal that of one process?
 
 # %%
 my_state_bytes = 8               # your prediction
 
 # %%
 def states_and_parity() -> tuple[float, Any]:
-    """Bytes of states for each parameter of the model, on this rank; and how far this training is from that of one process."""
+    """Bytes of states on this rank per parameter of the model, and the gaps to one process."""
     from course.training.assemble import assemble
 
     c = config.load("vit-demo", ["parallel.zero=1", "parallel.bucket_mb=1", "data.source=mock", "train.device=cpu"])
@@ -375,25 +401,117 @@ assert verify.tell(exact, gaps)
 #
 # ## Part two: keep less, compute again
 #
-# ZeRO does nothing about activations. **Activation checkpointing** ([Chen et al. 2016](https://arxiv.org/abs/1604.06174))
-# does: keep only each block's *input*, and when the backward pass comes to that block, compute it again, with a graph this
-# time.
+# ZeRO does not touch activations. **Activation checkpointing** ([Chen et al. 2016](https://arxiv.org/abs/1604.06174)) keeps
+# only each block's *input*. When the backward pass reaches the block, it computes the block again, this time with a graph.
 #
-# > **Predict.** A block keeps 1 unit in place of 16. A forward pass costs one, a backward pass two, recomputing one more. By
-# > how much does memory fall, and by how much do FLOPs rise?
+# The library calls this *full* recomputing, and uses PyTorch's `checkpoint`. It also offers *selective* recomputing: keep
+# what is expensive to compute (matrix multiplications and attention), and compute the rest again (norms, GELU, sums).
+
+# %%
+lab.show("course.training.activation_checkpointing.checkpoint_activations")
+lab.show("course.training.activation_checkpointing.save_expensive_ops")
+
+# %% [markdown]
+# > **Predict**, in units of (B, T, D) for each block: what does *full* keep, and what does *selective* keep? (How large is the
+# > output of each matrix multiplication?) A
+# > forward pass costs one and a backward pass two. By how much do the FLOPs rise?
+
+# %%
+my_full = 1                      # your predictions
+my_selective = 8
+
+# %%
+from torch.utils.flop_counter import FlopCounterMode
+
+
+def costs(how: str) -> dict[str, float]:
+    """One forward and backward pass: activations kept, the peak, and FLOPs of matmuls."""
+    model = new_model(how)
+    batch = batch_of(model, 4)
+    with MemoryMeter() as meter:
+        loss = loss_of(model, batch)
+        after_forward = meter.now
+        loss.backward()
+    with FlopCounterMode(display=False) as counter:
+        loss_of(model, batch).backward()
+    return {"after forward, MB": after_forward / 1e6, "peak, MB": meter.peak / 1e6, "GFLOP": counter.get_total_flops() / 1e9}
+
+
+measured = {how: costs(how) for how in ("none", "selective", "full")}
+for how, values in measured.items():
+    print(f"{how:10}", "   ".join(f"{name} {value:6.2f}" for name, value in values.items()))
+
+depth = settings.model.depth
+ends = measured["none"]["after forward, MB"] * 1e6 / unit - depth * (sizes[5] - sizes[4])     # embedding, head, loss: in units
+each = {how: (values["after forward, MB"] * 1e6 / unit - ends) / depth for how, values in measured.items()}
+lab.beside("\nfull: kept by each block", my_full, each["full"], "(B, T, D)")
+lab.beside("selective: kept by each block", my_selective, each["selective"], "(B, T, D)")
+
+# %% [markdown]
+# `MemoryMeter` watches every operator and counts the bytes of all living tensors, like `torch.cuda.max_memory_allocated` on a
+# GPU.
+#
+# **What you should see:** full keeps about 1, each block's input. Selective keeps about 11: 3 for the output of `qkv`, 1 for
+# attention, 1 for `attn.out`, 4 for `mlp.up`, 1 for `mlp.down`, and 1 for the input. It saves the outputs of norms and GELU.
+# The *peak* of full falls less than what it keeps. In the backward pass one block at a time has all of its 16, and at the end
+# the gradients of all weights are there.
+#
+# > **Question.** With *full*, the FLOPs rise by a fifth and not by a third. Which matrix multiplications are not repeated? Why
+# > does *selective* need no more FLOPs than *none*?
+#
+# <details><summary>Answer</summary>
+# The last one of each block, <code>mlp.down</code>: the backward pass needs its input but not its <i>output</i>, so recomputing
+# stops before it. It is a third of a block's matrix multiplications with weights, so a block repeats only two thirds of its
+# forward FLOPs. Embedding and head are not recomputed. The counter does not see attention on a CPU; with long sequences the
+# increase is closer to a third. Selective repeats no matrix multiplication at all. It costs memory traffic.
+# </details>
+
+# %%
+bars = {how: {"activations": values["after forward, MB"]} for how, values in measured.items()}
+lab.picture(style.stacked(bars, "MB", title="Activations after the forward pass, 4 samples, 4 blocks"),
+            "Three bars: none is the longest, selective keeps "
+            + ", full keeps ".join(
+                f"{measured[how]['after forward, MB'] / measured['none']['after forward, MB']:.0%} of it"
+                for how in ("selective", "full")))
+
+# %% [markdown]
+# ## Combine the remedies
+#
+# The widget counts the bytes of GPTs of several sizes, with 4096 tokens on each rank and the numbers of this lesson. The upper
+# bar saves nothing; the lower bar shows your choice.
+#
+# > **Predict, before you move the sliders:** what is the least you must do so that 13 billion parameters in bf16 fit into one
+# > H200, with 8 ranks? And 70 billion?
+
+# %%
+slider = widgets.explore(memory.explore_memory, size=["7 B", "0.35 B", "1.3 B", "13 B", "70 B"], precision=["fp32", "bf16"],
+                         dp=[8, 1, 2, 4, 16, 64], zero=[0, 1, 2, 3], recompute=["none", "selective", "full"],
+                         alt="Two stacked bars of weights, gradients, optimizer states and activations: with "
+                             "nothing saved, and as chosen. A line marks the memory of one GPU.")
+
+# %% [markdown]
+# <details><summary>Answer</summary>
+# In this shape "13 B" has 12.6 billion parameters and "70 B" has 64 billion. 13 B needs {result: gigabytes("13 B", 0) | .0f}
+# GB plus activations. ZeRO-1 over 8 ranks reduces that to {result: gigabytes("13 B", 1) | .0f} GB, and with
+# {result: gigabytes("13 B", 0, "activations") | .0f} GB of activations it fits. For 70 B, stage 1 does not help: weights and
+# gradients in bf16 alone need {result: gigabytes("70 B", 0, "weights", "gradients") | .0f} GB. Stage 2 still needs
+# {result: gigabytes("70 B", 2) | .0f} GB. ZeRO-3 needs {result: gigabytes("70 B", 3) | .0f} GB over 8 ranks, and fits only
+# with full recomputing. Over 64 ranks it fits easily. Or cut the model by tensor and pipeline parallelism: lesson 17 asks
+# which is faster.
+# </details>
 #
 # ## Exercise: compute it twice
 #
-# Write it as an operation of autograd, a `torch.autograd.Function`. Lessons 05 and 10 have such classes: `forward`
-# computes, and leaves in `ctx` what `backward` needs; `backward` gets the gradient of the output and returns one for each
-# argument of `forward`, `None` for the block.
+# Now write full recomputing yourself, as a `torch.autograd.Function` like those of lessons 05 and 10. `forward` computes and
+# stores in `ctx` what `backward` needs. `backward` gets the gradient of the output. It returns one gradient for each argument
+# of `forward`, and `None` for the block.
 #
-# - PyTorch calls `forward` **without** building a graph, so nothing inside the block is kept. Keep `x`, with
-#   `ctx.save_for_backward(x)`, and the block, as an attribute of `ctx`;
-# - `backward` is called without a graph as well: ask for one, `with torch.enable_grad():`, and compute the block on a copy of
-#   `x` that is cut off from what was before it (`x.detach().requires_grad_()`). Then let autograd go through it, starting
-#   from `grad`. The parameters' gradients add up in `.grad` by themselves, over micro-batches too; that of `x` you return;
-# - write into nobody's tensor, and so not into `grad`: a residual sum around the block has the same one.
+# - PyTorch calls `forward` **without** building a graph, so it keeps nothing inside the block. Keep `x` with
+#   `ctx.save_for_backward(x)`, and the block as an attribute of `ctx`.
+# - PyTorch calls `backward` without a graph, too. Ask for one, `with torch.enable_grad():`. Compute the block on a copy of
+#   `x` that is detached from earlier operations (`x.detach().requires_grad_()`). Then let autograd go through it, starting
+#   from `grad`. Autograd adds the parameters' gradients to `.grad` itself, also over micro-batches. Return the gradient of `x`.
+# - Change no tensor that you did not create, not even `grad`: a residual sum around the block uses the same tensor.
 
 # %% exercise="recompute"
 class Recompute(torch.autograd.Function):
@@ -424,115 +542,37 @@ class Recompute(torch.autograd.Function):
 check("recompute")
 
 # %% [markdown]
-# > **Question.** The block has dropout. What goes wrong in the second pass, and how does PyTorch prevent it? And this
-# > library?
+# > **Question.** The block has dropout. What goes wrong in the second pass, and how does PyTorch prevent it? And this library?
 #
 # <details><summary>Answer</summary>
-# The second pass draws other random numbers, so the gradient is that of another network. PyTorch's <code>checkpoint</code>
-# saves the generator's state and sets it back. In this library dropout is a function of the sample and the position (lesson
-# 01), so it drops the same, however often one asks.
+# The second pass draws other random numbers, so it computes the gradient of another network. PyTorch's <code>checkpoint</code>
+# saves and restores the state of the random generator. In this library dropout is a function of the sample and the position
+# (lesson 01), so it always drops the same values.
 # </details>
 #
-# The library uses PyTorch's `checkpoint`, which does the same as yours with any arguments, and stops recomputing as
-# soon as the last tensor that is needed is there. It has one more choice, **selective**: results that are expensive to
-# compute, those of matrix multiplications and attention, are kept; what is cheap (norms, GELU, sums) is computed again.
-
-# %%
-lab.show("course.training.activation_checkpointing.checkpoint_activations")
-lab.show("course.training.activation_checkpointing.save_expensive_ops")
-
-# %% [markdown]
-# > **Predict.** In units of (B, T, D) for each block: what does *full* keep, and what *selective*? (How much does each
-# > matrix multiplication put out?)
-
-# %%
-my_full = 1                      # your predictions
-my_selective = 8
-
-# %%
-from torch.utils.flop_counter import FlopCounterMode
-
-
-def costs(how: str) -> dict[str, float]:
-    """Of one forward and backward pass: activations after the forward pass, the peak, and FLOPs of matrix multiplications."""
-    model = new_model(how)
-    batch = batch_of(model, 4)
-    with MemoryMeter() as meter:
-        loss = loss_of(model, batch)
-        after_forward = meter.now
-        loss.backward()
-    with FlopCounterMode(display=False) as counter:
-        loss_of(model, batch).backward()
-    return {"after forward, MB": after_forward / 1e6, "peak, MB": meter.peak / 1e6, "GFLOP": counter.get_total_flops() / 1e9}
-
-
-measured = {how: costs(how) for how in ("none", "selective", "full")}
-for how, values in measured.items():
-    print(f"{how:10}", "   ".join(f"{name} {value:6.2f}" for name, value in values.items()))
-
-depth = settings.model.depth
-ends = measured["none"]["after forward, MB"] * 1e6 / unit - depth * (sizes[5] - sizes[4])     # embedding, head, loss: in units
-each = {how: (values["after forward, MB"] * 1e6 / unit - ends) / depth for how, values in measured.items()}
-lab.beside("\nfull: kept by each block", my_full, each["full"], "(B, T, D)")
-lab.beside("selective: kept by each block", my_selective, each["selective"], "(B, T, D)")
-
-# %% [markdown]
-# `MemoryMeter` counts the bytes of all tensors that are alive, by watching every operator: what `torch.cuda.max_memory_allocated`
-# does on a GPU.
+# ## Summary
 #
-# **What you should see:** full keeps about 1, each block's input. Selective about 11: `qkv` puts out 3, attention 1,
-# `attn.out` 1, `mlp.up` 4, `mlp.down` 1, and the input is 1. What it saves are the outputs of norms and GELU. The *peak* with
-# full does not fall as much as what is kept: in the backward pass one block has all of its 16 at a time, and by the end the
-# gradients of all weights are there.
+# - With Adam each parameter needs 16 bytes, in float32 and in the usual 16-bit recipe. Half of that is states in float32.
+# - A block keeps 16 activations of the shape (B, T, D), 11 with selective recomputing, and its input with full.
+# - ZeRO-1 does the optimizer's step between the two halves of the all-reduce: 1/n of the states, the same bytes to send.
+# - Full recomputing costs less than a third more FLOPs; selective recomputing costs none.
+# - Ask first which bytes, then choose the remedy.
 #
-# > **Question.** FLOPs rise by a fifth with *full*, and not by the third that one expects. Which matrix multiplications are
-# > not done again? And why does *selective* do no more than *none*?
+# ## Questions
 #
-# <details><summary>Answer</summary>
-# The last one of each block, <code>mlp.down</code>: nobody needs its <i>output</i>, only its input, so recomputing stops
-# before it. It is a third of a block's multiplications by weights, so 2/9 more are done; and embedding and head are not
-# recomputed. (The counter does not see attention on a CPU; with long sequences attention is most of it, and the third comes
-# nearer.) Selective recomputes no matrix multiplication at all: that is its idea. It costs memory traffic.
-# </details>
-
-# %%
-bars = {how: {"activations": values["after forward, MB"]} for how, values in measured.items()}
-lab.picture(style.stacked(bars, "MB", title="Activations after the forward pass, 4 samples, 4 blocks"),
-            "Three bars: none the longest, selective about seven tenths of it, full about an eighth")
-
-# %% [markdown]
-# ## Put together
+# 1. Training runs out of memory at step 2 with one sample. Which remedy do you try first, and why?
+# 2. You double the context and halve the batch. Which of the four kinds of memory change?
+# 3. You train with plain gradient descent instead of Adam. What does ZeRO-1 save then?
 #
-# The widget counts for GPTs of several sizes, 4096 tokens on each rank, with the numbers of this lesson. Above: nothing
-# saved. Below: as you choose.
+# **Check your work from outside.** Save the notebook; then, in a terminal: `course check notebooks/13_memory_mine.ipynb`.
+# Next: [lesson 14](14_gpt.ipynb) trains the models that all of this was made for.
 #
-# > **Predict, before you move the sliders:** 13 billion parameters in bf16. What is the least that you have to do so that it
-# > fits into one H200 with 8 ranks? And 70 billion?
-
-# %%
-slider = widgets.explore(memory.explore_memory, size=["7 B", "0.35 B", "1.3 B", "13 B", "70 B"], precision=["fp32", "bf16"],
-                         dp=[8, 1, 2, 4, 16, 64], zero=[0, 1, 2, 3], recompute=["none", "selective", "full"],
-                         alt="Two bars, with nothing saved and as chosen, in pieces: weights, gradients, optimizer states and "
-                             "activations; a line marks the memory of one GPU.")
-
-# %% [markdown]
-# <details><summary>Answer</summary>
-# The model called 7 B has 6.4 billion parameters in this shape, 13 B has 12.6, and 70 B has 64. At 16 bytes each, 12.6
-# billion need 201 GB, plus activations. ZeRO-1 over 8 ranks brings that to 69 GB, and with 27 GB of activations it fits.
-# 70 billion: weights and gradients in bf16 alone are 258 GB, so stage 1 does not help; in stage 2 the weights' 129 GB are still
-# whole, and with shares of all else over 8 ranks it is 241; ZeRO-3 over 8 needs 129 GB, and
-# fits only with full recomputing, over 64 ranks with ease. Or one cuts the model by tensor and pipeline parallelism: lesson
-# 17 asks which is faster.
-# </details>
+# ## Appendix (optional): on GPUs
 #
-# ## On four GPUs
+# A model of GPT 350M's shape trains on four H200s with Adam, with 16 × 1024 tokens on each, in bf16 over float32 weights.
+# PyTorch's own ZeRO-1 is `ZeroRedundancyOptimizer`: each rank updates whole parameters and then broadcasts them.
 #
-# A model of GPT 350M's shape, 16 × 1024 tokens on each H200, bf16 over float32 weights: whole training steps with Adam.
-# PyTorch brings a ZeRO-1 of its own, `ZeroRedundancyOptimizer`, which updates whole parameters on one rank each and
-# broadcasts them afterwards.
-#
-# > **Predict.** Compared with DDP on four GPUs: how many GB of states does ZeRO-1 keep on each rank, and how much slower or
-# > faster is a step?
+# > **Predict.** How many GB of states does ZeRO-1 keep on each rank? How does its step time compare with DDP's?
 
 # %%
 my_states_gb = 2.4               # your prediction; 300 million parameters
@@ -547,22 +587,6 @@ lab.beside("\nGB of states on each of 4 ranks", my_states_gb, ours["optimizer_gb
 lab.beside("ZeRO-1's step over DDP's", my_relative_time, ours["ms"] / rows["ddp"]["ms"], how="recorded")
 
 # %% [markdown]
-# **What you should see:** a quarter of the states, 8 bytes a parameter over 4 ranks, and a step that takes 2% less time than
-# DDP's. Without the 16-bit copies of the section above it takes 2% more. New weights are gathered in float32 then: the same
-# bytes move as in DDP, and each rank updates a quarter of the weights; but the gather begins only after the optimizer, and the
-# first layers wait for theirs. With the copies it has half as many bytes.
-#
-# ## What you know now
-#
-# - 16 bytes a parameter with Adam, in float32 and in the usual 16-bit recipe: a quarter for the weights in float32, half for
-#   the states.
-# - A block keeps 16 activations of the shape (B, T, D), 11 if what is cheap is computed again, 1 if all is.
-# - ZeRO-1 is data parallelism with the optimizer's step between the two halves of the all-reduce: 1/n of the states, the same
-#   bytes to move.
-# - Recomputing everything costs less than a third more FLOPs; recomputing what is cheap costs none.
-# - First ask which bytes, then choose the remedy.
-#
-# **Check your work once more, from outside.** Save the notebook; then, in a terminal: `course check
-# notebooks/13_memory_mine.ipynb`.
-#
-# Next: [lesson 14](14_gpt.ipynb), the models that all of this was made for.
+# **What you should see:** a quarter of the states, 8 bytes a parameter over 4 ranks. The step takes
+# {result: faster_with_copies | .0%} less time than DDP's. Without the 16-bit copies it takes
+# {result: slower_without | .0%} more: the all-gather sends float32 weights, and the first layers wait for them.

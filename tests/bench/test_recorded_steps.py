@@ -8,7 +8,6 @@ import pytest
 from course.bench import recorded_steps
 from course.planner import block_time, memory
 from course.utils.errors import CourseError
-from tests.planner.test_search import PEAKS
 
 STEPS = recorded_steps.steps()
 
@@ -73,9 +72,6 @@ def test_what_is_hidden_costs_what_averaged_gradients_cost_four_h200s():
     assert len(first) == len(later) == 6 and min(first + later) > 0.5 and max(first) < 0.9 and max(later) < 1.2
     assert statistics.mean(first) == pytest.approx(block_time.BESIDE, abs=0.005)
     assert statistics.mean(later) == pytest.approx(0.85, abs=0.005)
-    said = " ".join((recorded_steps.RESULTS.parents[2] / "docs/measured.md").read_text().split())
-    assert (f"costs them {statistics.mean(first):.0%} of its time, as data parallelism with buckets lost beside none on one "
-            f"machine (`beside_h200.json`; on another it was {statistics.mean(later):.0%})") in said
 
     def others() -> dict[str, float]:
         return {step.name: abs(step.error) for part in (recorded_steps.tensor, recorded_steps.tensor_vit, recorded_steps.context)
@@ -88,22 +84,15 @@ def test_what_is_hidden_costs_what_averaged_gradients_cost_four_h200s():
     even = [error for name, error in taken.items() if not name.startswith("tp_vit 4")]  # its tokens are uneven
     assert len(taken) == 22 and len(even) == 19 and statistics.median(even) < 0.04
     assert [f"{statistics.median(off.values()):.0%}" for off in (guessed, taken)] == ["9%", "4%"]
-    lesson = (recorded_steps.RESULTS.parents[2] / "solutions/17_performance_model.py").read_text().replace("\n# ", " ")
-    assert "with the guess they are off by 9% in the median, with the 74% by 4%" in lesson
 
 
 def test_a_missing_file_gets_a_sentence():
-    with pytest.raises(CourseError, match=r"there is no recorded result nothing_h200.json; there are .*gpt_h200.json"):
+    with pytest.raises(CourseError, match=r"there is no recorded result nothing_h200; there are .*gpt_h200"):
         recorded_steps.rows("nothing_")
 
 
-def test_the_page_of_measurements_says_how_far_off_recorded_steps_are():
+def test_most_recorded_steps_are_predicted_well():
     off = [abs(step.error) for step in STEPS]
     whole = [step for step in STEPS if step.kind == "step"]
     near = sum(abs(memory.predict(step.config).allocated / 1e9 / step.memory_gb - 1) <= 0.05 for step in whole)
-    beyond = {2: "two", 3: "three", 4: "four"}[sum(error > 0.25 for error in off)]
-    said = " ".join((recorded_steps.RESULTS.parents[2] / "docs/measured.md").read_text().split())
-    assert (f"the peak memory is within 5% for {near} of {len(whole)}, the time of {len(off)} rows off by "
-            f"{statistics.median(off):.1%} in the median, of {beyond} by more than 25%") in said
-    peaks, both = PEAKS
-    assert f"(Together with the lists below, {both} of {peaks} peaks are within 5%.)" in said
+    assert (near, len(whole)) == (77, 81) and statistics.median(off) < 0.03 and sum(error > 0.25 for error in off) <= 3

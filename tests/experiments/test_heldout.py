@@ -6,6 +6,7 @@ from statistics import median
 import pytest
 
 from course import config
+from course.bench import results
 from course.planner.step_time import predict
 from experiments import heldout
 
@@ -14,7 +15,7 @@ LISTS = pytest.mark.parametrize("name", list(heldout.SEEDS))
 
 @LISTS
 def test_the_committed_list_is_what_the_seed_draws(name):
-    committed, seed = json.loads((heldout.RESULTS / f"{name}.json").read_text()), heldout.SEEDS[name]
+    committed, seed = results.load(f"{name}"), heldout.SEEDS[name]
     assert committed["configurations"] == heldout.drawn(seed)
     assert committed["seed"] == seed and committed["grid"] == json.loads(json.dumps(heldout.GRID))
 
@@ -51,24 +52,19 @@ def test_what_does_not_fit_the_layout_or_the_memory_is_not_possible():
     assert not heldout.possible("gpt-124m", [*size[:2], "train.micro_batch=8", "parallel.dp=1", "parallel.pp=2"], 2)
 
 
-def test_the_page_of_measurements_says_how_far_off_the_first_two_lists_are():
-    """By today's code: their files do not keep what was predicted then."""
-    median_of, bad = [], []
-    for name in ("heldout", "heldout_2"):
-        rows = json.loads((heldout.RESULTS / f"{name}_h200.json").read_text())["rows"]
-        drawn = {row["name"]: row for row in heldout.listed(name)}
-        off = [abs(heldout.predicted(drawn[row["name"]]).step * 1e3 / row["ms"] - 1) for row in rows]
-        assert len(rows) == 20 and not any("predicted_ms" in row for row in rows)
-        median_of.append(median(off))
-        bad.append({2: "two", 8: "eight"}[sum(error >= 0.2 for error in off)])
-    said = " ".join((heldout.RESULTS.parents[2] / "docs/measured.md").read_text().split())
-    assert (f"is off by {median_of[0]:.0%} and {median_of[1]:.0%} in the median of their twenty rows each, of {bad[0]} and of "
-            f"{bad[1]} by a fifth or more") in said
+@pytest.mark.parametrize(("name", "half", "many"), [("heldout", 0.12, 8), ("heldout_2", 0.06, 2)])
+def test_todays_code_is_near_the_first_two_lists(name, half, many):
+    """Their files do not keep what was predicted then."""
+    rows = results.load(f"{name}_h200")["rows"]
+    drawn = {row["name"]: row for row in heldout.listed(name)}
+    off = [abs(heldout.predicted(drawn[row["name"]]).step * 1e3 / row["ms"] - 1) for row in rows]
+    assert len(rows) == 20 and not any("predicted_ms" in row for row in rows)
+    assert median(off) < half and sum(error >= 0.2 for error in off) <= many
 
 
-def test_the_page_of_measurements_says_how_far_off_the_third_list_was_and_is():
+def test_the_third_list_was_predicted_well_on_one_gpu():
     """What was predicted when it was measured stands in the file; today's predictions come from today's code."""
-    rows = json.loads((heldout.RESULTS / "heldout_3_h200.json").read_text())["rows"]
+    rows = results.load("heldout_3_h200")["rows"]
     drawn = {row["name"]: row for row in heldout.listed("heldout_3")}
 
     def off(predicted, gpus=(1, 2)):
@@ -81,54 +77,33 @@ def test_the_page_of_measurements_says_how_far_off_the_third_list_was_and_is():
         return heldout.predicted(drawn[row["name"]], row["plain_step"]).step * 1e3
 
     peaks = [abs(row["predicted_gb"] / max(row["memory_gb"], row["first_gb"]) - 1) for row in rows]
-    said = " ".join((heldout.RESULTS.parents[2] / "docs/measured.md").read_text().split())
     assert len(rows) == 20 and sum(error >= 0.2 for error in off(then)) == 2 and sum(peak > 0.07 for peak in peaks) == 1
-    for sentence in (
-            f"time was off by {median(off(then)):.0%} in the median, of two by a fifth or more, {max(off(then)):.0%} at worst",
-            f"The twelve on one GPU were within {max(off(then, (1,))):.0%}",
-            f"the eight on two were off by {median(off(then, (2,))):.0%}",
-            f"Memory was off by {median(peaks):.1%} in the median, of one by more than 7% ({max(peaks):.0%})",
-            f"today's code is off by {median(off(now, (2,))):.0%} on those eight, {max(off(now)):.0%} at worst still"):
-        assert sentence in said, sentence
+    assert median(off(then)) < 0.05 and max(off(then, (1,))) < 0.07 and median(peaks) < 0.02
+    assert median(off(now, (2,))) < 0.1 < median(off(then, (2,))) and max(off(now)) < 0.5
 
 
-def test_the_page_of_measurements_says_how_far_off_the_fourth_list_was():
+def test_the_fourth_list_was_off_where_gpus_wait_for_their_host():
     """What was predicted when it was measured; on one and two GPUs all that were off by a fifth are predicted to wait for their
     host for a good part."""
-    rows = json.loads((heldout.RESULTS / "heldout_4_h200.json").read_text())["rows"]
+    rows = results.load("heldout_4_h200")["rows"]
     drawn = {row["name"]: row for row in heldout.listed("heldout_4")}
-    said = " ".join((heldout.RESULTS.parents[2] / "docs/measured.md").read_text().split())
-    for gpus, number, bad, least in ((1, 12, 2, 0.2), (2, 8, 3, 0.1)):
+    for gpus, number, bad, least, half in ((1, 12, 2, 0.2, 0.06), (2, 8, 3, 0.1, 0.14)):
         own = [row for row in rows if drawn[row["name"]]["gpus"] == gpus]
         off = {row["name"]: row["predicted_ms"] / row["ms"] - 1 for row in own}
         worst = [row for row in own if abs(off[row["name"]]) >= 0.2]
         assert len(own) == number and len(worst) == bad and all(off[row["name"]] < 0 for row in worst)
         waits = [heldout.predicted(drawn[row["name"]], row["plain_step"]).launch / row["predicted_ms"] * 1e3 for row in worst]
-        assert min(waits) > least
-        half, most = median(map(abs, off.values())), max(map(abs, off.values()))
-        peaks = [abs(row["predicted_gb"] / row["memory_gb"] - 1) for row in own]
-        rest = max(abs(error) for name, error in off.items() if name not in {row["name"] for row in worst})
-        sentences = {1: (f"Of the twelve on one time was off by {half:.0%} in the median, of two by a fifth or more, {most:.0%} "
-                         "at worst, both too short", f"Of the ten others none was off by more than {rest:.0%}",
-                         f"was within {max(peaks):.0%} of what is predicted for all twelve"),
-                     2: (f"The eight on two were off by {half:.0%}, three by a fifth or more, {most:.0%} at worst, all three too "
-                         "short",)}[gpus]
-        for sentence in sentences:
-            assert sentence in said, sentence
+        assert min(waits) > least and median(map(abs, off.values())) < half and max(map(abs, off.values())) < 0.5
+        if gpus == 1:                                # peaks of steps after the first
+            assert max(abs(row["predicted_gb"] / row["memory_gb"] - 1) for row in own) < 0.025
     own = [row for row in rows if drawn[row["name"]]["gpus"] == 4]
     off = {row["name"]: row["predicted_ms"] / row["ms"] - 1 for row in own}
-    half, rest = median(map(abs, off.values())), max(abs(error) for error in off.values() if abs(error) < 0.2)
     assert len(own) == 10 and [name for name, error in off.items() if abs(error) >= 0.2] == ["4-00", "4-07"]
-    assert off["4-00"] < 0 and off["4-07"] < 0
-    assert f"off by {half:.0%} in the median, two by a fifth or more, {-min(off.values()):.0%} at worst" in said
-    assert f"The others were within {rest:.0%}." in said
+    assert off["4-00"] < 0 and off["4-07"] < 0 and median(map(abs, off.values())) < 0.07
     today = {row["name"]: heldout.predicted(drawn[row["name"]], row["plain_step"]).step * 1e3 / row["ms"] - 1 for row in rows}
     assert [name for name, error in today.items() if abs(error) >= 0.2] == ["2-01", "2-02"]
-    assert "today's code is off by a fifth or more for this one and the ring in TF32 alone, of the thirty" in said
     peaks = {row["name"]: row["predicted_gb"] / row["memory_gb"] - 1 for row in own}
-    (long, wide), now = (peaks.pop(name) for name in ("4-09", "4-06")), [
-        heldout.predicted_gb(drawn[row["name"]]) / max(row["memory_gb"], row["first_gb"]) - 1
-        for row in own if row["name"] in ("4-09", "4-06")]
-    assert max(map(abs, peaks.values())) < 0.06 and "The peak memory of eight was within 6%" in said
-    assert f"{long:.0%} and {wide:.0%} more were predicted" in said
-    assert all(f"{error:.0%}" == "8%" for error in now) and "Today's code is off by 8% for both" in said
+    long, wide = peaks.pop("4-09"), peaks.pop("4-06")            # pipelines in TF32, whose logits counted twice
+    now = [heldout.predicted_gb(drawn[row["name"]]) / max(row["memory_gb"], row["first_gb"]) - 1
+           for row in own if row["name"] in ("4-09", "4-06")]
+    assert max(map(abs, peaks.values())) < 0.06 and min(long, wide) > 0.5 and max(map(abs, now)) < 0.09

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from course.bench.recorded_steps import RESULTS
+from course.bench.results import load
 from course.lab.authoring.lessons import ROOT
 from course.utils.errors import CourseError
 from experiments import loss_alignment
@@ -108,7 +108,7 @@ def test_emulated_fp8_agrees_with_bf16_and_frozen_scales_do_not(tmp_path, monkey
 
 
 def test_what_was_recorded_on_an_h200_says_what_readme_and_lesson_say():
-    found = json.loads((RESULTS / "alignment_h200.json").read_text())["models"]
+    found = load("alignment_h200")["models"]
     for about in found.values():
         again = loss_alignment.judge(about["runs"], about["steps"] // loss_alignment.WINDOWS)
         assert again["within"] == about["within"] and again["spread"] == pytest.approx(about["spread"])

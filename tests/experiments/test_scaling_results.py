@@ -1,9 +1,8 @@
 """What the recorded rows of the parallel layouts mean beside each other."""
 
-import json
-
 import pytest
 
+from course.bench.results import load
 from course.bench.scaling_efficiency import KINDS, judge
 from experiments import scaling_results
 
@@ -32,7 +31,7 @@ def test_what_ended_in_an_error_measures_nothing_and_stops_nothing(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_recorded_results_are_what_it_makes_of_their_rows(kind):
-    recorded = json.loads((scaling_results.RESULTS / f"{kind}_h200.json").read_text())
+    recorded = load(f"{kind}_h200")
     added = ("efficiency", "bubble", "theory")
     bare = [{key: value for key, value in row.items() if key not in added} for row in recorded["rows"]]
     assert judge(kind, bare) == recorded["rows"] and recorded["meaning"] == scaling_results.MEANING[kind]

@@ -77,7 +77,8 @@ def test_recorded_results_link_to_their_file_where_notebooks_have_it_beside_them
     file.write_text(json.dumps({"hardware": "H200", "torch": "2.11", "date": "2026-11-22"}))
     if clone:
         (tmp_path / "notebooks").mkdir()
-    monkeypatch.setattr(notebook, "RESULTS", file.parent)
+    monkeypatch.setattr("course.bench.results.FOLDER", file.parent)
+    monkeypatch.setattr(notebook.stubs, "PACKAGE", tmp_path / "course")
     notebook.recorded("some", {"a": {"ms": 1.0}})
     assert said in capsys.readouterr().out
 

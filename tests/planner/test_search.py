@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from course.bench import recorded_steps
+from course.bench import recorded_steps, results
 from course.cli import main, plan
 from course.config import load
 from course.config.validation import refusal
@@ -24,7 +24,7 @@ from experiments import heldout
 
 H100, H200, V100 = (hardware.load(name) for name in ("h100-80", "h200", "v100-16"))
 
-PEAKS = (169, 152)          # measured on H200s, of them within 5% of what today's code predicts: docs/measured.md says so
+PEAKS = (169, 152)          # measured on H200s, of them within 5% of what today's code predicts
 
 
 pytestmark = pytest.mark.usefixtures("rules")
@@ -346,7 +346,7 @@ def test_most_measured_peaks_are_within_what_stays_free():
            == "step"]
     for name in heldout.SEEDS:
         drawn = {row["name"]: row for row in heldout.listed(name)}
-        for row in json.loads((heldout.RESULTS / f"{name}_h200.json").read_text())["rows"]:
+        for row in results.load(f"{name}_h200")["rows"]:
             one = drawn[row["name"]]
             if heldout.runs_as_recorded(load(one["preset"], one["settings"])):
                 off.append(heldout.predicted_gb(one) / max(row["memory_gb"], row["first_gb"]) - 1)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from course.bench import kernel_table as table
-from course.bench import recorded_steps
+from course.bench import recorded_steps, results
 from course.config import load
 from course.models import build_model
 from course.parallel.pipeline_parallel import schedules
@@ -232,7 +232,7 @@ def test_recorded_steps_of_h200s():
 def test_symmetric_memory_costs_what_ranks_write():
     """Against H200s, two and four, whose pieces are 5 to 101 MB, and the two H100s from which the barrier was taken: these
     scattered by two barriers, of which the library has one, and added up by PyTorch."""
-    two = json.loads((recorded_steps.RESULTS / "symmetric_2xh100.json").read_text())["rows"]
+    two = results.load("symmetric_2xh100")["rows"]
     files = {"h200": recorded_steps.rows("exchange_"), "h100-80": [row | {"gpus": 2} for row in two]}
     off: dict[str, list[float]] = {name: [] for name in files}
     sizes = ((32, 256, 1152), (16, 1024, 1024), (4, 2048, 2048), (16, 2048, 3072))
@@ -246,8 +246,6 @@ def test_symmetric_memory_costs_what_ranks_write():
         off[name].append(forward * 1e3 / 2 / measured - 1)
     print(off)
     assert max(map(abs, off["h200"])) < 0.07 and max(map(abs, off["h100-80"])) < 0.2
-    said = (recorded_steps.RESULTS.parents[2] / "docs/measured.md").read_text()
-    assert "predicts a gather and a scatter within 7%" in " ".join(said.split())
 
 
 # ---- with a table ----

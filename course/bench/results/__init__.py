@@ -20,7 +20,7 @@ DIRECTIVE = re.compile(r"\{result:\s*([^{}|]+?)\s*\|\s*([^{}|]*?)\s*\}")
 
 @cache
 def load(name: str) -> dict[str, Any]:
-    """A recorded measurement, NAME.json. Do not change it: all readers share it. Raises `CourseError` if there is no such file."""
+    """A recorded measurement, NAME.json. All readers share it: do not change it. Raises `CourseError` if there is none."""
     path = FOLDER / f"{name}.json"
     if not path.is_file():
         available = ", ".join(sorted(file.stem for file in FOLDER.glob("*.json")))
@@ -40,9 +40,10 @@ def value(name: str, label: str, field: str = "ms", part: str = "rows", **where:
         rows = rows[key]
     found = [row for row in rows if label in [row.get(kind) for kind in LABELS]
              and all(row.get(key) == wanted for key, wanted in where.items())]
-    if len(found) != 1 or field not in found[0]:
-        raise CourseError(f"{name}.json has {len(found)} rows {label!r} with {where or 'nothing else'}: one is needed"
-                          if len(found) != 1 else f"the row {label!r} of {name}.json has no {field}; it has {', '.join(found[0])}")
+    if len(found) != 1:
+        raise CourseError(f"{name}.json has {len(found)} rows {label!r} with {where or 'nothing else'}: one is needed")
+    if field not in found[0]:
+        raise CourseError(f"the row {label!r} of {name}.json has no {field}; it has {', '.join(found[0])}")
     return found[0][field]
 
 

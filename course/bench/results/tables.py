@@ -1,0 +1,378 @@
+"""The tables of recorded numbers in docs/results.md and README, and the names that expressions in pages may use.
+
+A table is data: columns, each with a header, a format and a function, and rows, each with the words that the functions get.
+docs/results.md is page.md, beside this file, with its tables and numbers filled in. In expressions stands, for instance,
+
+    value("gpt_h200", "124M: bf16", "mfu")          a number of a file
+    column("fp8", "beside bf16")                    the numbers of a table below a header
+    cell("vit", "bf16", "samples/s")                one of them
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from statistics import mean, median
+from typing import Any
+
+from course.bench import published_steps, recorded_steps
+from course.bench.results import FOLDER, fill, load, value
+from course.planner import memory
+from course.utils.errors import CourseError
+
+Words = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Column:
+    """The function gets a row's words; it returns the number, or None where there is none."""
+
+    header: str
+    form: str                                        # a format of Python, such as .1f or .0%; "" for text
+    of: Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows have a label and the words that columns make numbers of."""
+
+    columns: Sequence[Column]
+    rows: dict[str, Words]
+
+
+def page() -> str:
+    """All of docs/results.md. Raises `CourseError` for a table or a number that there is not."""
+    lines = (FOLDER / "page.md").read_text(encoding="utf-8")
+    paragraphs = re.sub(r"(?<=\S)\n *(?=[^\s|#-])", " ", lines)          # a line each: no number begins one
+    return re.sub(r"\{table: ([\w-]+)\}", lambda found: markdown(table(found[1])), fill(paragraphs, globals()))
+
+
+def table(name: str) -> Table:
+    """The table of this name. Raises `CourseError`."""
+    if name not in TABLES:
+        raise CourseError(f"there is no table {name}; there are {', '.join(TABLES)}")
+    return TABLES[name]
+
+
+def markdown(table: Table) -> str:
+    """The table in Markdown, with a dash where there is no number."""
+    lines = [" | ".join(["|", *(column.header for column in table.columns)]), "|---" * (len(table.columns) + 1)]
+    for label, words in table.rows.items():
+        numbers = [(column.form, column.of(*words)) for column in table.columns]
+        lines.append(" | ".join([f"| {label}", *("–" if number is None else format(number, form) for form, number in numbers)]))
+    return "\n".join(f"{line} |".replace("--- |", "---|") for line in lines)
+
+
+def column(name: str, header: str, rows: str = "") -> list[Any]:
+    """The numbers of a table below a header, of the rows whose label has these words. Raises `CourseError` if there are none."""
+    found = [one.of(*words) for one in table(name).columns if one.header == header
+             for label, words in table(name).rows.items() if rows in label]
+    if not found:
+        raise CourseError(f"the table {name} has no column {header!r} with rows {rows!r}")
+    return [number for number in found if number is not None]
+
+
+def cell(name: str, label: str, header: str) -> Any:
+    """A number of a table. Raises `CourseError` if it has no such row or column."""
+    rows = table(name).rows
+    found = [one.of(*rows[label]) for one in table(name).columns if one.header == header and label in rows]
+    if not found:
+        raise CourseError(f"the table {name} has no row {label!r} with a column {header!r}")
+    return found[0]
+
+
+# ---- numbers that files do not have as they are ----
+
+NARROW, TRITON = "compiled, narrow stream", "compiled, narrow stream, Triton kernels, in a graph"
+PLAIN, SEQUENCE, HAND = ("course",), ("course, sequence parallel",), ("course, Triton kernels",)           # whose layers
+CORE, ENGINE = ("megatron-core",), ("megatron-core, Transformer Engine",)
+
+
+def speed(file: str, label: str) -> float:
+    """Thousand tokens a second of a GPT, images a second of a DiT."""
+    return float(value(file, label, "tokens_per_s") / 1e3 if file == "gpt_h200" else value(file, label, "samples_per_s"))
+
+
+def only(key: str) -> str:
+    """What all files of NVIDIA GPUs say. Raises `CourseError` if they differ."""
+    files = [load(path.stem) for path in FOLDER.glob("*.json")]
+    found = {str(file[key]).partition("+")[0] for file in files if "NVIDIA" in file.get("hardware", "")}
+    if len(found) != 1:
+        raise CourseError(f"recorded results differ in {key}: {', '.join(sorted(found))}")
+    return found.pop()
+
+
+def gelu_gain(_: str, model: str) -> float | None:
+    """How much of a step GELU's gradient in the matmul before it saves; None where it was not measured."""
+    ms = {row["gelu"]: row["ms"] for row in load("gelu_h200")["rows"] if row["rung"] == f"{model}: bf16, {TRITON}"}
+    return 1 - ms["in the matmul"] / ms["apart"] if ms else None
+
+
+def matmul_gain(_: str, model: str) -> float:
+    """How much of a step the fastest algorithm for each matmul saves, in the mean of runs by turns."""
+    rows = [row for row in load("products_h200")["steps"] if row["rung"] == f"{model}: bf16, {TRITON}"]
+    return 1 - mean(row["ms"] for row in rows if row["chosen"]) / mean(row["ms"] for row in rows if not row["chosen"])
+
+
+def small_gap(file: str, run: str) -> float | None:
+    """How far a small ViT's losses are from bf16's; None where it did not run."""
+    gaps: dict[str, float] = load(file)["gap"]
+    return gaps.get(run)
+
+
+def large_gap(run: str, model: str) -> float | None:
+    """The same of a large model, from the file that has the run; with no run, how bf16's seeds scatter."""
+    if not run:
+        return float(load("alignment_h200")["models"][model]["spread"])
+    models = [load(f"alignment_{name}")["models"].get(model, {}) for name in ("h200", "cp_h200")]
+    return next((found["gap"][run] for found in models if run in found.get("gap", {})), None)
+
+
+def loader(kind: str, workers: str) -> float | None:
+    """Pairs a second of a loader; with no kind, what the page cache gives."""
+    found = load("loaders_h200")
+    rates: dict[str, float] = found["loaders"][kind] if kind else found["page cache to memory"]
+    return rates.get(workers)
+
+
+def with_buffers(gpus: int, model: str) -> float:
+    """GB of a step through symmetric memory, of which PyTorch does not count four buffers of a batch."""
+    label, file = f"{model}, Triton kernels, through memory, in a graph", f"sp_{gpus}xh200"
+    return float(value(file, label, "memory_gb") + 4e-3 * value(file, label, "sample_mb") * int(model.split()[-2]))
+
+
+def layers(gpus: str, ours: Sequence[str], theirs: Sequence[str]) -> list[float]:
+    """The time of the fastest of our layers over that of the fastest of megatron-core's, by case."""
+    cases: dict[str, dict[str, float]] = {}
+    for row in load(f"grid_{gpus}h200")["rows"]:
+        if row["case"].endswith("layers"):
+            cases.setdefault(row["case"], {})[row["by"]] = row["ms"]
+    fastest = [[min((ms[by] for by in names if by in ms), default=None) for names in (ours, theirs)] for ms in cases.values()]
+    return [one / other for one, other in fastest if one and other]
+
+
+def span(numbers: Sequence[float]) -> str | None:
+    """From the least to the most, in percent; None if there are none."""
+    return f"{min(numbers):.0%} to {max(numbers):.0%}" if numbers else None
+
+
+def comparisons(file: str) -> list[dict[str, Any]]:
+    """All comparisons of a file of parity, those of its parts included."""
+    parts = [part if isinstance(part, list) else part["rows"] for part in load(file).values() if isinstance(part, list | dict)]
+    return [row for part in parts for row in part]
+
+
+def wrong(row: dict[str, Any]) -> bool:
+    """Whether a comparison found a parameter that differs by more than rounding."""
+    return bool(row.get("wrong")) or row["gap"] > row["bound"]
+
+
+@cache
+def today(kind: str) -> tuple[list[float], list[float]]:
+    """Predicted over measured, less 1, by today's code: (times, peaks) of recorded rows, or of what others published."""
+    if kind != "recorded":
+        return [published_steps.error(case) for case in published_steps.CASES
+                if (case.group == published_steps.MEGATRON) == (kind == "megatron")], []
+    steps = recorded_steps.steps()
+    whole = [step for step in steps if step.kind == "step"]
+    return [step.error for step in steps], [memory.predict(one.config).allocated / 1e9 / one.memory_gb - 1 for one in whole]
+
+
+def errors(file: str, gpus: str = "") -> tuple[list[float], list[float]]:
+    """The same as it was predicted before it was measured; peaks are of all steps, the first included."""
+    if file in ("recorded", "megatron", "others"):
+        return today(file)
+    rows = [row for row in load(file)["rows"] if "ms" in row and row["name"].startswith(gpus)]
+    return ([row["predicted_ms"] / row["ms"] - 1 for row in rows],
+            [row["predicted_gb"] / max(row["memory_gb"], row["first_gb"]) - 1 for row in rows if "first_gb" in row])
+
+
+# ---- kinds of columns ----
+
+def at(header: str, form: str, file: str, label: str, field: str, **where: Any) -> Column:
+    """Recorded numbers; a row's words stand in for {0}, {1}, ... of the file's name and the label."""
+    return Column(header, form, lambda *words: value(file.format(*words), label.format(*words), field, **where))
+
+
+def fed(header: str, form: str, of: Callable[..., Any], *more: Any) -> Column:
+    """Numbers that a function makes of a row's words and these."""
+    return Column(header, form, lambda *words: of(*words, *more))
+
+
+def beside(gpus: int, field: str, form: str) -> list[Column]:
+    """Ours, PyTorch's, of rows that say a file, our case, theirs, and what else their rows have."""
+    def of(which: int) -> Callable[..., Any]:
+        return lambda file, *cases: value(file, cases[which], field, gpus=gpus, **cases[2])
+
+    return [Column(f"{gpus} GPUs: {field}", form, of(0)), Column(f"{gpus} GPUs: PyTorch's {field}", form, of(1))]
+
+
+def share(gpus: int) -> Column:
+    """Our time over PyTorch's, of the same rows."""
+    ours, theirs = beside(gpus, "ms", "")
+    return Column(f"{gpus} GPUs: ours / PyTorch's", ".0%", lambda *words: ours.of(*words) / theirs.of(*words))
+
+
+def grid(header: str, theirs: Sequence[str], ours: Sequence[str] = ()) -> Column:
+    """Our layers' share of the time of megatron-core's; a row says which GPUs, and which of ours if the column does not."""
+    return Column(header, "", lambda gpus, chosen: span(layers(gpus, ours or chosen, theirs)))
+
+
+def off(header: str, which: int, how: Callable[[list[float]], float]) -> Column:
+    """How far off the times (0) or the peaks (1) of a row's predictions are, without their sign."""
+    def of(*words: str) -> float | None:
+        found = [abs(error) for error in errors(*words)[which]]
+        return how(found) if found else None
+    return Column(header, ".1%", of)
+
+
+def shown(which: int) -> Callable[..., str]:
+    """A number of README's table; its rows say file, our case, theirs, field, format, what else the rows have, a name."""
+    def of(file: str, ours: str, theirs: str, field: str, form: str, where: dict[str, Any], _: str) -> str:
+        number = value(file, (ours, theirs)[which], field, **where)
+        return format(number / 1e3 if field == "tokens_per_s" else number, form)
+    return of
+
+
+# ---- the tables ----
+
+MODELS = {"GPT 124M": ("gpt_h200", "124M"), "GPT 350M": ("gpt_h200", "350M"), "GPT 1.3B": ("gpt_h200", "1.3B"),
+          "DiT-XL/2, 256 px": ("dit_h200", "256 px"), "DiT-XL/2, 512 px": ("dit_h200", "512 px")}
+BATCHES = ("DiT-XL/2, 256 px, 32 samples", "GPT 124M, 32 samples", "GPT 350M, 16 samples", "DiT-XL/2, 512 px, 16 samples",
+           "GPT 1.3B, 4 samples")
+ALIGNED = ("gpt-1.3b", "GPT 1.3B"), ("dit-xl", "DiT-XL/2, 256 px"), ("dit-xl-512", "DiT-XL/2, 512 px")
+FOUR: dict[str, Any] = {"gpus": 4}
+SP = "{1}, Triton kernels, "
+THROUGH, WITHOUT, BY_NCCL = (f"{SP}{way}in a graph" for way in ("through memory, ", "no sequence parallelism, ", ""))
+
+TABLES = {
+    "readme": Table([Column("this course", "", shown(0)), Column("instead", "", shown(1)),
+                     Column("which is", "", lambda *words: words[-1])], {
+        "GPT 124M, bf16, thousand tokens/s": ("gpt_h200", f"124M: bf16, {TRITON}", "124M: Hugging Face's GPT-2, bf16, compiled",
+                                              "tokens_per_s", ".0f", {}, "Hugging Face's GPT-2, compiled"),
+        "GPT 1.3B, FP8, thousand tokens/s": ("gpt_h200", f"1.3B: fp8, {TRITON}", "1.3B: fp8 by Transformer Engine",
+                                             "tokens_per_s", ".1f", {}, "Transformer Engine"),
+        "DiT-XL/2, bf16, images/s": ("dit_h200", f"256 px: bf16, {TRITON}", f"256 px: bf16, {NARROW}",
+                                     "samples_per_s", ".0f", {}, "PyTorch's compiler"),
+        "DiT-XL/2, FP8, images/s": ("dit_h200", f"256 px: fp8, {TRITON}", "256 px: fp8 by Transformer Engine",
+                                    "samples_per_s", ".0f", {}, "Transformer Engine"),
+        "tensor parallel, 4 GPUs, ms": ("tp_h200", "symmetric, compiled", "DTensor sequence parallel, compiled",
+                                        "ms", ".1f", FOUR, "DTensor"),
+        "attention over 64k tokens, 4 GPUs, ms": ("cp_h200", "64k causal all_to_all", "64k causal PyTorch context_parallel",
+                                                  "ms", ".1f", FOUR, "PyTorch's `context_parallel`"),
+        "a pipeline's idle time, 4 GPUs": ("pp_h200", "interleaved", "PyTorch Interleaved1F1B",
+                                           "bubble", ".1%", FOUR, "PyTorch's schedule")}),
+    "vit": Table([at("samples/s", ".1f", "vit_h200", "{0}", "samples_per_s"), at("GB", ".1f", "vit_h200", "{0}", "memory_gb"),
+                  at("MFU", ".0%", "vit_h200", "{0}", "mfu"), at("first step, s", ".0f", "vit_h200", "{0}", "first_s")], {
+        "TF32, the training process reads HDF5": ("tf32, read by the training process",),
+        "TF32": ("tf32, on the device",),
+        "bf16": ("bf16, on the device",),
+        "bf16, compiled": ("bf16, compiled",),
+        "bf16, compiled, `stream=narrow`": (f"bf16, {NARROW}",),
+        "bf16, compiled, `stream=narrow`, `kernels=triton`": (f"bf16, {NARROW}, Triton kernels",),
+        "bf16, compiled, `graphs=true`": ("bf16, compiled, in a graph",),
+        "bf16, compiled, `attention=flash`": ("bf16, compiled, flash attention",),
+        "bf16, compiled, DataLoader, 8 processes": ("bf16, compiled, 8 loader processes",),
+        "bf16, compiled, `data.loader=threads`": ("bf16, compiled, threads",),
+        "bf16, compiled, `data.loader=dali`": ("bf16, compiled, DALI",),
+        "FP8, compiled": ("fp8, compiled",),
+        "width 1024: bf16, compiled, `stream=narrow`": (f"width 1024: bf16, {NARROW}",),
+        "width 1024: FP8, compiled, `stream=narrow`": (f"width 1024: fp8, {NARROW}",),
+        "width 1024: FP8 by Transformer Engine": ("width 1024: fp8 by Transformer Engine",),
+        "one small sample: bf16": ("one sample: eager",),
+        "one small sample: compiled": ("one sample: compiled",),
+        "one small sample: `graphs=true`": ("one sample: in a graph",),
+        "one small sample: compiled, `graphs=true`": ("one sample: compiled, in a graph",)}),
+    "bf16": Table([Column("compiler's kernels", ".0f", lambda file, model: speed(file, f"{model}: bf16, {NARROW}")),
+                   Column("Triton kernels, CUDA graph", ".0f", lambda file, model: speed(file, f"{model}: bf16, {TRITON}")),
+                   Column("times as fast", ".2f", lambda file, model: value(file, f"{model}: bf16, {NARROW}")
+                          / value(file, f"{model}: bf16, {TRITON}")),
+                   at("GB", ".1f", "{0}", f"{{1}}: bf16, {TRITON}", "memory_gb"),
+                   at("MFU", ".0%", "{0}", f"{{1}}: bf16, {TRITON}", "mfu")], dict(MODELS)),
+    "fp8": Table([Column("compiler's kernels", ".0f", lambda file, model: speed(file, f"{model}: fp8, {NARROW}")),
+                  Column("Triton kernels, CUDA graph", ".0f", lambda file, model: speed(file, f"{model}: fp8, {TRITON}")),
+                  Column("Transformer Engine", ".0f", lambda file, model: speed(file, f"{model}: fp8 by Transformer Engine")),
+                  Column("beside bf16", ".2f", lambda file, model: value(file, f"{model}: bf16, {TRITON}")
+                         / value(file, f"{model}: fp8, {TRITON}")),
+                  Column("beside Transformer Engine", ".2f", lambda file, model: value(
+                      file, f"{model}: fp8 by Transformer Engine") / value(file, f"{model}: fp8, {TRITON}")),
+                  at("GB", ".1f", "{0}", f"{{1}}: fp8, {TRITON}", "memory_gb"),
+                  at("Transformer Engine's GB", ".1f", "{0}", "{1}: fp8 by Transformer Engine", "memory_gb")],
+                 {name: words for name, words in MODELS.items() if name not in ("GPT 124M", "GPT 350M")}),
+    "memory": Table([at("tokens/s", ",.0f", "gpt_h200", f"124M: bf16, {NARROW}, {{0}}", "tokens_per_s"),
+                     at("GB", ".1f", "gpt_h200", f"124M: bf16, {NARROW}, {{0}}", "memory_gb")], {
+        "Triton kernels": ("Triton kernels, in a graph",),
+        "Triton kernels, two micro-batches": ("Triton kernels, in a graph, two micro-batches",),
+        "Triton kernels, `train.recompute=selective`": ("selective recomputation, Triton kernels, in a graph",),
+        "compiler's kernels, `train.recompute=selective`": ("selective recomputation",),
+        "compiler's kernels, `train.recompute=full`": ("full recomputation",)}),
+    "power": Table([at("MHz", ".0f", "{0}", "{1}", "clock_mhz"), at("W", ".0f", "{0}", "{1}", "power_w")], {
+        "weather ViT, bf16, compiler's kernels": ("vit_h200", f"bf16, {NARROW}"),
+        **{f"{name}, bf16, Triton kernels": (file, f"{model}: bf16, {TRITON}") for name, (file, model) in MODELS.items()},
+        "GPT 1.3B, FP8, Triton kernels": ("gpt_h200", f"1.3B: fp8, {TRITON}")}),
+    "not_kept": Table([Column(name, ".1%", lambda gain, words=words: gain(*words)) for name, words in MODELS.items()], {
+        "GELU's gradient inside the matmul before it": (gelu_gain,),
+        "the fastest cuBLASLt algorithm for each matmul": (matmul_gain,)}),
+    "formats": Table([Column("CPU", ".1%", lambda run: small_gap("curves_cpu", run)),
+                      Column("H200", ".1%", lambda run: small_gap("curves_h200", run))], {
+        "fp32": ("fp32",), "TF32": ("tf32",), "fp16": ("fp16",),
+        "native FP8, delayed scales": ("native fp8, delayed",), "native FP8, current scales": ("native fp8, current",),
+        "Transformer Engine, delayed scales": ("TE, delayed",), "Transformer Engine, current scales": ("TE, current",),
+        "Transformer Engine, scales by block": ("TE, block",),
+        "a mistake: gradients in E4M3": ("native fp8, gradients in E4M3",),
+        "a mistake: scales of the first step": ("native fp8, scales frozen",)}),
+    "alignment": Table([fed(name, ".2%", large_gap, model) for model, name in ALIGNED], {
+        "bf16, other seeds: their spread": ("",), "bf16, flash attention": ("bf16, flash attention",),
+        "bf16, tokens over 2 GPUs": ("bf16, cp=2",),
+        "native FP8, delayed, maximum of 1024 steps": ("fp8 delayed, 1024 max",),
+        "native FP8, delayed, last step": ("fp8 delayed, 1 most_recent",), "native FP8, current": ("fp8 current",),
+        "Transformer Engine, delayed": ("fp8 Transformer Engine",), "scales of the first step": ("fp8 frozen scales",)}),
+    "loaders": Table([fed(f"{count} worker{'s' * (count != '1')}", ".0f", loader, count) for count in ("1", "8", "12", "16")], {
+        "`native` (PyTorch's DataLoader)": ("native",), "`threads`": ("threads",), "`dali`": ("dali",),
+        "`dali_numpy`": ("dali_numpy",), "the limit: page cache to memory": ("",)}),
+    "layouts": Table([*beside(4, "ms", ".1f"), share(4), *beside(2, "ms", ".1f"), share(2)], {
+        "tensor and sequence parallel; DTensor": ("tp_h200", "symmetric", "DTensor sequence parallel", {}),
+        "the same, both compiled": ("tp_h200", "symmetric, compiled", "DTensor sequence parallel, compiled", {}),
+        "causal attention, ring": ("cp_h200", "64k causal ring", "64k causal PyTorch context_parallel", {}),
+        "causal attention, all-to-all": ("cp_h200", "64k causal all_to_all", "64k causal PyTorch context_parallel", {}),
+        "full attention, all-to-all": ("cp_h200", "64k full all_to_all", "64k full PyTorch context_parallel", {}),
+        "data parallel, buckets; DDP": ("dp_h200", "bucketed", "ddp", {"bucket_mb": 25}),
+        "data parallel, both compiled": ("dp_h200", "bucketed, compiled", "ddp, compiled", {"bucket_mb": 100}),
+        "pipeline, 1F1B": ("pp_h200", "1f1b", "PyTorch 1F1B", {}),
+        "pipeline, interleaved": ("pp_h200", "interleaved", "PyTorch Interleaved1F1B", {}),
+        "ZeRO-1, whole steps; ZeroRedundancyOptimizer": ("zero_h200", "ZeRO-1, 16-bit copies", "ZeroRedundancyOptimizer", {})}),
+    "bubbles": Table([column for gpus in (4, 2) for column in (
+        *beside(gpus, "bubble", ".1%"), at(f"{gpus} GPUs: theory", ".1%", "{0}", "{1}", "theory", gpus=gpus))], {
+        "1F1B": ("pp_h200", "1f1b", "PyTorch 1F1B", {}),
+        "interleaved, two chunks": ("pp_h200", "interleaved", "PyTorch Interleaved1F1B", {})}),
+    "tp_vit": Table([at(f"{gpus} GPUs: {header}", ".1f", "tp_vit_h200", f"{{0}}, {how}", field, gpus=gpus)
+                     for gpus, (header, how, field) in product((4, 2), (("compiled, ms", "compiled", "ms"), (
+                         "in a graph, ms", "in a graph", "ms"), ("GB", "in a graph", "memory_gb")))], {
+        "no sequence parallelism": ("plain",), "sequence parallelism": ("sequence",),
+        "sequence parallelism, overlapped": ("overlap",)}),
+    "sp": Table([at("none, ms", ".1f", "sp_{0}xh200", WITHOUT, "ms"), at("NCCL, ms", ".1f", "sp_{0}xh200", BY_NCCL, "ms"),
+                 at("symmetric, ms", ".1f", "sp_{0}xh200", THROUGH, "ms"),
+                 at("none, GB", ".1f", "sp_{0}xh200", WITHOUT, "memory_gb"), Column("symmetric, GB", ".1f", with_buffers)],
+                {f"{gpus} GPUs: {model}": (gpus, model) for gpus in (4, 2) for model in BATCHES}),
+    "megatron": Table([Column("cases", "d", lambda gpus, _: len(layers(gpus, PLAIN, CORE))),
+                       grid("ours / its own", CORE, PLAIN), grid("ours / Transformer Engine's", ENGINE),
+                       grid("our Triton kernels / Transformer Engine's", ENGINE, HAND),
+                       grid("our fastest / its fastest", CORE + ENGINE, PLAIN + SEQUENCE + HAND)], {
+        "1 GPU": ("", PLAIN), "2 GPUs": ("2x", SEQUENCE), "4 GPUs": ("4x", SEQUENCE)}),
+    "parity": Table([Column("comparisons", "d", lambda file: len(comparisons(file))),
+                     Column("layouts", "d", lambda file: len({row["layout"] for row in comparisons(file)})),
+                     Column("wrong", "d", lambda file: sum(map(wrong, comparisons(file)))),
+                     Column("worst in float64", ".0e", lambda file: max(
+                         row["gap"] for row in comparisons(file) if row["precision"] == "fp64"))], {
+        "2 H200s": ("parity_2xh200",), "4 H200s": ("parity_h200",),
+        "2 H100s": ("parity_2xh100",), "4 H100s": ("parity_4xh100",)}),
+    "predictions": Table([Column("cases", "d", lambda *words: len(errors(*words)[0])), off("time: median", 0, median),
+                          off("time: worst", 0, max), off("memory: median", 1, median), off("memory: worst", 1, max)], {
+        **{f"held-out list {number}, {gpus} GPU{'s' * (gpus > 1)}": (f"heldout_{number}_h200", f"{gpus}-")
+           for number, gpus in ((3, 1), (3, 2), (4, 1), (4, 2), (4, 4))},
+        "layouts for GPT 1.3B, 2 GPUs": ("planned_2xh200", "gpt-1.3b"),
+        "layouts for DiT-XL/2, 2 GPUs": ("planned_2xh200", "dit-xl"),
+        "by today's code: recorded steps": ("recorded",), "by today's code: Megatron-LM's V100 table": ("megatron",),
+        "by today's code: others' steps on A100, H20 and H100": ("others",)}),
+}
