@@ -45,11 +45,12 @@ from torch import Tensor
 
 from course.training import assemble
 from course.lab.instruments.bytes_sent import collectives
+from course.lab.instruments.forward_trace import trace
 from course import config, parallel
 from course.training import verify
 from course.config import Parallel
 from course.utils.errors import CourseError
-from course.lab.figures import mesh, style, widgets
+from course.lab.figures import mesh, style, who_holds, widgets
 from course.lab import notebook as lab
 from course.lab.notebook import check
 from course.ranks.notebook_ranks import ranks
@@ -191,6 +192,24 @@ for order in ("pp-dp-cp-tp", "tp-pp-cp-dp"):
 # Gradients need one more axis. They are averaged over all ranks with the **same weights and other data**. Ranks along `dp`
 # have other samples, ranks along `cp` other tokens. In the box the two dims lie side by side, so the joint axis is
 # `grid.flatten(1, 2)`. The library calls it `dp_cp`.
+#
+# > **Predict.** Eight ranks train a model of two blocks with `pp=2 dp=2 tp=2`. Which weights does rank 5 hold, and which rank
+# > holds the same?
+
+# %%
+EIGHT = ("vit-demo", "model.depth=2", "train.global_batch=4", "train.micro_batch=1", "parallel.pp=2", "parallel.dp=2",
+         "parallel.tp=2")
+WEIGHTS = {"embedding": "embed.proj.weight", "block 0: up": "blocks.0.mlp.up.weight",
+           "block 0: down": "blocks.0.mlp.down.weight", "block 1: up": "blocks.1.mlp.up.weight",
+           "block 1: down": "blocks.1.mlp.down.weight", "head": "head.proj.weight"}
+lab.picture(who_holds.parameters(ranks(8)(trace, *EIGHT), WEIGHTS, title="weights by rank, pp=2 dp=2 tp=2"),
+            "Eight rows, one for each rank. Ranks 0 to 3 hold the embedding and block 0, ranks 4 to 7 block 1 and the head. Even "
+            "ranks have the upper half of up and the left half of down, odd ranks the other halves. Ranks 0 and 2 hold the same, "
+            "and so do 1 and 3, 4 and 6, 5 and 7.")
+
+# %% [markdown]
+# The picture is drawn from eight real processes. Along `pp` ranks hold other blocks, along `tp` other parts of the same
+# matrices, along `dp` the same. Rank 5 holds what rank 7 holds: the second half of block 1's matrices, and the head.
 #
 # ## What `build_mesh` refuses
 #

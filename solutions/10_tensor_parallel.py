@@ -134,7 +134,8 @@ whole_model = trace(*ONE_BLOCK)
 two = ranks(2)(trace, *ONE_BLOCK, "parallel.tp=2")
 lab.picture(who_holds.parameters(two, WEIGHTS, title="weights of an MLP and the norm before it, tp=2"),
             "Five boxes for each of two ranks. Both have the whole norm. Rank 0 has the upper half of mlp.up.weight, the first "
-            "half of its bias and the left half of mlp.down.weight; rank 1 has the other halves. Both have the whole bias of down.")
+            "half of its bias and the left half of mlp.down.weight; rank 1 has the other halves. Both have the whole bias "
+            "of down.")
 
 # %% [markdown]
 # <details><summary>Answer</summary>

@@ -58,10 +58,11 @@ from torch import Tensor
 from course.training import assemble
 from course.lab.instruments import tensor_memory
 from course.lab.instruments import bytes_sent
+from course.lab.instruments.forward_trace import trace
 from course import config, parallel
 from course.training import verify
 from course.config import Parallel
-from course.lab.figures import context_parallel, scaling_table, widgets
+from course.lab.figures import context_parallel, scaling_table, who_holds, widgets
 from course.lab import notebook as lab
 from course.lab.notebook import check
 from course.ranks.notebook_ranks import ranks
@@ -174,6 +175,20 @@ check("gather-in-order")
 # the block of keys it holds. Meanwhile it sends this block to the next rank and receives another. After as many rounds as
 # there are ranks, every query has met every key. No rank ever holds more than two blocks.
 #
+# Four ranks of the library do this below, from left to right. Outlines show the whole activation, tokens downward and
+# features across; the colored part is what a rank has. Arrows are messages.
+
+# %%
+ONE_BLOCK = ("vit-demo", "model.depth=1", "train.global_batch=2")
+ATTENTION = {"norm": "blocks.0.norm1", "q, k, v": "blocks.0.attn.qkv", "attention": "blocks.0.attn.core",
+             "out": "blocks.0.attn.out"}
+whole_model = trace(*ONE_BLOCK)
+in_a_ring = ranks(4)(trace, *ONE_BLOCK, "parallel.cp=4", "parallel.context=ring")
+lab.picture(who_holds.forward(whole_model, in_a_ring, ATTENTION, title="attention in a ring, cp=4"),
+            "Norm and queries, keys, values: each of four ranks has a quarter of the tokens and all features. Then three rounds "
+            "of arrows: rank 0 sends to 1, 1 to 2, 2 to 3, and 3 to 0. Attention and out: each rank has its quarter again.")
+
+# %% [markdown]
 # But a softmax has a denominator: the sum over **all** keys. Can a rank answer for one block without knowing the others?
 
 # %%
@@ -257,6 +272,15 @@ lab.show("course.parallel.context_parallel.ring_attention.ring_backward")
 # Attention heads are independent. So change what is split, just for attention: an **all-to-all** gives each rank all
 # tokens of *some heads*. Attention then runs unchanged, causal or not. Another all-to-all restores the split over tokens
 # (Ulysses: Jacobs et al. 2023, arXiv:2309.14509).
+
+# %%
+exchanged = ranks(4)(trace, *ONE_BLOCK, "parallel.cp=4", "parallel.context=all_to_all")
+lab.picture(who_holds.forward(whole_model, exchanged, ATTENTION, title="attention after an exchange, cp=4"),
+            "Norm and queries, keys, values: each of four ranks has a quarter of the tokens. Then two all-to-alls over all "
+            "ranks, the first with three times the numbers of the second. Attention and out: each rank has its quarter again.")
+
+# %% [markdown]
+# Attention itself happens between the two exchanges: there each rank has all tokens of one head.
 
 # %%
 lab.show("course.parallel.context_parallel.attention.AllToAllAttend")

@@ -57,8 +57,9 @@ from torch import Tensor, nn
 
 from course import config, models, parallel
 from course.training import verify
-from course.lab.figures import style, memory, widgets
+from course.lab.figures import style, memory, who_holds, widgets
 from course.lab import notebook as lab
+from course.lab.instruments.forward_trace import trace
 from course.lab.instruments.tensor_memory import MemoryMeter
 from course.lab.notebook import check
 from course.ranks.notebook_ranks import ranks
@@ -357,7 +358,28 @@ check("zero-optimizer")
 # ## The library's ZeRO-1
 #
 # A real model has many weight tensors, and communication should overlap computation. So the library lays parameters end to
-# end in **buckets** (lesson 07). Each bucket does what you wrote:
+# end in **buckets** (lesson 07). Here are four ranks that train one block of the weather model. Boxes are weights. A rank has
+# Adam's states for the colored part.
+#
+# > **Question.** In which order do the weights lie in the bucket?
+
+# %%
+FOUR = ("vit-demo", "model.depth=1", "train.global_batch=4", "parallel.dp=4", "parallel.zero=1")
+WEIGHTS = {name: f"blocks.0.{name}" for name in ("norm1.weight", "attn.qkv.weight", "attn.out.weight", "mlp.up.weight",
+                                                 "mlp.up.bias", "mlp.down.weight", "mlp.down.bias")}
+lab.picture(who_holds.parameters(ranks(4)(trace, *FOUR), WEIGHTS, of="states", title="whose states are where, ZeRO-1 over 4"),
+            "Four rows of boxes, one for each rank. Rank 0 has the states of mlp.down.bias and of the first half of "
+            "mlp.down.weight, rank 1 those of the rest, of mlp.up.bias and of most of mlp.up.weight, rank 2 those of the rest, "
+            "of attn.out.weight and of most of attn.qkv.weight, rank 3 those of what remains and of norm1.weight. Each "
+            "number is with one rank.")
+
+# %% [markdown]
+# <details><summary>Answer</summary>
+# From the last weight to the first: backward finishes gradients in this order. A share ends wherever a quarter of the numbers
+# ends, in the middle of a matrix too.
+# </details>
+#
+# Each bucket does what you wrote:
 
 # %%
 lab.show("course.parallel.data_parallel.zero1.ZeRO1")

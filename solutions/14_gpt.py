@@ -85,7 +85,8 @@ from course.data.text.sequences import Sequences
 from course.utils.errors import CourseError
 from course.inference.kv_cache_decoding import generate
 from course.lab.instruments import background_load
-from course.lab.figures import gpt, widgets
+from course.lab.instruments.forward_trace import trace
+from course.lab.figures import gpt, who_holds, widgets
 from course.lab import notebook as lab
 from course.lab.instruments.tensor_memory import MemoryMeter
 from course.lab.notebook import check
@@ -327,6 +328,15 @@ my_rank, my_row = 0, 13          # your prediction
 
 # %%
 print("rank", 13 // 4, "row", 13 % 4, "- you predicted", my_rank, "and", my_row)
+
+# %%
+FOUR = ("gpt-demo", "model.depth=1", "train.global_batch=2", "parallel.tp=4")
+four_ranks = ranks(4)(trace, *FOUR)
+CUT = {"token": "embed.token.weight", "position": "embed.pos", "block 0: up": "blocks.0.mlp.up.weight",
+       "block 0: down": "blocks.0.mlp.down.weight", "last norm": "head.norm.weight"}
+lab.picture(who_holds.parameters(four_ranks, CUT, title="weights of a GPT by rank, tp=4"),
+            "Four rows of boxes, one for each rank. Each rank has a quarter of the rows of the token embedding and of up, a "
+            "quarter of the columns of down, and the whole of the positions and of the last norm.")
 
 # %% [markdown]
 # Every rank gets all tokens. It cannot look up a token whose row is elsewhere, and it does not need to ask for it: it puts

@@ -1,9 +1,9 @@
 """Pictures of where the bytes of training go, and how many there are by counting."""
 
-
 from matplotlib.figure import Figure
 
 from course.lab.figures.style import stacked
+from course.planner.hardware import load
 
 # width, depth, of GPTs with about as many parameters; 12·depth·width² each, embeddings aside
 SIZES = {"0.35 B": (1024, 24), "1.3 B": (2048, 24), "7 B": (4096, 32), "13 B": (5120, 40), "70 B": (8192, 80)}
@@ -28,4 +28,4 @@ def explore_memory(size: str, precision: str, dp: int, zero: int, recompute: str
     """What a rank of such a training needs, with nothing saved and as chosen, beside the memory of a GPU."""
     bars = {"nothing saved": footprint(size, precision, 1, 0, "none"),
             f"ZeRO-{zero} over {dp}, recompute {recompute}": footprint(size, precision, dp, zero, recompute)}
-    return stacked(bars, "GB", limits={"one H200": 141.0}, title=f"{size} parameters, {precision}, Adam, 4096 tokens on a rank")
+    return stacked(bars, "GB", limits={"one H200": load("h200").memory / 1e9}, title=f"{size} parameters, {precision}, Adam, 4096 tokens on a rank")
