@@ -142,6 +142,61 @@ def faster(name):
     assert lessons.verify([], root) == [] and "It is 2.5 times" in (root / "solutions/42_answer.ipynb").read_text()
 
 
+def test_predictions_questions_and_exercises_have_bars_of_their_own_colors():
+    text = """Before.
+
+> **Predict.** How many
+> - a list
+>
+> $x$
+
+> **Question.** Why?
+
+> A quotation.
+
+## Exercise: write it
+
+Write `f`.
+
+## Next
+
+After."""
+    bars = {kind: f'<div style="border-left: 6px solid {color}; padding-left: 1em">' for kind, color in lessons.BARS.items()}
+    assert lessons.boxed(text) == f"""Before.
+
+{bars["Predict"]}
+
+**Predict.** How many
+- a list
+
+$x$
+
+</div>
+
+{bars["Question"]}
+
+**Question.** Why?
+
+</div>
+
+> A quotation.
+
+## Exercise: write it
+
+{bars["Exercise"]}
+
+Write `f`.
+
+</div>
+
+## Next
+
+After."""
+    found = "".join(cell.source for master in lessons.masters([]) for cell in lessons.learner_notebook(master).cells
+                    if cell.cell_type == "markdown")
+    assert found.count("<div") == found.count("</div>") and all(found.count(bar) > 50 for bar in bars.values())
+
+
 @pytest.mark.parametrize(("directive", "says"), [("{result: value('vit_h200', 'no such row') | .1f}", "has 0 rows 'no such row'"),
                                                  ("{result: nothing | .1f}", "nothing | .1f} cannot be filled in")])
 def test_a_number_that_is_not_there_stops_the_build(root, directive, says):

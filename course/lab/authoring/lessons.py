@@ -40,6 +40,9 @@ CELL_TIMEOUT = 900                                   # seconds that a cell may t
 CHECK_CALL = re.compile(r'^check\("([\w-]+)"', re.MULTILINE)
 SHOW_CALL = re.compile(r'\bshow\("([\w.]+)"\)')
 WIDGET = "application/vnd.jupyter.widget-view+json"
+QUOTE = re.compile(r"^> \*\*(\w+)(?:.*\n?)(?:^>.*\n?)*", re.MULTILINE)
+TASK = re.compile(r"^(## Exercise: .*\n)((?:(?!## ).*(?:\n|$))+)", re.MULTILINE)
+BARS = {"Predict": "#D55E00", "Question": "#0072B2", "Exercise": "#009E73"}     # colors that the color-blind tell apart
 MIN_LEAK = 30                                        # characters of an answer's statement that tell something
 
 
@@ -158,7 +161,20 @@ def fill_numbers(notebook: Any) -> None:
     notebook.cells = [cell for cell in notebook.cells if not cell.metadata.get("numbers")]
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
-            cell.source = results.fill(cell.source, names)
+            cell.source = boxed(results.fill(cell.source, names))
+
+
+def boxed(text: str) -> str:
+    """A cell's text with a bar of its own color beside each prediction, question and exercise; letters keep the page's colors."""
+    def box(color: str, inner: str) -> str:
+        return f'<div style="border-left: 6px solid {color}; padding-left: 1em">\n\n{inner.strip()}\n\n</div>\n'
+
+    def unquoted(found: re.Match[str]) -> str:
+        return box(BARS.get(found[1], BARS["Question"]), re.sub(r"^> ?", "", found[0], flags=re.MULTILINE))
+
+    text = QUOTE.sub(unquoted, text)
+    return TASK.sub(lambda found: f"{found[1]}\n{box(BARS['Exercise'], found[2])}\n" if found[2].strip() else found[0],
+                    text).rstrip("\n")
 
 
 @cache

@@ -28,4 +28,5 @@ def explore_memory(size: str, precision: str, dp: int, zero: int, recompute: str
     """What a rank of such a training needs, with nothing saved and as chosen, beside the memory of a GPU."""
     bars = {"nothing saved": footprint(size, precision, 1, 0, "none"),
             f"ZeRO-{zero} over {dp}, recompute {recompute}": footprint(size, precision, dp, zero, recompute)}
-    return stacked(bars, "GB", limits={"one H200": load("h200").memory / 1e9}, title=f"{size} parameters, {precision}, Adam, 4096 tokens on a rank")
+    return stacked(bars, "GB", limits={"one H200": load("h200").memory / 1e9},
+                   title=f"{size} parameters, {precision}, Adam, 4096 tokens on a rank")
