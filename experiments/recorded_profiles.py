@@ -1,8 +1,8 @@
-"""The recorded looks into training steps of lesson 02: `python -m experiments.recorded_profiles FILE` on one GPU.
+"""Recorded profiles of training steps, for lessons 02 and 05: `python -m experiments.recorded_profiles FILE [NAME]...`, one GPU.
 
-For each configuration an account of three steps (`training/trace_breakdown.py`), for two of them also the timeline of one step;
-and what a clock around a matrix multiplication shows if nobody waits for the GPU. Under `torchrun --nproc-per-node 2 -m
-experiments.recorded_profiles FILE` the tensor-parallel one instead, over all of them, of rank 0.
+Of each configuration, or of those named: where the time of three steps went (`training/trace_breakdown.py`), and of some the
+timeline of one step. Besides, what a clock around a matrix multiplication shows if nobody waits for the GPU. Under
+`torchrun --nproc-per-node 2 -m experiments.recorded_profiles FILE` the tensor-parallel one instead, of rank 0.
 """
 
 import json
@@ -28,19 +28,21 @@ ALONE = {"16 samples, tf32": REFERENCE, "16 samples, bf16": (*REFERENCE, "precis
          "16 samples, bf16, compiled": (*REFERENCE, "precision=bf16", "compile=true"),
          **{f"small batch of {n}, bf16": (*SMALL, f"train.global_batch={n}") for n in (1, 4, 16, 64)}}
 TOGETHER = {"tensor parallel": (*REFERENCE, "model.dim=1024", "precision=bf16", "parallel.sp=true", "parallel.overlap=none")}
-DRAWN = ("small batch of 1, bf16", "16 samples, bf16", *TOGETHER)
+DRAWN = ("small batch of 1, bf16", "16 samples, bf16", "16 samples, bf16, compiled", *TOGETHER)
 
 
-def main(file: Path) -> None:
+def main(file: Path, names: list[str]) -> None:
     """Record on the processes that there are, and add to the file what this number of them allows."""
     world = join("auto")
     found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {
-        **timing.machine(world.device), "command": "python -m experiments.recorded_profiles FILE", "accounts": {},
-        "timelines": {}}
+        **timing.machine(world.device), "accounts": {}, "timelines": {},
+        "command": " ".join(["python -m experiments.recorded_profiles FILE", *(f'"{name}"' for name in names)])}
     if world.size == 1:
         found["clock"] = clock(world.device)
     with tempfile.TemporaryDirectory() as folder:
         for name, settings in (ALONE if world.size == 1 else TOGETHER).items():
+            if names and name not in names:
+                continue
             trace = profile_run.record(configuration.load("vit-short",
                                                           [*settings, f"parallel.tp={world.size}", f"log.dir={folder}",
                                                                     f"log.name={len(name)}", "profile.steps=3"]))
@@ -69,5 +71,5 @@ def clock(device: torch.device) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    with command("FILE") as words:
-        main(Path(words[0]))
+    with command("FILE [NAME]...") as words:
+        main(Path(words[0]), words[1:])

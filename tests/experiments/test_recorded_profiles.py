@@ -2,6 +2,7 @@
 
 import pytest
 
+from course.bench.results import load
 from course.lab.figures import profile
 from course.training import trace_breakdown
 from tests.training.test_trace_breakdown import STEP, event
@@ -36,3 +37,18 @@ def test_pictures_of_a_step():
     bars, = profile.shares({"one": found.time, "half": {"forward": 1.0, "data": 1.0}}).axes
     widths = [patch.get_width() for patch in bars.patches]
     assert sum(widths) == pytest.approx(200) and "half: 2 ms" in [label.get_text() for label in bars.get_yticklabels()]
+
+
+def test_blocks_are_drawn_from_attention_to_attention():
+    rows = [["parts", "compute", "", 0, 100]] + [["GPU", "kernel", kind, start, start + 4] for kind, start in (
+        ("matmul", 5), ("attention", 10), ("other", 15), ("attention", 20), ("matmul", 30), ("other", 26), ("attention", 40))]
+    assert profile.one_block(rows) == [("attention", 0, 4), ("other", 6, 10), ("matmul", 10, 14)]
+    axis, = profile.blocks({"a": rows, "b": rows}).axes
+    assert [text.get_text() for text in axis.texts] == 2 * [" 3 kernels"]
+    assert [patch.get_width() for patch in axis.patches] == 6 * [4]
+
+
+def test_a_compiled_block_has_fewer_kernels_and_takes_less_time():
+    timelines = load("profile_compiled_h200")["timelines"]
+    eager, compiled = (profile.one_block(timelines[f"16 samples, bf16{more}"]) for more in ("", ", compiled"))
+    assert len(compiled) < len(eager) and compiled[-1][2] < eager[-1][2]

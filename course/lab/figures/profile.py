@@ -63,6 +63,32 @@ def timeline(rows: Sequence[Sequence[Any]], title: str = "", until: float | None
     return figure
 
 
+def one_block(rows: Sequence[Sequence[Any]]) -> list[tuple[str, float, float]]:
+    """The GPU's kernels of one block in the middle of a step, from attention to the next attention: (kind, begin, end)."""
+    on_gpu = sorted((row for row in rows if row[0] == "GPU"), key=lambda row: float(row[3]))
+    attention = [row[3] for row in on_gpu if row[2] == "attention"]
+    first, last = attention[len(attention) // 2], attention[len(attention) // 2 + 1]
+    return [(kind, start - first, stop - first) for _, _, kind, start, stop in on_gpu if first <= start < last]
+
+
+def blocks(steps: Mapping[str, Sequence[Sequence[Any]]], title: str = "") -> Figure:
+    """What the GPU runs for one block in each of several steps over the same clock, and how many kernels that is."""
+    figure, axis = panel(9, 0.6 * len(steps) + 1.5)
+    found = {name: one_block(rows) for name, rows in steps.items()}
+    longest = max(stop for kernels in found.values() for _, _, stop in kernels)
+    for place, kernels in enumerate(found.values()):
+        for kind, start, stop in kernels:
+            axis.barh(place, stop - start, left=start, height=0.7, color=KIND.get(kind, GREY), edgecolor="white", linewidth=0.3)
+        axis.text(kernels[-1][2], place, f" {len(kernels)} kernels", va="center", fontsize=9)
+    name_rows(axis, steps)
+    axis.set_xlim(0, 1.14 * longest)
+    label(axis, x="microseconds", title=title)
+    kinds = {kind for kernels in found.values() for kind, _, _ in kernels}
+    figure.legend(handles=[Patch(color=KIND[kind], label=kind) for kind in KIND if kind in kinds], loc="outside lower center",
+                  ncols=6, frameon=False, fontsize=8)
+    return figure
+
+
 def shares(accounts: Mapping[str, Mapping[str, float]], title: str = "") -> Figure:
     """A bar for each step, all of the same length, in the parts that its time went to (keys of `account.LABELS`)."""
     figure, axis = panel(9, 0.45 * len(accounts) + 1.6)
