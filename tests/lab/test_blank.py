@@ -57,6 +57,16 @@ def test_objects_of_one_cell_are_below_one_set_of_imports(name):
         assert set(exercise.names) < set(space)
 
 
+def test_whatever_an_exercise_needs_can_be_imported_from_a_copy(tmp_path):
+    stubs.build_blanked_package((), tmp_path)
+    modules = [f"course.lab.{part}.{path.stem}" for part in ("exercises", "instruments", "figures")
+               for path in sorted((stubs.PACKAGE / "lab" / part).glob("*.py"))]
+    program = f"import course, importlib\nfor name in {modules}: importlib.import_module(name)"
+    done = subprocess.run([sys.executable, "-c", program],
+                          env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_built_copy_is_blank_there_and_only_there(tmp_path):
     stubs.build_blanked_package(["course.training.step.eager"], tmp_path)
     program = ("import course.training.step\ntry:\n    course.training.step.eager(1, 2, 3, 4)\n"

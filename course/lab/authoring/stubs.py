@@ -20,7 +20,8 @@ from course.utils.errors import CourseError
 BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"  # nbgrader's own markers
 STUB = 'raise NotImplementedError("not implemented yet")  # your code here'
 PACKAGE = Path(__file__).parents[2]                  # the folder of `course` itself
-IGNORED = ("__pycache__", "mistakes", "results", Path(hidden_answers.ARCHIVE).name)  # of a built copy
+# what a copy of the package leaves out: mistakes are nearly answers, and no answer needs recorded data
+IGNORED = ("__pycache__", "mistakes", "*.json", Path(hidden_answers.ARCHIVE).name)
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
