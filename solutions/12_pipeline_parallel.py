@@ -64,8 +64,9 @@ import torch.distributed as dist
 
 from course import config, models, parallel
 from course.training import verify
-from course.lab.figures import pipeline, widgets
+from course.lab.figures import pipeline, who_holds, widgets
 from course.lab.instruments import simulated_pipeline
+from course.lab.instruments.forward_trace import trace
 from course.lab import notebook as lab
 from course.lab.notebook import check
 from course.ranks.notebook_ranks import RankError, ranks
@@ -101,6 +102,15 @@ def stage() -> str:
 
 for rank, text in enumerate(ranks(4)(stage)):
     print(f"rank {rank}: {text}")
+
+WEIGHTS = {"embedding": "embed.proj.weight",
+           **{f"block {number}": f"blocks.{number}.mlp.up.weight" for number in range(5)},
+           "head": "head.proj.weight"}
+held = ranks(4)(trace, "vit-demo", "model.depth=5", "train.global_batch=4",
+                "train.micro_batch=1", "parallel.pp=4")
+lab.picture(who_holds.parameters(held, WEIGHTS, title="weights by rank, pp=4"),
+            "Four rows, one for each rank. Rank 0 holds the embedding and blocks 0 and 1, rank 1 block 2, "
+            "rank 2 block 3, rank 3 block 4 and the head.")
 
 # %% [markdown]
 # Rank 0 has blocks 0 and 1, and each other rank has one block. The slowest stage sets the pace. Here three of four ranks

@@ -211,6 +211,14 @@ from course.models.dit import AdaLNBlock, modulate
 # %%
 check("adaln")
 
+# %% [markdown]
+# The picture shows both branches of the block that you wrote. The blue line carries the tokens past each branch.
+
+# %%
+lab.picture(figures_dit.adaln_block(),
+            "Two rows, attention above the MLP: norm, modulate, the branch, times, plus. Shift and scale enter at "
+            "modulate, the gate at times. A line leads the tokens past each branch to the plus.")
+
 
 # %%
 def assemble(*overrides: str) -> Training:

@@ -18,3 +18,11 @@ def test_curves_are_percent_of_the_first_seed():
     drawn = {line.get_label(): line.get_ydata() for line in axis.lines}
     assert drawn["near"] == pytest.approx([2, 0]) and drawn["far"] == pytest.approx([50, 50])
     assert axis.collections[0].get_datalim(axis.transData).y1 == pytest.approx(10)
+
+
+def test_the_adaln_block_shows_the_path_of_the_tokens_and_six_vectors():
+    axis, = dit.adaln_block().axes
+    words = [text.get_text() for text in axis.texts if text.get_text()]
+    assert [word for word in words if word in ("shift", "scale", "gate")] == 2 * ["shift", "scale", "gate"]
+    assert [word for word in words if word in ("norm", "modulate", "attention", "MLP", "×", "+")] == [
+        "norm", "modulate", "attention", "×", "+", "norm", "modulate", "MLP", "×", "+"]

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from course.lab.figures.style import GREY, MARKS, label, panel
+from course.lab.figures.style import BLUE, GREY, MARKS, ORANGE, label, panel
 
 
 def images(rows: Mapping[str, np.ndarray], columns: Sequence[object], title: str = "") -> Figure:
@@ -41,4 +41,35 @@ def curves_beside_seeds(x: Sequence[float], seeds: np.ndarray, curves: Mapping[s
     label(axis, x="step", y=y, grid="major")
     figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9)          # over the curves it would hide some
     axis.set_title(title, fontsize=10)
+    return figure
+
+
+# of a branch, from left to right: what computes, and which of the block's vectors go in there
+BRANCH = (("norm", ()), ("modulate", ("shift", "scale")), ("{}", ()), ("×", ("gate",)), ("+", ()))
+
+
+def adaln_block(branches: Sequence[str] = ("attention", "MLP")) -> Figure:
+    """The path of the tokens through an adaLN block, a row for each branch, and where the six vectors of the condition enter."""
+    figure = Figure(figsize=(9, 1.9 * len(branches) + 0.9), layout="constrained")
+    axis: Any = figure.subplots()
+    for row, branch in enumerate(branches):
+        y = -2.0 * row
+        axis.annotate("", (len(BRANCH) + 0.6, y), (-0.9, y), arrowprops={"arrowstyle": "->", "color": GREY})
+        axis.text(-1.0, y, "tokens" if row == 0 else "", ha="right", va="center", fontsize=10)
+        end = len(BRANCH) - 1                        # the sum, which also gets what went around the branch
+        axis.plot([-0.6, -0.6, end], [y, y - 0.5, y - 0.5], color=BLUE)
+        axis.annotate("", (end, y - 0.2), (end, y - 0.52), arrowprops={"arrowstyle": "->", "color": BLUE})
+        for place, (what, vectors) in enumerate(BRANCH):
+            text = axis.text(place, y, what.format(branch), ha="center", va="center", fontsize=10,
+                             bbox={"boxstyle": "round,pad=0.45", "facecolor": "white", "edgecolor": BLUE})
+            text.set_zorder(3)
+            for number, vector in enumerate(vectors):
+                left = place + (number - (len(vectors) - 1) / 2) * 0.55
+                axis.annotate(vector, (left, y + 0.27), (left, y + 0.95), ha="center", fontsize=9, color=ORANGE,
+                              arrowprops={"arrowstyle": "->", "color": ORANGE})
+    axis.text(-1.0, 1.05, "condition → SiLU → ada:\nsix vectors for each sample", ha="left", va="center", fontsize=9,
+              color=ORANGE)
+    axis.set_xlim(-1.9, len(BRANCH) + 0.7)
+    axis.set_ylim(-2.0 * (len(branches) - 1) - 0.9, 1.4)
+    axis.set_axis_off()
     return figure
